@@ -7,13 +7,15 @@ DEMO := .demo
 # As many processes as tests/conftest.py finds right for this machine; one that has nothing left to do takes from another.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # Whole trainings, which take long wherever they run.
-LONG := $(addprefix tests/workers/test_,examples.py examples_elastic.py soak.py launchers.py balance.py loaders.py \
-	life.py talking.py elastic.py head_death.py own_processes.py hangs.py trust.py plain_scripts.py copies.py when_idle.py \
-	holder.py doctor.py stream.py groups.py beats.py checkpoint.py again.py evaluate.py story.py profile.py advice.py \
-	viewing.py watching.py troubles.py not_finite.py history.py exchange.py exchange_parts.py \
-	seats.py deliver.py sharding.py sharding_elastic.py sharding_faults.py sharding_optimizers.py sharding_rounds.py \
-	shared_checkpoints.py shared_states.py local_steps.py delay.py delay_faults.py delay_left.py wire.py evaluators.py \
-	union_rounds.py sums.py carried.py spent.py nursery.py) \
+LONG := $(addprefix tests/workers/test_, \
+	examples.py examples_elastic.py soak.py launchers.py balance.py loaders.py life.py talking.py elastic.py \
+	head_death.py own_processes.py hangs.py trust.py plain_scripts.py copies.py when_idle.py holder.py doctor.py \
+	stream.py groups.py beats.py checkpoint.py again.py evaluate.py story.py profile.py advice.py viewing.py \
+	watching.py troubles.py not_finite.py history.py exchange.py exchange_parts.py seats.py deliver.py \
+	sharding.py sharding_elastic.py sharding_faults.py sharding_optimizers.py sharding_rounds.py \
+	shared_checkpoints.py shared_states.py local_steps.py local_delay.py delay.py delay_faults.py delay_left.py \
+	delay_predicted.py wire.py evaluators.py unlike.py local_leaving.py union_rounds.py sums.py carried.py spent.py nursery.py \
+	audit.py local_groups.py replay.py inspecting.py planning.py check.py turns.py) \
 	tests/house/toys
 SOAK_S ?= 3600
 

@@ -1,4 +1,5 @@
-"""What local steps cost in quality: the loss after as many samples, for replicas K, inner steps H and outer optimizers.
+"""What local steps cost in quality: the loss after as many samples, for replicas K, inner steps H and outer optimizers,
+with and without a delay of the mean change.
 
 python -m benchmarks.quality                                   # about an hour on one core
 python -m benchmarks.quality --replicas 1,4 --inner-steps 10 --steps 200 --json quality.json
@@ -31,7 +32,9 @@ MICROBATCHES = 8
 RATE = 3e-3
 
 
-def train(seed: int, num_steps: int, replicas: int, inner_steps: int, outer: Outer, inner_state: str) -> float:
+def train(
+    seed: int, num_steps: int, replicas: int, inner_steps: int, outer: Outer, inner_state: str, delay: int
+) -> float:
     """Train, and return the mean loss of the test set in nats per byte.
 
     Args:
@@ -66,6 +69,7 @@ def train(seed: int, num_steps: int, replicas: int, inner_steps: int, outer: Out
                 inner_steps=inner_steps,
                 outer=momentum if outer == "nesterov" else None,
                 inner_state="kept" if inner_state == "kept" else "fresh",
+                delay=delay,
             ):
                 for step in round_:
                     update(step)
@@ -78,14 +82,15 @@ def train(seed: int, num_steps: int, replicas: int, inner_steps: int, outer: Out
         return float(totals["nats"] / totals["tokens"])
 
 
-def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, int, Outer, str]]:
-    """Yield (replicas, inner steps, outer, inner state), the plain training first."""
-    yield 0, 1, "average", "-"
+def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, int, Outer, str, int]]:
+    """Yield (replicas, inner steps, outer, inner state, delay), the plain training first."""
+    yield 0, 1, "average", "-", 0
     for replicas in arguments.replicas:
         for inner_steps in arguments.inner_steps:
             for outer in arguments.outer:
                 for state in arguments.inner_state:
-                    yield replicas, inner_steps, outer, state
+                    for delay in arguments.delay:
+                        yield replicas, inner_steps, outer, state, delay
 
 
 def main() -> None:
@@ -94,20 +99,24 @@ def main() -> None:
     parser.add_argument("--inner-steps", type=_numbers, default=[1, 10, 50])
     parser.add_argument("--outer", type=lambda text: text.split(","), default=["average", "nesterov"])
     parser.add_argument("--inner-state", type=lambda text: text.split(","), default=["kept"])
+    parser.add_argument("--delay", type=_numbers, default=[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for replicas, inner_steps, outer, state in settings(arguments):
+    for replicas, inner_steps, outer, state, delay in settings(arguments):
         began = time.perf_counter()
-        losses = [train(seed, arguments.steps, replicas, inner_steps, outer, state) for seed in range(arguments.seeds)]
+        losses = [
+            train(seed, arguments.steps, replicas, inner_steps, outer, state, delay) for seed in range(arguments.seeds)
+        ]
         row = {
             "replicas": replicas or "plain",
             "inner_steps": inner_steps,
             "outer": outer if replicas else "-",
             "inner_state": state,
+            "delay": delay,
             "loss": round(statistics.mean(losses), 4),
             "seconds": round(time.perf_counter() - began, 1),
         }
@@ -115,7 +124,7 @@ def main() -> None:
         print(*(f"{name} {value}" for name, value in row.items()), flush=True)
     print_table([*rows[0]], [[str(value) for value in row.values()] for row in rows])
     if arguments.json is not None:
-        figures = {".".join(map(str, [*row.values()][:4])): row["loss"] for row in rows}
+        figures = {".".join(map(str, [*row.values()][:5])): row["loss"] for row in rows}
         write_json(arguments.json, figures, rows)
 
 

@@ -47,16 +47,21 @@ class Control:
     def hello(self, rank: int) -> None:
         self._pipe.send({"rank": rank, "pid": os.getpid()})
 
-    def go_on(self) -> bool:
+    def go_on(self, steps: int = 1) -> bool:
         """At the head of every step; blocks while it is the turn of others. False: this was the last step.
 
         A step counts from its head to that of the next one, so nothing of it is left out.
+
+        Args:
+            steps: that are done from one call to the next, equal on all workers; a turn ends after a whole number of
+                calls.
         """
         now = time.perf_counter()
-        if self._left:
-            self._times.append(now - self._since)
-            self._left -= self._until == 0.0 or now >= self._until
-        if self._left == 0:
+        if self._left > 0:
+            self._times += [(now - self._since) / steps] * steps
+            if self._until == 0.0 or now >= self._until:
+                self._left -= steps
+        if self._left <= 0:
             if self._times:
                 used = resource.getrusage(resource.RUSAGE_SELF)
                 self._pipe.send({"times": self._times, "cpu_s": used.ru_utime + used.ru_stime})

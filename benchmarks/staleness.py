@@ -1,11 +1,12 @@
 """What a delay costs and what it gains: quality by delay and optimizer, and the time of a step with workers that stall.
 
-python -m benchmarks.staleness quality --json quality.json     # a quarter of an hour
+python -m benchmarks.staleness quality --json quality.json     # half an hour
 python -m benchmarks.staleness stalls --json stalls.json       # minutes
 python -m benchmarks.network --links 100m --hosts 2 --sizes 4 --sides unisono,delay1,ddp,plain      # a slow link
 
 **Quality**: a small transformer learns the bytes of this project's documentation, with equal samples for every delay.
-The figure is the mean loss of the last tenth of the steps, at the best of some learning rates, over some seeds.
+The figure is the mean loss of the last tenth of the steps, at the best of some learning rates, over some seeds; with
+each delay also with predicted parameters (``predict=True``).
 
 **Stalls**: each worker stops for a while now and then, each at times of its own, as on a machine that others use too.
 The sides (DDP over gloo, no delay, some delays) take turns.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,28 @@ LENGTH = 64
 BATCH = 16
 WIDTH = 64
 DELAYS = (0, 1, 2, 4)
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[float, ...]]] = {
-    "adamw": (partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1), (1e-3, 3e-3)),
-    "sgd": (partial(torch.optim.SGD, momentum=0.9), (0.1, 0.3)),
+Make = Callable[[nn.Module, float], list[torch.optim.Optimizer]]
+
+
+def _one(kind: Callable[..., torch.optim.Optimizer], model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    return [kind(model.parameters(), lr=lr)]
+
+
+ADAMW = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def _muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW at 3e-3 for all else."""
+    matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and name.startswith("layers.")]
+    known = {id(one) for one in matrices}
+    others = [one for one in model.parameters() if id(one) not in known]
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1), ADAMW(others, lr=3e-3)]
+
+
+OPTIMIZERS: dict[str, tuple[Make, tuple[float, ...]]] = {
+    "adamw": (partial(_one, ADAMW), (1e-3, 3e-3)),
+    "sgd": (partial(_one, partial(torch.optim.SGD, momentum=0.9)), (0.1, 0.3)),
+    "muon": (_muon, (1e-2, 3e-2)),
 }
 
 
@@ -68,42 +88,55 @@ def documentation() -> TensorDataset:
     return TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
-def loss_after(optimizer: str, lr: float, delay: int, seed: int, num_steps: int) -> float:
-    """The mean loss of the last tenth of the steps."""
+def loss_after(optimizer: str, lr: float, delay: int, predict: bool, seed: int, num_steps: int) -> float:
+    """The mean loss of the last tenth of the steps: with predicted parameters, a loss of these."""
     losses = []
     with unisono.Run(seed=seed, device="cpu") as run:
         model = Model()
-        chosen = OPTIMIZERS[optimizer][0](model.parameters(), lr=lr)
-        warm = torch.optim.lr_scheduler.LambdaLR(chosen, lambda step: min(1.0, (step + 1) / 50))
-        run.track(model=model, optimizer=chosen, warm=warm)
+        chosen = OPTIMIZERS[optimizer][0](model, lr)
+        warm = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: min(1.0, (step + 1) / 50)) for one in chosen]
+        run.track(model=model)
+        for number, (one, schedule) in enumerate(zip(chosen, warm, strict=True)):
+            run.track(**{f"optimizer{number}": one, f"warm{number}": schedule})
         options = {"batch_size": BATCH, "microbatches": 1, "epochs": 1000, "max_steps": num_steps}
-        for step in run.steps(documentation(), **options, delay=delay):
+        for step in run.steps(documentation(), **options, delay=delay, predict=predict):
             for text, following in step:
                 F.cross_entropy(model(text).flatten(0, 1), following.flatten()).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            chosen.step()
-            warm.step()
+            for each in (*chosen, *warm):
+                each.step()
             if step.has_gradient:
                 losses.append(step.loss)
     return statistics.mean(losses[-max(1, num_steps // 10) :])
 
 
+def variants(delays: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Each delay, and whether parameters are predicted."""
+    for delay in delays:
+        yield delay, False
+        if delay:
+            yield delay, True
+
+
 def quality(options: argparse.Namespace) -> None:
     figures, runs, rows = {}, [], []
     for optimizer in options.optimizers:
-        best: dict[int, float] = {}
-        for delay in options.delays:
-            found = {}
+        best: dict[str, float] = {}
+        for delay, predict in variants(options.delays):
+            name, found = f"{delay} predicted" if predict else str(delay), {}
             for lr in OPTIMIZERS[optimizer][1]:
-                losses = [loss_after(optimizer, lr, delay, seed, options.steps) for seed in range(options.seeds)]
+                losses = [
+                    loss_after(optimizer, lr, delay, predict, seed, options.steps)
+                    for seed in range(options.first_seed, options.first_seed + options.seeds)
+                ]
                 found[lr] = statistics.mean(losses)
-                runs.append({"optimizer": optimizer, "lr": lr, "delay": delay, "losses": losses})
-                print(f"{optimizer} lr {lr:g} delay {delay}: {found[lr]:.4f} {losses}", file=sys.stderr, flush=True)
-            best[delay] = min(found.values())
-            figures[f"loss.{optimizer}.delay{delay}"] = best[delay]
-            more = best[delay] - best[options.delays[0]]
+                runs.append({"optimizer": optimizer, "lr": lr, "delay": delay, "predict": predict, "losses": losses})
+                print(f"{optimizer} lr {lr:g} delay {name}: {found[lr]:.4f} {losses}", file=sys.stderr, flush=True)
+            best[name] = min(found.values())
+            figures[f"loss.{optimizer}.delay{name.replace(' ', '.')}"] = best[name]
+            more = best[name] - best[str(options.delays[0])]
             rows.append(
-                [optimizer, str(delay), f"{min(found, key=found.__getitem__):g}", f"{best[delay]:.4f}", f"{more:+.4f}"]
+                [optimizer, name, f"{min(found, key=found.__getitem__):g}", f"{best[name]:.4f}", f"{more:+.4f}"]
             )
     print_table(("optimizer", "delay", "best lr", "loss", "against no delay"), rows)
     if options.json:
@@ -160,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--delays", type=_delays, default=list(DELAYS), metavar="N,N")
     parser.add_argument("--optimizers", type=lambda text: text.split(","), default=[*OPTIMIZERS], metavar="A,B")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="of a training (600), or of a turn (20)")
     parser.add_argument("--case", default="mlp_small")
     parser.add_argument("--workers", type=int, default=2)

@@ -44,7 +44,7 @@ from benchmarks.report import Interval, median_interval, print_table, write_json
 from benchmarks.step_time import Block, Team, started
 from benchmarks.strategy_sides import SIDES, missing
 
-__all__ = ["SETTINGS", "Setting"]
+__all__ = ["SETTINGS", "Plan", "Setting", "commands_of", "sent_bytes"]
 
 BASE = "ddp"
 BLOCK_S = 1.5
@@ -93,7 +93,7 @@ class Plan:
         ]
 
 
-def _commands(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder: Path) -> list[list[str]]:
+def commands_of(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder: Path) -> list[list[str]]:
     """Return the commands of a side's processes, each on its host."""
     name = side.replace(" ", "-")
     options = [side, *plan.options(setting), "--unbalanced", "--control", str(folder / f"{side}.socket")]
@@ -129,7 +129,7 @@ def _commands(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder: 
     ]
 
 
-def _sent_bytes(lab: Lab | None) -> int:
+def sent_bytes(lab: Lab | None) -> int:
     """Return the bytes that have left the first host."""
     if lab is None:
         return 0
@@ -144,7 +144,7 @@ def compare(side: str, setting: Setting, plan: Plan) -> dict[str, Any]:
     with ExitStack() as stack:
         lab = Lab(plan.workers, LINKS[setting.link], stack) if setting.link else None
         sides = [side] if side == BASE else [side, BASE]
-        commands = {name: partial(_commands, name, setting, plan, lab) for name in sides}
+        commands = {name: partial(commands_of, name, setting, plan, lab) for name in sides}
         ready = stack.enter_context(started(commands, plan.workers))
         numbers = {}
         for team in ready:
@@ -156,9 +156,9 @@ def compare(side: str, setting: Setting, plan: Plan) -> dict[str, Any]:
         sent: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(plan.turns):
             for team in ready if turn % 2 == 0 else reversed(ready):
-                before = _sent_bytes(lab)
+                before = sent_bytes(lab)
                 _measure(team, numbers[team.name])
-                sent[team.name].append((_sent_bytes(lab) - before) / numbers[team.name])
+                sent[team.name].append((sent_bytes(lab) - before) / numbers[team.name])
         for team in ready:
             team.measure_memory(MEMORY_S)
         return {
@@ -195,7 +195,7 @@ def final_loss(side: str, plan: Plan, num_steps: int) -> float:
 
 def _trainings(side: str, setting: Setting, plan: Plan, given: Mapping[str, str], folder: Path) -> list[list[str]]:
     """Return the commands of a side that trains without a control."""
-    commands = _commands(side, setting, plan, None, folder)
+    commands = commands_of(side, setting, plan, None, folder)
     for command in commands:
         place = command.index("--control")
         command[place : place + 2] = ["--steps", given["steps"], "--result", given["result"]]

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -59,7 +61,7 @@ class Watch(Protocol):
 
     def hello(self, rank: int) -> None: ...
 
-    def go_on(self) -> bool: ...
+    def go_on(self, steps: int = 1) -> bool: ...
 
 
 class Counted:
@@ -68,7 +70,7 @@ class Counted:
     def hello(self, rank: int) -> None:
         pass
 
-    def go_on(self) -> bool:
+    def go_on(self, steps: int = 1) -> bool:
         return True
 
 
@@ -151,6 +153,9 @@ def with_steps(task: Task, watch: Watch, *, copies: int = 0, **options: Any) -> 
 def with_local_steps(task: Task, watch: Watch, *, momentum: float, **options: Any) -> None:
     """``run.local_steps``, with as many replicas as workers.
 
+    It counts rounds. The steps of a round are not as many on all workers: in a rehearsal each computes one of another's
+    as well, but one worker may be left out. Who waited for its turn in the middle of a round would be waited for.
+
     Args:
         momentum: of the outer optimizer; 0: the mean of the replicas as it is.
         options: of ``run.local_steps``.
@@ -176,9 +181,9 @@ def with_local_steps(task: Task, watch: Watch, *, momentum: float, **options: An
             if is_waited_for and run.num_workers >= task.workers:
                 watch.hello(run.rank)
                 is_waited_for = False
+            if not is_waited_for and not watch.go_on(task.inner_steps):
+                break
             for step in turn:
-                if not is_waited_for and not watch.go_on():
-                    return
                 task.stall(run.rank, number)
                 number += 1
                 for vectors, labels in step:
@@ -256,15 +261,17 @@ def with_averager(task: Task, watch: Watch) -> None:
 
 def with_torchft(task: Task, watch: Watch) -> None:
     """Local SGD of torchft, one worker a replica group."""
-    from torchft import LighthouseServer, Manager, ProcessGroupGloo  # type: ignore[import-not-found]
+    from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
+    from torchft.coordination import LighthouseServer  # type: ignore[import-not-found]
     from torchft.local_sgd import LocalSGD  # type: ignore[import-not-found]
 
     _meet(task)
+    own = _own_address()
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=task.workers) if task.rank == 0 else None
-    address = [lighthouse.address() if lighthouse is not None else ""]
+    address = [f"http://{own}:{lighthouse.address().rpartition(':')[2]}" if lighthouse is not None else ""]
     dist.broadcast_object_list(address)
     os.environ["TORCHFT_LIGHTHOUSE"] = address[0]
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
     model = task.case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     manager = Manager(
@@ -273,16 +280,24 @@ def with_torchft(task: Task, watch: Watch) -> None:
         state_dict=dict,
         min_replica_size=task.workers,
         use_async_quorum=False,
+        init_sync=False,  # all begin with the same weights, and the hosts of a lab have no names
         timeout=timedelta(seconds=60),
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr=own,
         store_port=store.port,
         replica_id=f"replica{task.rank}",
-        hostname="localhost",
+        hostname=own,
     )
     with LocalSGD(manager, model, optimizer, sync_every=task.inner_steps):
         _loop(task, watch, model, optimizer, lambda is_last: nullcontext())
+
+
+def _own_address() -> str:
+    """Return the address at which the other processes reach this one."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME")
+    found = psutil.net_if_addrs()[device] if device else []
+    return next((one.address for one in found if one.family is socket.AF_INET), "localhost")
 
 
 def _loop(
@@ -333,6 +348,8 @@ SIDES: dict[str, Callable[[Task, Watch], None]] = {
     "unisono delay 1": _with_options(with_steps, delay=1),
     "unisono local": _with_options(with_local_steps, momentum=0.0),
     "unisono local fresh": _with_options(with_local_steps, momentum=0.0, inner_state="fresh"),
+    "unisono local delay": _with_options(with_local_steps, momentum=0.0, delay=1),
+    "unisono local fresh delay": _with_options(with_local_steps, momentum=0.0, inner_state="fresh", copies=1, delay=1),
     "unisono diloco": _with_options(with_local_steps, momentum=0.9),
     "unisono diloco int8": _with_options(with_local_steps, momentum=0.9, delta="int8"),
     "ddp": with_ddp,

@@ -11,6 +11,7 @@
     +-- RunStopped            the run was ended from outside; leave the script, there is nothing to repair
     +-- CheckpointError       a checkpoint is broken, missing, or could not be written
     +-- StateLost             all workers that held a part of a sharded state are lost; go on from a checkpoint
+    +-- RunGoesBack           a machine computes wrong values: go on from an earlier checkpoint without it
     +-- LaunchError           the workers of `unisono.launch` failed; the message has the worker's traceback
     +-- ProtocolError         a message over a connection was not allowed; all machines need one version of unisono
     +-- DeadlineExceeded      a wait took longer than its deadline
@@ -32,6 +33,7 @@ __all__ = [
     "ProtocolError",
     "RecipeError",
     "RunDirectoryError",
+    "RunGoesBack",
     "RunStopped",
     "StateLost",
     "StepError",
@@ -77,7 +79,14 @@ class DivergenceError(UnisonoError):
 
     Either the script does something that depends on the worker, or a machine computes wrongly. The message names the
     value that differs, and the workers.
+
+    Args:
+        sound: a checkpoint of more steps of the run may hold wrong values; 0: nothing is known of any.
     """
+
+    def __init__(self, message: str = "", *, sound: int = 0) -> None:
+        super().__init__(message)
+        self.sound = sound
 
 
 class _AboutPeers(UnisonoError):
@@ -100,6 +109,18 @@ class RunStopped(UnisonoError):
     """The run was ended from outside. The message is the reason."""
 
 
+class StopInspection(RunStopped):
+    """An inspector has ended the run that it inspects (`unisono.training.inspecting`). The message says why.
+
+    Args:
+        code: exit code of the process, where the script runs alone.
+    """
+
+    def __init__(self, message: str = "", code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class CheckpointError(UnisonoError):
     """A checkpoint is broken or missing, or could not be written. The message names it, and says what is wrong."""
 
@@ -108,6 +129,23 @@ class StateLost(UnisonoError):
     """All workers that held a part of the state of a sharded optimizer are lost. The message names the checkpoint from
     which the run can go on.
     """
+
+
+class RunGoesBack(UnisonoError):
+    """A worker computes wrong values, and what the run has done since that worker was last right is to be doubted.
+
+    Args:
+        reason: which worker, and how it was found.
+        run_dir: directory of the run; "": it has none, or it is not on this machine.
+        steps: a checkpoint of more steps may hold wrong values.
+        hosts: labels of the machines that are to take no part any more.
+    """
+
+    def __init__(self, reason: str, run_dir: str, steps: int, hosts: Sequence[str]) -> None:
+        super().__init__(reason)
+        self.run_dir = run_dir
+        self.steps = steps
+        self.hosts = tuple(hosts)
 
 
 class LaunchError(UnisonoError):

@@ -290,6 +290,8 @@ class StepResult(_Event, kw_only=True):
     """Of ``step.add``, by name: numbers, or lists of numbers."""
     losses: list[float] = []
     """Of each pass over the batch, if there were several (``step.again``); ``loss`` is that of the first."""
+    unit: str = "step"
+    """What a script calls it: "step", or "round" of local steps."""
 
 
 class StepFinished(StepResult, kw_only=True, tag="step"):
@@ -314,13 +316,18 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
     """Why this step's plan is another than that of the step before."""
     warnings: list[str] = []
     """About members that may compute differently, in the first step that they took part in."""
+    audits: dict[str, str] = {}
+    """By micro-batch, the digest of its gradient in the first pass, where two workers have computed it
+    (`unisono.decisions.audits`): 16 hexadecimal digits. Where a worker has several in a step, one digest for all of
+    them, by a number of 19 digits."""
 
 
 class EvaluationFinished(_Event, tag="evaluation"):
     """An evaluation is finished."""
 
     step: int
-    """Steps of the run that were done before it."""
+    """Of the run, from 0, in which the script has called ``run.evaluate``; after a training loop, the number of steps
+    that are done."""
     totals: dict[str, Any]
     """By name: numbers, or lists of numbers."""
 

@@ -14,7 +14,20 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["ENVIRONMENT", "POINTS", "Fault", "FaultInjected", "arm", "at_step", "decode", "encode", "point"]
+__all__ = [
+    "ENVIRONMENT",
+    "POINTS",
+    "VALUES",
+    "Fault",
+    "FaultInjected",
+    "arm",
+    "at_step",
+    "decode",
+    "encode",
+    "forget_passing",
+    "point",
+    "spoils",
+]
 
 ENVIRONMENT: Final = "UNISONO_FAULTS"
 
@@ -41,6 +54,8 @@ POINTS: Final[dict[str, str]] = {
     "shard.committed": "it knows that all have the new values, others perhaps not",
     "shard.moving": "states of a sharded optimizer are about to move",
     "shard.moved": "the states that it gets have arrived, those of others perhaps not",
+    "local.leaving": "states of replicas are about to move to those that stay, because workers leave",
+    "shard.loading": "it has read its part of the states of a checkpoint, and others may lack theirs",
     "shard.in_lending": "a state that no writer of a checkpoint holds is about to travel to one that writes it",
     "evaluation.asked": "rank 0 is about to ask for an evaluator",
     "evaluation.giving": "it is giving the models to an evaluator (in a thread)",
@@ -55,6 +70,8 @@ POINTS: Final[dict[str, str]] = {
     "deliver.sent": "it has begun to send tensors to other hosts",
     "deliver.received": "it has tensors of other hosts, and has not passed them on to its own",
     "in_admission": "it is a newcomer that is receiving the state, or a member that is sending it",
+    "local.grouped": "it has met the others of its group, and not all members of the run have met theirs",
+    "local.ungrouped": "its group has lost a member; it has completed the step by itself, and gives the replica up",
     "local.placed": "it has the states of the replicas that it is going to compute",
     "local.inner_step": "it begins a step of a replica (``microbatch`` is the replica)",
     "local.replica_done": "a replica's change was added to its partial sums (``microbatch`` is the replica)",
@@ -65,6 +82,15 @@ POINTS: Final[dict[str, str]] = {
 """Every fault point, and where the worker is then."""
 
 
+VALUES: Final[dict[str, str]] = {
+    "gradient": "the gradient of a micro-batch, as autograd has computed it",
+    "parameter": "the parameters between two steps",
+    "optimizer": "the state of an optimizer between two steps",
+    "sums": "a part of the sums that has just arrived over the network",
+}
+"""What a worker can be made to compute or store wrongly: one bit of the first tensor of it."""
+
+
 class FaultInjected(RuntimeError):
     """Raised by the action ``fail``, as if the user's code had raised it."""
 
@@ -72,8 +98,9 @@ class FaultInjected(RuntimeError):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault, which a test injects in one worker at one point."""
 
-    action: Literal["kill", "kill_run", "stop", "delay", "fail"]
-    """SIGKILL to this worker; the same to the command first; SIGSTOP; sleep for ``seconds``; raise `FaultInjected`."""
+    action: Literal["kill", "kill_run", "stop", "delay", "fail", "corrupt"]
+    """SIGKILL to this worker; the same to the command first; SIGSTOP; sleep for ``seconds``; raise `FaultInjected`;
+    flip a bit of one of the `VALUES`, which is ``at``."""
     worker: str
     """The worker's id: ``w0``, ``w1`` ... in the order of their start; "" means every worker."""
     at: str
@@ -83,6 +110,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     skip: int = 0
     """Pass by that point so often before: 1 means the second pass over the batch, for a point that a pass has once."""
     seconds: float = 0.0
+    bit: int = 0
+    """Of the first number."""
+    is_lasting: bool = False
+    """Not once, but each time from then on."""
 
 
 _armed: list[Fault] = []
@@ -116,6 +147,11 @@ def at_step(step: int) -> None:
     _step = step
 
 
+def forget_passing(text: str) -> str:
+    """Return the value of `ENVIRONMENT` for a run that goes back: a value that was wrong once is not wrong again."""
+    return encode([each for each in decode(text) if each.action != "corrupt" or each.is_lasting])
+
+
 def point(name: str, microbatch: int = -1) -> None:
     """Trigger the faults of a named point, if this process was armed with any."""
     if not _armed:
@@ -127,6 +163,23 @@ def point(name: str, microbatch: int = -1) -> None:
                 _armed.append(msgspec.structs.replace(fault, skip=fault.skip - 1))
             else:
                 _happen(fault)
+
+
+def spoils(value: str, microbatch: int = -1) -> int | None:
+    """Return which bit of a value this worker is to flip now; None: none.
+
+    Args:
+        value: one of the `VALUES`.
+    """
+    if not _armed:
+        return None
+    for fault in list(_armed):
+        is_now = fault.step in (-1, _step) or (fault.is_lasting and _step > fault.step)
+        if fault.action == "corrupt" and fault.at == value and is_now and fault.microbatch in (-1, microbatch):
+            if not fault.is_lasting:
+                _armed.remove(fault)
+            return fault.bit
+    return None
 
 
 def _happen(fault: Fault) -> None:

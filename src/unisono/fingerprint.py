@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["SWITCHES", "fingerprint", "package_checksum", "script_checksum"]
+__all__ = ["SWITCHES", "about_script", "fingerprint", "own_command", "package_checksum", "script_checksum"]
 
 SWITCHES: Final = (
     "ATEN_CPU_CAPABILITY",
@@ -69,6 +69,30 @@ def script_checksum(arguments: Sequence[str]) -> str:
     with contextlib.suppress(OSError, ValueError):
         return f"{zlib.crc32(Path(path).read_bytes()):08x}" if path else ""
     return ""
+
+
+def own_command() -> dict[str, Any] | None:
+    """Return the folder and the arguments of a script that runs alone, as `unisono.spec.RunSpec.command` says them of a
+    worker; None where this process runs no script, e.g. at a prompt or in a notebook.
+    """
+    words = list(sys.orig_argv[1:])
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c", "-"):
+        words = words[2 if words[0] in ("-W", "-X") else 1 :]
+    if not words or words[0] in ("-c", "-") or (words[0] != "-m" and not os.path.isfile(words[0])):
+        return None
+    return {"folder": os.getcwd(), "arguments": words}
+
+
+def about_script(command: Any) -> dict[str, str]:
+    """Return what of a script and of this process says why the bits of two runs differ: checksum and hash seed.
+
+    Args:
+        command: of the run, as `own_command` returns it; anything else: the script is not known.
+    """
+    found = {"hash seed": os.environ.get("PYTHONHASHSEED", "")}
+    if isinstance(command, dict) and (checksum := script_checksum(command.get("arguments", []))):
+        found["script"] = checksum
+    return found
 
 
 def package_checksum() -> str:

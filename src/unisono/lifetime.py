@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 __all__ = [
+    "NURSERY",
     "PARENT",
     "SILENCE_S",
     "TOKEN_FILE",
@@ -42,6 +43,9 @@ PARENT: Final = "UNISONO_PARENT"
 
 TOKEN_FILE: Final = "UNISONO_TOKEN_FILE"
 """The environment variable with the path of the run's token, for a process that may have it (`take_token`)."""
+
+NURSERY: Final = "UNISONO_NURSERY"
+"""The environment variable with the socket of a nursery that stands by itself: workers are forked from it."""
 
 SILENCE_S: Final = 5
 """A connection breaks when the other end has acknowledged nothing for so many seconds."""

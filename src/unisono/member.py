@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from unisono.decisions.following import learn_term
-from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
+from unisono.errors import DeadlineExceeded, DivergenceError, PeerLost, ProtocolError, RunStopped, UsageError
 from unisono.evaluationcalls import EvaluationCalls
 from unisono.events import StepFinished
 from unisono.invitation import shown
 from unisono.lifetime import parent_is_gone
 from unisono.messages import (
     Announcement,
+    Convicted,
     Ended,
     EvaluationAnswer,
     EvaluationDone,
@@ -66,7 +67,7 @@ from unisono.problems.evidence import shown_environment
 from unisono.problems.kinds import kind_of
 from unisono.problems.witness import about_process, main_place, own_stacks
 from unisono.progress import Progress
-from unisono.spec import WorkerSpec, is_evaluator
+from unisono.spec import RunSpec, WorkerSpec, is_evaluator
 from unisono.stacks import in_one_line, show_stacks, trimmed_traceback
 from unisono.storecalls import StoreCalls
 from unisono.words import position_words
@@ -87,6 +88,7 @@ MOST_STEPS = 32
 """Or when there are so many."""
 
 _current: Member | None = None
+_alone = WorkerSpec()
 
 
 def current() -> Member | None:
@@ -95,8 +97,16 @@ def current() -> Member | None:
 
 
 def spec() -> WorkerSpec:
-    """Return this process's settings as a worker; the default values when the script runs alone."""
-    return _current.spec if _current is not None else WorkerSpec()
+    """Return this process's settings as a worker; when the script runs alone, those that `settle` was given, or the
+    default values.
+    """
+    return _current.spec if _current is not None else _alone
+
+
+def settle(run: RunSpec) -> None:
+    """Give this process the settings of a run in which its script is to run alone."""
+    global _alone
+    _alone = WorkerSpec(run=run)
 
 
 @dataclass(frozen=True)
@@ -298,6 +308,10 @@ class Member:
         """
         self._progress.waiting(flag)
 
+    def in_round(self, number: int, title: str) -> None:
+        """Report the round in which the loop waits, with the next heartbeat; -1: it is in none. Cheap."""
+        self._progress.in_round(number, title)
+
     def suspect(self, generation: int, reason: str, peers: Sequence[str] = ()) -> None:
         """Report that the exchange of this generation broke; the head may not know the cause.
 
@@ -305,6 +319,10 @@ class Member:
             peers: ids of the workers that this one waited for, if it knows them.
         """
         self._send_repeatedly(Suspect(generation=generation, reason=reason, peers=list(peers)))
+
+    def convict(self, convicted: Convicted) -> None:
+        """Report that most members have found workers to compute wrong values."""
+        self._send_repeatedly(convicted)
 
     def evaluated(self, number: int, totals: bytes = b"", error: str = "") -> None:
         """Report, as an evaluator, the totals of an evaluation, or why there are none."""
@@ -412,6 +430,7 @@ class Member:
                 samples=raised.samples if raised is not None else [],
                 retry=raised is not None and raised.retry,
                 exit_code=exit_code,
+                sound=error.sound if isinstance(error, DivergenceError) else -1,
                 kind=kind,
                 detail=detail,
                 advice=advice,

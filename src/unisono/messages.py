@@ -16,6 +16,7 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
                                           <-------------------  Beats, every heartbeat_s, with the workers' progress
       Beat    ------------------->  the same, of a worker whose agent does not report
       StepDone (rank 0) --------->
+      Convicted ----------------->  "this worker computes wrong values"
       Happened, Steps (rank 0) -->  Happened, Steps ------------>  terminal and other sinks
                                     Told  -------------------->  who came, who has gone, what was decided, and why
                                           <-------------------  Used: what the machine uses
@@ -48,6 +49,7 @@ __all__ = [
     "Beat",
     "BeatOf",
     "Beats",
+    "Convicted",
     "Drain",
     "Ended",
     "EvaluationAnswer",
@@ -192,6 +194,10 @@ class Beat(Message):
     """``microbatch`` is a batch of an evaluation."""
     samples: list[int] = []
     """The first samples of that micro-batch, if the worker has been computing it for a while."""
+    round: int = -1
+    """The number of the round in which the worker has waited for others for a while; -1: in none."""
+    title: str = ""
+    """What that round is: "a step of 8 micro-batches"."""
 
 
 class BeatOf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -258,6 +264,24 @@ class Used(Message):
     use: MachineUsed
 
 
+class Convicted(Message):
+    """Most members have found that these workers compute wrong values (`unisono.decisions.audits`)."""
+
+    worker_ids: list[str]
+    step: int
+    """Counted over the whole run."""
+    honest_until: int
+    """The last step at which they were known to be right; -1: at none."""
+    sound: int
+    """A checkpoint of more steps may hold wrong values."""
+    goes_back: bool
+    """The run goes back to a state from before the steps that are to be doubted."""
+    what: str
+    """What was wrong: "micro-batch 3", "its state"."""
+    is_lasting: bool
+    """They were wrong each time, and not once."""
+
+
 class Failed(Message):
     """The script raised an error, of its own or because it used the library wrongly."""
 
@@ -271,6 +295,8 @@ class Failed(Message):
     """Indices of the samples of that micro-batch."""
     retry: bool = False
     """The computation of a micro-batch raised the error, so another worker may try that micro-batch."""
+    sound: int = -1
+    """A checkpoint of more steps may hold wrong values, because workers have different ones; -1: none does."""
     kind: str = "error"
     """What the error shows (`unisono.problems.kinds.Kind`)."""
     detail: str = ""
@@ -526,6 +552,13 @@ class Ended(Message):
     exit_code: int = 0
     step: int = -1
     """The last step that is done, counted over the whole run."""
+    back_to: int = -1
+    """The run is to be started again from a checkpoint of at most so many steps, because later ones may hold what a
+    worker has computed wrongly; -1: it is over."""
+    without: list[str] = []
+    """The hosts of these workers, which are to take no part then."""
+    sound: int = -1
+    """As in `Failed`."""
 
 
 # -- agent and head ----------------------------------------------------------------------------------
@@ -779,7 +812,7 @@ _ALL = (
     | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
     | Snapshot | Kept | Meet | MeetingPoint | Wanted | Heads | Foreign | Moved | Proposal | Verdict
     | EvaluationWanted | EvaluationAnswer | EvaluationDone | EvaluationEnded | EvaluationsOpen
-    | Ailing | Holds | Inquire | Statement | Evidence | Steps | Told | Used
+    | Ailing | Convicted | Holds | Inquire | Statement | Evidence | Steps | Told | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -12,6 +12,10 @@ __all__ = ["Progress"]
 
 LONG_S: Final = 0.1
 """A heartbeat names the samples of a micro-batch that has taken longer than this."""
+WAITED_S: Final = 1.0
+"""A heartbeat names the round in which the loop has waited for longer than this."""
+MAX_TITLE: Final = 80
+"""... in at most so many characters: a heartbeat has little room."""
 NUM_SHOWN: Final = 9
 """A heartbeat names at most so many samples: one more than a message shows."""
 
@@ -22,6 +26,7 @@ class Progress:
     def __init__(self) -> None:
         self._position = _Position()
         self._is_waiting = False
+        self._round = (-1, "")
         self._num_changes = 0
         self._num_steps = 0
         self._changed_at = time.monotonic()
@@ -38,6 +43,10 @@ class Progress:
         self._is_waiting = flag
         self._note_change()
 
+    def in_round(self, number: int, title: str) -> None:
+        """Note that the loop takes part in this round; -1: in none."""
+        self._round = (number, title[:MAX_TITLE])
+
     def forgive(self, seconds: float, now: float) -> None:
         """Do not count ``seconds`` up to ``now``, in which the whole process stood still."""
         self._changed_at = min(self._changed_at + seconds, now)
@@ -45,6 +54,7 @@ class Progress:
     def beat(self, generation: int, now: float) -> Beat:
         """Return the heartbeat to send."""
         position, seconds_at = self._position, now - self._changed_at
+        number, title = self._round if self._is_waiting and seconds_at > WAITED_S else (-1, "")
         return Beat(
             generation=generation,
             phase=position.phase,
@@ -56,6 +66,8 @@ class Progress:
             seconds_at=seconds_at,
             evaluates=position.evaluates,
             samples=position.first_samples() if seconds_at > LONG_S else [],
+            round=number,
+            title=title,
         )
 
     def _note_change(self) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "RunDirectory",
     "claim",
     "describe",
+    "doubt",
     "forget_head",
     "going",
     "holder",
@@ -39,6 +40,7 @@ __all__ = [
     "is_taken",
     "make",
     "read_facts",
+    "sound_steps",
 ]
 
 RUN_FILE = "run.json"
@@ -62,6 +64,7 @@ PROBLEMS = "problems"
 _OURS = (
     RUN_FILE, JOURNAL, INDEX, TIMES, CHECKPOINTS, EVENTS_FILE, USE_FOLDER, PROBLEMS, "tensorboard", "tools", "profile"
 )  # fmt: skip
+_SOUND = "sound"
 
 
 class Lock:
@@ -340,6 +343,21 @@ def read_facts(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def doubt(directory: Path, sound: int) -> None:
+    """Note that checkpoints of more than ``sound`` steps of the run may hold wrong values, until the run goes on.
+
+    Raises:
+        RunDirectoryError: the directory cannot be written.
+    """
+    describe(directory, {**read_facts(directory), _SOUND: sound})
+
+
+def sound_steps(directory: Path) -> int | None:
+    """Return how many steps a checkpoint of the run may have at most that is not to be doubted; None: any number."""
+    found = read_facts(directory).get(_SOUND)
+    return found if isinstance(found, int) else None
 
 
 def describe(directory: Path, facts: dict[str, Any]) -> None:

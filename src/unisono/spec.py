@@ -15,6 +15,7 @@ import msgspec
 __all__ = [
     "EVALUATOR",
     "WORKER",
+    "AuditThen",
     "MachineSpec",
     "Partition",
     "RunSpec",
@@ -30,6 +31,10 @@ WORKER: Final = "UNISONO_WORKER"
 Partition = Literal["wait", "majority", "go-on"]
 """What machines do that hold the run's state and have lost the head: wait for it; go on under a head of their own where
 they are more than half of the machines; go on in any case."""
+
+AuditThen = Literal["go-back", "go-on"]
+"""What a run does when an audit has found a worker that computes wrong values: go back to the newest checkpoint from
+before the steps that are to be doubted; or go on, with what that worker has done so far."""
 
 StartMethod = Literal["fork", "spawn"]
 """fork: from a process that has imported torch; spawn: each worker imports torch by itself."""
@@ -69,6 +74,14 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Sinks of the worker that writes the journal, besides the script's own: NAME or NAME=ARGUMENT."""
     profile: tuple[int, int] = (0, 0)
     """Steps of the run that torch.profiler records on all workers: from the first, up to but without the second."""
+    inspect: tuple[str, str] = ("", "")
+    """Name of the inspector that the run tells about its steps, and the inspector's own settings as JSON
+    (`unisono.training.inspecting`); "": there is none. Such a run needs a `run_dir` of its own."""
+    audit: float = 0.0
+    """Share of the micro-batches that a second worker computes as well (`unisono.decisions.audits`); wins over the
+    script's."""
+    audit_then: AuditThen | None = None
+    """What the run does when a worker was found to be wrong; None: what the script says."""
     exchange: str = "auto"
     timeout_s: float = 300.0
     """Longest time of one exchange."""

@@ -8,11 +8,11 @@ import os
 import sys
 import traceback as tracebacks
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from unisono.errors import DivergenceError, UsageError
 
-__all__ = ["in_one_line", "level_outside", "show_stacks", "trimmed_traceback"]
+__all__ = ["frame_outside", "in_one_line", "is_own", "level_outside", "show_stacks", "trimmed_traceback"]
 
 
 def show_stacks(worker_id: str) -> None:
@@ -28,6 +28,15 @@ def level_outside() -> int:
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename, own):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def frame_outside() -> FrameType | None:
+    """Return the innermost frame that is not of this library: that of the script's call; None if there is none."""
+    own, frame = Path(__file__).parent, sys._getframe(1)
+    found: FrameType | None = frame
+    while found is not None and _is_inside(found.f_code.co_filename, own):
+        found = found.f_back
+    return found
 
 
 def in_one_line(error: BaseException) -> str:
@@ -55,6 +64,11 @@ def trimmed_traceback(error: BaseException) -> str:
         if frames:
             lines.stack = tracebacks.StackSummary.from_list(frames)
     return "".join(lines.format())
+
+
+def is_own(filename: str) -> bool:
+    """Return whether a file of Python code is of this library, or of what starts a script."""
+    return _is_inside(filename, Path(__file__).parent)
 
 
 def _is_inside(filename: str, folder: Path) -> bool:

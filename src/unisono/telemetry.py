@@ -70,16 +70,19 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     copies_digest: int = 0
     """This member's part of a sum that is 0 where all copies are equal."""
     own_leaf: int = NOT_COMPARED
-    """A micro-batch that this member has computed and another member has computed as well."""
+    """A micro-batch that this member has computed and another member has computed as well; a number that stands for
+    several of them (`unisono.decisions.audits.key_of`)."""
     own_digest: int = 0
-    """The digest of the gradient of ``own_leaf``."""
+    """The digest of the gradient of ``own_leaf``, or of those that it stands for."""
     other_leaf: int = NOT_COMPARED
-    """A micro-batch of another member that this one has computed as well."""
+    """A micro-batch of another member that this one has computed as well, or a number that stands for several."""
     other_digest: int = 0
-    """The digest of the gradient of ``other_leaf``."""
+    """The digest of the gradient of ``other_leaf``, or of those that it stands for."""
+    disputed: bool = False
+    """This member has seen, with the same sum before a loss, that members have computed different values."""
     new_sums: bool = False
     """A micro-batch of this member has added sums for which the layout has no room yet."""
-    checkpoint: CheckpointReport = CheckpointReport(False, -1, 0, False, 0)
+    checkpoint: CheckpointReport = CheckpointReport(False, -1, 0, False, 0, False)
 
     def pack(self) -> bytes:
         """Return `TELEMETRY_BYTES` bytes."""
@@ -95,12 +98,21 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
         rest = rest[len(PARTS) :]
         times = StepTimes(*rest[: len(_TIMES)])
         rest = rest[len(_TIMES) :]
-        values: tuple[Any, ...] = (leaves, data_s, compute_s, last, times, *rest[:-5], CheckpointReport(*rest[-5:]))
+        values: tuple[Any, ...] = (
+            leaves,
+            data_s,
+            compute_s,
+            last,
+            times,
+            *rest[:-_REPORT],
+            CheckpointReport(*rest[-_REPORT:]),
+        )
         return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
 
 
+_REPORT: Final = len(CheckpointReport._fields)
 _TIMES: Final = StepTimes.__struct_fields__
-_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}dqdqdqdq3qqQqQqQqQ??qb?q")
+_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}dqdqdqdq3qqQqQqQqQ???qb?q?")
 """The fields in their order: counts and seconds, times, generations, comparisons, the checkpoint report."""
 
 TELEMETRY_BYTES: Final = _FORMAT.size

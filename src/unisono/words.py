@@ -14,6 +14,7 @@ __all__ = [
     "progress",
     "script_in",
     "short_duration",
+    "without_evidence",
 ]
 
 
@@ -22,6 +23,11 @@ def count(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
+
+
+def without_evidence(lines: Sequence[str]) -> list[str]:
+    """Return what a run has said, without the lines that name its evidence: it goes with the run's directory."""
+    return [line for line in lines if "unisono: evidence, for a bug report: " not in line]
 
 
 def duration(seconds: float) -> str:
@@ -56,12 +62,12 @@ def script_in(arguments: Sequence[object]) -> str:
     return " ".join(str(each) for each in arguments[: 2 if arguments[:1] in (["-m"], ("-m",)) else 1])
 
 
-def progress(done: int, total: int) -> str:
+def progress(done: int, total: int, unit: str = "step") -> str:
     """Return ``3 of 40 steps``; ``3 steps`` if the total is 0, which means unknown.
 
     The numbers of steps (`Step.number`, the journal, errors) begin at 0. The terminal shows how many steps are done.
     """
-    return f"{done} of {count(total, 'step')}" if total else count(done, "step")
+    return f"{done} of {count(total, unit)}" if total else count(done, unit)
 
 
 def position_words(step: int, microbatch: int, samples: Sequence[int] = (), *, evaluates: bool = False) -> str:

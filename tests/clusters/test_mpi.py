@@ -18,7 +18,7 @@ from tests.workers.gates import Gates
 from unisono.checkpoint.files import FOLDER, complete
 from unisono.cli.reach import ask_status, find
 from unisono.journal import compare
-from unisono.machine.placement import NURSERY
+from unisono.lifetime import NURSERY
 from unisono.testing import run_workers
 
 WORKERS = Path(__file__).resolve().parents[1] / "workers"

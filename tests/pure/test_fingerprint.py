@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.fingerprint import script_checksum
+from unisono.fingerprint import about_script, own_command, script_checksum
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +46,27 @@ def test_it_is_that_of_the_file_that_runs_and_nothing_is_imported(arguments: lis
 )
 def test_where_there_is_no_text_there_is_none(arguments: list[str]) -> None:
     assert script_checksum(arguments) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["python", "-u", "-X", "dev", "train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+        (["python", "-m", "train", "-x"], ["-m", "train", "-x"]),
+        (["python", "-c", "pass"], None),
+        (["python"], None),
+        (["python", "gone.py"], None),
+    ],
+)
+def test_a_script_alone_says_how_it_was_called(
+    words: list[str], found: list[str] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert own_command() == (None if found is None else {"folder": str(folder), "arguments": found})
+
+
+def test_the_script_and_the_hash_seed_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    command = {"folder": "/", "arguments": ["train.py"]}
+    assert about_script(command) == {"hash seed": "5", "script": script_checksum(["train.py"])}
+    assert about_script(None) == {"hash seed": "5"}

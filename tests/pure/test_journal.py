@@ -472,7 +472,7 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
         ([step(0), step(1), step(2), step(3)], "equal for 3 steps; then {a} has finished, and {b} has step 3"),
         (
             [step(0), evaluation(1, n=1)],
-            "equal for 1 step; then {a} has step 1, and {b} has the evaluation after step 1",
+            "equal for 1 step; then {a} has step 1, and {b} has the evaluation at step 1",
         ),
         (
             [step(0), step(1), step(2), end(digests={"model": "5f3b"})],
@@ -495,13 +495,24 @@ def test_evaluations_are_compared(tmp_path: Path) -> None:
     a, b = (run_with(tmp_path / name, step(0), evaluation(1, correct=count)) for name, count in (("a", 93), ("b", 94)))
     with pytest.raises(Difference) as caught:
         compare(a, b)
-    assert "the evaluation after step 1 is the first to differ: totals is {'correct': 93}" in str(caught.value)
+    assert "the evaluation at step 1 is the first to differ: totals is {'correct': 93}" in str(caught.value)
+
+
+def test_the_step_at_which_only_one_run_has_failed_is_the_one_to_look_into(tmp_path: Path) -> None:
+    whole = run_with(tmp_path / "whole", step(0), step(1))
+    failed = run_with(tmp_path / "failed", step(0), end(ok=False, reason="nan"))
+    for first, second, number in ((whole, failed, 0), (failed, whole, 1)):
+        with pytest.raises(Difference, match="equal for 1 step; then ") as found:
+            compare(first, second)
+        assert found.value.step == 1
+        assert [bool(digest) for digest in found.value.digests] == [number == 0, number == 1]
 
 
 def test_runs_that_failed_have_ended(tmp_path: Path) -> None:
     """A run that failed has no digests of what it tracked, and has ended nevertheless."""
     a, b = (run_with(tmp_path / name, step(0), end(ok=False, reason=name)) for name in "ab")
-    assert compare(a, b) == "identical: 1 step, both failed"
+    assert compare(a, b) == f"identical: 1 step, both failed: {a}: a; {b}: b. The reasons are not compared"
+    assert compare(a, a) == "identical: 1 step, both failed: a"
     killed = run_with(tmp_path / "killed", step(0))
     for pair in ((a, killed), (killed, a)):
         with pytest.raises(Difference) as caught:

@@ -19,7 +19,7 @@ def gone(how: str) -> WorkerGone:
     ("event", "level", "text"),
     [
         (started(), "INFO", "run r1 begins at step 0"),
-        (evaluation(1, right=3), "INFO", "evaluation after 1 step: right 3"),
+        (evaluation(1, right=3), "INFO", "evaluation at step 1: right 3"),
         (gone("left"), "INFO", "worker w2 on m1 is gone (left): signal 9"),
         (gone("lost"), "WARNING", "worker w2 on m1 is gone (lost): signal 9"),
         (WorkerLate(worker_id="w1", step=3, microbatch=0, seconds=4.0), "WARNING", "w1 is late by 4.0 s in step 3"),

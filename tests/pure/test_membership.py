@@ -128,11 +128,15 @@ class Story:
         microbatch: int = 2,
         evaluates: bool = False,
         samples: Sequence[int] = (),
+        generation: int = 0,
+        waits_in: tuple[int, str] = (-1, ""),
     ) -> list[Action]:
         return self.says(
             worker_id,
             Beat(
-                generation=self.state.generation,
+                generation=generation or self.state.generation,
+                round=waits_in[0],
+                title=waits_in[1],
                 phase=phase,
                 step=step,
                 microbatch=microbatch,
@@ -2279,6 +2283,65 @@ def test_a_machine_that_is_gone_costs_one_generation_however_its_connections_end
     story.tick(due)
     assert story.state.members == ("w0", "w1")
     assert {story.worker(worker_id).state for worker_id in guests} == {WorkerState.LOST}
+
+
+# -- members that wait for each other in different rounds -------------------------------------------
+
+STEP, UPDATE = (7, "a step of 8 micro-batches"), (7, "optimizer.step()")
+
+
+def test_members_that_wait_in_different_rounds_meet_and_find_out() -> None:
+    story = training(3)
+    story.beat("w0", waiting=True, waits_in=UPDATE)
+    story.beat("w2", waiting=True, waits_in=UPDATE)
+    assert story.state.generation == 1
+    story.beat("w1", waiting=True, waits_in=STEP)
+    notice = story.notices()["w0"]
+    assert (notice.generation, notice.immediate) == (2, True)
+    assert [member.worker_id for member in notice.members] == ["w0", "w1", "w2"]
+    assert notice.reason.startswith(
+        "worker w1 (pid 1001) waits in a step of 8 micro-batches, and worker w0 (pid 1000) in optimizer.step(); "
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"waits_in": UPDATE},
+        {"waits_in": (8, STEP[1])},
+        {"waits_in": (-1, "")},
+        {"waits_in": STEP, "generation": 2},
+    ],
+    ids=["the same round", "the next round", "no round", "another generation"],
+)
+def test_members_whose_waiting_ends_by_itself_are_left_alone(other: dict[str, object]) -> None:
+    story = training(2)
+    story.beat("w0", waiting=True, waits_in=UPDATE)
+    story.beat("w1", waiting=True, **other)  # type: ignore[arg-type]
+    assert story.state.generation == 1
+
+
+def test_a_member_that_has_left_its_round_waits_for_nobody() -> None:
+    """An error that the script has caught: it may come to the round in which the others are."""
+    story = training(2)
+    story.beat("w0", waiting=True, waits_in=UPDATE)
+    story.beat("w0")
+    story.beat("w1", waiting=True, waits_in=STEP)
+    assert story.state.generation == 1
+    story.beat("w0", waiting=True, waits_in=STEP)
+    assert story.state.generation == 1
+
+
+def test_of_many_members_that_wait_together_one_heartbeat_is_looked_at() -> None:
+    story = training(3)
+    beats = [BeatOf(worker_id=f"w{number}", seconds_ago=0.0, beat=waiting_in(*STEP)) for number in range(3)]
+    assert len(routine_of_many(story.state, beats, 0.1)[1]) == 3
+    story.beat("w0", waiting=True, waits_in=STEP)
+    assert routine_of_many(story.state, beats, 0.1)[1] == ()
+
+
+def waiting_in(number: int, title: str) -> Beat:
+    return msgspec.structs.replace(beat(waiting=True), round=number, title=title)
 
 
 # -- heartbeats --------------------------------------------------------------------------------------

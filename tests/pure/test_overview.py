@@ -341,13 +341,13 @@ def test_of_checkpoints_and_evaluations_the_newest_is_said() -> None:
         step(0, checkpoint={"step": 0, **news}), evaluation(1, right=3), step(1, checkpoint={"step": 1, **news}),
         evaluation(2, right=4.5, rows=[1, 2]),
     )  # fmt: skip
-    assert texts(found) == ["checkpoint step-0000000001, 2.5 MB in 0.2 s", "evaluation after 2 steps: right 4.5"]
+    assert texts(found) == ["checkpoint step-0000000001, 2.5 MB in 0.2 s", "evaluation at step 2: right 4.5"]
     assert (found.checkpoint, found.checkpoint_step, found.evaluation) == ("step-0000000001", 1, {"right": 4.5})
 
 
 def test_an_evaluation_of_older_models_that_is_told_later_does_not_hide_that_of_the_newest() -> None:
     found = folded(*(step(number) for number in range(7)), evaluation(7, right=9), evaluation(3, right=5))
-    assert texts(found) == ["evaluation after 7 steps: right 9"]
+    assert texts(found) == ["evaluation at step 7: right 9"]
     assert found.evaluation == {"right": 9}
 
 

@@ -67,6 +67,14 @@ def run_of(num_workers: int, num_hosts: int = 1) -> Overview:
     return builder.overview(START + 41)
 
 
+def test_rounds_of_local_steps_are_called_so() -> None:
+    overview = msgspec.structs.replace(run_of(2), unit="round")
+    shown = ["".join(text for text, _ in line) for line in draw(overview, 120, 25)]
+    assert any("400 of 1200 rounds" in line for line in shown), shown
+    assert any("rounds/s" in line for line in shown), shown
+    assert not any("steps/s" in line for line in shown), shown
+
+
 @pytest.mark.parametrize(
     ("name", "overview", "columns", "rows", "unicode"),
     [

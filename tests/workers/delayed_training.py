@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--delay", type=int, default=2)
+    parser.add_argument("--predict", action="store_true")
     parser.add_argument("--every", type=int, default=None)
     parser.add_argument("--evaluates", type=int, default=0)
     parser.add_argument("--leave-after", type=int, default=-1)
@@ -45,7 +46,7 @@ def main() -> None:
             return {"right": (scores.argmax(1) == labels).sum(), "loss": F.cross_entropy(scores, labels)}
 
         options = {"batch_size": BATCH_SIZE, "microbatches": 8, "epochs": 1000, "max_steps": arguments.steps}
-        for step in run.steps(data, **options, delay=arguments.delay):
+        for step in run.steps(data, **options, delay=arguments.delay, predict=arguments.predict):
             wait_at(arguments.gates / str(step.number))
             if arguments.every:
                 wait_for_disk(run)

@@ -20,9 +20,18 @@ import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.workers.gates import wait_at
+from unisono import member as members
 from unisono.training.localround import LocalRound
 
 EVALUATORS = 1000
+
+
+def hear_of_all(run: unisono.Run) -> None:
+    """Wait until this worker has heard how the evaluations that it knows have ended."""
+    member = members.current()
+    assert member is not None
+    for number in run._evaluations._register.entries:
+        member.evaluations.wait(number, lambda: None)
 
 
 def main() -> None:
@@ -30,6 +39,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--loops", type=int, default=1)
     parser.add_argument("--later", type=int, default=2, help="ask for results so many steps later; 0: never")
+    parser.add_argument("--every", type=int, default=3, help="evaluate so often within a loop")
+    parser.add_argument("--heard-at", type=int, help="wait there until no evaluator does the evaluation any more")
     parser.add_argument("--twice", action="store_true", help="two evaluations at each place")
     parser.add_argument("--shard", action="store_true")
     parser.add_argument("--local", action="store_true")
@@ -69,7 +80,7 @@ def main() -> None:
             for evaluation in run.pending:
                 if arguments.later and evaluation.step + arguments.later <= step.place:
                     evaluation.result()
-            if step.number % 3 == 1:
+            if step.number % arguments.every == 1:
                 evaluate()
 
         def train(step: unisono.Step) -> None:
@@ -91,6 +102,8 @@ def main() -> None:
                 for step in run.steps(data, delay=arguments.delay, **given):
                     if run.rank >= 0:
                         wait_at(arguments.gates / str(step.place))
+                    if step.place == arguments.heard_at:
+                        hear_of_all(run)
                     train(step)
                     assert arguments.delay or step.totals["seen"] == step.num_samples
                     look(step)

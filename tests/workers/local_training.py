@@ -21,16 +21,18 @@ from tests.workers.gates import wait_at
 
 NUM_SAMPLES = 48
 BATCH_SIZE = 24
-REPLICAS = 3
+MICROBATCHES = 6
 INNER_STEPS = 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--inner-state", default="kept")
     parser.add_argument("--copies", type=int, default=2)
     parser.add_argument("--delta", default="fp32")
+    parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--average", action="store_true")
     parser.add_argument("--every", type=int, default=0)
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
@@ -54,13 +56,14 @@ def main() -> None:
         rounds = run.local_steps(
             data,
             batch_size=BATCH_SIZE,
-            microbatches=2 * REPLICAS,
-            replicas=REPLICAS,
+            microbatches=MICROBATCHES,
+            replicas=arguments.replicas,
             inner_steps=INNER_STEPS,
             outer=None if arguments.average else outer,
             inner_state=arguments.inner_state,
             copies=arguments.copies,
             delta=arguments.delta,
+            delay=arguments.delay,
             epochs=1000,
             max_steps=arguments.rounds * INNER_STEPS - 1,
         )

@@ -31,9 +31,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--even", action="store_true", help="all workers compute as many micro-batches")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
-    with unisono.Run(seed=3) as run:
+    with unisono.Run(seed=3, balance=not arguments.even) as run:
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(
             torch.randn(NUM_SAMPLES, 12, generator=draw), torch.randint(0, 4, (NUM_SAMPLES,), generator=draw)

@@ -33,7 +33,7 @@ from unisono.exchange.pages import WorkerPage
 from unisono.member import Member
 from unisono.rounds.connect import EXCHANGES
 from unisono.rounds.standing import Report
-from unisono.rounds.team import AloneTeam
+from unisono.rounds.team import AloneTeam, Part
 from unisono.rounds.team import Team as RunTeam
 from unisono.training.run import Run
 
@@ -41,6 +41,8 @@ __all__ = ["AloneRun", "Place", "StaticRun", "train_on", "trained_alone"]
 
 T = TypeVar("T")
 Job = TypeVar("Job", bound=tuple[str, int])
+
+Connect = Callable[[Part], Exchange]
 
 CPU = torch.device("cpu")
 TIMEOUT_S = WAIT_S / 2
@@ -50,11 +52,19 @@ TIMEOUT_S = WAIT_S / 2
 class StaticTeam(AloneTeam):
     """The members of an exchange; nobody comes and nobody goes."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, connect: Connect | None = None) -> None:
         self.exchange = exchange
+        self._connect = connect
         self.rank, self.size = exchange.rank, exchange.size
         self.worker_ids = tuple(f"w{rank}" for rank in range(exchange.size))
         self.hosts = ("",) * exchange.size
+
+    def new_page(self) -> WorkerPage:
+        return WorkerPage()
+
+    def connect(self, part: Part) -> Exchange:
+        assert self._connect is not None, "this test has no groups"
+        return self._connect(part)
 
     def join(self, phase: int, report: Report) -> list[Report]:
         return self.meet(report)
@@ -67,12 +77,19 @@ class StaticTeam(AloneTeam):
 class StaticRun(Run):
     """A run with the members of ``exchange``."""
 
-    def __init__(self, exchange: Exchange, directory: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        self._exchange = exchange  # before the run begins
+    def __init__(
+        self,
+        exchange: Exchange,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        connect: Connect | None = None,
+        **options: Any,
+    ) -> None:
+        self._exchange, self._connect = exchange, connect  # before the run begins
         super().__init__(directory, device="cpu", **options)
 
     def _make_team(self, member: Member | None) -> RunTeam:
-        return StaticTeam(self._exchange)
+        return StaticTeam(self._exchange, self._connect)
 
 
 def AloneRun(directory: str | os.PathLike[str] | None = None, **options: Any) -> Run:  # noqa: N802 (stands for the class)
@@ -100,21 +117,33 @@ class Place:
 
     def run(self, directory: str | os.PathLike[str] | None = None, **options: Any) -> Run:
         """The next run of all members. Only rank 0 has a directory, as only it writes."""
-        return StaticRun(self.exchange(), directory if self._seat.rank == 0 else None, **options)
+        return StaticRun(self.exchange(), directory if self._seat.rank == 0 else None, connect=self.connect, **options)
 
     def exchange(self) -> Exchange:
         """The next generation. With "two-level" the members are split over two hosts."""
-        size, generation = self._seat.size, next(self._generations)
-        hosts = (range(size // 2), range(size // 2, size)) if self._kind == "two-level" else (range(size),)
+        self._generation = next(self._generations)
+        every = tuple(range(self._seat.size))
+        return self._build(Part("all", self._generation, every, self._page, tuple(self._pages)))
+
+    def connect(self, part: Part) -> Exchange:
+        """Some members of the current generation, on the same hosts."""
+        return self._build(part)
+
+    def _build(self, part: Part) -> Exchange:
+        size, generation = len(part.ranks), self._generation
+        hosts = (range(size),)
+        if self._kind == "two-level":
+            cut = sum(rank < self._seat.size // 2 for rank in part.ranks)
+            hosts = tuple(ranks for ranks in (range(cut), range(cut, size)) if ranks)
         context = Context(
-            generation=generation,
-            rank=self._seat.rank,
+            generation=part.number,
+            rank=part.ranks.index(self._seat.rank),
             hosts=hosts,
             device=CPU,
             timeout_s=TIMEOUT_S,
-            store=lambda name: dist.PrefixStore(f"{generation}/{name}", self._store),
-            page=self._page,
-            pages=self._pages,
+            store=lambda name: dist.PrefixStore(f"{generation}/{part.name}/{name}", self._store),
+            page=part.page,
+            pages=part.pages,
         )
         return EXCHANGES[self._kind](context)
 

@@ -100,6 +100,10 @@ def loop() -> Iterator[Loop]:
         ({"batch_size": 0}, ("batch_size must be at least 1", "got 0")),
         ({"batch_size": 96, "drop_last": True}, ("drop_last", "56 samples", "batch_size=96", "at most 56")),
         ({"epochs": 0}, ("epochs must be at least 1", "got 0")),
+        ({"data": [], "batch_size": "8"}, ("batch_size must be a whole number", "got '8'")),
+        ({"data": [], "microbatches": 2.0}, ("microbatches must be a whole number", "got 2.0")),
+        ({"data": [], "max_steps": True}, ("max_steps must be a whole number", "got True")),
+        ({"data": [], "delay": 0.5}, ("delay is a number of steps", "got 0.5")),
         ({"data": []}, ("dataset is empty", "length 0", "at least 1 sample")),
     ],
 )
@@ -288,7 +292,7 @@ def test_threads(threads: int) -> None:
         (lambda loss: torch.stack([loss, loss]), ("the loss has shape (2,)", "scalar", "mean")),
         (lambda loss: loss.detach(), ("the loss needs no gradient", "detached", "torch.no_grad()", "frozen")),
         (lambda loss: loss.item(), ("needs the loss as a tensor", "got a float")),
-        (lambda loss: loss * torch.nan, ("is nan", "(samples [", "nothing was updated", "detect_anomaly")),
+        (lambda loss: loss * torch.nan, ("is nan", "(samples [", "nothing was updated", "unisono replay RUN --step")),
         (lambda loss: loss + torch.inf, ("is inf", "nothing was updated")),
     ],
 )
@@ -425,6 +429,20 @@ def test_a_step_that_nobody_iterates(loop: Loop) -> None:
 def test_a_micro_batch_without_backward(loop: Loop) -> None:
     with pytest.raises(StepError, match=says("micro-batch 0 of step 0 ended without step.backward", "weight=0")):
         loop.train(lambda step, batch: loop.loss(batch))
+
+
+def test_a_batch_that_is_unpacked_from_the_step(loop: Loop) -> None:
+    """As a script for a DataLoader has it."""
+    with pytest.raises(StepError, match=says("unpacked one loop too early", "for images, labels in step:")):
+        for _inputs, _labels in loop.steps():
+            pass
+
+
+def test_a_step_that_is_taken_for_a_batch(loop: Loop) -> None:
+    for step in loop.steps():
+        with pytest.raises(TypeError, match=says("step 0", "is no batch", "for batch in step:")):
+            step[0]
+        break
 
 
 def test_backward_outside_of_the_loop(loop: Loop) -> None:

@@ -287,6 +287,7 @@ def train(
     seed: int = 3,
     batch_size: int = 16,
     phases: int = 1,
+    delay: int = 0,
     also: dict[str, Any] | None = None,
     wait: bool = False,
     at_head: Callable[[unisono.Run, unisono.Step, nn.Module], object] = lambda run, step, model: None,
@@ -301,7 +302,7 @@ def train(
         run.track(model=model, optimizer=optimizer, seen=seen, **(also or {}))
         for _ in range(phases):
             for step in run.steps(
-                data, batch_size=batch_size, microbatches=microbatches, epochs=100, max_steps=num_steps
+                data, batch_size=batch_size, microbatches=microbatches, epochs=100, max_steps=num_steps, delay=delay
             ):
                 at_head(run, step, model)
                 for inputs, labels in step:
@@ -529,6 +530,16 @@ def test_another_recipe_is_refused_with_the_differences(changed: dict[str, Any],
     assert re.search(row, str(caught.value)), caught.value
     assert ("resume_anyway={'" in str(caught.value)) == ("width" not in changed)
     train(tmp_path, num_steps=3, resume="auto")  # nothing was harmed
+
+
+def test_another_strategy_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
+    """Its state is not in the checkpoint, so no word of the user's makes it fit; the weights do."""
+    train(tmp_path, num_steps=2, checkpoint=EVERY)
+    with pytest.raises(RecipeError, match="delay cannot be named in resume_anyway") as caught:
+        train(tmp_path, resume="auto", delay=1, batch_size=20)
+    assert "resume_anyway={" not in str(caught.value)
+    (advice,) = re.findall(r'unisono\.load_model\("(.+)", model\)', str(caught.value))
+    unisono.load_model(advice, nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)))
 
 
 def test_another_number_of_microbatches_by_explicit_word(tmp_path: Path) -> None:

@@ -585,6 +585,27 @@ def test_plain_lines_have_the_time_of_day_come_rarer_and_rarer_and_the_last_alwa
     assert lines[-1] == f"{at(5)} unisono: finished: 10 steps in 5.0 s on 4 workers"
 
 
+def test_rounds_of_local_steps_are_called_so() -> None:
+    out = io.StringIO()
+    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
+    screen.emit(msgspec.structs.replace(finished(0), unit="round"))
+    screen.emit(RunEnded(ok=True, reason="finished", digests={}))
+    screen.close()
+    first, last = out.getvalue().splitlines()
+    assert " unisono: 1 of 100 rounds  loss" in first
+    assert last.endswith(" unisono: finished: 1 round in 0.0 s on 4 workers")
+
+
+def test_a_step_that_was_computed_before_the_run_was_resumed_says_nothing_of_workers() -> None:
+    """With a delay, the first gradients come from the checkpoint."""
+    out = io.StringIO()
+    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
+    screen.emit(msgspec.structs.replace(finished(0), workers={}))
+    screen.emit(RunEnded(ok=True, reason="finished", digests={}))
+    screen.close()
+    assert "worker" not in out.getvalue()
+
+
 def test_a_small_loss_keeps_its_digits() -> None:
     out = io.StringIO()
     screen = Plain(out, io.StringIO())

@@ -29,7 +29,9 @@ SAMPLED = ("rare", "fused", "two phases")
 ROUNDED = "bf16 between hosts"
 """The recipe ``rare`` with sums that are rounded on their way."""
 NAMES = [name for name in RECIPES if name not in REFUSED] if os.environ.get("UNISONO_TEST_ALL") else SAMPLED
-JOBS = [*((name, delay) for name in NAMES for delay in (1, 2)), (ROUNDED, 2)]
+PREDICTED = "predicted parameters"
+"""The recipe ``rare``, computed with the parameters that are expected when a gradient is applied."""
+JOBS = [*((name, delay) for name in NAMES for delay in (1, 2)), (ROUNDED, 2), (PREDICTED, 2)]
 TEAMS = [("shared", 2), ("shared", 3), ("gloo", 3), ("two-level", 3)]
 if os.environ.get("UNISONO_TEST_ALL"):
     TEAMS += [("shared", 4), ("shared", 5), ("shared", 8), ("gloo", 2), ("two-level", 4)]
@@ -43,6 +45,8 @@ def place_of(folder: Path, job: tuple[str, int]) -> Path:
 def train(run: unisono.Run, name: str, delay: int) -> Outcome:
     if name == ROUNDED:
         return RECIPES["rare"].train(run, 6, delay=delay, wire="bf16")
+    if name == PREDICTED:
+        return RECIPES["rare"].train(run, 6, delay=delay, predict=True)
     return RECIPES[name].train(run, 6, delay=delay)
 
 
@@ -82,6 +86,7 @@ def test_each_delay_is_a_training_of_its_own(alone: tuple[Path, Outcomes]) -> No
     _, outcomes = alone
     for name in NAMES:
         assert len({outcomes[name, delay].final["model"] for delay in (1, 2)}) == 2, name
+    assert len({outcomes[name, 2].final["model"] for name in ("rare", ROUNDED, PREDICTED)}) == 3
 
 
 # -- the definition ----------------------------------------------------------------------------------
@@ -133,6 +138,41 @@ def test_it_is_what_a_plain_loop_with_a_queue_of_gradients_does(delay: int) -> N
             other.step()
             assert all(map(torch.equal, model.parameters(), plain.parameters())), step.number
         assert not waiting
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_predicted_parameters_are_those_in_force_and_the_newest_update_again_for_each_gradient_under_way(
+    delay: int,
+) -> None:
+    """To the bit, against torch alone, over two loops: gradients of predicted parameters meet the true ones."""
+    with AloneRun(seed=SEED) as run:
+        model, plain = net(), net()
+        plain.load_state_dict(model.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        other = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        for _ in range(2):
+            waiting: list[list[Tensor]] = []
+            before = [parameter.detach().clone() for parameter in plain.parameters()]
+            for step in run.steps(vectors(), batch_size=16, microbatches=1, delay=delay, predict=True):
+                true = [parameter.detach().clone() for parameter in plain.parameters()]
+                for inputs, labels in step:
+                    F.cross_entropy(model(inputs), labels).backward()
+                    with torch.no_grad():
+                        for parameter, earlier in zip(plain.parameters(), before, strict=True):
+                            parameter.add_((parameter - earlier) * delay)
+                    assert all(map(torch.equal, model.parameters(), plain.parameters())), step.number
+                    other.zero_grad()
+                    F.cross_entropy(plain(inputs), labels).backward()
+                    waiting.append([parameter.grad.clone() for parameter in plain.parameters()])
+                    plain.load_state_dict(dict(zip(plain.state_dict(), true, strict=True)))
+                    before = true
+                optimizer.step()
+                if step.has_gradient:
+                    for parameter, gradient in zip(plain.parameters(), waiting.pop(0), strict=True):
+                        parameter.grad = gradient
+                    other.step()
+                assert all(map(torch.equal, model.parameters(), plain.parameters())), step.number
 
 
 def test_no_delay_is_the_plain_training(tmp_path: Path) -> None:
@@ -217,6 +257,59 @@ def test_what_changes_outside_of_the_inner_loop_is_found_before_a_loss_makes_it_
     assert train_on("shared", 2, _train_with, True) == ["", ""]
 
 
+# -- a gradient that is not finite --------------------------------------------------------------------
+
+
+class Moving(nn.Module):
+    """A parameter that each update changes; micro-batches with sample 17 have no finite gradient before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = nn.Parameter(torch.zeros(2))
+
+    def forward(self, index: Tensor) -> Tensor:
+        is_broken = 17 in index.tolist() and not self.moved.any()
+        loss: Tensor = self.moved.sum() + (torch.sqrt(self.moved.abs().sum()) if is_broken else 0.0)
+        return loss
+
+
+def _break(make_run: Callable[..., unisono.Run]) -> list[tuple[int, str]]:
+    """Step and text of what is said, by this worker; step 1 is broken, when no update is done yet."""
+    seen: list[Any] = []
+
+    class Sink:
+        def emit(self, event: Any) -> None:
+            seen.append(event)
+
+        def close(self) -> None:
+            pass
+
+    with make_run(None, seed=SEED, sinks=[Sink()]) as run:
+        model = Moving()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        data = TensorDataset(torch.arange(48))
+        for step in run.steps(data, batch_size=16, microbatches=4, shuffle=False, delay=2):
+            for (index,) in step:
+                model(index).backward()
+            if step.number != 3:  # what is applied then is the gradient of step 1
+                optimizer.step()
+    return [(event.step, event.text) for event in seen if isinstance(event, unisono.events.Problem)]
+
+
+def _break_in_team(seat: Seat, place: Place) -> list[tuple[int, str]]:
+    return _break(place.run)
+
+
+def test_what_made_a_gradient_not_finite_is_looked_for_with_the_parameters_that_it_had() -> None:
+    """When it is applied the parameters are others, with which its micro-batches may have finite gradients."""
+    for found in ([_break(AloneRun)], train_on("shared", 2, _break_in_team)):
+        said = [one for of_worker in found for one in of_worker]
+        assert {step for step, _ in said} == {1}
+        where = "the gradient is not finite in step 1, micro-batch 0 (samples 16, 17, 18, 19)"
+        assert sum(text.startswith(where) for _, text in said) == 1
+
+
 # -- what is refused ---------------------------------------------------------------------------------
 
 
@@ -226,6 +319,21 @@ def test_a_delay_is_a_small_number_of_steps(delay: Any) -> None:
         run.track(model=net())
         with pytest.raises(UsageError, match="delay is a number of steps"):
             run.steps(vectors(), batch_size=16, microbatches=4, delay=delay)
+
+
+def test_without_a_delay_there_is_nothing_to_predict() -> None:
+    with AloneRun(seed=SEED) as run:
+        run.track(model=net())
+        with pytest.raises(UsageError, match="Give a delay, or leave it out"):
+            run.steps(vectors(), batch_size=16, microbatches=4, predict=True)
+
+
+def test_it_is_said_that_an_update_without_momentum_predicts_nothing() -> None:
+    with AloneRun(seed=SEED) as run:
+        model = net()
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.warns(UserWarning, match="'optimizer' is an SGD without momentum"):
+            run.steps(vectors(), batch_size=16, microbatches=4, delay=1, predict=True)
 
 
 def test_what_needs_the_update_at_once_is_refused_before_training() -> None:

@@ -208,7 +208,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.mark.parametrize(
     ("before", "after", "step", "at"),
-    some((3, 2, 10, "after_backward"), (1, 3, 9, "delay.under_way"), (2, 1, LONG, "delay.applied")),
+    some((3, 2, 10, "step_head"), (1, 3, 9, "delay.under_way"), (2, 1, LONG, "delay.applied")),
 )
 def test_a_run_goes_on_at_another_size(
     before: int, after: int, step: int, at: str, long: Outcome, tmp_path: Path

@@ -12,7 +12,7 @@ from tests.workers.static_team import Place, StaticRun, StaticTeam, train_on
 from tests.workers.test_delay import net, vectors
 from unisono.errors import PeerLost
 from unisono.member import Member
-from unisono.rounds.delayed import Pipeline
+from unisono.rounds.pipeline import Pipeline
 from unisono.rounds.standing import Report
 from unisono.rounds.team import Team
 
@@ -68,7 +68,7 @@ def _leave(seat: Seat, place: Place, behind: int) -> list[str]:
         assert rounds is not None
         pipeline = rounds.ahead
         assert isinstance(pipeline, Pipeline)
-        last, _ = list(pipeline._tasks.values())[-1]
+        last, _ = list(pipeline._under_way._tasks.values())[-1]
         last.wait()
         if seat.rank == behind:
             last._values.clear()

@@ -162,7 +162,7 @@ def test_a_newcomer_comes_when_the_totals_are_known_and_asks_for_them_as_all_oth
     unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
 ) -> None:
     with Gates(tmp_path / "gates", (0, 2, 3, EVALUATORS)) as gates:
-        command = start(unisono, run_dir, gates, "--workers", "1:2", "--evaluators", 1, "--wait-for", 1)
+        command = start(unisono, run_dir, gates, "--workers", 1, "--evaluators", 1)
         command.line("evaluator e0 follows the run")
         gates.open(0)
         gates.wait(2)
@@ -193,6 +193,32 @@ def test_a_machine_joins_to_evaluate_and_leaves(
         gates.open(EVALUATORS)
         gates.open(3)
         finish(command, run_dir, alone[2])
+
+
+@pytest.mark.usefixtures("nursery")
+def test_an_evaluation_that_nobody_does_any_more_holds_nobody_back(
+    unisono: Unisono, run_dir: Path, tmp_path: Path
+) -> None:
+    """The script asks for nothing for a long time; the members compute it at the next step, and let the newcomer in."""
+    rare = ["--every", "1000"]
+    baseline = run_workers(SCRIPT, 1, directory=tmp_path / "one", arguments=[*arguments(0), *rare])
+    assert baseline.exit_code == 0, baseline.output
+    with Gates(tmp_path / "gates", (0, 5, EVALUATORS)) as gates:
+        wanted = ["--gates", gates.folder, "--save", *rare, "--heard-at", 3]
+        command = unisono("run", SCRIPT, "--run-dir", run_dir, "--workers", 1, "--", *arguments(0), *wanted)
+        gates.wait(0)
+        url = json.loads((run_dir / "head.json").read_text())["url"]
+        guest = unisono("join", url, "--token-file", run_dir / "token", "--evaluate", "-n", 1)
+        command.line("evaluator e0 follows the run")
+        gates.open(0)
+        gates.wait(EVALUATORS)
+        guest.process.send_signal(signal.SIGINT)
+        assert guest.wait() == 0, guest.err
+        gates.wait(5)
+        unisono("scale", run_dir, 2).wait()
+        gates.open(5, command.generation("w1 joins"))
+        gates.open(EVALUATORS)
+        finish(command, run_dir, tmp_path / "one")
 
 
 @pytest.mark.usefixtures("nursery")

@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from unisono.journal import compare
 from unisono.journal.times import by_step
 from unisono.microbatch.data import Fetcher, Loading, Request, to_device
 from unisono.testing import Faults, run_workers
+from unisono.training.schedule import schedule
 from unisono.training.upcoming import Upcoming
 
 CPU = torch.device("cpu")
@@ -209,6 +210,15 @@ def test_a_subset_is_shuffled() -> None:
     first, second = indices(Draws(), sampler=SubsetRandomSampler([2, 3, 5, 7, 11, 13]), batch_size=4, epochs=2)
     assert sorted(first) == sorted(second) == [2, 3, 5, 7, 11, 13]
     assert first != second
+
+
+def test_a_trial_has_batches_of_another_size_wherever_the_script_has_said_its_own() -> None:
+    sampler = unisono.BucketSampler(LENGTHS, batch_size=6, pool=3)
+    loader = DataLoader(Images(21), batch_size=6, sampler=sampler)
+    made = schedule(loader, "run.steps", microbatches=1, seed=5, first_epoch=0, resized=4)
+    assert (made.cursor.batch_size, made.num_steps) == (4, 6)
+    own = unisono.BucketSampler(LENGTHS, batch_size=4, pool=3).order
+    assert [*made.cursor.order.epoch(5, 0)] == [*own.epoch(5, 0)]
 
 
 def test_batches_of_like_lengths() -> None:
@@ -609,7 +619,9 @@ CURSOR = Cursor(order=Sequential(4 * NUM_STEPS), batch_size=4, microbatches=4, s
 
 
 @contextlib.contextmanager
-def ahead(rehearsed: Callable[[int, Plan], int | None], prefetch: int = 2) -> Iterator[tuple[Fetcher, Upcoming, Any]]:
+def ahead(
+    rehearsed: Callable[[int, Plan], Sequence[int]], prefetch: int = 2
+) -> Iterator[tuple[Fetcher, Upcoming, Any]]:
     """A fetcher with loader processes, the forecast that it reads, and the requests that it has sent out."""
     upcoming, sent = Upcoming(FakeMembers(), CURSOR, NUM_STEPS, rehearsed), []  # type: ignore[arg-type]
 
@@ -635,10 +647,10 @@ def ahead(rehearsed: Callable[[int, Plan], int | None], prefetch: int = 2) -> It
 def test_loader_processes_work_ahead_for_several_passes_over_a_batch(turns: list[int]) -> None:
     """Where the number of passes is that of the step before, all batches come from a loader process."""
     here: Counter[int] = Counter()
-    with ahead(lambda number, plan: None) as (fetcher, upcoming, _):
+    with ahead(lambda number, plan: ()) as (fetcher, upcoming, _):
         for step, num_turns in enumerate(turns):
             for turn in range(num_turns):
-                upcoming.note(step, plan(1, 4), None, turn)
+                upcoming.note(step, plan(1, 4), (), turn)
                 for leaf in range(4):
                     index, pid = fetcher.fetch(step, leaf, turn)
                     assert index == 4 * step + leaf
@@ -647,9 +659,9 @@ def test_loader_processes_work_ahead_for_several_passes_over_a_batch(turns: list
 
 
 def test_no_batch_is_asked_for_twice_however_far_ahead() -> None:
-    with ahead(lambda number, plan: None, prefetch=6) as (fetcher, upcoming, sent):
+    with ahead(lambda number, plan: (), prefetch=6) as (fetcher, upcoming, sent):
         for step in range(NUM_STEPS):
-            upcoming.note(step, plan(1, 4), None)
+            upcoming.note(step, plan(1, 4), ())
             for leaf in range(4):
                 fetcher.fetch(step, leaf)
     assert sent == [(step, leaf) for step in range(NUM_STEPS) for leaf in range(4)]
@@ -659,7 +671,7 @@ def test_a_micro_batch_that_is_computed_a_second_time_comes_from_a_loader_proces
     """A lone worker rehearses with its own first micro-batch. The script may have changed the first copy in place."""
     with ahead(lambda number, plan: 0 if number < 2 else None) as (fetcher, upcoming, sent):
         for step in range(4):
-            upcoming.note(step, plan(1, 4), 0 if step < 2 else None)
+            upcoming.note(step, plan(1, 4), [0] if step < 2 else [])
             for leaf in [0, 1, 2, 3, *([0] if step < 2 else [])]:
                 assert fetcher.comes(step, leaf)
                 index, pid = fetcher.fetch(step, leaf)
@@ -670,17 +682,17 @@ def test_a_micro_batch_that_is_computed_a_second_time_comes_from_a_loader_proces
 
 
 def test_the_forecast_is_in_the_order_of_need() -> None:
-    upcoming = Upcoming(FakeMembers(), CURSOR, 4, lambda number, _: 3 if number == 2 else None)  # type: ignore[arg-type]
+    upcoming = Upcoming(FakeMembers(), CURSOR, 4, lambda number, _: [3] if number == 2 else [])  # type: ignore[arg-type]
     whole = [0, 1, 2, 3]
 
     def of(step: int, turn: int, leaves: list[int]) -> list[Request]:
         return [(step, turn, leaf) for leaf in leaves]
 
     assert list(upcoming())[:8] == of(0, 0, whole) + of(1, 0, whole)
-    upcoming.note(0, plan(1, 4), 2)
-    upcoming.note(0, plan(1, 4), None, turn=1)
+    upcoming.note(0, plan(1, 4), [2])
+    upcoming.note(0, plan(1, 4), (), turn=1)
     assert list(upcoming())[:8] == of(0, 1, whole) + of(1, 0, whole)
-    upcoming.note(1, plan(1, 4), 0)
+    upcoming.note(1, plan(1, 4), [0])
     assert list(upcoming()) == [
         *of(1, 0, [*whole, 0]),
         *of(1, 1, whole),
@@ -689,7 +701,7 @@ def test_the_forecast_is_in_the_order_of_need() -> None:
         *of(3, 0, whole),
         *of(3, 1, whole),
     ]
-    upcoming.note(1, plan(1, 4), None, turn=1)
-    upcoming.note(2, plan(1, 4), None, turn=0)
-    upcoming.note(3, plan(1, 4), None, turn=0)
+    upcoming.note(1, plan(1, 4), (), turn=1)
+    upcoming.note(2, plan(1, 4), (), turn=0)
+    upcoming.note(3, plan(1, 4), (), turn=0)
     assert list(upcoming()) == of(3, 0, whole), "step 2 had one pass"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,8 +34,9 @@ ROUNDS = 5
 ROUND = 2
 """The round in which something happens."""
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
+ELSEWHERE = ("local.leaving", "local.delivering", "local.coded", "local.grouped", "local.ungrouped")
 AT = [
-    *(at for at in POINTS if at.startswith("local.") and at not in ("local.delivering", "local.coded")),
+    *(at for at in POINTS if at.startswith("local.") and at not in ELSEWHERE),
     *("before_backward", "after_backward", "published", "reduced", "committed", "after_step", "step_head"),
 ]
 LEFT_OUT = ("before_backward", "published", "step_head")
@@ -102,10 +103,13 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("has_outer", [False, True])
-def test_the_bits_are_those_of_diloco_written_in_plain_torch(has_outer: bool) -> None:
+@pytest.mark.parametrize(("has_outer", "reduction"), [(False, "mean"), (True, "mean"), (False, "sum")])
+def test_the_bits_are_those_of_diloco_written_in_plain_torch(
+    has_outer: bool, reduction: Literal["mean", "sum"]
+) -> None:
     """Four models with four optimizers, each trained on its quarter of each batch; then the mean of their changes is
-    the gradient of the outer optimizer. All numbers of samples are powers of two, so no weight rounds anything.
+    the gradient of the outer optimizer, also where the gradients of their steps are sums. All numbers of samples are
+    powers of two, so no weight rounds anything.
     """
     data, replicas, steps = vectors(), 4, 4
     order: list[list[int]] = []
@@ -116,7 +120,14 @@ def test_the_bits_are_those_of_diloco_written_in_plain_torch(has_outer: bool) ->
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         run.track(model=model, optimizer=optimizer, outer=outer)
         rounds = run.local_steps(
-            data, batch_size=16, microbatches=4, replicas=4, inner_steps=4, outer=outer if has_outer else None, epochs=4
+            data,
+            batch_size=16,
+            microbatches=4,
+            replicas=4,
+            inner_steps=4,
+            outer=outer if has_outer else None,
+            epochs=4,
+            reduction=reduction,
         )
         assert len(rounds) == 2
         for round_ in rounds:
@@ -124,7 +135,7 @@ def test_the_bits_are_those_of_diloco_written_in_plain_torch(has_outer: bool) ->
             for step in round_:
                 for x, y in step:
                     order.append(step.indices.tolist())
-                    F.cross_entropy(model(x), y).backward()
+                    F.cross_entropy(model(x), y, reduction=reduction).backward()
                 optimizer.step()
 
     ours = mlp()
@@ -140,7 +151,7 @@ def test_the_bits_are_those_of_diloco_written_in_plain_torch(has_outer: bool) ->
             for _ in range(steps):
                 index = torch.tensor(next(places))
                 inner.zero_grad()
-                F.cross_entropy(one(x[index]), y[index]).backward()
+                F.cross_entropy(one(x[index]), y[index], reduction=reduction).backward()
                 inner.step()
         for parameter, *theirs in zip(ours.parameters(), *(one.parameters() for one in models), strict=True):
             a, b, c, d = (parameter.detach() - other.detach() for other in theirs)
@@ -275,7 +286,7 @@ TRAININGS: dict[str, Body] = {
     "int8": train_int8,
     "int8 fresh": partial(train_int8, inner_state="fresh"),
 }
-TEAMS = {"shared": (2, 5), "gloo": (3,), "two-level": (4,)}
+TEAMS = {"shared": (2, 5), "gloo": (3, 5), "two-level": (4, 5)}
 
 
 def bits(model: nn.Module) -> dict[str, int]:
@@ -358,14 +369,14 @@ def test_loader_processes_fetch_what_the_replicas_need() -> None:
     assert os.getpid() not in others, "a batch was fetched by the worker itself: the forecast was wrong"
 
 
-def _train_with_memory(seat: Seat, place: Place) -> str:
+def _train_with_memory(seat: Seat, place: Place, replicas: int = 4) -> str:
     num_seen = 0
     try:
         with place.run(seed=3) as run:
             model = mlp()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             run.track(model=model, optimizer=optimizer)
-            for round_ in run.local_steps(vectors(), batch_size=16, microbatches=4, replicas=4, inner_steps=2):
+            for round_ in run.local_steps(vectors(), batch_size=16, microbatches=4, replicas=replicas, inner_steps=2):
                 for step in round_:
                     for x, y in step:
                         num_seen += 1
@@ -380,6 +391,12 @@ def test_a_script_that_remembers_other_micro_batches_is_found() -> None:
     """Each worker computes the first step of a replica of another one as well, and the two must be equal."""
     said = train_on("shared", 2, _train_with_memory)
     assert all("the first micro-batch of replica" in one and "computed by two workers" in one for one in said), said
+
+
+def test_a_script_that_remembers_other_micro_batches_is_found_in_a_group() -> None:
+    """Its members compute some micro-batches of each other as well, as the workers of a plain step do."""
+    said = train_on("shared", 2, _train_with_memory, 1)
+    assert all("was computed by two workers" in one for one in said), said
 
 
 # -- losses ------------------------------------------------------------------------------------------
@@ -655,6 +672,27 @@ def test_a_mistake_within_a_round_is_an_error_that_names_it(name: str) -> None:
 def test_a_round_that_is_left_is_an_error() -> None:
     with pytest.raises(StepError, match="round 0 was left before its end"):
         train_with(None)
+
+
+@pytest.mark.parametrize("loop", ["run.local_steps", "round"])
+def test_a_batch_that_is_unpacked_one_loop_too_early_is_told_where_it_belongs(loop: str) -> None:
+    def unpack() -> None:
+        with AloneRun(seed=1) as run:
+            model = mlp()
+            run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            rounds = run.local_steps(vectors(), batch_size=8, microbatches=4, replicas=2, inner_steps=2)
+            for _images, _labels in rounds if loop == "run.local_steps" else next(iter(rounds)):
+                pass
+
+    with pytest.raises(StepError, match=r"has three loops|write `for images, labels in step:` within that loop"):
+        unpack()
+
+
+@pytest.mark.parametrize("name", ["replicas", "inner_steps", "copies"])
+def test_a_number_that_is_none_is_refused_before_the_data_are_looked_at(name: str) -> None:
+    counts: dict[str, Any] = {"replicas": 2, "inner_steps": 2, "copies": 2, name: "2"}
+    with AloneRun(seed=1) as run, pytest.raises(UsageError, match=f"{name} must be a whole number, got '2'"):
+        run.local_steps([], batch_size=8, microbatches=4, **counts)
 
 
 def test_a_round_that_is_not_run_is_an_error() -> None:

@@ -112,8 +112,13 @@ class ScriptedTeam(AloneTeam):
     def paused(self) -> bool:
         return self.is_begun and self.script.generations[self.generation].paused  # it came within the first step
 
-    def wait_until_resumed(self, report: Report) -> list[Report]:
-        self.enter(4)
+    def next_planned(self) -> int:
+        return 4
+
+    def switch(self, generation: int, report: Report) -> list[Report]:
+        if generation < 4:
+            return super().switch(generation, report)
+        self.enter(generation)
         return self.meet(report)
 
 
@@ -161,7 +166,9 @@ class Sum:
         summed = self.members.sum(Share(NUM_LEAVES, plan.nodes, self.members.slots.nodes), StepTelemetry())
         self.members.slots.results.append(summed.slot)
         assert self.members.slots.layout is not None
-        return CommittedStep(self.members, 0, self.members.slots.layout, summed.digest, new_sums=False)
+        return CommittedStep(
+            self.members, 0, self.members.slots.layout, summed.digest, new_sums=False, is_disputed=lambda: False
+        )
 
     def interrupt(self) -> list[Node]:
         return list(self.members.slots.nodes)

@@ -84,6 +84,24 @@ def test_killing_the_whole_run_again_and_again_changes_no_bit(
     assert steps(directory)[-1] == LAST_STEP
 
 
+@pytest.mark.parametrize("worker", ["w0", "w1"] if ALL else ["w1"])
+def test_losing_a_worker_while_a_checkpoint_is_loaded_loses_no_state(
+    worker: str, calm: Outcome, tmp_path: Path
+) -> None:
+    """With one copy of each state, and before anything is trained: the others read the states again."""
+    directory = tmp_path / "run"
+    arguments = ["--every", "2", "--copies", "1"]
+    stopped = Faults().kill_run("w0", at="checkpoint_renamed")
+    begun = run_workers(SCRIPT, 3, directory=directory, faults=stopped, arguments=arguments)
+    assert begun.exit_code == -signal.SIGKILL, begun.output
+    resume = [*ALONE, "--resume", str(directory)]
+    faults = Faults().kill(worker, at="shard.loading")
+    hurt = run_workers(SCRIPT, 3, directory=directory, faults=faults, options=resume, arguments=arguments)
+    assert hurt.exit_code == 0, hurt.output
+    assert worker in ended_workers(hurt.output), hurt.output
+    assert is_same(hurt, calm), hurt.output
+
+
 @pytest.mark.parametrize("at", CHECKPOINT_POINTS if ALL else ["checkpoint_part_written"])
 @pytest.mark.parametrize("worker", ["w0", "w1", "w2"] if ALL else ["w1"])
 def test_losing_a_worker_in_a_checkpoint_changes_no_bit(at: str, worker: str, calm: Outcome, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from torch.optim.lr_scheduler import (
 
 from tests.workers.models import bits_of
 from unisono.errors import UsageError
-from unisono.state.packing import digest_of_state, digest_of_tensor, pack, unpack
+from unisono.exchange.alone import Alone
+from unisono.rounds.transfer import broadcast_state
+from unisono.state.packing import digest_of_state, digest_of_tensor, grouped, pack, unpack
 from unisono.state.tracked import Tracked
 
 settings.register_profile("checks", derandomize=True, deadline=None, max_examples=200)
@@ -275,3 +277,15 @@ def test_a_newcomer_knows_how_often_backward_is_called() -> None:
     gone.calls.known[1] = 2
     fresh.load(gone.state())
     assert fresh.calls.known == {1: 2}
+
+
+def test_a_state_whose_first_tensors_are_empty_travels() -> None:
+    state = {"empty": torch.empty(0), "bias": torch.tensor([1.5, -2.0])}
+    found = broadcast_state(Alone(torch.device("cpu")), 0, pack(state))
+    assert [one.tolist() for one in found.values()] == [[], [1.5, -2.0]]
+
+
+def test_groups_keep_the_order_and_hold_no_more_than_they_may() -> None:
+    assert grouped([0, 3, 4, 1, 9, 0, 2], int, 7) == [[0, 3, 4], [1], [9], [0, 2]]
+    assert grouped([8], int, 7) == [[8]]
+    assert grouped([], int, 7) == []

@@ -13,7 +13,7 @@ from unisono.messages import EvaluationWanted
 from unisono.process import Process
 from unisono.training.evaluator import VisitedRound, visited
 
-READ = ("number", "place", "epoch", "index", "is_last_of_epoch", "num_samples", "is_complete")
+READ = ("number", "place", "epoch", "index", "is_last_of_epoch", "num_samples", "is_complete", "has_gradient")
 
 
 @pytest.mark.parametrize("delay", [0, 2])

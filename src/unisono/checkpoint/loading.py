@@ -17,11 +17,17 @@ from unisono.checkpoint import files
 from unisono.checkpoint.files import Entry, Manifest, Problem
 from unisono.errors import CheckpointError
 from unisono.state.packing import pack, pack_held, unpack
-from unisono.state.sharded import states_in
 
-__all__ = ["Loaded", "load_model", "newest", "read", "read_tensors"]
+__all__ = ["Apart", "Loaded", "load_model", "newest", "nothing", "read", "read_tensors"]
 
 T = TypeVar("T")
+Apart = Callable[[Sequence[str]], Collection[int]]
+"""Gets the paths of a checkpoint's tensors; returns the numbers of some."""
+
+
+def nothing(paths: Sequence[str]) -> Collection[int]:
+    """Keep all tensors."""
+    return ()
 
 
 class Loaded(NamedTuple):
@@ -35,29 +41,30 @@ class Loaded(NamedTuple):
     """By newer checkpoint, why it could not be used."""
 
 
-def read(checkpoint: Path, sharded: Collection[str] = ()) -> tuple[Manifest, dict[str, Any]]:
+def read(checkpoint: Path, apart: Apart = nothing) -> tuple[Manifest, dict[str, Any]]:
     """Read a checkpoint and check every byte of it. Nothing in it is executed.
 
     Args:
-        sharded: the optimizers whose states are not kept, by name: meta tensors stand for them.
+        apart: says which tensors are not kept: meta tensors stand for them.
 
     Raises:
         Problem: the checkpoint is broken.
     """
-    return _read(checkpoint, lambda state: state, sharded)
+    return _read(checkpoint, lambda state: state, apart)
 
 
-def newest(location: str | os.PathLike[str], sharded: Collection[str] = ()) -> Loaded | None:
+def newest(location: str | os.PathLike[str], apart: Apart = nothing, *, most: int | None = None) -> Loaded | None:
     """Read the newest checkpoint that is not broken; None if a run has not written any.
 
     Args:
         location: a run's directory, or one checkpoint: then no other one is used.
-        sharded: the optimizers whose states are not kept, by name: meta tensors stand for them.
+        apart: says which tensors are not kept: meta tensors stand for them.
+        most: steps that it may have; None: any number.
 
     Raises:
         CheckpointError: all checkpoints are broken, or the path holds neither a run nor a checkpoint.
     """
-    found = _first_whole(location, partial(read, sharded=sharded))
+    found = _first_whole(location, partial(read, apart=apart), most)
     return Loaded(found[0], *found[1], found[2]) if found is not None else None
 
 
@@ -96,11 +103,15 @@ def load_model(
     return weights
 
 
-def _first_whole(location: str | os.PathLike[str], read_one: Callable[[Path], T]) -> tuple[Path, T, list[str]] | None:
+def _first_whole(
+    location: str | os.PathLike[str], read_one: Callable[[Path], T], most: int | None = None
+) -> tuple[Path, T, list[str]] | None:
     """Return the newest checkpoint that can be read, its content, and why newer ones cannot be read."""
     folder = files.find(location)
     broken: list[str] = []
     for path in reversed(files.candidates(folder)):
+        if most is not None and files.step_of(path) > most:
+            continue
         try:
             return path, read_one(path), broken
         except Problem as problem:
@@ -144,17 +155,16 @@ def read_tensors(checkpoint: Path, manifest: Manifest, numbers: Collection[int])
     return found
 
 
-def _read(
-    checkpoint: Path, choose: Callable[[dict[str, Any]], Any], sharded: Collection[str] = ()
-) -> tuple[Manifest, Any]:
+def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any], apart: Apart = nothing) -> tuple[Manifest, Any]:
     """Read the part of a state that ``choose`` returns. The tensors have no content yet when ``choose`` is called."""
     manifest = files.read_manifest(checkpoint)
     skeleton = _read_skeleton(checkpoint, manifest)
+    away: Collection[int] = ()
     try:
         tensors = [_empty(entry) for entry in manifest.tensors]
         state: dict[str, Any] = unpack(skeleton, tensors)
-        if sharded:
-            for number in _states_of(sharded, pack(state, "tracked").paths):
+        if away := apart(pack(state, "tracked").paths):
+            for number in away:
                 tensors[number] = tensors[number].to("meta")
             state = unpack(skeleton, tensors)
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -163,13 +173,8 @@ def _read(
         ) from error
     chosen = choose(state)
     wanted = {one.data_ptr() for one in pack_held(chosen).tensors if one.numel() and not one.is_meta}
-    _fill(checkpoint, manifest, tensors, wanted, checks_all=bool(sharded))
+    _fill(checkpoint, manifest, tensors, wanted, checks_all=bool(away))
     return manifest, chosen
-
-
-def _states_of(optimizers: Collection[str], paths: Sequence[str]) -> list[int]:
-    """Return the numbers of the tensors that are states of these optimizers."""
-    return [number for name in optimizers for number, _ in states_in(paths, f"tracked['objects'][{name!r}]")]
 
 
 def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:

@@ -27,8 +27,12 @@ COMMANDS: Final = {
     "report": ("unisono.cli.report:report", "Write an HTML file about a run, or about several side by side."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
     "stop": ("unisono.cli.control:stop", "End a run at the end of the step."),
+    "plan": ("unisono.cli.plan:plan", "Say how fast more workers will be, and what they need, before a run."),
     "doctor": ("unisono.cli.doctor:doctor", "Say what of these machines will hurt a run, and what to do."),
+    "check": ("unisono.cli.check:check", "Say whether a script keeps the promise, and which line breaks it."),
     "checkpoints": ("unisono.cli.checkpoints:checkpoints", "List, check or export the checkpoints of a run."),
+    "replay": ("unisono.cli.replay:replay", "Compute a run again up to a step, and look into its micro-batches."),
+    "audit": ("unisono.cli.audit:audit", "Compute one micro-batch of a run again, and check its digest."),
     "compare": ("unisono.cli.compare:compare", "Say whether two runs are identical, or where they part."),
 }
 
@@ -73,6 +77,13 @@ def _group() -> None:
     """Many workers, one result: PyTorch training with the same bits at any number of workers."""
 
 
+def _script_hint(error: click.NoSuchOption) -> str:
+    """Return where an option of the script belongs; "" where the command takes no script."""
+    if error.ctx is None or not any(each.nargs == -1 for each in error.ctx.command.params):
+        return ""
+    return f"An option of the script stands after `--`: {error.ctx.command_path} SCRIPT -- {error.option_name}"
+
+
 def main() -> None:
     """Run the command line. Errors that a user can fix are printed in one line, with exit code 2."""
     for stream in (sys.stdout, sys.stderr):
@@ -82,6 +93,8 @@ def main() -> None:
         sys.exit(_group(standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.NoSuchOption) and (hint := _script_hint(error)):
+            click.echo(hint, err=True)
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)

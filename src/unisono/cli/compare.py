@@ -17,7 +17,9 @@ __all__ = ["compare"]
 @click.command()
 @click.argument("run_a", type=click.Path(exists=True, path_type=Path))
 @click.argument("run_b", type=click.Path(exists=True, path_type=Path))
-def compare(run_a: Path, run_b: Path) -> int:
+@click.option("--explain", is_flag=True, help="Compute the first step that differs again, in both runs: name the "
+              "parameter, the micro-batch and the module that differ first, and the probable cause.")  # fmt: skip
+def compare(run_a: Path, run_b: Path, explain: bool) -> int:
     """Say whether RUN_A and RUN_B (directories, or their journals) are identical; else the first step that differs,
     and in what. Lines that one of them lacks (its disk was full) are named and not compared.
 
@@ -27,6 +29,11 @@ def compare(run_a: Path, run_b: Path) -> int:
         said, code = compare_runs(run_a, run_b), 0
     except Difference as difference:
         said, code = f"different: {difference}", 1
+        if explain:
+            from unisono.cli.explain import explained
+
+            click.echo(said)
+            said = explained(run_a, run_b, difference)
     except (OSError, ValueError) as error:
         raise UsageError(f"a journal cannot be read: {error}") from error
     try:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,8 +71,13 @@ def address_of(interface: str, *, ipv6: bool = False) -> str:
     return found[-1 if ipv6 else 0]
 
 
-def script_arguments(script: str | None, module: str | None, arguments: tuple[str, ...]) -> list[str]:
+def script_arguments(
+    script: str | None, module: str | None, arguments: tuple[str, ...], *, command: str = "run SCRIPT [--workers N]"
+) -> list[str]:
     """Return the arguments of a worker: the script or module, and its own arguments.
+
+    Args:
+        command: how it is to be called, for an error.
 
     Raises:
         UsageError: there is no such script or module.
@@ -89,7 +95,7 @@ def script_arguments(script: str | None, module: str | None, arguments: tuple[st
             raise UsageError(f"there is no module {module!r} to run; the working directory is {os.getcwd()}")
         return ["-m", module, *rest]
     if script is None:
-        raise UsageError("which script? unisono run SCRIPT [--workers N] [-- ARGUMENTS]")
+        raise UsageError(f"which script? unisono {command} [-- ARGUMENTS]")
     path = Path(script)
     if path.is_dir():
         raise UsageError(f"{script} is a directory; give the script in it")
@@ -119,6 +125,10 @@ def check_directory(folder: Path) -> None:
         raise UsageError(f"--run-dir {folder} cannot be made: {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
+    try:  # what permissions do not tell: file systems that are read-only, or not made for files
+        tempfile.TemporaryDirectory(dir=existing, prefix=".unisono-").cleanup()
+    except OSError as error:
+        raise UsageError(f"--run-dir {folder} cannot be written: {existing}: {error.strerror or error}") from None
     try:
         pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
         os.kill(pid, 0)

@@ -12,7 +12,7 @@ import click
 from unisono.cli.given import script_arguments
 from unisono.errors import UsageError
 
-__all__ = ["AUTO", "Resumed", "resumed"]
+__all__ = ["AUTO", "Resumed", "checked", "command_of", "resumed", "threads_of"]
 
 AUTO: Final = "auto"
 """Value of ``--resume``: go on with what the run directory holds, or begin there."""
@@ -34,29 +34,50 @@ class Resumed(NamedTuple):
             UsageError: the run's description does not name the script, or the script or its folder is gone.
         """
         wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
-        match self.facts.get("command"):
-            case {"folder": str(folder), "arguments": [str(), *_] as arguments} if all(
-                isinstance(word, str) for word in arguments
-            ) and arguments != ["-m"]:
-                pass
-            case _:
-                raise UsageError(f"{self.path} does not say which script it was made with; {wanted}")
+        command = command_of(self.facts)
+        if command is None:
+            raise UsageError(f"{self.path} does not say which script it was made with; {wanted}")
+        folder, arguments = command
         try:
             os.chdir(folder)
         except OSError as error:
             raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
-        is_module = arguments[0] == "-m"
-        script, module = (None, arguments[1]) if is_module else (arguments[0], None)
-        command = script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))
-        click.echo(f"unisono: goes on with {shlex.join(command)} in {folder}", err=True)
-        return command
+        words = checked(arguments)
+        click.echo(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
+        return words
 
     def threads(self) -> int:
         """Return the threads of a worker of the run that is resumed; 1 where that is unknown."""
-        match self.facts.get("recipe"):
-            case {"threads": int(threads)} if threads >= 1:
-                return threads
-        return 1
+        return threads_of(self.facts)
+
+
+def command_of(facts: dict[str, Any]) -> tuple[str, list[str]] | None:
+    """Return the folder in which a run began, and the arguments of its workers; None where that is unknown."""
+    match facts.get("command"):
+        case {"folder": str(folder), "arguments": [str(), *_] as arguments} if all(
+            isinstance(word, str) for word in arguments
+        ) and arguments != ["-m"]:
+            return folder, arguments
+    return None
+
+
+def checked(arguments: list[str]) -> list[str]:
+    """Return the arguments of a run's workers, if their script is there, from the current folder.
+
+    Raises:
+        UsageError: the script or module is gone.
+    """
+    is_module = arguments[0] == "-m"
+    script, module = (None, arguments[1]) if is_module else (arguments[0], None)
+    return script_arguments(script, module, tuple(arguments[2 if is_module else 1 :]))
+
+
+def threads_of(facts: dict[str, Any]) -> int:
+    """Return the threads of a worker of a run; 1 where that is unknown."""
+    match facts.get("recipe"):
+        case {"threads": int(threads)} if threads >= 1:
+            return threads
+    return 1
 
 
 def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click import argument, option
 
-from unisono import tasks
+from unisono import faults, tasks
 from unisono.capacity import Workers, parse_workers
+from unisono.cli.back import again, by_hand
 from unisono.cli.given import address_of, check_directory, check_text, port_range, script_arguments, seconds
 from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
-from unisono.errors import UsageError
+from unisono.decisions.audits import MOST
+from unisono.errors import RunGoesBack, UsageError
 from unisono.invitation import HeadUrl
 from unisono.secret import is_reader
-from unisono.spec import Partition, RunSpec, StartMethod
+from unisono.spec import AuditThen, Partition, RunSpec, StartMethod
 
 if TYPE_CHECKING:
-    from unisono.launchers import Launcher, Request
+    from unisono.launchers import Launcher, Machine, Request
     from unisono.machine.headprocess import Service
 
 __all__ = ["Options", "read", "run", "run_options", "start"]
@@ -65,6 +67,12 @@ _OPTIONS: Final = (
            "tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of your own."),
     option("--profile", default="", metavar="A:B", help="Record the steps from A up to but without B with "
            "torch.profiler on all workers: one trace for Perfetto, in the folder profile of the run's directory."),
+    option("--audit", type=float, default=0.0, metavar="SHARE", help="Have a second worker compute this share of the "
+           "micro-batches as well, e.g. 0.01, and find a machine that computes wrong values (with three workers or "
+           "more). At most 0.5. It changes no bit."),
+    option("--audit-then", type=click.Choice(["go-back", "go-on"]), default=None,
+           help="What follows then: the run goes back to a checkpoint from before what may be wrong, or goes on. "
+           "[default: as the script says, or go-back]"),
     option("--exchange", default="auto", show_default=True, metavar="NAME", help="How gradients meet: auto (the "
            "fastest), shared (one machine), gloo, or two-level."),
     option("--hosts", default="", metavar="A,B:2,C", help="Machines to train on, by ssh: B with 2 workers, the others "
@@ -118,6 +126,7 @@ _OPTIONS: Final = (
     option("--launcher", default="auto", show_default=True, metavar="NAME", help="What starts the workers: auto, "
            "local (this machine), none (they join by themselves), or the batch system that the command runs in."),
     option("--simulate-hosts", default=1, hidden=True),
+    option("--inspect", nargs=2, default=("", ""), hidden=True),
     option("--callable", "function", default="", hidden=True),
     option("--result", default="", hidden=True),
     option("--outcome", default="", hidden=True),
@@ -159,15 +168,37 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
         task = tasks.here(os.environ)
         if task is not None and task.size > 1:
             options.refuse_hosts(f"{task.command} has started this command {task.size} times, which are the machines")
-            return take_part(options, task, partial(read, options))
+            try:
+                return take_part(options, task, partial(read, options))
+            except RunGoesBack as back:
+                raise by_hand(back) from None
     if launcher is not None:
         options.refuse_hosts("the machines of this command are given otherwise")
-    spec, workers = read(options)
-    if launcher is None:
-        launcher = launchers.choose(options.request(spec, workers))
-    machines = launcher.machines()
+    dropped: frozenset[str] = frozenset()
+    while True:
+        spec, workers = read(options)
+        chosen = launcher if launcher is not None else launchers.choose(options.request(spec, workers))
+        machines = [machine for machine in chosen.machines() if machine.name not in dropped]
+        workers = _of_machines(options, spec, workers, machines)
+        try:
+            return _run(options, spec, workers, chosen, machines)
+        except RunGoesBack as back:
+            found = again(back, workers, machines)
+            options, dropped = replace(options, **found.changes), dropped | found.dropped
+            if faults.ENVIRONMENT in os.environ:
+                os.environ[faults.ENVIRONMENT] = faults.forget_passing(os.environ[faults.ENVIRONMENT])
+
+
+def _of_machines(options: Options, spec: RunSpec, workers: Workers, machines: Sequence[Machine]) -> Workers:
+    """Return how many workers the run has, where the machines say so."""
     if options.workers == "auto" and any(machine.num_workers for machine in machines):
-        workers = parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
+        return parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
+    return workers
+
+
+def _run(options: Options, spec: RunSpec, workers: Workers, launcher: Launcher, machines: Sequence[Machine]) -> int:
+    from unisono import launchers
+
     return launchers.run(
         spec,
         launcher,
@@ -201,6 +232,8 @@ class Options:
     tensorboard: bool
     sinks: tuple[str, ...]
     profile: str
+    audit: float
+    audit_then: AuditThen | None
     exchange: str
     hosts: str
     hostfile: str
@@ -233,6 +266,7 @@ class Options:
     start: StartMethod
     launcher: str
     simulate_hosts: int
+    inspect: tuple[str, str]
     function: str
     result: str
     outcome: str
@@ -249,6 +283,8 @@ class Options:
                 f"--heartbeat-s must be smaller than --heartbeat-timeout-s, got --heartbeat-s {self.heartbeat_s} and "
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
             )
+        if not 0.0 <= self.audit <= MOST:
+            raise UsageError(f"--audit is a share of the micro-batches from 0 to {MOST:g}, e.g. 0.01; got {self.audit}")
         if self.plain:
             self._check_plain()
         if self.bind == "":
@@ -339,6 +375,7 @@ class Options:
             "--overwrite": self.overwrite,
             "--strict": self.strict,
             "--efficiency": self.efficiency,
+            "--audit": self.audit,
             "--evaluators": self.evaluators,
         }
         for name in (name for name, value in given.items() if value):
@@ -455,6 +492,9 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         copies=copies,
         sinks=_sinks(options),
         profile=_profile(options.profile),
+        inspect=options.inspect,
+        audit=options.audit,
+        audit_then=options.audit_then,
         exchange=options.exchange,
         timeout_s=options.timeout_s,
         heartbeat_s=options.heartbeat_s,

@@ -71,7 +71,7 @@ def _afterwards(folder: Path) -> dict[str, Any]:
         known = history.overview()
         found = {"state": "unknown", "step": None, "loss": None, "workers": []}
         if known.step >= 0:
-            names = ("step", "num_steps", "epoch", "loss", "generation")
+            names = ("step", "num_steps", "unit", "epoch", "loss", "generation")
             found |= {"state": "stopped", **{name: getattr(known, name) for name in names}}
         elif not history.events(-1, 1)["events"]:
             raise UsageError(f"the journal cannot be read: {error}") from error
@@ -120,7 +120,7 @@ def _words(found: dict[str, Any]) -> str:
     state = found.get("state", "unknown")
     lines = [state if reason == state else f"{state}: {reason}".rstrip(": ")]
     step, num_steps, loss = found.get("step"), found.get("num_steps", 0), found.get("loss")
-    at = progress(step + 1, num_steps) if step is not None else "no step yet"
+    at = progress(step + 1, num_steps, found.get("unit", "step")) if step is not None else "no step yet"
     lines.append(at + (f", loss {number(float(loss))}" if loss is not None else ""))
     lines += _times(found)
     lines += _workers(found.get("workers", []))

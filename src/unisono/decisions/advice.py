@@ -19,7 +19,7 @@ from unisono.decisions.plan import Plan, plan
 from unisono.events import Seconds
 from unisono.words import short_duration
 
-__all__ = ["Advice", "Load", "Setting", "advise"]
+__all__ = ["Advice", "Load", "Setting", "advise", "shorter_pace"]
 
 LEAST: Final = 0.03
 """Of a step's time: a smaller loss, or a smaller gain, is not worth a sentence."""
@@ -157,14 +157,15 @@ def _saved(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
 def _planned(loads: Sequence[Load], setting: Setting, microbatches: int) -> tuple[Plan, list[float]]:
     """Return the plan of the run with so many micro-batches, and the paces that it would have."""
     smaller = setting.microbatches / microbatches
-    paces = [max(1e-9, _smaller(load.pace, smaller)) for load in loads]
+    paces = [max(1e-9, shorter_pace(load.pace, smaller)) for load in loads]
     if not setting.balance:
         return plan(len(paces), microbatches), paces
     rounded, node_cost = in_units(paces, _node_seconds(loads, setting))
     return weighed(rounded, microbatches, hosts=_hosts(loads), node_cost=node_cost), paces
 
 
-def _smaller(pace: float, part: float) -> float:
+def shorter_pace(pace: float, part: float) -> float:
+    """Return the pace of micro-batches that have this part of the samples."""
     fixed = min(FIXED_S, pace / 2)
     return fixed + (pace - fixed) * part
 

@@ -160,6 +160,8 @@ class CheckpointReport(NamedTuple):
     """The member sees the run's directory, and can write into it."""
     lines: int = 0
     """How many lines of the journal are in the file, as far as its writer knows; 0 from all other members."""
+    lacks: bool = False
+    """The member waits for something beside the training that nobody computes any more."""
 
 
 class Verdict(enum.Enum):

@@ -288,6 +288,10 @@ class Buckets(_Stored):
         self.num_samples = self.num_indices = len(self._lengths)
         self.name = f"batches of {batch_size} of like lengths {digest(self._lengths)}, from pools of {pool}"
 
+    def resized(self, batch_size: int) -> Buckets:
+        """Return the order of the same samples for batches of another size."""
+        return Buckets(self._lengths, batch_size, self.pool)
+
     def _compute(self, seed: int, epoch: int) -> Iterable[int]:
         size = self.batch_size
         shuffled = _shuffled(self.num_samples, seed_of(seed, "order", epoch))

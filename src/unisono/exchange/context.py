@@ -44,6 +44,8 @@ class Context:
     """This worker's page in the shared memory of its host."""
     pages: Sequence[str] = ()
     """The addresses of all members' pages, by rank."""
+    checks: bool = False
+    """Compare what arrives over the network with what was sent; equal on all members."""
 
     def open_host(self) -> Host:
         """Enter the generation among the members of this host. Waits for nobody."""
@@ -74,6 +76,7 @@ class Context:
             secret=self.secret,
             addresses=[self.addresses[rank] for rank in ranks if self.addresses],
             ranks=ranks,
+            checks=self.checks,
         )
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "parts_of",
     "round_in_place",
     "split_rows",
+    "with_flipped_bit",
 ]
 
 ROW_BYTES = 512
@@ -357,6 +358,13 @@ def digest_rows(rows: Rows, multipliers: Tensor, first_row: int, end_row: int) -
     start, stop = first_row - rows.first_row, end_row - rows.first_row
     words = rows.memory[start * ROW_BYTES : stop * ROW_BYTES].view(torch.int64).view(-1, ROW_BYTES // 8)
     return int((words.sum(dim=1) * multipliers[first_row:end_row]).sum().item()) & 0xFFFFFFFFFFFFFFFF
+
+
+def with_flipped_bit(tensor: Tensor, bit: int) -> Tensor:
+    """Return a copy of a tensor in which one bit is another, as a faulty machine would have it: of the first bytes."""
+    found = tensor.detach().clone(memory_format=torch.contiguous_format)
+    found.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+    return found
 
 
 def divide_rows(layout: FlatLayout, source: Rows, total: float, first_row: int, end_row: int, out: Slot) -> None:

@@ -21,7 +21,7 @@ class Slots:
     Attributes:
         layout: of the current sums; None before the first sum.
         nodes: the complete nodes of the step under way.
-        ahead: by number of the step, the nodes of steps whose sums are under way (`unisono.rounds.delayed`).
+        ahead: by number of the step, the nodes of steps whose sums are under way (`unisono.rounds.pipeline`).
         results: the sums of which the script may still hold gradients, oldest first; ``.grad`` is a view of the last.
     """
 

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from unisono.decisions.tree import Node, root
-from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
+from unisono.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows, with_flipped_bit
 from unisono.exchange.meter import WORD_BYTES
 from unisono.exchange.packing import Packing
 from unisono.exchange.pump import Job
 from unisono.exchange.wire import DIGEST_BYTES, HEADER_BYTES, Wire
+from unisono.faults import spoils
 
 __all__ = ["PIECE_BYTES", "Ballot", "Stream", "cut"]
 
@@ -110,27 +111,40 @@ class Stream:
 
     # -- inside --------------------------------------------------------------------------------------
 
+    def _send(self, packed: Tensor, other: int, tag: int) -> Any:
+        if self._wire.checks is not None:
+            self._wire.checks.note_sent(packed, other, tag)
+        return self._wire.send(packed, other, tag)
+
+    def _finish(self, receive: Any, memory: Tensor, other: int, tag: int) -> None:
+        """Wait until a message has arrived; in the thread of the pump."""
+        self._wire.finish_in_background(receive)
+        if (bit := spoils("sums")) is not None:
+            memory.copy_(with_flipped_bit(memory, bit))
+        if self._wire.checks is not None:
+            self._wire.checks.note_received(memory, other, tag)
+
     def _tag(self, piece: int, turn: int = -1) -> int:
         """Return the number of the message with a member's node ``turn``, or with the sum."""
         return self._first_tag + piece * self._tags_each + turn % self._tags_each
 
-    def _post_chunks(self, piece: int) -> list[tuple[Node, Tensor, Any]]:
-        """Post the receives of this member's chunk of a piece: (node, memory, receive) of all others."""
+    def _post_chunks(self, piece: int) -> list[tuple[Node, int, int, Tensor, Any]]:
+        """Post the receives of this member's chunk of a piece: (node, sender, tag, memory, receive) of all others."""
         own = self._chunks[piece][self._wire.rank]
-        posted: list[tuple[Node, Tensor, Any]] = []
+        posted: list[tuple[Node, int, int, Tensor, Any]] = []
         for other in self._others if own else ():
             for turn, node in enumerate(self._plan[other]):
-                memory = torch.empty(self._packing.num_bytes(own, node), dtype=torch.uint8)
-                posted.append((node, memory, self._wire.post(memory, other, self._tag(piece, turn))))
+                memory, tag = torch.empty(self._packing.num_bytes(own, node), dtype=torch.uint8), self._tag(piece, turn)
+                posted.append((node, other, tag, memory, self._wire.post(memory, other, tag)))
         return posted
 
-    def _post_sums(self, piece: int) -> list[tuple[range, Tensor, Any]]:
-        """Post the receives of the other chunks' sums: (rows, memory, receive)."""
-        posted: list[tuple[range, Tensor, Any]] = []
+    def _post_sums(self, piece: int) -> list[tuple[range, int, int, Tensor, Any]]:
+        """Post the receives of the other chunks' sums: (rows, sender, tag, memory, receive)."""
+        posted: list[tuple[range, int, int, Tensor, Any]] = []
         for other in self._others:
             if chunk := self._chunks[piece][other]:
-                memory = self._packing.room(self._out, chunk, self._root)
-                posted.append((chunk, memory, self._wire.post(memory, other, self._tag(piece))))
+                memory, tag = self._packing.room(self._out, chunk, self._root), self._tag(piece)
+                posted.append((chunk, other, tag, memory, self._wire.post(memory, other, tag)))
         return posted
 
     def _send_on(self) -> None:
@@ -142,7 +156,7 @@ class Stream:
                     for other in self._others:
                         if chunk := self._chunks[piece][other]:
                             packed = self._packing.pack(self._nodes[node], chunk, node)
-                            self._sending.append(self._wire.send(packed, other, self._tag(piece, turn)))
+                            self._sending.append(self._send(packed, other, self._tag(piece, turn)))
                 self._num_sent += 1
 
     def _run(self) -> None:
@@ -157,8 +171,8 @@ class Stream:
             started = started or time.perf_counter()
             own = chunks[wire.rank]
             nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
-            for node, memory, receive in arriving[piece]:
-                wire.finish_in_background(receive)
+            for node, other, tag, memory, receive in arriving[piece]:
+                self._finish(receive, memory, other, tag)
                 nodes[node] = self._packing.unpack(memory, own, node)
             if len(own):
                 self._digest += fold_rows(
@@ -172,15 +186,15 @@ class Stream:
                 )
                 packed = self._packing.pack(self._out, own, self._root)
                 for other in self._others:
-                    self._sending.append(wire.send(packed, other, self._tag(piece)))
+                    self._sending.append(self._send(packed, other, self._tag(piece)))
             arriving[piece] = []
             with wire.changed:
                 self._num_folded += 1
                 wire.changed.notify_all()
             self._send_on()
         for receives in gathers:
-            for chunk, memory, receive in receives:
-                wire.finish_in_background(receive)
+            for chunk, other, tag, memory, receive in receives:
+                self._finish(receive, memory, other, tag)
                 self._packing.unpack(memory, chunk, self._root, self._out)
             receives.clear()
         wire.window.observe(self._window, time.perf_counter() - started)
@@ -200,6 +214,8 @@ class Ballot:
 
     def __init__(self, wire: Wire, nbytes: int) -> None:
         self._wire = wire
+        self._checks_at = HEADER_BYTES + nbytes
+        nbytes += wire.checks.num_bytes if wire.checks is not None else 0
         self._tag = wire.reserve_tags(1)
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
         self._words = [torch.empty(HEADER_BYTES + nbytes, dtype=torch.uint8) for _ in range(wire.size)]
@@ -213,7 +229,8 @@ class Ballot:
             digest: of the sums of this member.
         """
         own = digest.to_bytes(DIGEST_BYTES, "little") + bytes(WORD_BYTES) + data
-        self._words[self._wire.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        room = bytearray(own.ljust(self._words[0].numel(), b"\0"))
+        self._words[self._wire.rank] = torch.frombuffer(room, dtype=torch.uint8)
         return self._wire.in_background(self._run)
 
     def count(self, job: Job) -> tuple[int, list[bytes]]:
@@ -221,9 +238,15 @@ class Ballot:
 
         Returns:
             The digest of all sums, and the ``data`` of all members, by rank.
+
+        Raises:
+            PeerLost: something has arrived as other bytes than were sent.
         """
         self._wire.await_job(job, job.is_completed)
-        return self._wire.count_votes([ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words])
+        words = [ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words]
+        if self._wire.checks is not None:
+            self._wire.checks.compare([word[self._checks_at :] for word in words])
+        return self._wire.count_votes([word[: self._checks_at] for word in words])
 
     def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
         """Cast and count."""
@@ -236,6 +259,8 @@ class Ballot:
         wire = self._wire
         own, word = self._words[wire.rank], wire.meter.word()
         ctypes.memmove(own.data_ptr() + DIGEST_BYTES, word, WORD_BYTES)  # what is true now, and not at the cast
+        if wire.checks is not None:
+            ctypes.memmove(own.data_ptr() + self._checks_at, wire.checks.take(), wire.checks.num_bytes)
         sending = [wire.send(own, rank, self._tag) for rank in self._others]
         for each in (*self._receives, *sending):
             wire.finish_in_background(each)

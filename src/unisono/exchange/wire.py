@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from unisono.errors import DeadlineExceeded, PeerLost
+from unisono.exchange.checking import Checks
 from unisono.exchange.connections import connections_since, established
 from unisono.exchange.groups import ScriptGroup
 from unisono.exchange.listening import Port
@@ -66,6 +67,7 @@ class Wire:
         secret: every member must prove that it has the same one (`unisono.exchange.proof`). gloo only.
         addresses: of the members, by rank, to tell their connections apart; empty: nobody asks how busy these are.
         ranks: of the members in the generation, by rank; default: the same.
+        checks: compare the digests of what streams send and of what arrives (`unisono.exchange.checking`).
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Wire:
         secret: bytes = b"",
         addresses: Sequence[str] = (),
         ranks: Sequence[int] = (),
+        checks: bool = False,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
@@ -94,6 +97,8 @@ class Wire:
         self.sent_bytes = 0
         """Data that this member has sent to others, but for broadcasts."""
         self.window = Window(size)
+        self.checks = Checks(size, names) if checks and size > 1 else None
+        """Whether what has arrived is what was sent; None: that is not looked at."""
         self.changed = threading.Condition()
         """Is notified whenever something has happened that a wait may wait for."""
         self._timeout_s = timeout_s

@@ -270,6 +270,7 @@ class Head:
             "generation": state.generation,
             "step": last.step if last else None,
             "num_steps": last.num_steps if last else 0,
+            "unit": last.unit if last else "step",
             "epoch": last.epoch if last else 0,
             "loss": last.loss if last else None,
             "started": self._started,

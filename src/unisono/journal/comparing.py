@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from unisono.decisions.replaying import EQUAL
 from unisono.journal.file import read
 from unisono.journal.lines import Line
 from unisono.words import count
@@ -13,7 +14,18 @@ __all__ = ["Difference", "compare"]
 
 
 class Difference(Exception):
-    """Two runs differ; the message names the first difference."""
+    """Two runs differ; the message names the first difference.
+
+    Args:
+        step: the step to look into, for the cause: the first that differs, or the last one before what differs; -1:
+            there is none.
+        digests: of that step, in the two journals; "" where they are equal.
+    """
+
+    def __init__(self, message: str, step: int = -1, digests: tuple[str, str] = ("", "")) -> None:
+        super().__init__(message)
+        self.step = step
+        self.digests = digests
 
 
 def compare(a: Path, b: Path) -> str:
@@ -33,12 +45,13 @@ def compare(a: Path, b: Path) -> str:
     try:
         said = _compare(ours, theirs)
     except Difference as difference:
-        raise Difference(f"{difference}{ours.missing()}{theirs.missing()}") from None
+        more = f"{ours.missing()}{theirs.missing()}"
+        raise Difference(f"{difference}{more}", difference.step, difference.digests) from None
     return said + ours.missing() + theirs.missing()
 
 
 def _compare(ours: _Comparable, theirs: _Comparable) -> str:
-    num_steps = 0
+    num_steps, newest = 0, -1
     a, b = ours.path, theirs.path
     while (mine := ours.line) is not None and (other := theirs.line) is not None:
         if ours.number != theirs.number:
@@ -46,13 +59,16 @@ def _compare(ours: _Comparable, theirs: _Comparable) -> str:
             continue
         equal = f"equal for {count(num_steps, 'step')}"
         if mine["kind"] != other["kind"] or mine.get("ok") != other.get("ok"):
-            raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}")
+            step, pair = _unequal(mine, other)
+            raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}", step, pair)
         for key, value in mine.items():
             if value != other.get(key):
-                raise Difference(
-                    f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}"
-                )
-        num_steps += mine["kind"] == "step"
+                words = f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}"
+                if mine["kind"] != "step":
+                    raise Difference(words, newest)
+                raise Difference(words, mine["step"], (str(mine["digest"]), str(other["digest"])))
+        if mine["kind"] == "step":
+            num_steps, newest = num_steps + 1, mine["step"]
         ours.next()
         theirs.next()
     for longer, shorter in ((ours, theirs), (theirs, ours)):
@@ -66,9 +82,27 @@ def _compare(ours: _Comparable, theirs: _Comparable) -> str:
     if last["kind"] != "end":
         return f"identical so far: {count(num_steps, 'step')}, neither has ended"
     if not last["ok"]:
-        return f"identical: {count(num_steps, 'step')}, both failed"
+        return f"identical: {count(num_steps, 'step')}, both failed: {_reasons(ours, theirs)}"
     digests = "".join(f", {name} {digest}" for name, digest in (last["digests"] or {}).items())
     return f"identical: {count(num_steps, 'step')}{digests}"
+
+
+def _unequal(mine: Line, other: Line) -> tuple[int, tuple[str, str]]:
+    """Return the step that one run has where the other has failed, and its digests; -1 if it is no such place."""
+    has_failed = [line["kind"] == "end" and not line["ok"] for line in (mine, other)]
+    if mine["kind"] == "step" and has_failed[1]:
+        return mine["step"], (str(mine["digest"]), "")
+    if other["kind"] == "step" and has_failed[0]:
+        return other["step"], ("", str(other["digest"]))
+    return -1, ("", "")
+
+
+def _reasons(ours: _Comparable, theirs: _Comparable) -> str:
+    """Return why the runs have failed, in words; a reason may name a worker, so it is shown and not judged."""
+    first, second = (each.reason or "no reason is known" for each in (ours, theirs))
+    if first == second:
+        return first
+    return f"{ours.path}: {first}; {theirs.path}: {second}. The reasons are not compared"
 
 
 def _said(ranges: list[tuple[int, int]]) -> str:
@@ -81,7 +115,7 @@ def _said(ranges: list[tuple[int, int]]) -> str:
 def _name(line: Line) -> str:
     if line["kind"] == "end":
         return "the end"
-    return f"the evaluation after step {line['step']}" if line["kind"] == "evaluation" else f"step {line['step']}"
+    return f"the evaluation at step {line['step']}" if line["kind"] == "evaluation" else f"step {line['step']}"
 
 
 def _does(line: Line) -> str:
@@ -91,7 +125,7 @@ def _does(line: Line) -> str:
 
 
 _SAME: Final = {
-    "step": ("step", "epoch", "samples", "digest", "loss", "weight", "totals", "losses"),
+    "step": EQUAL,
     "evaluation": ("step", "totals"),
     "end": ("ok", "digests"),
 }
@@ -109,6 +143,8 @@ class _Comparable:
         self.number = -1
         self.line: Line | None = None
         """None: there is none any more."""
+        self.reason = ""
+        """Why the run has failed, as far as the journal says so."""
         self.last: Line = {}
         """The last line that there was."""
         self.next()
@@ -127,6 +163,7 @@ class _Comparable:
                 self.number = number
                 self.line = {"kind": line["kind"], **{key: line.get(key) for key in _SAME[line["kind"]]}}
                 self.last = self.line
+                self.reason = str(line.get("reason", ""))
                 return
 
     def missing(self) -> str:

@@ -163,7 +163,7 @@ def summary(directory: Path) -> dict[str, Any]:
                 state = "finished" if event.ok else "failed"
                 found.update(state=state, digests=event.digests, reason=event.reason)
             elif isinstance(event, StepFinished):
-                names = ("step", "num_steps", "epoch", "loss", "digest", "generation")
+                names = ("step", "num_steps", "unit", "epoch", "loss", "digest", "generation")
                 found.update({name: getattr(event, name) for name in names})
                 found["state"] = "stopped" if found["state"] == "unknown" else found["state"]
                 break

@@ -31,10 +31,11 @@ from unisono import messages
 from unisono.certificate import derived
 from unisono.checkpoint import files
 from unisono.chronicle import Chronicle
+from unisono.decisions.audits import advice
 from unisono.decisions.idleness import Limits
 from unisono.decisions.membership import Policy
 from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
-from unisono.errors import UsageError
+from unisono.errors import RunDirectoryError, RunGoesBack, UsageError
 from unisono.events import Announcement, Event, MachineUsed, RunEnded, StepFinished, WorkerOutput
 from unisono.invitation import HeadUrl, Invitation
 from unisono.journal import conclude, summary
@@ -74,10 +75,11 @@ from unisono.messages import (
 from unisono.problems.limits import memory_limit
 from unisono.problems.witness import about_machine
 from unisono.problems.writing import write
-from unisono.rundir import forget_head, holder
+from unisono.rundir import doubt, forget_head, holder
 from unisono.spec import MachineSpec
 from unisono.unwatched import IS_WATCHED
 from unisono.watch import Stream, make
+from unisono.words import count
 
 __all__ = ["Machines", "join", "run"]
 
@@ -300,6 +302,9 @@ class _Agent:
         self._conclude(ended)
         self._show(ended)
         self._chronicle.close()
+        if self._is_primary and ended.back_to >= 0:
+            run_dir = self.run_dir if self._holds_run_dir() else ""
+            raise RunGoesBack(ended.reason, run_dir, ended.back_to, ended.without)
         return ended.exit_code
 
     def _start_metering(self) -> Metering:
@@ -605,6 +610,9 @@ class _Agent:
         if not ended.ok and self._holds_run_dir():
             with contextlib.suppress(OSError):  # a directory that this machine may not write to
                 conclude(Path(self.run_dir), ended.reason)
+            if ended.sound >= 0:
+                with contextlib.suppress(RunDirectoryError):
+                    doubt(Path(self.run_dir), ended.sound)
 
     def _holds_run_dir(self) -> bool:
         """Return whether this machine has the head, and the directory of that name is still that of this run.
@@ -629,12 +637,27 @@ class _Agent:
 
     def _how_to_go_on(self, ended: Ended) -> str:
         """Return the command to resume a run that this machine has started and that ended early; "" for other runs."""
-        if (ended.ok and self._stop is None) or not self._holds_run_dir():
+        if (ended.ok and self._stop is None) or not self._holds_run_dir() or ended.back_to >= 0:
             return ""
         done = []
         with contextlib.suppress(OSError):  # a directory that has gone meanwhile
             done = files.complete(Path(self.run_dir) / files.FOLDER)
         if not done:
             return ""
-        again = shlex.join(["unisono", "run", "--resume", self.run_dir])
-        return f"the newest checkpoint is {done[-1].name}; to go on from it: {again}"
+        if ended.sound < 0:
+            return f"the newest checkpoint is {done[-1].name}; to go on from it: {_command(self.run_dir)}"
+        step, is_sound = advice(map(files.step_of, done), ended.sound)
+        path = str(next(one for one in done if files.step_of(one) == step))
+        if is_sound:
+            return (
+                f"checkpoints of more than {count(ended.sound, 'step')} may hold wrong values; to go on from before "
+                f"that: {_command(path)}"
+            )
+        return (
+            f"every checkpoint may hold wrong values: begin anew (--overwrite), or, if you know the oldest one to be "
+            f"right, go on from it: {_command(path)}"
+        )
+
+
+def _command(place: str) -> str:
+    return shlex.join(["unisono", "run", "--resume", place])

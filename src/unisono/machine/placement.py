@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import msgspec
 
 from unisono.errors import UsageError
-from unisono.lifetime import PARENT, TOKEN_FILE, Memory, adopt_orphans, end_group
+from unisono.lifetime import NURSERY, PARENT, TOKEN_FILE, Memory, adopt_orphans, end_group
 from unisono.machine.children import (
     MAX_LINE_BYTES,
     TERMINATE_S,
@@ -32,8 +32,6 @@ from unisono.spec import RunSpec, WorkerSpec
 
 __all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Plain", "Spawn"]
 
-NURSERY: Final = "UNISONO_NURSERY"
-"""Name of the environment variable with the socket of a nursery that stands by itself."""
 SEND_TIMEOUT_S: Final = 5.0
 
 OnStarted = Callable[[Child | OSError], None]

@@ -22,7 +22,7 @@ import msgspec
 
 from unisono import faults
 from unisono.beatpage import open_slot
-from unisono.errors import RunStopped, UsageError
+from unisono.errors import RunStopped, StopInspection, UsageError
 from unisono.lifetime import TOKEN_FILE, bind_to_parent, name_process, take_token
 from unisono.member import Member
 from unisono.messages import MemberInfo
@@ -30,7 +30,7 @@ from unisono.spec import WORKER, WorkerSpec
 from unisono.stacks import trimmed_traceback
 from unisono.training import life
 
-__all__ = ["STACK_SIGNAL", "main"]
+__all__ = ["STACK_SIGNAL", "end_of_fork", "exit_code", "main", "run"]
 
 _kept: Final[list[BaseException]] = []
 
@@ -134,18 +134,18 @@ def _run_and_report(member: Member, arguments: list[str]) -> int:
     own = os.getpid()
     error: BaseException | None = None
     try:
-        _run(arguments)
+        run(arguments)
     except BaseException as raised:
         error = raised
     if os.getpid() != own:
-        return _end_of_fork(error)
+        return end_of_fork(error)
     return _report(member, life.end_all(error))
 
 
-def _end_of_fork(error: BaseException | None) -> int:
+def end_of_fork(error: BaseException | None) -> int:
     """Return the exit code of a fork of this worker at the end of the script. Sends nothing to the head."""
     if isinstance(error, SystemExit):
-        return _exit_code(error)
+        return exit_code(error)
     if error is not None:
         _kept.append(error)  # its frames hold objects of the worker, which must not be freed here
         with contextlib.suppress(Exception):
@@ -154,7 +154,7 @@ def _end_of_fork(error: BaseException | None) -> int:
     return 0
 
 
-def _exit_code(leaving: SystemExit) -> int:
+def exit_code(leaving: SystemExit) -> int:
     """Return the exit code of ``sys.exit(...)``, and print its message as Python would."""
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0
@@ -165,6 +165,8 @@ def _exit_code(leaving: SystemExit) -> int:
 
 def _report(member: Member, error: BaseException | None) -> int:
     """Tell the head how the script ended; return the exit code. The head shows the traceback, once."""
+    if isinstance(error, StopInspection):
+        return _finish(member)  # all workers do, at the same step
     if isinstance(error, RunStopped):
         # The run is over or goes on without this worker. The head knows why; the script has not failed.
         end = member.end()
@@ -172,7 +174,7 @@ def _report(member: Member, error: BaseException | None) -> int:
             return end.exit_code
         return 0 if member.has_left else 1
     if isinstance(error, SystemExit):
-        if (code := _exit_code(error)) == 0:
+        if (code := exit_code(error)) == 0:
             return _finish(member)
         member.failed(error, exit_code=code & 0xFF or 1)
         return code & 0xFF or 1
@@ -195,7 +197,12 @@ def _finish(member: Member) -> int:
     return 0
 
 
-def _run(arguments: list[str]) -> None:
+def run(arguments: list[str]) -> None:
+    """Run the script as ``python SCRIPT ARGUMENTS`` would.
+
+    Args:
+        arguments: ``SCRIPT ...``, ``-m MODULE ...``, or ``--callable FILE RESULT``.
+    """
     if arguments[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = arguments[1:]

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import StepError
-from unisono.exchange.flat import Entry, Extra, FlatLayout, Rows, Slot, digest_rows, round_in_place
+from unisono.exchange.flat import Entry, Extra, FlatLayout, Rows, Slot, digest_rows, round_in_place, with_flipped_bit
 from unisono.exchange.slots import Slots
+from unisono.faults import spoils
 from unisono.microbatch.parameters import ParameterCheck
 from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_tensor
@@ -78,6 +79,7 @@ class _Leaf:
         rounds: of each node of the chain, whether the sum with it is rounded.
         rounds_itself: whether the leaf is rounded before anything is added to it.
         target: the node that the leaf completes, and its slot.
+        alone: a copy of the leaf by itself, where one is wanted and the leaf is added to others at once.
         is_first_of_chain: whether no sibling of the leaf is held, to which it could be added.
         parts: by parameter, the parts of its gradient that the current call of backward has given so far.
         pending: by parameter, the sum of the calls so far.
@@ -98,6 +100,7 @@ class _Leaf:
         self.node = node
         self.is_first_of_chain = not self.chain
         self.is_apart = False
+        self.alone: Slot | None = None
         self.adopts = False
         self.folded = [False] * num_parameters
         self.used = [0] * num_parameters
@@ -112,6 +115,11 @@ class _Leaf:
     @property
     def target(self) -> tuple[Node, Slot]:
         return self.node, self.chain[-1][1]
+
+    @property
+    def own(self) -> Slot:
+        """The slot that holds the leaf by itself, if it is the first of its chain, or a copy was wanted."""
+        return self.alone if self.alone is not None else self.chain[-1][1]
 
 
 class GradientFolder:
@@ -231,7 +239,13 @@ class GradientFolder:
     # -- a micro-batch -------------------------------------------------------------------------------
 
     def start_leaf(
-        self, index: int, new_slot: Callable[[], Slot], following: int | None = None, *, apart: bool = False
+        self,
+        index: int,
+        new_slot: Callable[[], Slot],
+        following: int | None = None,
+        *,
+        apart: bool = False,
+        keep: bool = False,
     ) -> None:
         """Begin leaf ``index``, to which the next gradients belong.
 
@@ -239,6 +253,7 @@ class GradientFolder:
             new_slot: returns an empty slot, for a leaf whose sibling is not there yet.
             following: the leaf that will probably be computed after this one.
             apart: the leaf is another member's. It is not added to the nodes, only `fingerprint` is of interest.
+            keep: keep the leaf by itself as well, so that `fingerprint` is known wherever it is in its chain.
         """
         self._last = None  # its slot may be as large as all gradients
         self._check.start(compare_bits=not self._calls.has_looked)
@@ -250,9 +265,12 @@ class GradientFolder:
             self.copy_adopted()
         if current.is_first_of_chain:
             current.chain = [(own, self._own_slot() if apart else new_slot())]
+        elif keep:
+            current.alone = self._own_slot()
         current.adopts = (
             current.is_first_of_chain
             and not current.rounds_itself
+            and not keep
             and following is not None
             and leaf(following, self._num_leaves) == sibling(own, self._num_leaves)
         )
@@ -324,9 +342,9 @@ class GradientFolder:
         ]
 
     def fingerprint(self, index: int) -> Fingerprint:
-        """Return the fingerprint of the leaf that was finished last, which was the first one of its chain."""
+        """Return the fingerprint of the leaf that was finished last, which was the first one of its chain or kept."""
         assert self._last is not None
-        slot = self._last.target[1]
+        slot = self._last.own
         multipliers = self.layout.multipliers.to(slot.memory.device)
         names = [name for name, _ in self.trained]
         named = [
@@ -340,6 +358,11 @@ class GradientFolder:
             weighted_loss=float(slot.scalars[1]),
             parts={name: f"{digest_of_tensor(part):016x}" for name, part in named},
         )
+
+    def gradients_of_last(self) -> dict[str, Tensor]:
+        """Return the gradients of the leaf that was finished last, by name, where `fingerprint` can be asked: views."""
+        assert self._last is not None
+        return dict(zip((name for name, _ in self.trained), self._last.own.gradients, strict=True))
 
     def copy_adopted(self) -> None:
         """Copy adopted gradients to their slot, because their sibling does not come next. Between two leaves."""
@@ -366,6 +389,8 @@ class GradientFolder:
         if write_extras is not None:
             write_extras(tail.extras)
         value = tail.pieces
+        if current.alone is not None:
+            _each(torch.Tensor.copy_, current.alone.tail, value)
         if current.is_first_of_chain:
             _each(torch.Tensor.copy_, current.chain[0][1].tail, value)
             return
@@ -390,6 +415,8 @@ class GradientFolder:
             return
         # Out of the user's reach: zero_grad() anywhere in the loop must do no harm.
         parameter.grad = None
+        if index == 0 and (bit := spoils("gradient", current.node.index)) is not None:
+            gradient = with_flipped_bit(gradient, bit)
         if current.folded[index]:
             raise StepError(
                 f"in one backward pass, {name!r} got its gradient in more parts than in the first "
@@ -426,6 +453,8 @@ class GradientFolder:
                     f"the gradient of {self.trained[index][0]!r} is sparse ({gradient.layout}), and gradients are "
                     "summed as dense tensors: use nn.Embedding(sparse=False), or freeze the parameter"
                 )
+            if current.alone is not None:
+                self._write(current, index, gradient, current.alone)
             self._fold_dense(current, index, gradient)
             current.used[index] = 1
         current.folded[index] = True
@@ -434,12 +463,18 @@ class GradientFolder:
         if not current.is_first_of_chain:
             self._carry(current, index, gradient)
             return
-        target = current.chain[0][1].gradients[index]
+        slot = current.chain[0][1]
+        if current.adopts and gradient.dtype == slot.gradients[index].dtype:
+            self._adopted[index] = gradient
+        else:
+            self._write(current, index, gradient, slot)
+
+    def _write(self, current: _Leaf, index: int, gradient: Tensor, slot: Slot) -> None:
+        """Write a gradient of the current leaf into a slot, as it enters the sums."""
+        target = slot.gradients[index]
         if current.rounds_itself and self._is_rounded[index]:
             for part in _parts(target):
                 target[part].copy_(gradient[part].to(torch.bfloat16))
-        elif current.adopts and gradient.dtype == target.dtype:
-            self._adopted[index] = gradient
         else:
             target.copy_(gradient)
 

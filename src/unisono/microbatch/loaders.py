@@ -7,6 +7,7 @@ every worker finds the samples of a step by itself.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import random
 import sys
@@ -83,6 +84,11 @@ class Source:
     batch_size: int
     drop_last: bool
     loading: Loading
+
+    def resized(self, batch_size: int) -> Source:
+        """Return the same samples in batches of another size; an order by batches gets that size as well."""
+        order = self.order.resized(batch_size) if isinstance(self.order, orders.Buckets) else self.order
+        return dataclasses.replace(self, order=order, batch_size=batch_size)
 
 
 def source_of(

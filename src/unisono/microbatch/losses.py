@@ -81,7 +81,7 @@ class Microbatch:
         if not math.isfinite(value):
             raise LossError(
                 f"the loss of {self.where} is {value} (samples {self._samples()}); nothing was updated. "
-                "torch.autograd.set_detect_anomaly(True) names the operation",
+                "unisono replay RUN --step S --with anomaly names the operation",
                 microbatch=self.leaf,
             )
         self._look(loss)
@@ -136,9 +136,13 @@ class Microbatch:
                 if self.has_foreign
                 else " or loss.backward()"
             )
+            unpacked = (
+                ". If a batch is unpacked one loop too early (`for images, labels in run.steps(...)`, or in a round), "
+                "write `for images, labels in step:` within that loop"
+            )
             raise StepError(
                 f"micro-batch {self.leaf} of step {self._step} ended without step.backward(loss){why}. "
-                "To leave it out, call step.backward(loss, weight=0)"
+                f"To leave it out, call step.backward(loss, weight=0){unpacked if self._folder.is_new else ''}"
             )
 
 

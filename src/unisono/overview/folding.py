@@ -269,6 +269,7 @@ class OverviewBuilder:
             step=self._before if last is None else last.step,
             num_steps=last.num_steps if last is not None else 0,
             first_step=last.first_step if last is not None else 0,
+            unit=last.unit if last is not None else "step",
             epoch=last.epoch if last is not None else 0,
             loss=loss if is_finite else None,
             loss_is="" if is_finite or loss is None else str(loss),

@@ -144,7 +144,7 @@ def checkpoint_words(news: Mapping[str, Any]) -> str:
 
 def evaluation_words(event: EvaluationFinished) -> str:
     totals = ", ".join(f"{name} {value:g}" for name, value in finite(event.totals).items())
-    return f"evaluation after {count(event.step, 'step')}" + (f": {totals}" if totals else "")
+    return f"evaluation at step {event.step}" + (f": {totals}" if totals else "")
 
 
 def checkpoint_name(checkpoint: Mapping[str, Any]) -> str:

@@ -77,6 +77,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """Up to the end of this ``run.steps``; 0: unknown."""
     first_step: int = 0
     """Steps before this ``run.steps``."""
+    unit: str = "step"
+    """What the script calls these steps: "step", or "round" of local steps."""
     epoch: int = 0
     loss: float | None = None
     """Not a number and infinite are None, and `loss_is` says which."""

@@ -24,8 +24,11 @@ __all__ = [
     "what_to_do",
 ]
 
-Kind = Literal["hang", "crash", "error", "nan", "divergence", "out-of-memory", "failed-join", "unreachable"]
-"""What can go wrong. crash: a process has ended without a report; error: the script has raised an exception."""
+Kind = Literal[
+    "hang", "crash", "error", "nan", "divergence", "corruption", "out-of-memory", "failed-join", "unreachable"
+]
+"""What can go wrong. crash: a process has ended without a report; error: the script has raised an exception;
+corruption: a machine computes or stores wrong values."""
 
 OUT_OF_MEMORY: Final = re.compile(
     r"can't allocate memory|not enough memory: you tried to allocate|out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -140,7 +143,7 @@ def text(trouble: Trouble) -> str:
 def _sentence(trouble: Trouble) -> str:
     who, where = _who(trouble), f" in {trouble.where}" if trouble.where else ""
     match trouble.kind:
-        case "hang" | "unreachable" if trouble.error:
+        case "hang" | "unreachable" | "corruption" if trouble.error:
             return f"{who} {trouble.error}"
         case "hang":
             since = f"for {trouble.seconds:.0f} s"
@@ -234,7 +237,7 @@ def what_to_do(trouble: Trouble) -> str:
             return f"The script has left by os._exit, or native code has ended it: see the last output of {who}"
         case "nan":
             return (
-                "Look at these samples and at the operation: torch.autograd.set_detect_anomaly(True) names it; a lower "
+                "Look at these samples and at the operation: unisono replay --with anomaly names it; a lower "
                 "learning rate, a warm-up or clipped gradients help if the values have grown before"
             )
         case "divergence":

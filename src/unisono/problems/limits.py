@@ -11,7 +11,7 @@ from typing import Final
 
 from unisono.problems.kinds import shown_bytes
 
-__all__ = ["Kills", "MemoryLimit", "memory_limit", "own_address_space", "own_memory"]
+__all__ = ["Kills", "MemoryLimit", "limit_growth", "memory_limit", "own_address_space", "own_memory", "own_peak"]
 
 NEAR: Final = 0.97
 """A group that uses so much of its memory is at its limit."""
@@ -46,6 +46,15 @@ def own_memory() -> int:
     return 0
 
 
+def own_peak() -> int:
+    """Return the most memory that this process has had, in bytes; 0: unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def own_address_space() -> MemoryLimit | None:
     """Return the limit of this process's address space (``ulimit -v``); None: there is none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -55,6 +64,18 @@ def own_address_space() -> MemoryLimit | None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
         return MemoryLimit(limit, used, "address space (ulimit -v)")
     return None
+
+
+def limit_growth(room: int) -> None:
+    """Let this process have so many bytes more than now, at most: what needs more gets an error, and no process of the
+    machine is killed for it. Does nothing where the system has no such limit.
+    """
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        used = 1024 * int(next(line for line in lines if line.startswith("VmData:")).split()[1])
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limits = [used + room, *(one for one in (soft, hard) if one != resource.RLIM_INFINITY)]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
 
 
 class Kills:

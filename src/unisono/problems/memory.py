@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from unisono.decisions.ownership import Place
 from unisono.exchange.slots import Slots
 from unisono.problems.fit import Held
-from unisono.problems.limits import memory_limit, own_address_space, own_memory
+from unisono.problems.limits import memory_limit, own_address_space, own_memory, own_peak
 from unisono.state.tracked import Tracked
 
 __all__ = ["Among", "Beginning", "data_bytes", "held_now", "kinds"]
@@ -123,7 +122,7 @@ def _bytes_on(value: object, device: torch.device) -> int:
 
 def _cpu(num_workers: int) -> tuple[int, int, str, int]:
     """Return what is used, the limit, of what, and what all workers together could have."""
-    used = _peak() or own_memory()
+    used = own_peak() or own_memory()
     space, limit = own_address_space(), memory_limit()
     if space is not None and (limit is None or space.limit - space.used < limit.limit - limit.used):
         # Address space that is mapped and not used counts as well: what is left of it is what this process could have.
@@ -141,14 +140,6 @@ def _gpu(device: torch.device) -> tuple[int, int, str, int]:
         free, _ = torch.cuda.mem_get_info(device)
         limit = free + torch.cuda.memory_reserved(device)
     return used, limit, str(device), 0
-
-
-def _peak() -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _slot_bytes(slots: Slots) -> int:

@@ -109,7 +109,7 @@ class Account:
     def sentence(self) -> str:
         """How the run went, in one sentence."""
         found = self.overview
-        steps = count(found.step + 1, "step")
+        steps = count(found.step + 1, found.unit)
         took = f" in {duration(self.elapsed_s)}" if self.elapsed_s else ""
         on = f" on {count(self.num_workers, 'worker')}" if self.num_workers else ""
         match found.state:

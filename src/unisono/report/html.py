@@ -84,7 +84,10 @@ def _result(account: Account) -> str:
     found = account.overview
     rows: list[tuple[str, str]] = [
         ("State", f"{found.state}{': ' if found.reason else ''}{found.reason}"),
-        ("Steps", f"{found.step + 1:,}" + (f" of {found.num_steps:,}" if found.num_steps else "")),
+        (
+            f"{found.unit.capitalize()}s",
+            f"{found.step + 1:,}" + (f" of {found.num_steps:,}" if found.num_steps else ""),
+        ),
         ("Last loss", _number(found.loss) if found.loss is not None else found.loss_is or "unknown"),
     ]
     rows += [(f"Evaluation: {name}", _number(value)) for name, value in found.evaluation.items()]

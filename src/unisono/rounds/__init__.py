@@ -78,7 +78,7 @@ class Round(Protocol):
 
 
 class Ahead(Protocol):
-    """Steps whose sums are under way while the script goes on (`unisono.rounds.delayed`). All methods are local, but
+    """Steps whose sums are under way while the script goes on (`unisono.rounds.ahead`). All methods are local, but
     for `drain` and `give`.
     """
 

@@ -13,7 +13,7 @@ from unisono.decisions.cadence import Position, differences, table
 from unisono.decisions.cursor import Recipe
 from unisono.errors import RecipeError
 from unisono.rounds.life import Rounds
-from unisono.rounds.loading import load_shares, without_states
+from unisono.rounds.loading import load_shares, without_shares
 from unisono.rounds.standing import Report
 from unisono.rounds.team import LOST
 from unisono.rounds.transfer import broadcast_state, share_state
@@ -116,7 +116,7 @@ class Admission:
         some_are_earlier = any(report.phase < position.phase for report in reports)
         if len(reports) > 1:
             whole = self._tracked.whole_state
-            packed = without_states(whole(), list(self._tracked.sharded)) if self._team.rank == 0 else None
+            packed = without_shares(whole(), self._tracked) if self._team.rank == 0 else None
             state = broadcast_state(self._team.exchange, 0, packed)
             if self._team.rank != 0:
                 (self._tracked.load_models if some_are_earlier else self._tracked.load)(state)

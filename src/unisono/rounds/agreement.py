@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import nn
 
+from unisono.decisions.audits import Part, Record, digest_of, judge_states, key_of
 from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
+from unisono.decisions.cursor import seed_of
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError
 from unisono.microbatch.folding import Fingerprint
+from unisono.rounds.auditing import COPIES_DIFFER, Audits
 from unisono.rounds.members import Members
 from unisono.rounds.team import LOST
 from unisono.state.packing import described, quick_digest
@@ -28,7 +31,7 @@ from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
 from unisono.words import listed
 
-__all__ = ["Agreement", "Digests", "check_digests", "held_by_all"]
+__all__ = ["Agreement", "Digests", "check_digests", "digest_of_objects", "has_minority", "held_by_all"]
 
 OUT_OF_STEP = (
     "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
@@ -41,11 +44,6 @@ USUAL_CAUSES = (
     "clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or Python's global "
     "generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a sample goes into "
     "a unisono.Carried. unisono.Run(deterministic=False) turns this check off"
-)
-COPIES_DIFFER = (
-    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
-    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
-    "probably faulty. Go on from the newest checkpoint without that machine; the journal says what ran where"
 )
 
 
@@ -75,9 +73,18 @@ class Agreement:
     Args:
         rehearses: compute some micro-batches twice; otherwise only states are compared.
         last_step: the number of the step, within ``run.steps``, that is checked as the last one; None: there is none.
+        audits: find out which member is wrong where two differ; None: the run ends there.
     """
 
-    def __init__(self, members: Members, tracked: Tracked, *, rehearses: bool, last_step: int | None) -> None:
+    def __init__(
+        self,
+        members: Members,
+        tracked: Tracked,
+        *,
+        rehearses: bool,
+        last_step: int | None,
+        audits: Audits | None = None,
+    ) -> None:
         self.unit = "micro-batch"
         """Of a rehearsal, for errors."""
         self._members = members
@@ -85,13 +92,15 @@ class Agreement:
         self._rehearses = rehearses
         self._rehearses_alone = rehearses and _is_recurrent(tracked)
         self._last_step = last_step
-        self._step = -1
+        self._step, self._turn = -1, 0
         self._digest: int | None = None
         self._copies: tuple[int, int] | None = None  # (generation, digest)
         self._is_rehearsed = False
-        self._own: Fingerprint | None = None
-        self._other: Fingerprint | None = None
+        self._own: list[Fingerprint] = []
+        self._other: list[Fingerprint] = []
         self._has_warned = False
+        self._audits = audits
+        self._record = audits.record if audits is not None else Record()
 
     def start_step(self, number: int, total: int) -> None:
         """Decide whether a step is compared and rehearsed, and take the digest of the state if it is compared.
@@ -100,7 +109,8 @@ class Agreement:
             number: of the step within ``run.steps``.
             total: steps of the run that are done.
         """
-        self._own = self._other = self._digest = self._copies = None
+        self._digest = self._copies = None
+        self._own, self._other = [], []
         self._step = total
         is_last = number == self._last_step
         is_team = self._members.size > 1
@@ -119,8 +129,22 @@ class Agreement:
         """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
         return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
-    def expected(self, number: int, total: int, plan: Plan) -> int | None:
-        """Return the micro-batch of another member that this one will compute in a coming step, to fetch it ahead.
+    def compared(self, plan: Plan, turn: int) -> Part:
+        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or its audit.
+
+        Args:
+            turn: pass over the global batch.
+        """
+        self._turn = turn
+        if (found := self.rehearsal(plan)) is not None:
+            return _part(found)
+        return self._audited(plan, self._step, turn)
+
+    def _audited(self, plan: Plan, step: int, turn: int = 0) -> Part:
+        return self._audits.part(plan, self._members, step, turn) if self._audits is not None else Part()
+
+    def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
+        """Return the micro-batches of another member that this one will compute in a coming step, to fetch them ahead.
 
         Args:
             number: of the step within ``run.steps``.
@@ -129,22 +153,32 @@ class Agreement:
         """
         is_team, is_last = self._members.size > 1, number == self._last_step
         rehearses = self._rehearses if is_team else self._rehearses_alone
-        if not rehearses or not is_rehearsed(total, alone=not is_team, is_last=is_last):
-            return None
-        return rehearsal(plan, self._members.rank, total).other
+        if rehearses and is_rehearsed(total, alone=not is_team, is_last=is_last):
+            return _part(rehearsal(plan, self._members.rank, total)).other
+        return self._audited(plan, total).other
 
     @property
     def own(self) -> Fingerprint | None:
         """The micro-batch of this step that this member has computed and another one computes as well."""
-        return self._own
+        return self._own[0] if self._own else None
+
+    @property
+    def leaves(self) -> list[Fingerprint]:
+        """The micro-batches of this step that this member has computed and another one computes as well."""
+        return [*self._own, *self._other]
+
+    @property
+    def state_digest(self) -> int | None:
+        """The digest of this member's state before the step, if the step is compared."""
+        return self._digest
 
     def note_own(self, fingerprint: Fingerprint) -> None:
         """Keep the fingerprint of this member's micro-batch that another one computes as well."""
-        self._own = fingerprint
+        self._own.append(fingerprint)
 
     def note_other(self, fingerprint: Fingerprint) -> None:
         """Keep the fingerprint of another member's micro-batch."""
-        self._other = fingerprint
+        self._other.append(fingerprint)
 
     def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
         """Return the telemetry with the digests that this member has to compare."""
@@ -154,10 +188,10 @@ class Agreement:
         if self._copies is not None and self._copies[0] == self._members.team.generation:
             # A member that was lost since then would be missing in the sum.
             found |= {"copies_generation": self._copies[0], "copies_digest": self._copies[1]}
-        if self._own is not None:
-            found |= {"own_leaf": self._own.leaf, "own_digest": self._own.digest}
-        if self._other is not None:
-            found |= {"other_leaf": self._other.leaf, "other_digest": self._other.digest}
+        for name, computed in (("own", self._own), ("other", self._other)):
+            if computed:
+                key = key_of([one.leaf for one in computed])
+                found |= {f"{name}_leaf": key, f"{name}_digest": digest_of([one.digest for one in computed])}
         return msgspec.structs.replace(telemetry, **found)
 
     def check(self, telemetry: Sequence[StepTelemetry]) -> None:
@@ -171,16 +205,23 @@ class Agreement:
         """
         if self._members.size == 1:
             self._check_alone()
-        if self._digest is None:
-            return
+        if self._audits is not None:
+            is_alike = len({each.arithmetic for each in telemetry}) == 1
+            differ = self._is_decided(telemetry) or (is_alike and self._have_copies_that_differ(telemetry))
+            if self._audits.compare(telemetry, self._members, self._step, self._turn, states_differ=differ):
+                return  # `Audits.settle` follows
+        if self._digest is not None:
+            self._compare(telemetry)
+            self._record.compared = self._step
+
+    def _compare(self, telemetry: Sequence[StepTelemetry]) -> None:
         compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
         for group in self._members.state_layout().alike():
             ranks = [rank for rank in compared if self._members.worker_ids[rank] in group]
             states = {rank: telemetry[rank].state_digest for rank in ranks}
             if len(set(states.values())) > 1:
                 self._states_differ(telemetry, states)
-        is_whole = {each.copies_generation for each in telemetry} == {self._members.team.generation}
-        if self._copies is not None and is_whole and sum(each.copies_digest for each in telemetry) % (1 << 64):
+        if self._have_copies_that_differ(telemetry):
             self._copies_differ(telemetry)
         for owner in compared:
             for helper in compared:
@@ -189,8 +230,32 @@ class Agreement:
 
     # -- inside --------------------------------------------------------------------------------------
 
+    def _is_decided(self, telemetry: Sequence[StepTelemetry]) -> bool:
+        """Return whether the states of some members differ from those of most."""
+        if self._digest is None:
+            return False
+        for group in self._members.state_layout().alike():
+            of_group = [
+                each
+                for worker, each in zip(self._members.worker_ids, telemetry, strict=True)
+                if worker in group and each.compared_step == self._step
+            ]
+            for arithmetic in {each.arithmetic for each in of_group}:
+                states = {
+                    str(number): each.state_digest
+                    for number, each in enumerate(of_group)
+                    if each.arithmetic == arithmetic
+                }
+                if len(set(states.values())) > 1 and judge_states(states).kind == "convicted":
+                    return True
+        return False
+
+    def _have_copies_that_differ(self, telemetry: Sequence[StepTelemetry]) -> bool:
+        is_whole = {each.copies_generation for each in telemetry} == {self._members.team.generation}
+        return self._copies is not None and is_whole and sum(each.copies_digest for each in telemetry) % (1 << 64) != 0
+
     def _check_alone(self) -> None:
-        own, other = self._own, self._other
+        own, other = self.own, self._other[0] if self._other else None
         if own is not None and other is not None and own.leaf == other.leaf and own.digest != other.digest:
             what = own.difference(other, "the first time", "the second")
             raise DivergenceError(
@@ -218,7 +283,8 @@ class Agreement:
         what = _first_difference(details, ranks[0], usual, ids) if details else ""
         raise DivergenceError(
             f"the workers have drifted apart: at step {self._step} the state of "
-            f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}"
+            f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}",
+            sound=self._sound(),
         )
 
     def _copies_differ(self, telemetry: Sequence[StepTelemetry]) -> None:
@@ -232,7 +298,14 @@ class Agreement:
             for path, text in described(optimizer.state_dict()["state"], f"{name}['state']").items()
         }
         details = self._exchange(telemetry, _Details(state=mine))
-        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}")
+        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._record.compared)
+
+    def _sound(self) -> int:
+        """Return how many steps a checkpoint may have at most that is not to be doubted, if states differ."""
+        if self._audits is None:
+            return self._record.compared
+        known = min(self._record.compared, self._record.sound(self._members.worker_ids))
+        return max(known, self._record.begins)
 
     def _warn_of_arithmetic(self) -> None:
         if not self._has_warned:
@@ -241,9 +314,7 @@ class Agreement:
 
     def _leaves_differ(self, telemetry: Sequence[StepTelemetry], owner: int, helper: int) -> None:
         ids, leaf = self._members.worker_ids, telemetry[owner].own_leaf
-        details = self._exchange(
-            telemetry, _Details(leaves=[one for one in (self._own, self._other) if one is not None])
-        )
+        details = self._exchange(telemetry, _Details(leaves=self.leaves))
         what = ""
         if details:
             mine, theirs = (
@@ -301,6 +372,20 @@ def check_digests(digests: Mapping[str, Digests]) -> None:
         warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
 
 
+def digest_of_objects(digests: Digests) -> int:
+    """Return one digest of all objects."""
+    return seed_of(0, *(int(digest, 16) for _, digest in sorted(digests.objects.items())))
+
+
+def has_minority(digests: Mapping[str, Digests]) -> bool:
+    """Return whether the objects of some workers, by worker, differ from those of most workers of their arithmetic."""
+    for arithmetic in {each.arithmetic for each in digests.values()}:
+        states = {one: digest_of_objects(each) for one, each in digests.items() if each.arithmetic == arithmetic}
+        if len(set(states.values())) > 1 and judge_states(states).kind == "convicted":
+            return True
+    return False
+
+
 def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
     """Return the digests of the states that all workers together hold, by sharded optimizer and number of the tensor.
 
@@ -321,6 +406,11 @@ def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
                 if found.setdefault(name, {}).setdefault(number, digest) != digest:
                     warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
     return found
+
+
+def _part(found: Rehearsal) -> Part:
+    own, other = found.own, found.other
+    return Part((own,) if own is not None else (), (other,) if other is not None else ())
 
 
 def _differs(owner: StepTelemetry, helper: StepTelemetry) -> bool:

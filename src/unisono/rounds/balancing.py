@@ -63,6 +63,11 @@ class Balancing:
         self._generation = 0
 
     @property
+    def is_enabled(self) -> bool:
+        """Whether faster members get more."""
+        return self._enabled
+
+    @property
     def is_first_of_generation(self) -> bool:
         """Whether no step was summed in this generation yet; the same on all members at the beginning of a step."""
         return self._generation != self._team.generation

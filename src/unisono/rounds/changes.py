@@ -24,7 +24,7 @@ from unisono.exchange import Parcel
 from unisono.exchange.flat import FlatLayout, Slot, split_rows
 from unisono.faults import point
 from unisono.microbatch.folding import GradientFolder
-from unisono.rounds.members import Members
+from unisono.rounds.line import Line
 from unisono.state.compression import BLOCK, compress, compressed_bytes, decompress
 from unisono.state.packing import digest_of_tensor
 
@@ -52,7 +52,7 @@ class Changes(Protocol):
             error: what was lost of the replica's changes before; replaced.
         """
 
-    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
+    def average(self, members: Line, plan: Plan, weights: Mapping[int, float]) -> None:
         """Average what does not lie in the slots, before the commit. Collective.
 
         Args:
@@ -74,8 +74,15 @@ class Plain:
     """Changes in the slots, in float32 (float64 for parameters in float64)."""
 
     def __init__(self, folder: GradientFolder) -> None:
-        self.layout = folder.layout
+        self.layout = self.layout_of(folder)
         self._parameters = [parameter for _, parameter in folder.trained]
+
+    @staticmethod
+    def layout_of(folder: GradientFolder) -> FlatLayout:
+        """Return the layout of slots with changes in the place of gradients: means, also where gradients are sums, and
+        without the sums of ``step.add``, which are known replica by replica.
+        """
+        return FlatLayout(folder.trained, folder.buffers.named())
 
     def write(self, replica: int, slot: Slot, start: Sequence[Tensor], weight: float, error: Tensor | None) -> None:
         for parameter, before, change in zip(self._parameters, start, slot.gradients, strict=True):
@@ -83,7 +90,7 @@ class Plain:
             change.mul_(weight)
         slot.used.fill_(1)
 
-    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
+    def average(self, members: Line, plan: Plan, weights: Mapping[int, float]) -> None:
         pass
 
     def means(self, slot: Slot) -> list[Tensor]:
@@ -123,7 +130,7 @@ class Coded:
             first += _padded(parameter)
         self._coded[replica] = compress(change, error).cpu()
 
-    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
+    def average(self, members: Line, plan: Plan, weights: Mapping[int, float]) -> None:
         replicas = range(plan.num_leaves)
         giver = {
             replica: rank
@@ -133,7 +140,7 @@ class Coded:
         }
         chunks = split_rows(range(self._num_blocks), members.size)
         own = chunks[members.rank]
-        parts = {replica: self._empty(own) for replica in replicas}
+        parts = {replica: _pieces(own) for replica in replicas}
         parcels = []
         for replica in replicas:
             for rank, chunk in enumerate(chunks):
@@ -144,7 +151,7 @@ class Coded:
                     if rank == members.rank:
                         parts[replica] = pieces
                 else:
-                    pieces = parts[replica] if rank == members.rank else _described(chunk)
+                    pieces = parts[replica] if rank == members.rank else _pieces(chunk, "meta")
                 if rank != giver[replica]:
                     parcels += [Parcel(giver[replica], (rank,), piece) for piece in pieces]
         members.deliver(parcels)
@@ -196,13 +203,10 @@ class Coded:
             coded[codes + BLOCK * chunk.start : codes + BLOCK * chunk.stop],
         ]
 
-    def _empty(self, chunk: range) -> list[Tensor]:
-        return [torch.empty(size * len(chunk), dtype=torch.uint8) for size in (4, BLOCK)]
 
-
-def _described(chunk: range) -> list[Tensor]:
-    """Return the pieces of a chunk that this member neither has nor gets."""
-    return [torch.empty(size * len(chunk), dtype=torch.uint8, device="meta") for size in (4, BLOCK)]
+def _pieces(chunk: range, device: str = "cpu") -> list[Tensor]:
+    """Return memory for the scales and codes of a chunk; on "meta" where this member neither has nor gets them."""
+    return [torch.empty(size * len(chunk), dtype=torch.uint8, device=device) for size in (4, BLOCK)]
 
 
 def _padded(parameter: Tensor) -> int:

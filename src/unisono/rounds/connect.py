@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from functools import partial
 
+import msgspec
 import torch
 
 from unisono.errors import UsageError
@@ -15,10 +17,11 @@ from unisono.exchange.context import Builder, Context
 from unisono.exchange.wire import Wire
 from unisono.member import Member
 from unisono.messages import Notice
+from unisono.rounds.team import Part
 from unisono.secret import key_for
 from unisono.store import HeadStore
 
-__all__ = ["AUTO", "EXCHANGES", "build_exchange", "choose_kind", "hosts_of", "open_wire"]
+__all__ = ["AUTO", "EXCHANGES", "build_exchange", "build_part", "choose_kind", "hosts_of", "open_wire"]
 
 AUTO = "auto"
 """The name of the fastest exchange for the members at hand."""
@@ -67,17 +70,54 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
 
 
 def build_exchange(
-    notice: Notice, rank: int, *, member: Member, device: torch.device, wanted: str, timeout_s: float
+    notice: Notice,
+    rank: int,
+    *,
+    member: Member,
+    device: torch.device,
+    wanted: str,
+    timeout_s: float,
+    checks: bool = False,
 ) -> Exchange:
     """Begin to connect this worker with the others of a generation; does not wait for them.
+
+    Args:
+        checks: compare what arrives over the network with what was sent.
 
     Raises:
         UsageError: these members cannot be connected by the wanted exchange.
     """
     if len(notice.members) == 1 and device.type != "cpu":
         return Alone(device)
-    context = _context(notice, rank, member, device, timeout_s)
+    context = dataclasses.replace(_context(notice, rank, member, device, timeout_s), checks=checks)
     return EXCHANGES[choose_kind(notice, wanted, device)](context)
+
+
+def build_part(
+    notice: Notice, part: Part, rank: int, *, member: Member, device: torch.device, wanted: str, timeout_s: float
+) -> Exchange:
+    """Begin to connect this worker with some others of a generation, for something that these do by themselves.
+
+    The losses of others do not end the waits of this exchange: whoever made it interrupts it.
+
+    Args:
+        rank: of this worker in the generation.
+    """
+    infos = [
+        msgspec.structs.replace(notice.members[each], page=page)
+        for each, page in zip(part.ranks, part.pages, strict=True)
+    ]
+    inner = msgspec.structs.replace(notice, members=infos)
+    own = part.ranks.index(rank)
+    context = dataclasses.replace(
+        _context(inner, own, member, device, timeout_s),
+        generation=part.number,
+        page=part.page,
+        store=lambda name: HeadStore(
+            member, f"generation-{notice.generation}/{part.name}/{name}/", timeout_s=timeout_s
+        ),
+    )
+    return EXCHANGES[choose_kind(inner, wanted, device)](context)
 
 
 def open_wire(notice: Notice, rank: int, *, member: Member, device: torch.device, timeout_s: float) -> Wire:

@@ -30,7 +30,8 @@ from unisono.faults import point
 from unisono.microbatch.data import Fetcher, Request
 from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
-from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests
+from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
+from unisono.rounds.auditing import Audits
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Gathered
 from unisono.state.buffers import Buffers
@@ -102,11 +103,26 @@ class EvaluationRound:
     Args:
         rehearses: evaluate a batch of another worker as well, to compare the totals.
         number: evaluations of the run that are done.
+        finds_minority: members whose state is not that of most are no error.
     """
 
     kind: Final = "evaluation"
 
-    def __init__(self, rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        evaluator: Evaluator,
+        *,
+        num_batches: int,
+        rehearses: bool,
+        number: int,
+        finds_minority: bool = False,
+    ) -> None:
+        self.is_disputed = False
+        """Most members have another state than some: it is to be done again without these."""
+        self.state = 0
+        """The digest of this member's state, once the round is over."""
+        self._finds_minority = finds_minority
         self.num_leaves = num_batches
         self.title = f"an evaluation of {num_batches} batches"
         self._members = rounds.members
@@ -143,9 +159,13 @@ class EvaluationRound:
         for part in parts:
             self._have.update(part.totals())
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
-        check_digests({worker: part.digests for worker, part in by_worker.items()})
-        _check_rehearsal(by_worker, self._have)
-        return Gathered(self._members, _Part.of(self._have, digests, {}).encode())
+        found = {worker: part.digests for worker, part in by_worker.items()}
+        self.state = digest_of_objects(digests)
+        self.is_disputed = self._finds_minority and (any(part.disputed for part in parts) or has_minority(found))
+        if not self.is_disputed:
+            check_digests(found)
+            _check_rehearsal(by_worker, self._have)
+        return Gathered(self._members, _Part.of(self._have, digests, {}, disputed=self.is_disputed).encode())
 
     def interrupt(self) -> Collection[Node]:
         self._rehearses, self._twice = False, {}
@@ -179,6 +199,7 @@ def evaluate(
     rehearses: bool,
     number: int,
     at: Callable[[int], None] = lambda batch: None,
+    audits: Audits | None = None,
 ) -> Totals:
     """Evaluate all batches with the tracked modules in ``eval()`` mode, and add up their totals. Collective.
 
@@ -188,6 +209,7 @@ def evaluate(
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
         at: called before each batch where this worker is alone.
+        audits: go on without the members whose state is not that of most; None: that is an error.
 
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
@@ -205,10 +227,20 @@ def evaluate(
         evaluator = Evaluator(fetcher, function, tracked, seed=seed)
         if rounds is None:
             return _evaluate_alone(evaluator, num_batches, at)
-        round_ = EvaluationRound(rounds, evaluator, num_batches=num_batches, rehearses=rehearses, number=number)
-        for _ in rounds.play(round_):
-            pass
-        return round_.totals()
+        while True:
+            round_ = EvaluationRound(
+                rounds,
+                evaluator,
+                num_batches=num_batches,
+                rehearses=rehearses,
+                number=number,
+                finds_minority=audits is not None,
+            )
+            for _ in rounds.play(round_):
+                pass
+            if audits is None or not round_.is_disputed:
+                return round_.totals()
+            audits.settle_states(rounds, round_.state, rounds.position.total)
     finally:
         fetcher.close()
         before.restore_modes()
@@ -285,10 +317,12 @@ class _Part(msgspec.Struct, frozen=True):
     digests: Digests
     twice: dict[int, str]
     """The digests of the totals of batches that other members evaluate."""
+    disputed: bool = False
+    """The member has seen that the members' states differ."""
 
     @classmethod
-    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str]) -> _Part:
-        return cls(to_bytes(have), digests, twice)
+    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str], *, disputed: bool = False) -> _Part:
+        return cls(to_bytes(have), digests, twice, disputed)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
 
-from unisono.decisions.checks import Rehearsal
+from unisono.decisions.audits import NOTHING, Part
 from unisono.decisions.cursor import Cursor, StepPosition
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
@@ -21,14 +21,16 @@ from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.spent import Spent
 from unisono.faults import point
 from unisono.microbatch.data import Batches
-from unisono.microbatch.folding import GradientFolder
+from unisono.microbatch.folding import Fingerprint, GradientFolder
 from unisono.microbatch.guards import Guards
 from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import Agreement
+from unisono.rounds.auditing import Audits
 from unisono.rounds.balancing import Helping
 from unisono.rounds.clock import Clock
 from unisono.rounds.finite import Finiteness, NotFinite
+from unisono.rounds.inspecting import Computed, Inspector, Place
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Summed
 from unisono.rounds.sums import SumsRound
@@ -54,8 +56,9 @@ class StepContext:
     phase: int
     first_number: int
     """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
-    note_plan: Callable[[int, Plan, int | None, int], None]
-    """Callback: (step, its plan, micro-batch that is computed as well to compare it, pass), for loader processes."""
+    note_plan: Callable[[int, Plan, Sequence[int], int], None]
+    """Callback: (step, its plan, micro-batches that are computed as well to compare them, pass), for loader processes.
+    """
     guards: Guards
     agreement: Agreement
     clock: Clock
@@ -63,6 +66,10 @@ class StepContext:
     finiteness: Finiteness
     reduction: Reduction = "mean"
     """What the losses are, over the samples of a micro-batch."""
+    inspector: Inspector | None = None
+    """Is told about micro-batches and sums; None: nobody looks."""
+    audits: Audits | None = None
+    """Find out which member is wrong where two differ."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,15 @@ class CommittedStep:
     layout: FlatLayout
     digest: int
     new_sums: bool
+    is_disputed: Callable[[], bool]
+    """Returns whether members have computed different values, so that the step will be done again."""
 
     def stand_by(self, plan: Plan) -> None:
-        telemetry = StepTelemetry(new_sums=self.new_sums)
+        is_disputed = self.is_disputed()
+        telemetry = StepTelemetry(new_sums=self.new_sums, disputed=is_disputed)
         summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), telemetry)
         self.members.release(summed.slot)
-        if summed.digest != self.digest:
+        if summed.digest != self.digest and not is_disputed:
             raise DivergenceError(
                 f"step {self.step} was computed again after a loss and its sums have digest "
                 f"{summed.digest:016x}, not {self.digest:016x}. Either a micro-batch does not give the same "
@@ -128,6 +138,7 @@ class GradientRound:
         self._carried = list(context.tracked.carried.values())
         self._values: dict[int, dict[str, Tensor]] = {}  # by leaf, what the script has added
         self._new_sums = False
+        self._is_disputed = False
         self.microbatch: Microbatch | None = None
         self.news = ""
         self.result: Summed | None = None
@@ -136,9 +147,10 @@ class GradientRound:
         self._position = position
         self._clock = context.clock
         self._folder = folder
-        self._rehearsal: Rehearsal | None = None
+        self._compared: Part = NOTHING
         self._computed: list[int] = []
         self._is_scaled = False
+        self._weight_of_last = 0.0  # of the micro-batch that was folded last, scaled
         self._helped_s = 0.0  # waited for members that may need help
         self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
         self._before = dict(context.clock.parts)
@@ -192,16 +204,22 @@ class GradientRound:
             return None
         return SumsRound(self._members, self._sums, self.num_leaves, self._values, self._compute_again)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the sum is not finite, for the first time in the run, and this member has computed a part of it.
+
+        With a loss scaler such gradients are expected, and the scaler skips their step. After the round.
+        """
+        if self._is_scaled or not self._computed:
+            return False
+        return self._context.finiteness.is_broken(self.slot, self.number)
+
     def find_not_finite(self) -> Iterator[Any]:
         """Yield micro-batches of this member to the script once more, to find the one that made the sum not finite.
 
-        Does nothing where the sum is finite, or was not once before in the run. Local: no member waits for another.
-        With a loss scaler such gradients are expected, and the scaler skips their step.
+        Does nothing where it is not `is_broken`. Local: no member waits for another.
         """
-        finiteness = self._context.finiteness
-        if self._is_scaled or not self._computed:
-            return
-        if not finiteness.is_broken(self.slot, self.number):
+        if not self.is_broken:
             return
         found = NotFinite(step=self.number, microbatch=-1)
         try:
@@ -220,7 +238,7 @@ class GradientRound:
         except LOST:  # the next round finds out who is lost
             pass
         self._clock.switch("other")
-        finiteness.report(found)
+        self._context.finiteness.report(found)
 
     def apply(self, totals: Mapping[str, Total] | None = None) -> None:
         """Make the means the parameters' ``.grad``, and put buffers and carried rows in force.
@@ -240,6 +258,27 @@ class GradientRound:
         """Free the slots of the gradients, but those that the script holds, e.g. in a list of ``p.grad``."""
         self._members.release_results()
 
+    def settle(self) -> Generator[Any, None, bool]:
+        """Find out who is wrong, where members have computed different values. Returns whether the result counts; if
+        not, the step is done again. Yields micro-batches to the script. Collective.
+
+        Raises:
+            DivergenceError: nobody can say who is wrong. RunStopped: the run goes back.
+        """
+        audits, agreement = self._context.audits, self._context.agreement
+        if audits is None:
+            return True
+        counts = yield from audits.settle(self._context.rounds, self, agreement.leaves, agreement.state_digest)
+        return counts
+
+    def compute_apart(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch to the script, of which nothing is summed."""
+        yield from self._aside(leaf)
+
+    def fingerprint(self, leaf: int) -> Fingerprint:
+        """Return the fingerprint of the micro-batch that `compute_apart` has yielded last."""
+        return self._folder.fingerprint(leaf)
+
     # -- the round -----------------------------------------------------------------------------------
 
     def first_plan(self) -> Plan:
@@ -251,48 +290,49 @@ class GradientRound:
     def begin(self, plan: Plan) -> None:
         agreement = self._context.agreement
         agreement.start_step(self._position.number, self.number)
-        self._rehearsal = agreement.rehearsal(plan)
+        self._compared = agreement.compared(plan, self.turn.number)
 
     def compute(self, plan: Plan) -> Iterator[Any]:
         """Yield this member's micro-batches to the script, and fold the gradients."""
-        rehearsal = self._rehearsal
-        other = rehearsal.other if rehearsal is not None else None
-        self._context.note_plan(self._position.number, plan, other, self.turn.number)
+        compared = self._compared
+        self._context.note_plan(self._position.number, plan, compared.other, self.turn.number)
         todo = plan.ranges[self._members.rank]
         helping = self._helping(plan)
         for index, leaf in enumerate(todo):
             if helping is not None and not helping.start(index, leaf):
                 continue
             is_last = index == len(todo) - 1
-            is_rehearsed = rehearsal is not None and leaf == rehearsal.own
-            following = None if is_last or is_rehearsed else todo[index + 1]
+            is_compared = leaf in compared.own
+            following = None if is_last or is_compared else todo[index + 1]
             yield from self._compute_leaf(leaf, following, plan if is_last else None)
-            if is_rehearsed:
+            if is_compared:
                 self._context.agreement.note_own(self._folder.fingerprint(leaf))
-        if other is not None and self._context.fetcher.comes(self._position.number, other, self.turn.number):
-            yield from self._rehearse(other)
+        for other in compared.other:
+            if self._context.fetcher.comes(self._position.number, other, self.turn.number):
+                yield from self._rehearse(other)
         if helping is not None:
             yield from self._help(helping)
         self._clock.switch("exchange")
 
     def combine(self, plan: Plan) -> CommittedStep:
         """Sum the nodes of all members: the commit of the step."""
-        self._context.guards.finish_step(self._position.number)
-        self._clock.switch("exchange")
-        self._note_progress(-1)
-        point("before_combine")
-        self._folder.copy_adopted()
+        self._close()
         nodes = self._members.slots.nodes
         telemetry = self._context.agreement.add_to(self._telemetry())
         self.result = summed = self._members.sum(Share(self.num_leaves, plan.nodes, nodes), telemetry)
         self._members.slots.results.append(summed.slot)
         return CommittedStep(
-            self._members, self._position.number, self._folder.layout, summed.digest, _has_new_sums(summed)
+            self._members,
+            self._position.number,
+            self._folder.layout,
+            summed.digest,
+            _has_new_sums(summed),
+            lambda: self._is_disputed,
         )
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._rehearsal = None
+        self._compared = NOTHING
         self._folder.copy_adopted()
         return list(self._members.slots.nodes)
 
@@ -302,6 +342,8 @@ class GradientRound:
         point("committed")
         self._note_progress(-1)
         self._context.agreement.check(list(summed.telemetry.values()))
+        audits = self._context.audits
+        self._is_disputed = audits is not None and audits.is_disputed
         weight, weighted_loss = summed.slot.scalars.tolist()
         self._scalars = weight, weighted_loss
         if weight == 0.0:
@@ -311,6 +353,14 @@ class GradientRound:
         self._clock.switch("other")
         waits_for, _ = summed.spent.longest_wait()  # whoever was waited for last was late before as well
         self._clock.note(summed.spent.plus(Spent({waits_for: self._helped_s})), summed.generation)
+
+    def _close(self) -> None:
+        """Note that this member has computed its micro-batches."""
+        self._context.guards.finish_step(self._position.number)
+        self._clock.switch("exchange")
+        self._note_progress(-1)
+        point("before_combine")
+        self._folder.copy_adopted()
 
     # -- one micro-batch -----------------------------------------------------------------------------
 
@@ -325,13 +375,16 @@ class GradientRound:
         batch = self._fetch(leaf)
         self._clock.switch("compute")
         point("before_backward", leaf)
-        self._folder.start_leaf(leaf, self._members.new_slot, following)
+        place = self._looked_at(leaf, aside=False)
+        self._folder.start_leaf(leaf, self._members.new_slot, following, keep=place is not None)
         if last_of is not None:
             self._offer_rows(last_of)
         self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
+        self._show(place, batch)
         yield batch
         for slot in self._fold():
             self._members.release(slot)
+        self._tell(place)
         self._computed.append(leaf)
         point("after_backward", leaf)
 
@@ -354,15 +407,49 @@ class GradientRound:
     def _compute_apart(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch whose gradient is not summed."""
         batch = self._fetch(leaf)
+        place = self._looked_at(leaf, aside=True)
         self._folder.start_leaf(leaf, self._members.new_slot, apart=True)
         self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
+        self._show(place, batch)
         yield batch
         self._fold()
+        self._tell(place)
 
     def _compute_again(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch of a member that was lost after the commit, for its sums."""
         self._clock.switch("other")
         yield from self._compute_apart(leaf)
+
+    def _looked_at(self, leaf: int, *, aside: bool) -> Place | None:
+        """Return the place of a micro-batch that the inspector looks at; None if nobody does."""
+        inspector = self._context.inspector
+        if inspector is None:
+            return None
+        place = Place(step=self.number, turn=self.turn.number, leaf=leaf, aside=aside)
+        return place if inspector.looks_at(place) else None
+
+    def _show(self, place: Place | None, batch: Any) -> None:
+        """Tell the inspector that a micro-batch that it looks at begins."""
+        if place is not None and self._context.inspector is not None:
+            self._context.inspector.before_microbatch(place, batch)
+
+    def _tell(self, place: Place | None) -> None:
+        """Tell the inspector what a micro-batch that it looks at has given."""
+        if place is None or self._context.inspector is None:
+            return
+        fingerprint, factor = self._folder.fingerprint(place.leaf), self._weight_of_last
+        is_mean = self._context.reduction == "mean"
+        loss = fingerprint.weighted_loss
+        if is_mean:
+            loss = loss / factor if factor else math.nan
+        computed = Computed(
+            fingerprint=fingerprint,
+            gradients=self._folder.gradients_of_last(),
+            weight=factor * self.scale,
+            factor=factor if is_mean else 1.0,
+            loss=loss,
+        )
+        self._context.inspector.after_microbatch(place, computed)
 
     def _helping(self, plan: Plan) -> Helping | None:
         return self._members.balancing.helping(plan)
@@ -399,6 +486,7 @@ class GradientRound:
         microbatch, self.microbatch = self.microbatch, None
         assert microbatch is not None
         microbatch.finish()
+        self._weight_of_last = microbatch.weight
         self._is_scaled |= microbatch.is_scaled
         write = partial(self._write_extras, microbatch)
         freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss, write)

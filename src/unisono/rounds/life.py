@@ -32,12 +32,14 @@ from unisono.rounds.team import LOST, Team
 from unisono.rounds.transfer import share_state
 from unisono.state.tracked import Tracked
 
-__all__ = ["CHECKPOINT", "DELAYED", "Rounds"]
+__all__ = ["CHECKPOINT", "DELAYED", "GIVEN_UP", "Rounds"]
 
 MOVING = "moving"
 """The kind of the round in which states that are shared out move between members."""
 DELAYED = "delayed"
 """The kind of the sum of a step that is under way while the script goes on."""
+GIVEN_UP = "given up"
+"""The kind of the round in which members compute what nobody computes beside the training any more."""
 CHECKPOINT = "together"
 """The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
 
@@ -56,6 +58,7 @@ class Rounds:
         number: of the round that this member has not finished yet.
         before_departure: called at a boundary at which members leave, before they do. Collective.
         ahead: the steps whose sums are under way while the script goes on; None: there are none in this run.
+        note_round: is told the number and the title of each round that this member plays, and -1 after it.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class Rounds:
         self.number = 0
         self.before_departure: Callable[[], None] | None = None
         self.ahead: Ahead | None = None
+        self.note_round: Callable[[int, str], None] = _note_nothing
         self._recipe: Recipe = {}
         self._round: Round | None = None
         self._finished: Finished = Nothing()
+        self._finished_title = ""
         self._standing: Standing = Level()
         self._joined_at: tuple[int, int] | None = None  # (phase, step) where it came in as a newcomer
 
@@ -98,21 +103,27 @@ class Rounds:
         """
         self.drain()
         plan = self._begin(round_)
+        self.note_round(self.number, round_.title)
         round_.begin(plan)
         while True:
             try:
                 yield from round_.compute(plan)
-                self._finished = round_.combine(plan)
+                with self.members.taking_part(round_.title, self.position.step):
+                    self._finished = round_.combine(plan)
+                self._finished_title = round_.title
                 break  # committed: whichever member is lost from here on, this one holds the result
             except LOST as lost:
                 missing = self._recover(round_, lost)
                 if missing is None:
+                    self.note_round(-1, "")
                     return
                 plan = missing
             except BaseException:
                 if self._round is round_:
                     self._round = None  # the script has left the round: the next report does not name it
+                    self.note_round(-1, "")
                 raise
+        self.note_round(-1, "")
         self.number += 1
         self._round = None
         self.slots.nodes = {}
@@ -159,7 +170,7 @@ class Rounds:
 
     def commit(self, finished: Finished) -> None:
         """Note that the oldest sum under way is committed. Local."""
-        self._finished = finished
+        self._finished, self._finished_title = finished, ""
         self.number += 1
 
     def regroup(self, lost: Exception) -> None:
@@ -249,7 +260,9 @@ class Rounds:
                 f"internal error, please report it: another member is in round {behind.round}, and this one in "
                 f"{self.number}: more than one round apart"
             )
-        self._finished.stand_by(plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind))
+        plan = plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
+        with self.members.taking_part(self._finished_title, self.position.step):
+            self._finished.stand_by(plan)
 
     def report(self, have: Collection[Node] = ()) -> Report:
         """Return the report that this member sends to the others when they meet.
@@ -321,17 +334,23 @@ class Rounds:
         """The kinds of the next round that members have begun already, because this one was behind at a loss. Local."""
         return self._standing.begun
 
+    def follows(self, kind: str) -> bool | None:
+        """Return whether others have begun a round of this kind before this boundary, which this member has to play.
+
+        None: nobody has begun anything, so all decide alike, by what they have last told each other. Local.
+        """
+        if self._standing.begun or isinstance(self._standing, Behind):
+            return kind in self._standing.begun
+        return False if self.ahead is not None and self.ahead.holds_back else None
+
     def is_stop_planned(self) -> bool:
         """Return whether the run stops or pauses at this boundary, so that its state is worth a checkpoint.
 
         To be asked once at every boundary, before `boundary`; the same on all members.
         """
-        begun = self._standing.begun
-        if begun or isinstance(self._standing, Behind):
-            # After a loss, other members have begun the next round already: all members play the round of these.
-            return CHECKPOINT in begun
-        if self.ahead is not None and self.ahead.holds_back:
-            return False
+        # After a loss, other members may have begun the next round already: all members play the round of these.
+        if (follows := self.follows(CHECKPOINT)) is not None:
+            return follows
         if (self.position.phase, self.position.step) == self._joined_at:
             return False
         agreed = self.members.agreed_generation
@@ -361,7 +380,23 @@ class Rounds:
         while not isinstance(self._standing, Behind) and not self._standing.begun and self.team.paused():
             if self.ahead is not None and self.ahead.holds_back:
                 return
-            self._enter(lambda: self.team.wait_until_resumed(self.report()))
+            self._wait_in_pause()
+
+    def _wait_in_pause(self) -> None:
+        """Move to the next generation as soon as there is one; who leaves then hands over what it holds. Collective."""
+        team = self.team
+        try:
+            planned = team.next_planned()
+        except LOST as lost:
+            self._standing = self._regroup(lost)
+            return
+        if self.before_departure is not None and team.departing(planned):
+            paused = team.generation
+            self.members.agreed_generation = planned  # all have this notice, or will: it is the next one
+            self.before_departure()
+            if team.generation != paused:
+                return  # a member was lost meanwhile
+        self._enter(lambda: team.switch(planned, self.report()))
 
     def _is_departure(self) -> bool:
         """Return whether members leave at this boundary, as all have agreed; after a loss, whether others have begun to
@@ -381,6 +416,10 @@ class Rounds:
             self._standing = self._catch_up(reports)
         except LOST as lost:
             self._standing = self._regroup(lost)
+
+
+def _note_nothing(number: int, title: str) -> None:
+    pass
 
 
 def _plain(nodes: Collection[Node]) -> list[tuple[int, int]]:

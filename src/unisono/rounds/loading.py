@@ -19,15 +19,15 @@ from unisono.checkpoint import files
 from unisono.checkpoint.files import Manifest
 from unisono.checkpoint.loading import read_tensors
 from unisono.checkpoint.snapshot import tensor_names
-from unisono.decisions.ownership import Place
 from unisono.errors import CheckpointError
 from unisono.exchange import Parcel
-from unisono.rounds.team import Team
-from unisono.state.packing import Packed, pack_held, unpack
+from unisono.faults import point
+from unisono.rounds.team import Team, places
+from unisono.state.packing import Packed, grouped, pack_held, unpack
 from unisono.state.sharded import states_in
-from unisono.state.tracked import Tracked
+from unisono.state.tracked import Tracked, units_in
 
-__all__ = ["load_shares", "without_states"]
+__all__ = ["load_shares", "without_shares"]
 
 TOGETHER_BYTES = 16 << 20
 """Tensors up to this size together are read and sent at once."""
@@ -52,18 +52,20 @@ class _Seen(msgspec.Struct, frozen=True):
     crc32: int = 0
 
 
-def without_states(state: dict[str, Any], sharded: Sequence[str]) -> Packed:
-    """Return a whole state in which meta tensors stand for all states of these optimizers."""
+def without_shares(state: dict[str, Any], tracked: Tracked) -> Packed:
+    """Return a whole state in which meta tensors stand for all that `load_shares` loads."""
     packed = pack_held(state, "tracked")
     tensors = list(packed.tensors)
-    for name in sharded:
-        for number, _ in _states(packed, name):
-            tensors[number] = tensors[number].to("meta")
+    for number in tracked.apart_in(packed.paths):
+        tensors[number] = tensors[number].to("meta")
     return packed._replace(tensors=tensors)
 
 
 def load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
-    """Load the states of sharded optimizers, when all else of a checkpoint is loaded. Collective.
+    """Load the states of sharded optimizers, and of replicas, when all else of a checkpoint is loaded. Collective.
+
+    When this returns, all members have what they are to hold. Until then a member that is lost takes nothing with it:
+    the others begin from the checkpoint again.
 
     Args:
         checkpoint: on rank 0, from where; whatever it is on other members.
@@ -71,10 +73,10 @@ def load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
     Raises:
         CheckpointError: the checkpoint was changed meanwhile. PeerLost, DeadlineExceeded: a member was lost.
     """
-    if not tracked.sharded:
+    if not tracked.sharded and not any(part.is_spread for part in tracked.shared_parts.values()):
         return
+    packed = without_shares(tracked.whole_state(), tracked)
     found, seen_by = _find(team, checkpoint)
-    packed = without_states(tracked.whole_state(), list(tracked.sharded))
     if found is not None and tensor_names(packed.paths) != [entry.name for entry in found[1].tensors]:
         raise CheckpointError(f"{found[0]} does not hold the tensors that this worker has loaded from it")
     states = _distribute(team, tracked, packed)
@@ -82,12 +84,17 @@ def load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
     if found is not None:
         own = [one.number for one in states if team.rank in one.targets]
         here = read_tensors(*found, own)
-    for group in _groups([one for one in states if not seen_by.issuperset(one.targets)]):
+    sent = [one for one in states if not seen_by.issuperset(one.targets)]
+    for group in grouped(sent, lambda one: one.tensor.nbytes, TOGETHER_BYTES):
         here |= _send(team, group, seen_by, found, here)
+    point("shard.loading")
+    team.exchange.all_gather(b"")
     tensors = [here.get(number, tensor) for number, tensor in enumerate(packed.tensors)]
     whole = unpack(packed.skeleton, tensors)
     for name, optimizer in tracked.sharded.items():
         optimizer.load_state_dict(whole["objects"][name])
+    for name, part in tracked.shared_parts.items():
+        part.load_shares(whole["own"][name], part.plan(places(team)))
 
 
 def _find(team: Team, checkpoint: Path | None) -> tuple[tuple[Path, Manifest] | None, set[int]]:
@@ -109,14 +116,17 @@ def _find(team: Team, checkpoint: Path | None) -> tuple[tuple[Path, Manifest] | 
 
 def _distribute(team: Team, tracked: Tracked, packed: Packed) -> list[_State]:
     """Return which member is to have which tensor; equal on all."""
-    places = [Place(*one) for one in zip(team.worker_ids, team.hosts, strict=True)]
     rank = {worker: number for number, worker in enumerate(team.worker_ids)}
     found = []
     for name, optimizer in tracked.sharded.items():
-        owners = optimizer.plan(places)
+        owners = optimizer.plan(places(team))
         for number, parameter in _states(packed, name):
             targets = tuple(sorted(rank[one] for one in owners[parameter]))
             found.append(_State(number, targets, packed.tensors[number]))
+    for name, part in tracked.shared_parts.items():
+        holders = part.plan(places(team))
+        for number, unit in units_in(packed.paths, name, part):
+            found.append(_State(number, tuple(sorted(rank[one] for one in holders[unit])), packed.tensors[number]))
     return found
 
 
@@ -149,19 +159,6 @@ def _source(state: _State, seen_by: set[int]) -> int:
     each in turn.
     """
     return next((rank for rank in state.targets if rank in seen_by), sorted(seen_by)[state.number % len(seen_by)])
-
-
-def _groups(states: Sequence[_State]) -> Iterator[list[_State]]:
-    """Batch small tensors, in their order."""
-    group, nbytes = list[_State](), 0
-    for state in states:
-        if group and nbytes + state.tensor.nbytes > TOGETHER_BYTES:
-            yield group
-            group, nbytes = [], 0
-        group.append(state)
-        nbytes += state.tensor.nbytes
-    if group:
-        yield group
 
 
 def _states(packed: Packed, name: str) -> Iterator[tuple[int, int]]:

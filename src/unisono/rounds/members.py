@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,7 @@ from unisono.exchange.slots import Slots
 from unisono.exchange.spent import NOTHING, Spent
 from unisono.rounds import Reporter
 from unisono.rounds.balancing import Balancing
+from unisono.rounds.standing import check_titles
 from unisono.rounds.team import Team
 from unisono.telemetry import StepTelemetry
 
@@ -42,6 +43,14 @@ class Summed:
     """Data that this member has sent to other hosts."""
 
 
+class _Letter(msgspec.Struct, frozen=True, array_like=True):
+    """What a member gathers."""
+
+    title: str
+    """Of the round: members of different rounds must not take each other's payloads."""
+    payload: bytes
+
+
 class Members:
     """The exchanges of one member with the others; each method says whether it is collective.
 
@@ -62,6 +71,7 @@ class Members:
         """The newest planned generation whose notice all members have: they can move there at the next boundary."""
         self.drain: Callable[[], None] = _nothing
         """Waits until no sum is under way in another thread, so that this one may use the exchange."""
+        self._title, self._step = "", 0
         self._reporter = reporter
         self._layout = layout
         self._delivered_bytes = 0
@@ -78,6 +88,11 @@ class Members:
     def worker_ids(self) -> tuple[str, ...]:
         """Of the members, by rank."""
         return self.team.worker_ids
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Of the members, by rank."""
+        return self.team.hosts
 
     @property
     def arithmetic(self) -> int:
@@ -106,16 +121,33 @@ class Members:
         """Return a context in which this member waits for others, and so is not late itself. Local."""
         return self.team.waiting()
 
+    @contextmanager
+    def taking_part(self, title: str, step: int) -> Iterator[None]:
+        """Return a context in which this member gathers what belongs to the round of this title. Local.
+
+        Args:
+            step: at which the script is, for an error.
+        """
+        before, (self._title, self._step) = (self._title, self._step), (title, step)
+        try:
+            yield
+        finally:
+            self._title, self._step = before
+
     def gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all members, by rank. Collective.
 
         Raises:
-            PeerLost, DeadlineExceeded: a member was lost.
+            StepError: the members are in different rounds. PeerLost, DeadlineExceeded: a member was lost.
         """
         self.team.check()
         with self.team.waiting():
             self.drain()
-            return self.team.exchange.all_gather(payload)
+            found = self.team.exchange.all_gather(msgspec.msgpack.encode(_Letter(self._title, payload)))
+        letters = [msgspec.msgpack.decode(each, type=_Letter) for each in found]
+        titles = zip(self.worker_ids, letters, strict=False)
+        check_titles({worker: letter.title for worker, letter in titles if letter.title}, self._step)
+        return [letter.payload for letter in letters]
 
     def deliver(self, parcels: Sequence[Parcel]) -> None:
         """Bring tensors from members that have them to others; see `Exchange.deliver`. Collective.

@@ -5,8 +5,10 @@ boundary. What a replica has changed (parameters at the boundary minus parameter
 samples) is a leaf of the summation tree, in the place of a gradient. So the mean over the replicas has the same bits
 whoever has computed which of them.
 
-1. **place**: whoever is to compute a replica gets its state from a member that holds it;
-2. the replicas are computed. Nobody waits for anybody meanwhile. A member that hears of a loss finishes its replica;
+1. **place**: whoever is to compute a replica gets its state from a member that holds it. Where there are more members
+   than replicas, several compute one together (`unisono.rounds.grouping`);
+2. the replicas are computed. Nobody waits for another replica meanwhile. A member that hears of a loss finishes its
+   replica, unless the loss is one of those with whom it computes that;
 3. the members exchange what the replicas ended with, and copies of their new states;
 4. the changes are summed: the **commit**.
 
@@ -27,29 +29,29 @@ import torch
 from torch import Tensor
 
 from unisono.decisions.checks import Rehearsal
-from unisono.decisions.copies import Move, copies, deliveries, holders_after
+from unisono.decisions.copies import deliveries, holders_after, keepers
+from unisono.decisions.groups import Grouping, groups_of
 from unisono.decisions.plan import Plan
+from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, leaf, parent, sibling
 from unisono.errors import DivergenceError, StateLost, StepError
 from unisono.events import Seconds
-from unisono.exchange import Parcel, Share
+from unisono.exchange import Share
 from unisono.exchange.flat import FlatLayout, Rows, Slot, fold_rows
 from unisono.faults import point
 from unisono.microbatch.folding import Fingerprint, GradientFolder
 from unisono.rounds.changes import ERROR, Changes
+from unisono.rounds.copying import by_replica, copy_states, deliver
 from unisono.rounds.gradient import StepContext
+from unisono.rounds.grouping import Groups, Seat
+from unisono.rounds.line import Line
 from unisono.rounds.members import Members, Summed
-from unisono.state.packing import from_bytes, pack, unpack
+from unisono.state.packing import from_bytes
 from unisono.state.replicas import Header, Replicas, ReplicaState, Shelf, check_alike
 from unisono.telemetry import StepTelemetry
 from unisono.words import listed
 
-__all__ = ["Ended", "ReplicaRound", "Trained", "Trainer"]
-
-GROUP_BYTES: Final = 16 << 20
-"""States travel in pieces of at most this size, or of one tensor."""
-ALIGNMENT: Final = 64
-"""Of each tensor in a piece; what torch allocates is aligned so, too."""
+__all__ = ["Ended", "Placed", "ReplicaRound", "Trained", "Trainer", "check_held", "tell", "weights"]
 
 ReplicaSums = dict[str, Tensor]
 
@@ -67,6 +69,8 @@ class Ended(msgspec.Struct, frozen=True):
     """The sum of the weights of its steps, scaled."""
     common: bytes = b""
     """What all replicas have alike; only of the first one."""
+    changed: list[str] = []
+    """What of that its steps have changed; only with a delay."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Trained:
     weighted_loss: float
     state: ReplicaState
     ended: Ended
+    start: Sequence[Tensor]
+    """The parameters from which it has begun, in the order of the folder's."""
     first: Fingerprint | None = None
     """Of the first micro-batch of its first step, if it was asked for."""
 
@@ -83,11 +89,15 @@ class Trained:
 class Trainer(Protocol):
     """Trains replicas from the round's boundary; yields their steps to the script."""
 
-    def train(self, replica: int, *, compares: bool) -> Generator[object, None, Trained]:
-        """Train a replica for its steps, and return what came out.
+    def train(self, replica: int, *, compares: bool, keeps: bool) -> Generator[object, None, Trained]:
+        """Train a replica for its steps, with the group that this member is in, and return what came out.
 
         Args:
             compares: take the fingerprint of its first micro-batch, which another member computes as well.
+            keeps: leave the state with which the replica begins as it is.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member of the group was lost.
         """
 
     def rehearse(self, replica: int) -> Generator[object, None, Fingerprint | None]:
@@ -110,14 +120,15 @@ class CommittedRound:
     ended: Mapping[int, Ended]
     copies: int
     changes: Changes
+    groups: Groups
 
     def stand_by(self, plan: Plan) -> None:
+        shelf = self.replicas.before if self.copies else None
+        plan = _place(self.members, shelf, plan, self.groups, able=False).plan
+        tell(self.members, self.ended)
         if self.copies:
-            _place(self.members, self.replicas.before, plan)
-        _tell(self.members, self.ended)
-        if self.copies:
-            _copy(self.members, self.replicas.now, self.copies)
-        self.changes.average(self.members, plan, _weights(self.ended))
+            copy_states(self.members, self.replicas.now, self.copies)
+        self.changes.average(self.members, plan, weights(self.ended))
         summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
         self.members.release(summed.slot)
         digest = self.changes.digest(summed.digest)
@@ -160,6 +171,7 @@ class ReplicaRound:
         start: Sequence[Tensor],
         *,
         copies: int,
+        groups: Groups,
     ) -> None:
         self.num_leaves = num_replicas
         self.title = f"a round of {num_replicas} replicas"
@@ -177,6 +189,8 @@ class ReplicaRound:
         self._folder = folder
         self._start = start
         self._copies = copies
+        self._groups = groups
+        self._placed: Placed | None = None
         self._members = context.rounds.members
         self._after = Shelf()
         self._seconds = 0.0
@@ -191,24 +205,31 @@ class ReplicaRound:
     # -- the round -----------------------------------------------------------------------------------
 
     def first_plan(self) -> Plan:
+        if self._members.size > self.num_leaves:
+            return even_plan(self._members.size, self.num_leaves)
         plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=self._number == 0)
         return plan
 
     def begin(self, plan: Plan) -> None:
         agreement = self._context.agreement
         agreement.start_step(self._number, self.number)
-        self._rehearsal = agreement.rehearsal(plan) if self._members.size > 1 else None
+        # The members of a group compare what they compute among themselves.
+        self._rehearsal = agreement.rehearsal(plan) if 1 < self._members.size <= self.num_leaves else None
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
+        shelf = self._replicas.now if self._copies else None
+        self._placed = placed = _place(self._members, shelf, plan, self._groups, able=True)
         if self._copies:
-            arrived = _place(self._members, self._replicas.now, plan)
             self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
-            self._replicas.now.held.update(arrived)
+            self._replicas.now.held.update(placed.arrived)
         point("local.placed")
-        for replica in plan.ranges[self._members.rank]:
-            self._context.rounds.team.check()
-            yield from self._compute(replica)
+        rank = self._members.rank
+        keepers = placed.keepers(self._copies)
+        for replica in placed.replicas(rank):
+            if not placed.group_of(rank):
+                self._context.rounds.team.check()
+            yield from self._compute(replica, keeps=rank in keepers.get(replica, ()))
         rehearsal = self._rehearsal
         if rehearsal is not None and rehearsal.other is not None:
             found = yield from self._trainer.rehearse(rehearsal.other)
@@ -220,14 +241,16 @@ class ReplicaRound:
         """Exchange what the replicas ended with, and sum what they have changed: the commit of the round."""
         point("before_combine")
         members = self._members
+        assert self._placed is not None
+        plan = self._placed.plan
         with members.waiting():
-            self.ended = _tell(members, self.ended)
+            self.ended = tell(members, self.ended)
             check_alike({replica: each.digests for replica, each in self.ended.items()})
             if self._copies:
                 self._after.headers = {replica: each.header for replica, each in self.ended.items()}
-                _copy(members, self._after, self._copies)
+                copy_states(members, self._after, self._copies)
             point("local.copied")
-            self._changes.average(members, plan, _weights(self.ended))
+            self._changes.average(members, plan, weights(self.ended))
         telemetry = self._context.agreement.add_to(self._telemetry())
         self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
         members.slots.results.append(summed.slot)
@@ -242,11 +265,13 @@ class ReplicaRound:
             self.ended,
             self._copies,
             self._changes,
+            self._groups,
         )
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
         self._rehearsal = None
+        self._groups.leave()
         return list(self._members.slots.nodes)
 
     def finish(self) -> None:
@@ -261,21 +286,29 @@ class ReplicaRound:
 
     # -- one replica ---------------------------------------------------------------------------------
 
-    def _compute(self, replica: int) -> Iterator[object]:
+    def _compute(self, replica: int, *, keeps: bool) -> Iterator[object]:
         began = time.perf_counter()
         compares = self._rehearsal is not None and self._rehearsal.own == replica
-        trained = yield from self._trainer.train(replica, compares=compares)
+        trained = yield from self._trainer.train(replica, compares=compares, keeps=keeps)
         if trained.first is not None:
             self._context.agreement.note_own(msgspec.structs.replace(trained.first, leaf=replica))
         node, slot = leaf(replica, self.num_leaves), self._members.new_slot()
         self._write(replica, slot, trained)
-        self._merge(node, slot)
+        if self._is_handed_in(replica):
+            self._merge(node, slot)
+        else:
+            self._members.release(slot)
         self.ended[replica] = trained.ended
         if self._copies:
             self._after.held[replica] = trained.state
         self.num_computed += 1
         self._seconds += time.perf_counter() - began
         point("local.replica_done", replica)
+
+    def _is_handed_in(self, replica: int) -> bool:
+        """Return whether this member is the one of its group that hands in the replica's change."""
+        assert self._placed is not None
+        return replica in self._placed.plan.ranges[self._members.rank]
 
     def _write(self, replica: int, slot: Slot, trained: Trained) -> None:
         """Write a replica's change to a slot, and put parameters and buffers back to the boundary."""
@@ -284,7 +317,7 @@ class ReplicaRound:
         with torch.no_grad():
             for part in slot.tail:
                 part.zero_()
-            self._changes.write(replica, slot, self._start, weight, error)
+            self._changes.write(replica, slot, trained.start, weight, error)
             for (_, parameter), start in zip(self._folder.trained, self._start, strict=True):
                 parameter.copy_(start)
             slot.scalars.copy_(torch.tensor([weight, trained.weighted_loss], dtype=torch.float64))
@@ -328,7 +361,7 @@ class ReplicaRound:
 # -- between members ---------------------------------------------------------------------------------
 
 
-def _tell(members: Members, ended: Mapping[int, Ended]) -> dict[int, Ended]:
+def tell(members: Line, ended: Mapping[int, Ended]) -> dict[int, Ended]:
     """Return what all replicas ended with, of which each member knows some. Collective."""
     found: dict[int, Ended] = {}
     for payload in members.gather(msgspec.msgpack.encode(dict(ended))):
@@ -337,118 +370,74 @@ def _tell(members: Members, ended: Mapping[int, Ended]) -> dict[int, Ended]:
     return dict(sorted(found.items()))
 
 
-def _weights(ended: Mapping[int, Ended]) -> dict[int, float]:
+def weights(ended: Mapping[int, Ended]) -> dict[int, float]:
     return {replica: each.weight for replica, each in ended.items()}
 
 
-def _place(members: Members, shelf: Shelf, plan: Plan) -> dict[int, ReplicaState]:
-    """Give each member the states of the replicas that it is to compute. Collective.
+@dataclass(frozen=True)
+class Placed:
+    """Who computes what in a round, and has the states for that."""
 
-    Returns:
-        What this member has got.
+    grouping: Grouping
+    holders: Mapping[int, Sequence[int]]
+    """By replica, the ranks that have its state at the boundary; empty where replicas keep no states."""
+    arrived: dict[int, ReplicaState]
+    """What this member has got."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.grouping.plan
+
+    def replicas(self, rank: int) -> Sequence[int]:
+        return self.grouping.replicas(rank)
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        return self.grouping.group_of(rank)
+
+    def keepers(self, num_copies: int) -> dict[int, tuple[int, ...]]:
+        """Return by replica that a group computes the ranks that keep its state meanwhile."""
+        groups = {self.plan.ranges[group[0]][0]: group for group in self.grouping.groups if len(group) > 1}
+        return keepers(self.holders, groups, num_copies) if num_copies else {}
+
+
+def _place(members: Members, shelf: Shelf | None, plan: Plan, groups: Groups, *, able: bool) -> Placed:
+    """Form the groups, and give each member the states of the replicas that it is to compute. Collective.
+
+    Args:
+        shelf: the states at the boundary; None: replicas keep none.
+        able: this member can compute replicas of this round.
 
     Raises:
         StateLost: no member has a state.
     """
-    holders = _holders(members, shelf)
-    for replicas in plan.ranges:
-        for replica in replicas:
-            if replica not in holders:
-                raise StateLost(
-                    f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of "
-                    'them are lost: the run cannot go on from here. Go on from the newest checkpoint (resume="auto", '
-                    "or unisono resume); with more copies= it survives more losses within one round"
-                )
-    return _deliver(members, shelf, deliveries(holders, plan.ranges))
+    todo = [replica for replicas in plan.ranges for replica in replicas]
+    seats: list[Seat] = []
+    if shelf is not None or members.size > len(todo):
+        own = groups.seat(shelf.held if shelf is not None else (), able=able)
+        seats = [msgspec.msgpack.decode(each, type=Seat) for each in members.gather(msgspec.msgpack.encode(own))]
+    grouping = groups_of(plan, members.team.hosts, [seat.able for seat in seats]) if seats else Grouping(plan)
+    groups.take(members, grouping, seats)
+    if shelf is None:
+        return Placed(grouping, {}, {})
+    holders = by_replica([seat.held for seat in seats])
+    check_held(holders, shelf, todo)
+    moves = deliveries(holders, [grouping.replicas(rank) for rank in range(members.size)])
+    return Placed(grouping, holders_after(holders, moves), deliver(members, shelf, moves))
 
 
-def _copy(members: Members, shelf: Shelf, num_copies: int) -> None:
-    """Bring each state to as many members as are to hold it, and note who does. Collective."""
-    holders = _holders(members, shelf)
-    moves = copies(holders, members.team.hosts, num_copies)
-    shelf.held.update(_deliver(members, shelf, moves))
-    ids = members.worker_ids
-    shelf.holders = {
-        replica: tuple(ids[rank] for rank in ranks) for replica, ranks in holders_after(holders, moves).items()
-    }
+def check_held(holders: Mapping[int, Sequence[int]], shelf: Shelf, todo: Sequence[int]) -> None:
+    """Check that the states of the replicas that are to be computed are held by somebody.
 
+    Args:
+        holders: by replica, the ranks that have its state.
 
-def _holders(members: Members, shelf: Shelf) -> dict[int, list[int]]:
-    """Return by replica the ranks that have its state. Collective."""
-    holders: dict[int, list[int]] = {}
-    for rank, payload in enumerate(members.gather(msgspec.msgpack.encode(sorted(shelf.held)))):
-        for replica in msgspec.msgpack.decode(payload, type=list[int]):
-            holders.setdefault(replica, []).append(rank)
-    return holders
-
-
-def _deliver(members: Members, shelf: Shelf, moves: Sequence[Move]) -> dict[int, ReplicaState]:
-    """Bring states from one rank to others. Collective.
-
-    Returns:
-        What this member has got.
+    Raises:
+        StateLost: no member has a state.
     """
-    arrived: dict[int, ReplicaState] = {}
-    for move in moves:
-        point("local.delivering")
-        header = shelf.headers[move.replica]
-        takes = members.rank in move.targets
-        own = pack(shelf.held[move.replica], "replica").tensors if move.source == members.rank else []
-        tensors: list[Tensor] = []
-        first = 0
-        for group in _groups(header.kinds):
-            sizes = [_padded(dtype, shape) for dtype, shape in group]
-            if move.source == members.rank:
-                piece = _joined(own[first : first + len(group)], sizes)
-            else:
-                piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu" if takes else "meta")
-            members.deliver([Parcel(move.source, move.targets, piece)])
-            if takes:
-                tensors += _cut(piece, group, sizes)
-            first += len(group)
-        if takes:
-            arrived[move.replica] = unpack(header.skeleton, tensors)
-    return arrived
-
-
-Kind = tuple[str, list[int]]
-
-
-def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
-
-
-def _padded(dtype: str, shape: Sequence[int]) -> int:
-    return -(-_num_bytes(dtype, shape) // ALIGNMENT) * ALIGNMENT
-
-
-def _groups(kinds: Sequence[Kind]) -> list[list[Kind]]:
-    """Return the tensors that travel together, in their order."""
-    groups: list[list[Kind]] = []
-    size = GROUP_BYTES
-    for kind in kinds:
-        size += _padded(*kind)
-        if size > GROUP_BYTES or not groups:
-            groups.append([])
-            size = _padded(*kind)
-        groups[-1].append(kind)
-    return groups
-
-
-def _joined(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    piece = torch.zeros(sum(sizes), dtype=torch.uint8)
-    start = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        piece[start : start + len(content)] = content
-        start += size
-    return piece
-
-
-def _cut(piece: Tensor, kinds: Sequence[Kind], sizes: Sequence[int]) -> list[Tensor]:
-    tensors, start = [], 0
-    for (dtype, shape), size in zip(kinds, sizes, strict=True):
-        content = piece[start : start + _num_bytes(dtype, shape)]
-        tensors.append(content.view(getattr(torch, dtype)).view(shape))
-        start += size
-    return tensors
+    for replica in todo:
+        if replica not in holders:
+            raise StateLost(
+                f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of "
+                'them are lost: the run cannot go on from here. Go on from the newest checkpoint (resume="auto", '
+                "or unisono resume); with more copies= it survives more losses within one round"
+            )

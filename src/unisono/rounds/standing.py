@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Recipe = {}
     """Recipe of the phase in which the member was admitted, or asks to be."""
     ahead: list[tuple[int, list[tuple[int, int]]]] = []
-    """By number of the step, the finished nodes of steps that are under way (`unisono.rounds.delayed`)."""
+    """By number of the step, the finished nodes of steps that are under way (`unisono.rounds.pipeline`)."""
     sends: bool = False
     """The member can send the result of the round that it has finished last to members that have not."""
     at: int = -1
@@ -121,6 +121,6 @@ def check_titles(begun: Mapping[str, str], step: int) -> None:
             f"the workers do different things at step {step}: "
             f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
             "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
-            "all workers must call run.steps, run.evaluate, run.save, run.barrier, run.broadcast, run.gather and "
-            "run.main_first alike"
+            "all workers must call run.steps, run.evaluate, run.save, step() of an optimizer that is shared out "
+            "(unisono.shard), run.barrier, run.broadcast, run.gather and run.main_first alike"
         )

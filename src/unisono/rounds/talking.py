@@ -17,7 +17,6 @@ from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Undivided
-from unisono.rounds.standing import check_titles
 
 __all__ = ["BlockRound", "GroupRound", "TalkRound"]
 
@@ -25,8 +24,6 @@ __all__ = ["BlockRound", "GroupRound", "TalkRound"]
 class _Letter(msgspec.Struct, frozen=True):
     """Payload of one member."""
 
-    title: str
-    """Of the round: members that are at different calls must not take each other's values."""
     value: bytes
     result: list[bytes] | None = None
     """The values of all members, by rank, from a member that has committed."""
@@ -47,7 +44,6 @@ class TalkRound(Undivided):
         self.title = title
         self.values: list[bytes] = []
         """Of all members, by rank, once the round is over."""
-        self._step = rounds.position.step
         self._value = value
 
     def compute(self, plan: Plan) -> Iterator[object]:
@@ -55,8 +51,8 @@ class TalkRound(Undivided):
         yield from ()
 
     def combine(self, plan: Plan) -> Said:
-        self.values = _gather(self._members, _Letter(self.title, self._value()), self._step)
-        return Said(self._members, _Letter(self.title, b"", self.values), self._step)
+        self.values = _gather(self._members, _Letter(self._value()))
+        return Said(self._members, _Letter(b"", self.values))
 
     def finish(self) -> None:
         point("talked")
@@ -93,7 +89,7 @@ class GroupRound(TalkRound):
     def combine(self, plan: Plan) -> Said:
         self._connect()
         said = super().combine(plan)
-        return Said(self._members, said.letter, self._step, before=self._connect)
+        return Said(self._members, said.letter, before=self._connect)
 
     def _connect(self) -> None:
         with self._team.waiting():
@@ -105,34 +101,26 @@ class Said:
 
     layout: FlatLayout | None = None
 
-    def __init__(self, members: Members, letter: _Letter, step: int, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, members: Members, letter: _Letter, before: Callable[[], None] = lambda: None) -> None:
         self.letter = letter
         self._members = members
-        self._step = step
         self._before = before
 
     def stand_by(self, plan: Plan) -> None:
         """Send the slower members the complete result, which they take as it is."""
         self._before()
-        _gather(self._members, self.letter, self._step)
+        _gather(self._members, self.letter)
 
 
-def _gather(members: Members, own: _Letter, step: int) -> list[bytes]:
+def _gather(members: Members, own: _Letter) -> list[bytes]:
     """Return the values of all members, by rank: the complete result of a member that has it, if there is one.
 
     Raises:
         StepError: the members are at different calls.
     """
-    letters = [_decode(payload) for payload in members.gather(msgspec.msgpack.encode(own))]
-    check_titles({worker: letter.title for worker, letter in zip(members.worker_ids, letters, strict=False)}, step)
+    payloads = members.gather(msgspec.msgpack.encode(own))
+    letters = [msgspec.msgpack.decode(payload, type=_Letter) for payload in payloads]
     for letter in letters:
         if letter.result is not None:
             return letter.result
     return [letter.value for letter in letters]
-
-
-def _decode(payload: bytes) -> _Letter:
-    try:
-        return msgspec.msgpack.decode(payload, type=_Letter)
-    except msgspec.MsgspecError:
-        return _Letter("another call (run.evaluate, run.save, the end of the run)", b"")

@@ -8,33 +8,54 @@ generation and report their rounds and the nodes that they have of these; see `u
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from unisono.decisions.ownership import Place
 from unisono.errors import DeadlineExceeded, PeerLost, RunStopped
 from unisono.exchange import Exchange
 from unisono.exchange.alone import Alone
+from unisono.exchange.pages import WorkerPage
 from unisono.exchange.wire import Wire, wire_of_one
 from unisono.faults import point
 from unisono.member import Member
 from unisono.messages import Notice
 from unisono.rounds.standing import Report
 
-__all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Team"]
+__all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Listener", "Part", "Team", "places"]
 
 LOST = (PeerLost, DeadlineExceeded)
 """Errors that end a generation for its members, which meet again in the next."""
 Samples = Callable[[], Sequence[int]]
 """Returns the indices of a micro-batch's samples."""
+Listener = Callable[[Exception, Collection[str]], None]
+"""Is told, in another thread, that a generation is over, and the ids of the workers that go on."""
 
 
 class LeftBehind(RunStopped):
     """The run goes on without this worker. Its process ends, and a new one may join."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some members of a generation, among them this one, which exchange something among themselves."""
+
+    name: str
+    """No other part of this generation has the same."""
+    number: int
+    """Grows from one part of a worker to the next."""
+    ranks: tuple[int, ...]
+    """In the generation, ascending."""
+    page: WorkerPage | None
+    """This worker's page in shared memory for parts; None: it has none."""
+    pages: tuple[str, ...]
+    """The addresses of those of all members of the part."""
 
 
 class Team(Protocol):
@@ -88,8 +109,12 @@ class Team(Protocol):
     def paused(self) -> bool:
         """Return whether fewer members are left than the run wants, so that they wait at the next boundary."""
 
-    def wait_until_resumed(self, report: Report) -> list[Report]:
-        """Wait at a step boundary until there are enough members, and meet them."""
+    def next_planned(self) -> int:
+        """Wait, in a pause at a step boundary, for the next planned generation; returns its number.
+
+        Raises:
+            PeerLost: a member was lost.
+        """
 
     def holding(self) -> None:
         """Report to the head that this worker has the run's state."""
@@ -116,6 +141,15 @@ class Team(Protocol):
     def take_warnings(self) -> list[str]:
         """Return, once, the warnings about members that were admitted and may compute differently."""
 
+    def new_page(self) -> WorkerPage | None:
+        """Return a new page in shared memory, for a `Part`; None where this worker has no shared memory."""
+
+    def connect(self, part: Part) -> Exchange:
+        """Begin to connect some members of the current generation; waits for nobody. The caller closes the exchange."""
+
+    def listen(self, listener: Listener | None) -> None:
+        """Have a listener told, at once and from now on, when the generation is over because of a loss, or the run."""
+
     def process_group(self) -> dist.ProcessGroup:
         """Return the group of ``torch.distributed`` of the current generation; makes it at the first call. Collective.
 
@@ -124,6 +158,11 @@ class Team(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+def places(team: Team) -> list[Place]:
+    """Return the members of the current generation with their hosts, in the order of the ranks."""
+    return [Place(*one) for one in zip(team.worker_ids, team.hosts, strict=True)]
 
 
 class AloneTeam:
@@ -175,8 +214,8 @@ class AloneTeam:
     def paused(self) -> bool:
         return False
 
-    def wait_until_resumed(self, report: Report) -> list[Report]:
-        return [report]
+    def next_planned(self) -> int:
+        return self.generation
 
     def holding(self) -> None:
         pass
@@ -198,6 +237,15 @@ class AloneTeam:
     def take_warnings(self) -> list[str]:
         return []
 
+    def new_page(self) -> WorkerPage | None:
+        return None
+
+    def connect(self, part: Part) -> Exchange:
+        return Alone(self._device)
+
+    def listen(self, listener: Listener | None) -> None:
+        pass
+
     def process_group(self) -> dist.ProcessGroup:
         if self._wire is None:
             self._wire = wire_of_one(self._device)
@@ -217,14 +265,21 @@ class HeadTeam:
         build: makes the exchange of a generation (`unisono.rounds.connect.build_exchange`), without waiting for the
             others.
         connect: makes the wire of a generation for the script's own collectives; does not wait either.
+        build_part: makes the exchange of some members of a generation (`unisono.rounds.connect.build_part`); alike.
     """
 
     def __init__(
-        self, member: Member, build: Callable[[Notice, int], Exchange], connect: Callable[[Notice, int], Wire]
+        self,
+        member: Member,
+        build: Callable[[Notice, int], Exchange],
+        connect: Callable[[Notice, int], Wire],
+        build_part: Callable[[Notice, Part, int], Exchange] | None = None,
     ) -> None:
         self._member = member
         self._build = build
         self._connect = connect
+        self._build_part = build_part
+        self._listener: Listener | None = None
         self._wire: Wire | None = None
         self._notices: dict[int, Notice] = {}
         self._alarm: Exception | None = None
@@ -260,11 +315,21 @@ class HeadTeam:
                 self._notices[notice.generation] = notice
                 if notice.immediate and notice.generation > self.generation and not isinstance(self._alarm, RunStopped):
                     self._alarm = PeerLost(notice.reason)
+            self._tell()
             if self._alarm is not None:
                 for connected in (self._exchange, self._wire):
                     if connected is not None:
                         connected.interrupt(self._alarm)
             self._changed.notify_all()
+
+    def _tell(self) -> None:
+        """Tell the listener that the generation is over, if it is."""
+        if self._listener is None or self._alarm is None:
+            return
+        later = [n for n in self._notices.values() if n.immediate and n.generation > self.generation]
+        staying = max(later, key=lambda n: n.generation).members if later else []
+        is_over = isinstance(self._alarm, RunStopped)
+        self._listener(self._alarm, () if is_over else [info.worker_id for info in staying])
 
     # -- the main thread -----------------------------------------------------------------------------
 
@@ -358,11 +423,11 @@ class HeadTeam:
     def paused(self) -> bool:
         return self._notice is not None and self._notice.paused
 
-    def wait_until_resumed(self, report: Report) -> list[Report]:
+    def next_planned(self) -> int:
         notice = self._await(lambda n: True)
         if notice.immediate:
-            return self.regroup(report, PeerLost(notice.reason))
-        return self.switch(notice.generation, report)
+            raise PeerLost(notice.reason)
+        return notice.generation
 
     def holding(self) -> None:
         self._member.holding(self.generation)
@@ -391,6 +456,22 @@ class HeadTeam:
     def take_warnings(self) -> list[str]:
         warnings, self._warnings = self._warnings, {}
         return list(warnings)
+
+    def new_page(self) -> WorkerPage | None:
+        return WorkerPage() if self._member.page is not None else None
+
+    def connect(self, part: Part) -> Exchange:
+        assert self._notice is not None
+        assert self._build_part is not None
+        try:
+            return self._build_part(self._notice, part, self.rank)
+        except (OSError, RuntimeError) as error:
+            raise PeerLost(f"a part of generation {self.generation} could not be connected: {error}") from error
+
+    def listen(self, listener: Listener | None) -> None:
+        with self._changed:
+            self._listener = listener
+            self._tell()
 
     def process_group(self) -> dist.ProcessGroup:
         self.check()

@@ -16,7 +16,7 @@ from unisono.faults import point
 from unisono.rounds.members import Members
 from unisono.rounds.standing import Report
 from unisono.rounds.team import Team
-from unisono.state.packing import Packed, digest_of_tensor, pack, unpack
+from unisono.state.packing import Packed, digest_of_tensor, grouped, pack, unpack
 from unisono.state.tracked import Tracked
 
 __all__ = ["StateHeader", "begin_alike", "broadcast_state", "share_state"]
@@ -137,7 +137,8 @@ def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> d
     own = msgspec.msgpack.encode(StateHeader.of(mine)) if mine is not None else b""
     header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=StateHeader)
     tensors = mine.tensors if mine is not None else header.empty()
-    for group in _groups([tensor for tensor in tensors if not tensor.is_meta]):
+    here = [tensor for tensor in tensors if not tensor.is_meta]
+    for group in grouped(here, lambda tensor: tensor.nbytes, BROADCAST_BYTES):
         point("in_admission")
         views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
         together = torch.cat([view.cpu() for view in views]) if len(views) > 1 else views[0]
@@ -147,16 +148,3 @@ def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> d
                 view.copy_(piece)
     state: dict[str, Any] = unpack(header.skeleton, tensors)
     return state
-
-
-def _groups(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Batch tensors in their order; the same on every member that knows their dtypes and shapes."""
-    groups: list[list[torch.Tensor]] = []
-    nbytes = BROADCAST_BYTES
-    for tensor in tensors:
-        nbytes += tensor.nbytes
-        if nbytes > BROADCAST_BYTES:
-            groups.append([])
-            nbytes = tensor.nbytes
-        groups[-1].append(tensor)
-    return groups

@@ -14,7 +14,7 @@ part in the sum of gradients before it has all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -33,6 +33,7 @@ from unisono.faults import point
 from unisono.rounds.clock import Clock
 from unisono.rounds.life import MOVING, Rounds
 from unisono.rounds.members import Members, Undivided
+from unisono.rounds.team import places
 from unisono.state.packing import from_bytes, quick_digest, to_bytes
 from unisono.state.sharding import Outline, ShardedOptimizer, Shares
 from unisono.state.tracked import Tracked
@@ -96,10 +97,6 @@ class _Round(Undivided):
         self._clock.switch("waiting")
         self._is_first = False
         return super().interrupt()
-
-    def _places(self) -> list[Place]:
-        team = self._members.team
-        return [Place(one, host) for one, host in zip(team.worker_ids, team.hosts, strict=True)]
 
     def _hear(self, have: Collection[int], known: Collection[int] = ()) -> tuple[list[set[int]], bytes | None]:
         """Return what each member has, by rank, and what all have said if some have finished the round. Collective."""
@@ -165,9 +162,10 @@ class UpdateRound(_Round):
             if said is None:
                 self._check_states(having)
         if said is None:
-            self._deliver(having)
+            first = {index: self._sender(index, having) for index in self._todo}
+            self._deliver(having, first)
             point("shard.delivered")
-            said = self._say(having)
+            said = self._say(first)
         self._read(said)
         return Said(self._members, said)
 
@@ -204,21 +202,21 @@ class UpdateRound(_Round):
                 return rank
         raise self._lost(index, "the state" if index in self._shares.outlines else "the new value")
 
-    def _deliver(self, having: Sequence[set[int]]) -> None:
-        """Send new values to those that lack them."""
+    def _deliver(self, having: Sequence[set[int]], first: Mapping[int, int]) -> None:
+        """Send new values to those that lack them; ``first`` is the rank of who sends each parameter."""
         parcels = []
         for index in self._todo:
-            first = self._sender(index, having)
-            for source, targets in senders(first, [index in have for have in having], self._members.team.hosts):
+            has = [index in have for have in having]
+            for source, targets in senders(first[index], has, self._members.team.hosts):
                 parcels.append(Parcel(source, targets, self._parameters[index].detach()))
         self._open = set(self._todo) - self._new
         self._members.deliver(parcels)
         self._new.update(self._todo)
 
-    def _say(self, having: Sequence[set[int]]) -> bytes:
+    def _say(self, first: Mapping[int, int]) -> bytes:
         """Say that this member has all, and how the states that it answers for have changed. Collective."""
         rank = self._members.rank
-        own = [index for index in self._todo if self._sender(index, having) == rank]
+        own = [index for index in self._todo if first[index] == rank]
         mine = {"changes": self._shares.changes(own), "options": quick_digest(self._shares.options())}
         heard = [from_bytes(payload) for payload in self._members.gather(to_bytes(mine, self._name))]
         if len({one["options"] for one in heard}) > 1:
@@ -228,7 +226,7 @@ class UpdateRound(_Round):
                 "unisono.shard"
             )
         changes = {index: outline for one in heard for index, outline in one["changes"].items()}
-        return to_bytes({"changes": changes, "members": [tuple(one) for one in self._places()]})
+        return to_bytes({"changes": changes, "members": [tuple(one) for one in places(self._members.team)]})
 
     def _read(self, said: bytes) -> None:
         heard: dict[str, Any] = from_bytes(said)
@@ -284,8 +282,9 @@ class MovingRound(_Round):
         for index in self._shares.outlines:
             if not held[index] and any(part[0] == "tensor" for part in self._shares.outlines[index].values()):
                 raise self._lost(index, "the state")
-        staying = [one for one in self._places() if one.worker_id not in self._departing]
-        return owners(self._shares.sizes(), staying or self._places(), self._shares.copies, held)
+        everyone = places(self._members.team)
+        staying = [one for one in everyone if one.worker_id not in self._departing]
+        return owners(self._shares.sizes(), staying or everyone, self._shares.copies, held)
 
     def _move(self, having: Sequence[set[int]], wanted: Owners) -> None:
         ids, rank, sent = self._members.worker_ids, self._members.rank, [0] * len(having)

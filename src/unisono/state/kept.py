@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from unisono.state.packing import Packed, pack, unpack
+from unisono.state.packing import pack, unpack
 from unisono.state.tracked import Tracked
 
-__all__ = ["Kept", "load_kept"]
+__all__ = ["Kept"]
 
 
 class Kept:
@@ -19,25 +18,18 @@ class Kept:
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
-        packed = pack(tracked.seen(), "tracked")
-        self.packed = Packed(packed.skeleton, [tensor.clone() for tensor in packed.tensors], packed.paths)
+        self.packed = pack(tracked.seen(), "tracked").copied()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the tracked objects as they were, and after the block as they are now, bit by bit."""
         now = Kept(self._tracked)
-        load_kept(self._tracked, unpack(self.packed.skeleton, self.packed.tensors))
+        self._load()
         try:
             yield
         finally:
-            load_kept(self._tracked, unpack(now.packed.skeleton, now.packed.tensors))
+            now._load()
 
-
-def load_kept(tracked: Tracked, state: dict[str, Any]) -> None:
-    """Load what a `Kept` has copied, perhaps in another process of the same script.
-
-    Raises:
-        UsageError: this script tracks other objects.
-    """
-    with torch.no_grad():
-        tracked.load_seen(state)
+    def _load(self) -> None:
+        with torch.no_grad():
+            self._tracked.load_seen(unpack(self.packed.skeleton, self.packed.tensors))

@@ -11,7 +11,7 @@ import collections
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "digest_of_tensor",
     "digest_of_tensors",
     "from_bytes",
+    "grouped",
     "is_same_state",
     "pack",
     "pack_held",
@@ -34,6 +35,8 @@ __all__ = [
     "to_bytes",
     "unpack",
 ]
+
+T = TypeVar("T")
 
 TOGETHER_BYTES = 1 << 16
 """Tensors up to this size are concatenated before a digest is taken, because every digest costs some operations."""
@@ -50,6 +53,10 @@ class Packed(NamedTuple):
     """In the order of the skeleton; not copied, detached."""
     paths: list[str]
     """The path of each tensor in the state, for messages."""
+
+    def copied(self) -> Packed:
+        """Return the state with tensors of its own."""
+        return self._replace(tensors=[tensor.clone() for tensor in self.tensors])
 
 
 def pack(state: Any, name: str = "state") -> Packed:
@@ -81,6 +88,20 @@ def pack_held(state: Any, name: str = "state") -> Packed:
 def unpack(skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
     """Return the state that `pack` has split."""
     return _unpack(msgspec.msgpack.decode(skeleton), tensors)
+
+
+def grouped(items: Sequence[T], num_bytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Return items in the groups in which they travel, in their order: of at most ``most`` bytes, or of one item."""
+    groups: list[list[T]] = []
+    together = 0
+    for item in items:
+        size = num_bytes(item)
+        if not groups or together + size > most:
+            groups.append([])
+            together = 0
+        groups[-1].append(item)
+        together += size
+    return groups
 
 
 class _Parcel(msgspec.Struct, frozen=True):

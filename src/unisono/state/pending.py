@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,22 +59,29 @@ class Gradient:
         return slot
 
 
-class Pending:
-    """The gradients that are not applied yet, in the order of their steps. A part of the run's state.
+T = TypeVar("T")
+
+
+class Unapplied(Generic[T]):
+    """What is summed and not applied yet, in the order of its steps. A part of the run's state.
 
     Attributes:
-        loaded: those of the state that was loaded, until a training loop takes them.
-        current: returns those of the training loop under way.
+        loaded: that of the state that was loaded, until a training loop takes it.
+        current: returns that of the training loop under way.
     """
 
     def __init__(self) -> None:
-        self.loaded: Sequence[Gradient] = ()
-        self.current: Callable[[], Sequence[Gradient]] = tuple
+        self.loaded: Sequence[T] = ()
+        self.current: Callable[[], Sequence[T]] = tuple
 
-    def take(self) -> Sequence[Gradient]:
-        """Return the loaded ones, once."""
+    def take(self) -> Sequence[T]:
+        """Return what was loaded, once."""
         taken, self.loaded = self.loaded, ()
         return taken
+
+
+class Pending(Unapplied[Gradient]):
+    """The gradients that are not applied yet."""
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [{**vars(each), "digest": f"{each.digest:016x}"} for each in self.current() or self.loaded]

@@ -21,8 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from unisono import member as members
+from unisono.decisions.copies import copies, holders_after
+from unisono.decisions.groups import groups_of
+from unisono.decisions.ownership import Place
+from unisono.decisions.plan import plan as even_plan
 from unisono.errors import StepError, UsageError
-from unisono.state.packing import Packed, digest_of_state, from_bytes, pack, to_bytes, unpack
+from unisono.state.packing import Packed, digest_of_state, from_bytes, pack, pack_held, to_bytes, unpack
 
 __all__ = [
     "NAME",
@@ -33,6 +37,7 @@ __all__ = [
     "Shelf",
     "check_alike",
     "common",
+    "copied",
     "give",
     "own_id",
     "restore",
@@ -86,21 +91,29 @@ class Shelf:
     holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """By replica, the ids of the workers that hold its state; equal on all members."""
 
-    def pop(self, replica: int) -> ReplicaState:
-        """Take a state that this worker holds; whoever takes it may change its tensors."""
+    def take(self, replica: int, *, keeps: bool = False) -> ReplicaState:
+        """Take a state that this worker holds; whoever takes it may change its tensors.
+
+        Args:
+            keeps: take a copy, and leave the state here.
+        """
         state = self.held.pop(replica)
-        return _copied(state) if any(state is other for other in self.held.values()) else state
+        if keeps:
+            self.held[replica] = state
+        return copied(state) if any(state is other for other in self.held.values()) else state
 
 
 class Replicas:
     """The states of the replicas of a run, as far as this worker holds them. A part of the run's state.
 
     Attributes:
+        num_copies: how many workers are to hold each state.
         now: the states with which the next round begins.
         before: those of the round before, as long as another member may have to compute that round.
     """
 
     def __init__(self) -> None:
+        self.num_copies = 1
         self.now = Shelf()
         self.before = Shelf()
 
@@ -159,17 +172,45 @@ class Replicas:
         """Load what `outline`, or in a checkpoint `state_dict`, has returned."""
         self.before = Shelf()
         if "held" in state:
-            held: dict[int, ReplicaState] = dict(state["held"])
-            headers = {replica: Header.of(pack(each, "replica")) for replica, each in held.items()}
-            self.now = Shelf(held, headers, dict.fromkeys(held, (own_id(),)))
+            self.load_shares(state, dict.fromkeys(state["held"], (own_id(),)))
         else:
             headers = msgspec.msgpack.decode(state["headers"], type=dict[int, Header])
             self.now = Shelf({}, headers, {replica: tuple(ids) for replica, ids in state["holders"].items()})
 
+    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
+        """Load a `state_dict`, and keep the states of which it has the tensors."""
+        self.before = Shelf()
+        packed = {replica: pack_held(each, "replica") for replica, each in state["held"].items()}
+        self.now = Shelf(
+            {
+                replica: state["held"][replica]
+                for replica, each in packed.items()
+                if not any(tensor.is_meta for tensor in each.tensors)
+            },
+            {replica: Header.of(each) for replica, each in packed.items()},
+            dict(holders),
+        )
+
     def holders(self, path: str) -> tuple[str, ...]:
         """Return the ids of the workers that hold the tensor at a path of `state_dict`, e.g. ``['held'][2]...``."""
+        replica = self.unit(path)
+        return self.now.holders.get(replica, ()) if replica is not None else ()
+
+    def unit(self, path: str) -> int | None:
+        """Return the replica whose state has the tensor at a path of `state_dict`."""
         found = re.match(r"\['held'\]\[(\d+)\]", path)
-        return self.now.holders.get(int(found[1]), ()) if found is not None else ()
+        return int(found[1]) if found is not None else None
+
+    def plan(self, members: Sequence[Place]) -> dict[int, tuple[str, ...]]:
+        """Return by replica the ids of the workers that will probably compute it, and of those that hold a copy."""
+        number, hosts = len(self.now.headers), [one.host for one in members]
+        if not number:
+            return {}
+        grouping = groups_of(even_plan(len(members), number), hosts)
+        own = [grouping.replicas(rank) for rank in range(len(members))]
+        computed = {replica: [rank for rank, each in enumerate(own) if replica in each] for replica in range(number)}
+        holders = holders_after(computed, copies(computed, hosts, self.num_copies))
+        return {replica: tuple(members[rank].worker_id for rank in ranks) for replica, ranks in holders.items()}
 
 
 def own_id() -> str:
@@ -275,12 +316,12 @@ def _on(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return a copy of a state, whose tensors are copied too."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(copied(item) for item in value)
     return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 
-__all__ = ["check_separable", "is_plain"]
+__all__ = ["check_separable", "is_plain", "unhooked"]
 
 ROOM: Final = 4
 """Length of a small copy along each dimension, at most."""
@@ -75,6 +75,13 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
+def unhooked(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """Return a class's step() without torch's hooks around it."""
+    step: Any = kind.step
+    found: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return found
+
+
 def _strange(states: Mapping[Any, Any]) -> str:
     """Return what in the states cannot be shared out; "" if all can."""
     for key, state in states.items():
@@ -91,8 +98,7 @@ def _strange(states: Mapping[Any, Any]) -> str:
 def _trained(small: Optimizer, own: Collection[int]) -> Optimizer:
     """Make a few steps in which some parameters have gradients."""
     parameters = _parameters(small)
-    step: Any = type(small).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    step = unhooked(type(small))
     for number in range(NUM_STEPS):
         for index in own:
             parameters[index].grad = _gradient(parameters[index], number, index)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from unisono.decisions.ownership import Owners, Place, owners
 from unisono.errors import UsageError
-from unisono.state.separable import check_separable, is_plain
+from unisono.state.separable import check_separable, is_plain, unhooked
 
 __all__ = ["Outline", "ShardedOptimizer", "Shares", "shard"]
 
@@ -367,7 +367,7 @@ def shard(optimizer: O, *, copies: int = 2) -> O:
     base = type(optimizer)
     optimizer.__class__ = _sharded_class(base)  # type: ignore[assignment,arg-type]
     sharded = cast(ShardedOptimizer, optimizer)
-    sharded._shares = Shares(sharded, _unhooked(base), copies)
+    sharded._shares = Shares(sharded, unhooked(base), copies)  # `ShardedOptimizer.step` calls the hooks itself
     return optimizer
 
 
@@ -375,12 +375,6 @@ def shard(optimizer: O, *, copies: int = 2) -> O:
 def _sharded_class(base: type[Optimizer]) -> type[ShardedOptimizer]:
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (ShardedOptimizer, base), {**names, "_base": base})
-
-
-def _unhooked(base: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """Return a class's step() without the hooks, which `ShardedOptimizer.step` calls itself."""
-    step: Any = base.step
-    return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 def _new(base: type[Optimizer]) -> Optimizer:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.decisions.checks import balance_of_copies
+from unisono.decisions.ownership import Place
 from unisono.errors import StateLost, StepError, UsageError
 from unisono.state.buffers import Buffers
 from unisono.state.carried import Carried
@@ -50,6 +51,24 @@ class SpreadPart(OwnPart, Protocol):
 
     def holders(self, path: str) -> tuple[str, ...]:
         """Return the ids of the workers that hold the tensor at a path within ``state_dict``; () where all do."""
+
+
+@runtime_checkable
+class SharedPart(SpreadPart, Protocol):
+    """A part that is loaded from a checkpoint by those that are to hold it, as the states of `Sharded` optimizers."""
+
+    def unit(self, path: str) -> int | None:
+        """Return the number of what moves as a whole, for a path within ``state_dict``; None: all hold the tensor."""
+
+    def plan(self, members: Sequence[Place]) -> Mapping[int, tuple[str, ...]]:
+        """Return by such a number the ids of the workers that are to hold it when the next training loop begins.
+
+        Args:
+            members: in the order of their ranks.
+        """
+
+    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
+        """Load a ``state_dict`` in which meta tensors stand for what others hold."""
 
 
 @dataclass
@@ -174,6 +193,14 @@ class Tracked:
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that need a gradient."""
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all parameters."""
+        return sum(one.numel() * one.element_size() for one in {id(one): one for _, one in self.parameters()}.values())
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the sums of a step, which have float32 at least."""
+        return sum(one.numel() * max(4, one.element_size()) for _, one in self.trained())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by their names in modules and in optimizers; a parameter in both has two names."""
@@ -335,6 +362,22 @@ class Tracked:
                         found[number] = part.holders(path.removeprefix(start))
         return found
 
+    def apart_in(self, paths: Sequence[str]) -> list[int]:
+        """Return the numbers of the tensors of a whole state that `rounds.loading` loads where they are to be.
+
+        Args:
+            paths: as `pack` gives them.
+        """
+        found = [number for name in self.sharded for number, _ in states_in(paths, f"tracked['objects'][{name!r}]")]
+        for name, part in self.shared_parts.items():
+            found += [number for number, _ in units_in(paths, name, part)]
+        return found
+
+    @property
+    def shared_parts(self) -> dict[str, SharedPart]:
+        """The parts of the run's own state that are loaded by those that are to hold them, by name."""
+        return {name: part for name, part in self._own.items() if isinstance(part, SharedPart)}
+
     @property
     def is_spread(self) -> bool:
         """Whether no worker holds the whole state; the same on all members."""
@@ -373,7 +416,7 @@ class Tracked:
         for name, buffer in state["hidden"].items():
             hidden[name].copy_(buffer)
         self.calls.known = dict(state["calls"])
-        self._load_own(state)
+        self.load_own(state)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(needed)
         for name, part in state["objects"].items():
@@ -393,7 +436,8 @@ class Tracked:
                 "everything that changes"
             )
 
-    def _load_own(self, state: dict[str, Any]) -> None:
+    def load_own(self, state: dict[str, Any]) -> None:
+        """Load the parts of a state that are Unisono's own."""
         for name, own in state["own"].items():
             if name in self._own:
                 self._own[name].load_state_dict(own)
@@ -406,7 +450,7 @@ class Tracked:
         A script may compute the data of its second training with the model of the first. On a worker that joins in the
         second, that code finds the model as the run has it now. `load` follows when the script reaches the later phase.
         """
-        self._load_own(state)  # what happened in the phases that this script skips
+        self.load_own(state)  # what happened in the phases that this script skips
         for name, part in state["objects"].items():
             module = self._objects.get(name)
             if isinstance(module, nn.Module):
@@ -448,10 +492,6 @@ class Tracked:
     def own_state(self, names: Collection[str]) -> dict[str, Any]:
         """Return these parts of the state that are Unisono's own."""
         return {"own": {name: self._own[name].state_dict() for name in names}}
-
-    def load_own(self, state: dict[str, Any]) -> None:
-        """Load what `own_state` has returned."""
-        self._load_own(state)
 
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
@@ -533,3 +573,11 @@ def _is_cumulative(module: nn.Module) -> bool:
     """Return whether a module has running statistics that are means over all batches so far."""
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return is_batch_norm and module.training and module.momentum is None and module.running_mean is not None
+
+
+def units_in(paths: Sequence[str], name: str, part: SharedPart) -> Iterator[tuple[int, int]]:
+    """Yield the tensors of a part that not all members hold: (number of the path, what moves as a whole)."""
+    start = f"tracked['own'][{name!r}]"
+    for number, path in enumerate(paths):
+        if path.startswith(start) and (unit := part.unit(path.removeprefix(start))) is not None:
+            yield number, unit

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.faults import ENVIRONMENT, POINTS, Fault, encode
+from unisono.faults import ENVIRONMENT, POINTS, VALUES, Fault, encode
 from unisono.journal import JOURNAL, read
 from unisono.journal.times import by_step
 from unisono.lifetime import PARENT
 
-__all__ = ["POINTS", "Faults", "Outcome", "run_workers"]
+__all__ = ["POINTS", "VALUES", "Faults", "Outcome", "flip_bit", "run_workers"]
 
 STOP_S: Final = 10.0
 
@@ -70,6 +70,33 @@ class Faults:
     def fail(self, worker: str, *, at: str, step: int = -1, microbatch: int = -1, skip: int = 0) -> Faults:
         """An exception, as if the script had raised it there."""
         return self._and(Fault(action="fail", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip))
+
+    def corrupt(
+        self, worker: str, value: str, *, step: int = -1, microbatch: int = -1, bit: int = 12, lasting: bool = False
+    ) -> Faults:
+        """The worker computes or stores a wrong value: one bit of it is another (``unisono run --audit`` finds it).
+
+        Args:
+            value: one of `VALUES`.
+            bit: of the first number; of a float32, 0 is the least one of its fraction and 31 its sign.
+            lasting: not once, but from then on each time.
+        """
+        if value not in VALUES:
+            raise ValueError(f"there is no value {value!r} to corrupt; there are {', '.join(VALUES)}")
+        return Faults(
+            (
+                *self.faults,
+                Fault(
+                    action="corrupt",
+                    worker=worker,
+                    at=value,
+                    step=step,
+                    microbatch=microbatch,
+                    bit=bit,
+                    is_lasting=lasting,
+                ),
+            )
+        )
 
     def environment(self) -> dict[str, str]:
         """What arms the workers of a command that inherits it."""
@@ -113,6 +140,20 @@ class Outcome:
     def generations(self) -> list[int]:
         """The generation in which each step was committed."""
         return [line["generation"] for line in self.lines if line["kind"] == "step"]
+
+
+def flip_bit(file: str | os.PathLike[str], bit: int = 0) -> None:
+    """Change one bit in the middle of a file, as a disk that rots does.
+
+    Args:
+        bit: 0 to 7, of the byte in the middle.
+    """
+    with Path(file).open("r+b") as opened:
+        middle = opened.seek(0, os.SEEK_END) // 2
+        opened.seek(middle)
+        (byte,) = opened.read(1)
+        opened.seek(middle)
+        opened.write(bytes([byte ^ 1 << bit]))
 
 
 def run_workers(

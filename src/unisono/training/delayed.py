@@ -3,13 +3,14 @@
 While it is under way the next steps are computed, so a slow link, or a worker that stalls now and then, costs nothing
 as long as it takes less than D steps; and no bit depends on when anything arrives. The method is stale synchronous
 parallel training with a staleness that is fixed (Ho et al., NIPS 2013; Zheng et al., "DC-ASGD", ICML 2017, look at what
-it costs; "ACCO", 2024, hides communication in the same way). `unisono.rounds.delayed` is how it is done.
+it costs; "ACCO", 2024, hides communication in the same way). `unisono.rounds.pipeline` is how it is done.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
-from unisono.rounds.delayed import Arrived, Pipeline
-from unisono.rounds.gradient import StepContext
+from unisono.rounds.arrived import Arrived
+from unisono.rounds.gradient import GradientRound, StepContext
+from unisono.rounds.pipeline import Pipeline
+from unisono.state.prediction import Prediction
 from unisono.state.sharded import Sharded
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
-from unisono.telemetry import StepTelemetry
+from unisono.training.laterresult import LaterResult
 from unisono.training.step import State, Step
 from unisono.training.upcoming import Upcoming
 
@@ -38,8 +41,8 @@ MOST_DELAY = 64
 """Each step under way costs memory for a gradient and for the parameters."""
 
 
-def check_delay(delay: int, tracked: Tracked) -> None:
-    """Check that a training can have a delay.
+def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
+    """Check that a training can have a delay, and predict parameters; warn where predictions are no better than noise.
 
     Raises:
         UsageError: it cannot; says why.
@@ -47,8 +50,19 @@ def check_delay(delay: int, tracked: Tracked) -> None:
     if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay <= MOST_DELAY:
         raise UsageError(f"delay is a number of steps, from 0 (none) to {MOST_DELAY}; got {delay!r}")
     if not delay:
+        if predict:
+            raise UsageError(
+                "predict=True computes with the parameters that are expected when a gradient is applied, which are "
+                "those in force where no gradient is under way. Give a delay, or leave it out"
+            )
         return
     for name, value in tracked.objects.items():
+        if predict and isinstance(value, torch.optim.SGD) and not any(one["momentum"] for one in value.param_groups):
+            warnings.warn(
+                f"{name!r} is an SGD without momentum, whose newest update is one gradient with all its noise: "
+                "predict=True goes by it, and makes such a training worse. Give it momentum, or leave predict=True out",
+                stacklevel=3,
+            )
         if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
             raise UsageError(
                 f"{name!r} is a GradScaler, and run.steps(delay={delay}) applies a gradient {delay} steps after it was "
@@ -75,17 +89,21 @@ def check_delay(delay: int, tracked: Tracked) -> None:
 class Delayed:
     """The strategy of ``run.steps(delay=D)``, D > 0."""
 
-    overlaps = True
-
-    def __init__(self, delay: int, num_steps: int) -> None:
+    def __init__(self, delay: int, num_steps: int, prediction: Prediction | None = None) -> None:
         self.num_more = delay if num_steps else 0
         self._delay = delay
         self._num_steps = num_steps
+        self._prediction = prediction
         self._pipeline: Pipeline | None = None
 
     @property
+    def overlaps(self) -> bool:
+        return self._prediction is None  # which changes the parameters before the next update does
+
+    @property
     def recipe(self) -> Recipe:
-        return {"delay": self._delay}
+        predicted: Recipe = {"predict": True} if self._prediction is not None else {}
+        return {"delay": self._delay, **predicted}
 
     def layout(self, folder: GradientFolder) -> FlatLayout:
         return folder.layout
@@ -101,7 +119,7 @@ class Delayed:
 
     def open(self, context: StepContext, first: int) -> None:
         self._context = context
-        self._pipeline = Pipeline(context, self._delay, self._num_steps, first)
+        self._pipeline = Pipeline(context, self._delay, self._num_steps, first, self._prediction)
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
         assert self._pipeline is not None
@@ -123,7 +141,7 @@ class Delayed:
             self._pipeline.leave()
 
 
-class DelayedStep(Step):
+class DelayedStep(LaterResult[GradientRound], Step):
     """One iteration: the micro-batches of one step, and the gradient of an earlier one."""
 
     def __init__(
@@ -141,9 +159,6 @@ class DelayedStep(Step):
         self._iteration = number
         self._num_steps = num_steps
         self._arrived: Arrived | None = None
-        self._news = ""
-        self._num_computed = 0
-        self._begun = False
         if number >= num_steps:
             self._position = context.cursor.position(num_steps - 1)
 
@@ -222,7 +237,7 @@ class DelayedStep(Step):
             self._totals = {**sums.zeros(), **arrived.totals}
             sums.note(before, self._totals, phase)
             self._unused.finish_step(self._iteration)
-        self.state = State.COMPLETE
+        self._complete(self._context.inspector)
 
     def add(self, **values: Any) -> None:
         if self._pipeline.microbatch is None:
@@ -235,28 +250,12 @@ class DelayedStep(Step):
     # -- for the outer loop --------------------------------------------------------------------------
 
     @property
-    def has_begun(self) -> bool:
-        return self._begun
-
-    @property
-    def has_no_microbatch(self) -> bool:
-        return self.is_complete and self._num_computed == 0
-
-    @property
     def has_result(self) -> bool:
         return self._arrived is not None
 
     @property
-    def telemetry(self) -> Mapping[str, StepTelemetry]:
-        return self._arrived.telemetry if self._arrived is not None else {}
-
-    @property
-    def news(self) -> str:
-        return self._news
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._arrived.sent_bytes if self._arrived is not None else 0
+    def _came(self) -> Arrived | None:
+        return self._arrived
 
     def result(self) -> StepResult:
         arrived = self._arrived

@@ -35,13 +35,14 @@ from unisono.messages import EvaluationWanted
 from unisono.microbatch.data import Fetcher, MapDataset
 from unisono.microbatch.loaders import source_of
 from unisono.microbatch.randomness import seed_at
+from unisono.rounds.auditing import Audits
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.handover import Handover
-from unisono.rounds.life import CHECKPOINT, Rounds
+from unisono.rounds.life import CHECKPOINT, GIVEN_UP, Rounds
 from unisono.rounds.talking import TalkRound
 from unisono.secret import key_for
 from unisono.state.kept import Kept
-from unisono.state.packing import from_bytes, pack, to_bytes, unpack
+from unisono.state.packing import from_bytes, pack, to_bytes
 from unisono.state.tracked import Tracked
 from unisono.training.talking import Place, Talk
 
@@ -57,6 +58,7 @@ MOST_UNDER_WAY: Final = 4
 
 
 BESIDE: Final = "run.evaluate(wait=False)"
+NOBODY: Final = "the evaluations that no evaluator does"
 UNKNOWN: Final = -1
 
 
@@ -173,7 +175,9 @@ class Evaluation:
 
     @property
     def step(self) -> int:
-        """Steps of the run that were done at the call, whose models are evaluated."""
+        """Number of the step of the run (`Step.place`, from 0) in which the call stands; after a training loop, of the
+        step that would come next.
+        """
         return self._step
 
     @property
@@ -237,6 +241,7 @@ class Evaluations:
         record: writes a line of the journal: (steps done at the call, totals).
         lines: returns the number of lines of the journal.
         apart: returns a context for work that is no part of the script's update.
+        audits: go on without workers whose state is not that of most; None: that is an error.
     """
 
     def __init__(
@@ -251,9 +256,11 @@ class Evaluations:
         record: Callable[[int, Totals], None],
         lines: Callable[[], int],
         apart: Callable[[], AbstractContextManager[None]],
+        audits: Audits | None = None,
     ) -> None:
         self._tracked = tracked
         self._talk = talk
+        self._audits = audits
         self._seed = seed
         self._device = device
         self._deterministic = deterministic
@@ -314,6 +321,7 @@ class Evaluations:
                 rehearses=self._deterministic,
                 number=number,
                 at=at,
+                audits=self._audits,
             )
 
         return Request(samples=source.order.num_samples, batch_size=source.batch_size, compute=compute)
@@ -371,6 +379,16 @@ class Evaluations:
         """Wait for all evaluations that are under way, so that the state of the run has their totals. Collective."""
         self._settle(rounds, self._register.unsettled, CHECKPOINT)
 
+    def settle_given_up(self, rounds: Rounds) -> None:
+        """Compute the evaluations that no evaluator does any more, as far as a member has heard of it. Collective."""
+        with self._apart():
+            self._settle(rounds, self._given_up(rounds, GIVEN_UP))
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether this member has heard of an evaluation that no evaluator does it any more. Local."""
+        return bool(self._heard_given_up())
+
     def end(self, rounds: Rounds) -> None:
         """Wait for all evaluations at the end of the run, and write their lines of the journal. Collective."""
         self.settle(rounds)
@@ -399,7 +417,7 @@ class Evaluations:
         rounds = place.rounds
         with self._apart():
             if unsettled := self._register.unsettled:
-                given_up = self._given_up(rounds, [one for one in unsettled if self._outcome(one) == b""])
+                given_up = self._given_up(rounds)
                 oldest = unsettled[: max(0, len(unsettled) - MOST_UNDER_WAY + 1)]
                 self._settle(rounds, [one for one in unsettled if one in given_up or one in oldest])
             entry = self._register.add(num_steps, stays=place.step is None)
@@ -421,12 +439,17 @@ class Evaluations:
         self._num += 1
         return entry.number
 
-    def _given_up(self, rounds: Rounds, own: list[int]) -> set[int]:
+    def _heard_given_up(self) -> list[int]:
+        """Return the evaluations of which this member has heard that no evaluator does them. Local."""
+        return [one for one in self._register.unsettled if self._outcome(one) == b""]
+
+    def _given_up(self, rounds: Rounds, kind: str = "talk") -> list[int]:
         """Return the evaluations of which a member has heard that no evaluator does them. Collective."""
-        round_ = TalkRound(rounds, BESIDE, lambda: msgspec.msgpack.encode(own))
+        round_ = TalkRound(rounds, NOBODY, lambda: msgspec.msgpack.encode(self._heard_given_up()))
+        round_.kind = kind
         for _ in rounds.play(round_):
             pass
-        return {number for value in round_.values for number in msgspec.msgpack.decode(value, type=list[int])}
+        return sorted({one for value in round_.values for one in msgspec.msgpack.decode(value, type=list[int])})
 
     def _is_taken(self, rounds: Rounds, wanted: EvaluationWanted, request: Request) -> bool:
         """Ask for an evaluator, and get ready for what it needs. Collective."""
@@ -463,7 +486,7 @@ class Evaluations:
             return False
         kept = Kept(self._tracked)
         if handover is not None:
-            handover.give(kept.packed, pack(clone_of(self._tracked.own_state(TOLD)), "state"))
+            handover.give(kept.packed, pack(self._tracked.own_state(TOLD)).copied())
         self._under_way[wanted.number] = _UnderWay(request, kept, handover)
         return True
 
@@ -545,12 +568,6 @@ class Evaluations:
         if not entry.stays:
             del self._register.entries[entry.number]
         self._record(entry.step, from_bytes(entry.totals))
-
-
-def clone_of(state: Any) -> Any:
-    """Return a copy of a state, with tensors of its own."""
-    packed = pack(state)
-    return unpack(packed.skeleton, [tensor.clone() for tensor in packed.tensors])
 
 
 class Evaluating(ABC):

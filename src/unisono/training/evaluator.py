@@ -44,7 +44,10 @@ MOST_BYTES = 1 << 20
 class VisitedStep(Step):
     """A step of the run, as an evaluator sees it: it is over, and has no batch."""
 
-    def __init__(self, cursor: Cursor, order: EvaluationWanted, num_steps: int, process: Process) -> None:
+    def __init__(
+        self, cursor: Cursor, order: EvaluationWanted, num_steps: int, process: Process, *, has_gradient: bool = True
+    ) -> None:
+        self._has_gradient = has_gradient
         self._cursor = cursor
         self._num_steps = num_steps  # whoever has a delay makes some more, after the last global batch
         self._position = cursor.position(order.number_in_loop)
@@ -96,8 +99,13 @@ class VisitedStep(Step):
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has its gradient."""
+        """Whether its inner loop is over."""
         return True
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the members have applied a gradient; False in the first D steps of ``run.steps(delay=D)``."""
+        return self._has_gradient
 
     def __iter__(self) -> Iterator[Any]:
         """Yield nothing: the members have trained on the global batch."""
@@ -137,7 +145,8 @@ def visited(loop: TrainingLoop, order: EvaluationWanted, process: Process) -> Vi
     """Return what the script gets in the iteration of an order."""
     steps = loop.round_of(order.number_in_loop)
     if steps is None:
-        return VisitedStep(loop.cursor, order, loop.num_steps, process)
+        has_gradient = loop.applies_in(order.number_in_loop)
+        return VisitedStep(loop.cursor, order, loop.num_steps, process, has_gradient=has_gradient)
     return VisitedRound(loop.cursor, order, loop.num_steps, process, steps)
 
 

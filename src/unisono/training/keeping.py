@@ -23,7 +23,7 @@ from unisono.decisions.cursor import Recipe
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.process import Process, tell
-from unisono.rounds.life import Rounds
+from unisono.rounds.life import GIVEN_UP, Rounds
 from unisono.rounds.team import Team
 from unisono.rounds.together import together
 from unisono.rundir import CHECKPOINTS, RunDirectory
@@ -50,8 +50,15 @@ class Awaited(Protocol):
     def is_under_way(self) -> bool:
         """Whether this member lacks something. Not equal on all members."""
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether this member has heard that nobody computes any more what it lacks. Not equal on all members."""
+
     def settle(self, rounds: Rounds) -> None:
         """Wait until nothing is under way. Collective."""
+
+    def settle_given_up(self, rounds: Rounds) -> None:
+        """Compute what nobody computes any more, as far as a member has heard of it. Collective."""
 
 
 class Keeper:
@@ -117,6 +124,8 @@ class Keeper:
         self._writes = False
         """This member writes for all members, by the newest reports."""
         self._awaited: Awaited | None = None
+        self._lacks = False
+        """A member waits for something that nobody computes any more, by the newest reports."""
         self._misses = False
         """This member has warned that no member sees the directory any more."""
 
@@ -239,7 +248,8 @@ class Keeper:
     def report(self) -> CheckpointReport:
         """Return the report that goes with the next combine; waits until the update may change the state."""
         self._directory.look_again()
-        report = self._saver.report()._replace(lines=self.journal.num_written)
+        lacks = self._awaited is not None and self._awaited.is_given_up
+        report = self._saver.report()._replace(lines=self.journal.num_written, lacks=lacks)
         if self._awaited is not None and self._awaited.is_under_way and report.status is Status.IDLE:
             return report._replace(status=Status.BUSY)  # no snapshot is taken before all members are idle
         return report
@@ -249,6 +259,7 @@ class Keeper:
         self._saver.on_reports(reports, generation, worker_ids)
         if self._awaited is not None:
             self._awaited.has_begun = False
+        self._lacks = any(report.lacks for report in reports)
         self.journal.note_written(max(report.lines for report in reports))
         wrote, self._writes = self._writes, self._saver.choose_publisher(worker_ids) == self._worker_id
         if wrote and not self._saver.reaching and not self._directory.is_left_to_others:
@@ -285,6 +296,13 @@ class Keeper:
             )
 
     # -- between two steps ---------------------------------------------------------------------------
+
+    def settle_given_up(self, rounds: Rounds) -> None:
+        """Have computed what checkpoints and newcomers wait for, where nobody computes it any more. Collective."""
+        follows = rounds.follows(GIVEN_UP)
+        if self._awaited is not None and (self._lacks if follows is None else follows):
+            self._lacks = False
+            self._awaited.settle_given_up(rounds)
 
     def acts(self, rounds: Rounds, *, may_save: bool = True) -> bool:
         """Return whether the next `boundary` does something; the same on all members. Local."""

@@ -10,7 +10,6 @@ Distributed low-communication training of language models", 2023.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import warnings
@@ -24,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.decisions.checks import Rehearsal
 from unisono.decisions.cursor import Recipe, seed_of
-from unisono.decisions.plan import Plan
+from unisono.decisions.groups import groups_of
+from unisono.decisions.plan import Plan, plan
 from unisono.errors import StepError, UsageError
 from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
@@ -37,10 +37,13 @@ from unisono.process import Process
 from unisono.rounds.agreement import Agreement
 from unisono.rounds.changes import ERROR, Changes, Coded, Plain
 from unisono.rounds.gradient import StepContext
+from unisono.rounds.grouping import Groups
+from unisono.rounds.inspecting import InReplica
+from unisono.rounds.leaving import LeavingRound
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
 from unisono.rounds.replicas import Ended, ReplicaRound, Trained
-from unisono.rounds.team import LOST, AloneTeam, Samples, Team
+from unisono.rounds.team import Team
 from unisono.state.packing import pack, to_bytes
 from unisono.state.replicas import Header, Replicas, ReplicaState, common, give, restore, take
 from unisono.state.sums import Sums, as_sum
@@ -101,6 +104,7 @@ class LocalSteps:
         self._keeps = inner_state == "kept"
         self._delta = delta
         self._num_copies = copies if self._keeps or delta == "int8" else 0
+        replicas.num_copies = max(1, self._num_copies)
         self._reduction = reduction
         self._rehearses = rehearses
         self._tracked = tracked.apart(self._outer_name)
@@ -109,6 +113,7 @@ class LocalSteps:
             name: value for name, value in self._tracked.objects.items() if not isinstance(value, nn.Module)
         }
         self._start: list[Tensor] = []
+        self._steps = range(0)
         self._is_applying = False
         self._folder: GradientFolder | None = None
         self._handles: list[RemovableHandle] = []
@@ -184,20 +189,38 @@ class LocalSteps:
         self._context = context
         context.agreement.unit = "the first micro-batch of replica"
         team = context.rounds.team
-        if team.size > self.num_replicas and team.rank == 0:
-            warnings.warn(
-                f"{team.size} workers share {self.num_replicas} replicas: {team.size - self.num_replicas} of them have "
-                "nothing to compute, and only keep copies of states; use more replicas or fewer workers",
-                stacklevel=2,
-            )
+        if team.rank == 0:
+            self._warn_of(team)
         if self._outer is not None:
             self._handles.append(self._outer.register_step_pre_hook(lambda *_: self._check_outer()))
-        self._team = _InnerTeam(team, self._device)
-        self._inner_rounds = Rounds(self._team, self._tracked, balance=False)
+        self._groups = Groups(team, self._device, f"phase-{context.phase}")
+        self._team = self._groups.team
+        self._folder_of = self._team.exchange
+        balances = context.rounds.members.balancing.is_enabled
+        self._inner_rounds = Rounds(self._team, self._tracked, balance=balances)
         self._structure = Structure(self._tracked)
         ids = context.rounds.members.worker_ids
         has_state = self._num_copies > 0
         self._replicas.begin(self._optimizers, self.num_replicas, ids, keep=has_state)
+        if has_state:
+            context.rounds.before_departure = self._hand_over
+
+    def _hand_over(self) -> None:
+        """Give the states of members that leave to those that stay. Collective."""
+        rounds = self._context.rounds
+        for _ in rounds.play(LeavingRound(rounds.members, self._replicas, self._num_copies)):
+            pass
+
+    def _warn_of(self, team: Team) -> None:
+        """Say where workers exchange more than they would with other replicas."""
+        num_replicas, num_hosts = self.num_replicas, len(set(team.hosts))
+        if num_hosts > num_replicas > 1:
+            warnings.warn(
+                f"{num_hosts} hosts share {num_replicas} replicas: workers of several hosts compute a replica "
+                f"together, and exchange gradients in each of its steps; with replicas={num_hosts} they would do so "
+                "once in a round",
+                stacklevel=3,
+            )
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> LocalRound:
         unused.leave_out(self._outer_name)
@@ -210,43 +233,79 @@ class LocalSteps:
         pass
 
     def close(self) -> None:
+        self._context.rounds.before_departure = None
         for handle in self._handles:
             handle.remove()
         if self._folder is not None:
             self._folder.close()
             self._folder = None
+        self._groups.close()
         self._start = []
 
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
         """Yield the micro-batches that this worker will probably compute next, by `Replication.place`."""
         replication, members = self._replication, upcoming.members
+        replicas, share = self._predicted(members)
         if self._place >= 0:
+            inner = self._inner_rounds.members
+            share = (inner.rank, inner.size)
             step, replica = replication.at(self._place)
             round_ = step // replication.inner_steps
-            yield from self._requests(range(step, self.steps_of(round_).stop), replica)
-            for other in self._predicted(members):
+            yield from self._requests(range(step, self.steps_of(round_).stop), replica, share)
+            for other in replicas:
                 if other > replica:
-                    yield from self._requests(self.steps_of(round_), other)
+                    yield from self._requests(self.steps_of(round_), other, share)
             first = round_ + 1
         else:
             first = self._now.number if self._now is not None else 0
         for number in range(first, replication.num_rounds(self._num_steps)):
-            for replica in self._predicted(members):
-                yield from self._requests(self.steps_of(number), replica)
+            for replica in replicas:
+                yield from self._requests(self.steps_of(number), replica, share)
 
-    def _predicted(self, members: Members) -> Sequence[int]:
+    def _predicted(self, members: Members) -> tuple[Sequence[int], tuple[int, int]]:
+        """Return the replicas that this worker will probably compute in a round, and its (rank, size) in its group."""
+        rank = members.rank
+        if members.size > self.num_replicas:
+            grouping = groups_of(plan(members.size, self.num_replicas), members.team.hosts)
+            group = grouping.group_of(rank) or (rank,)
+            return grouping.replicas(rank), (group.index(rank), len(group))
         ranges = members.predicted(self.num_replicas).ranges
-        return ranges[members.rank] if members.rank < len(ranges) else ()
+        return (ranges[rank] if rank < len(ranges) else ()), (0, 1)
 
-    def _requests(self, steps: range, replica: int) -> Iterator[Request]:
+    def _requests(self, steps: range, replica: int, share: tuple[int, int]) -> Iterator[Request]:
+        rank, size = share
         for step in steps:
-            for leaf in range(self._samples.part(replica).position(step).num_leaves):
+            num_leaves = self._samples.part(replica).position(step).num_leaves
+            planned = plan(size, num_leaves)
+            if self._place >= 0 and self._inner_rounds.members.size == size:
+                planned = self._inner_rounds.members.predicted(num_leaves)
+            for leaf in planned.ranges[rank]:
                 yield self._replication.place(step, replica), 0, leaf
 
     # -- a round -------------------------------------------------------------------------------------
 
     def begin_round(self, now: LocalRound) -> ReplicaRound:
         """Remember the boundary from which all replicas of the round begin. Local."""
+        folder = self._remember(now.steps)
+        return ReplicaRound(
+            self._context,
+            now.number,
+            self._replicas,
+            self.num_replicas,
+            self,
+            self._changes,
+            folder,
+            self._start,
+            copies=self._num_copies,
+            groups=self._groups,
+        )
+
+    def _remember(self, steps: range) -> GradientFolder:
+        """Remember the boundary; returns the folder of the parameters that are trained now. Local.
+
+        Args:
+            steps: of each replica in the round that begins.
+        """
         context = self._context
         self._outer_folder = folder = context.folder()
         if any(optimizer.state for optimizer in self._optimizers.values()):
@@ -268,30 +327,31 @@ class LocalSteps:
         self._averaged = self._averages()
         self._common = common(self._objects)
         self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
-        self._place = -1
+        self._place, self._steps = -1, steps
         self._changes = Plain(folder) if self._delta == "fp32" else Coded(folder)
-        return ReplicaRound(
-            context,
-            now.number,
-            self._replicas,
-            self.num_replicas,
-            self,
-            self._changes,
-            folder,
-            self._start,
-            copies=self._num_copies,
-        )
+        return folder
 
     def apply(self, done: ReplicaRound) -> None:
         """Make the new global model of the mean over the replicas. The same on all members."""
-        context, folder = self._context, self._outer_folder
         restore(self._objects, done.ended[0].common)
+        members = self._context.rounds.members
+        slot = members.slots.results[-1]  # it may have moved since the commit
+        self._update(done.number, self._changes.means(slot), slot.buffers)
+        members.release_results()
+
+    def _update(self, number: int, means: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Apply a mean change.
+
+        Args:
+            number: of the round within the run.
+            means: by parameter.
+            buffers: the changes of the buffers.
+        """
+        context, folder = self._context, self._outer_folder
         self._structure.restore_modes()
-        slot = context.rounds.members.slots.results[-1]  # it may have moved since the commit
-        means = self._changes.means(slot)
-        folder.buffers.apply(slot.buffers)
-        seed_at(context.seed, "update", done.number)
-        self._context.clock.switch("update")
+        folder.buffers.apply(buffers)
+        seed_at(context.seed, "update", number)
+        context.clock.switch("update")
         owned = _parameters(self._outer)
         with torch.no_grad():
             for (_, parameter), mean in zip(folder.trained, means, strict=True):
@@ -307,30 +367,29 @@ class LocalSteps:
                 self._is_applying = False
         for _, parameter in folder.trained:
             parameter.grad = None
-        context.rounds.members.release_results()
 
-    def train(self, replica: int, *, compares: bool) -> Generator[InnerStep, None, Trained]:
+    def train(self, replica: int, *, compares: bool, keeps: bool) -> Generator[InnerStep, None, Trained]:
         """Train one replica from the round's boundary."""
-        now = self._now
-        assert now is not None
+        self._meet_group()
         context = self._inner_context(replica, compares=compares)
-        given = self._replicas.now.pop(replica) if self._num_copies else {}
-        self._go_to_boundary(given if self._keeps else {})
+        given = self._given(replica, keeps=keeps)
+        start = self._go_to_boundary(given)
         weight = weighted_loss = 0.0
         totals: dict[str, Tensor] = {}
-        for number in now.steps:
+        for number in self._steps:
             step = yield from self._step(context, number, replica)
+            if self._team.lost is not None:  # this worker has completed the step without its group
+                lost = self._team.lost
+                point("local.ungrouped", replica)
+                self._forget()
+                raise lost
             gradient = step.round
             share = gradient.weight / self.scale
             weight += share
             weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
             for name, value in step.totals.items():
                 totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
-        state = take(self._optimizers)
-        if not self._keeps:
-            state = {}
-        if self._delta == "int8":
-            state[ERROR] = {0: self._error(given)}
+        state = self._state_after(given, start)
         self._check_end(replica)
         found = common(self._objects)
         self._structure.restore_modes()
@@ -340,19 +399,24 @@ class LocalSteps:
             parameter.grad = None
         self._inner_rounds.members.release_results()
         first = context.agreement.own if isinstance(context.agreement, _FirstMicrobatch) else None
-        return Trained(weighted_loss, state, ended, first)
+        return Trained(weighted_loss, state, ended, start, first)
 
     def rehearse(self, replica: int) -> Generator[InnerStep, None, Fingerprint | None]:
         """Compute the first step of a replica of another member, and forget it."""
-        now = self._now
-        assert now is not None
-        context = self._inner_context(replica, compares=True)
-        if not context.fetcher.comes(now.steps.start, 0):
+        self._meet_group()
+        context = self._inner_context(replica, compares=True, aside=True)
+        if not context.fetcher.comes(self._steps.start, 0):
             return None
         self._go_to_boundary({})
-        yield from self._step(context, now.steps.start, replica)
-        take(self._optimizers)
+        yield from self._step(context, self._steps.start, replica)
         self._check_end(replica)
+        self._forget()
+        assert isinstance(context.agreement, _FirstMicrobatch)
+        return context.agreement.own
+
+    def _forget(self) -> None:
+        """Put everything back to the round's boundary, and drop what a replica has learned since."""
+        take(self._optimizers)
         restore(self._objects, self._common.content)
         self._structure.restore_modes()
         with torch.no_grad():
@@ -361,14 +425,50 @@ class LocalSteps:
                 parameter.grad = None
         self._outer_folder.buffers.restore()
         self._inner_rounds.members.release_results()
-        assert isinstance(context.agreement, _FirstMicrobatch)
-        return context.agreement.own
 
-    def _go_to_boundary(self, state: ReplicaState) -> None:
-        """Begin a replica: what all replicas have alike is that of the boundary. Parameters and buffers are already."""
+    def _meet_group(self) -> None:
+        """Begin anew with the sums of steps where this worker has come into another group, as all of that do."""
+        if self._folder_of is self._team.exchange:
+            return
+        self._folder_of = self._team.exchange
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+        slots = self._inner_rounds.slots
+        slots.layout, slots.nodes, slots.results = None, {}, []
+
+    def _given(self, replica: int, *, keeps: bool) -> ReplicaState:
+        """Return the state with which a replica begins; the caller may change its tensors.
+
+        Args:
+            keeps: leave the state here, too.
+        """
+        return self._replicas.now.take(replica, keeps=keeps) if self._num_copies else {}
+
+    def _go_to_boundary(self, state: ReplicaState) -> list[Tensor]:
+        """Begin a replica: what all replicas have alike is that of the boundary. Parameters and buffers are already.
+
+        Returns:
+            The parameters from which it begins.
+        """
         restore(self._objects, self._common.content)
         self._structure.restore_modes()
-        give(self._optimizers, state)
+        give(self._optimizers, state if self._keeps else {})
+        return self._start
+
+    def _state_after(self, given: ReplicaState, start: Sequence[Tensor]) -> ReplicaState:
+        """Take the state of a replica whose steps are done.
+
+        Args:
+            given: with which it has begun.
+            start: the parameters from which it has begun.
+        """
+        state = take(self._optimizers)
+        if not self._keeps:
+            state = {}
+        if self._delta == "int8":
+            state[ERROR] = {0: self._error(given)}
+        return state
 
     def _step(self, context: StepContext, number: int, replica: int) -> Generator[InnerStep, None, InnerStep]:
         """Yield one step of a replica to the script."""
@@ -394,7 +494,7 @@ class LocalSteps:
 
     def layout(self, folder: GradientFolder) -> FlatLayout:
         """Return the layout of what the members sum."""
-        return folder.layout if self._delta == "fp32" else Coded.layout_of(folder)
+        return Plain.layout_of(folder) if self._delta == "fp32" else Coded.layout_of(folder)
 
     def _check_trained(self, replica: int) -> None:
         """Raise StepError if the script has frozen or unfrozen a parameter within a round."""
@@ -425,13 +525,17 @@ class LocalSteps:
 
     # -- what the steps of a replica need ------------------------------------------------------------
 
-    def _inner_context(self, replica: int, *, compares: bool) -> StepContext:
+    def _inner_context(self, replica: int, *, compares: bool, aside: bool = False) -> StepContext:
         """Return the context of a replica's steps: a run with this process as its only member.
 
         Args:
             compares: take the fingerprint of the first micro-batch of the first step.
+            aside: the replica is another member's.
         """
-        context = self._context
+        context, now = self._context, self._now
+        inspector = context.inspector
+        if inspector is not None and now is not None:
+            inspector = InReplica(inspector, step=now.place, first=now.steps.start, replica=replica, aside=aside)
         self._tracked.sums = Sums()
         kind = _FirstMicrobatch if compares else Agreement
         agreement = kind(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
@@ -446,6 +550,7 @@ class LocalSteps:
             note_plan=lambda number, *_: self._note(number, replica),
             agreement=agreement,
             tracked=self._tracked,
+            inspector=inspector,
         )
 
     def _note(self, number: int, replica: int) -> None:
@@ -522,29 +627,6 @@ class _FirstMicrobatch(Agreement):
 
     def check(self, telemetry: Sequence[StepTelemetry]) -> None:
         pass
-
-
-class _InnerTeam(AloneTeam):
-    """The team of a replica's steps, which has this worker only; the others hear of its progress.
-
-    Attributes:
-        round: the number of the round, within the loop.
-    """
-
-    round = 0
-
-    def __init__(self, whole: Team, device: torch.device) -> None:
-        super().__init__(device)
-        self._whole = whole
-
-    def check(self) -> None:
-        with contextlib.suppress(*LOST):  # a replica that is begun is finished: nobody has to compute it again
-            self._whole.check()
-
-    def at(
-        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
-    ) -> None:
-        self._whole.at(phase=phase, step=self.round, microbatch=microbatch, evaluates=evaluates, samples=samples)
 
 
 def _name_of(tracked: Tracked, outer: torch.optim.Optimizer | None) -> str:

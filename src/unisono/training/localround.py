@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from unisono.process import Process
 from unisono.rounds.gradient import StepContext
 from unisono.rounds.replicas import ReplicaRound
 from unisono.state.sums import Total, plain
+from unisono.training.settings import check_whole
 from unisono.training.step import Played, State, Step
 
 __all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "Replicating", "Replication", "check_count"]
@@ -28,9 +30,8 @@ def check_count(name: str, value: object) -> None:
     Raises:
         UsageError: it is no whole number, or less than 1; names it.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{name} must be a whole number, got {value!r}")
-    if value < 1:
+    check_whole(name, value)
+    if operator.index(value) < 1:  # type: ignore[arg-type]
         raise UsageError(f"{name} must be at least 1, got {value}")
 
 
@@ -101,6 +102,12 @@ class InnerStep(Step):
             "call round.log (round.loss is the mean loss then, and step.add gives exact sums in round.totals)"
         )
 
+    def _unused_error(self) -> StepError:
+        return StepError(
+            f"step {self.number} of a replica was not iterated: run.local_steps has three loops, `for round in "
+            "run.local_steps(...):`, in it `for step in round:`, and in that `for batch in step:` with loss.backward()"
+        )
+
 
 class Replicating(Protocol):
     """What a round asks of `unisono.training.local.LocalSteps`."""
@@ -133,12 +140,9 @@ class LocalRound(Played[ReplicaRound]):
         self._strategy = strategy
         self._context = context
         self._process = process
-        self.number = number
-        """Of this round within ``run.local_steps``, from 0; it counts on in a worker that has joined later."""
+        self._number = number
         self.place = context.first_number + number
         """Of this round within the run, from 0."""
-        self.steps = strategy.steps_of(number)
-        """The numbers of its steps: each replica makes one step with its part of each of these global batches."""
         self.state = State.NEW
         self._is_left = False
         self._round: ReplicaRound | None = None
@@ -148,6 +152,16 @@ class LocalRound(Played[ReplicaRound]):
         self._scalars = (math.nan, math.nan)
 
     # -- what the user reads -------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """Of this round within ``run.local_steps``, from 0; it counts on in a worker that has joined later."""
+        return self._number
+
+    @property
+    def steps(self) -> range:
+        """The numbers of its steps: each replica makes one step with its part of each of these global batches."""
+        return self._strategy.steps_of(self.number)
 
     @property
     def epoch(self) -> int:
@@ -237,7 +251,7 @@ class LocalRound(Played[ReplicaRound]):
         self._totals = known.learn(current.sums())
         known.note_loss(self._loss, self._scalars[0], context.phase, self.epoch)
         known.note(known.begin_step(context.phase, self.epoch), self._totals, context.phase)
-        self.state = State.COMPLETE
+        self._complete(context.inspector)
 
     def enter(self, inner: InnerStep | None) -> None:
         """Note the step that the script gets."""
@@ -304,6 +318,7 @@ class LocalRound(Played[ReplicaRound]):
             digest=f"{self.round.digest:016x}",
             totals=plain(self._totals),
             losses=[],
+            unit="round",
         )
 
     def _unused_error(self) -> StepError:

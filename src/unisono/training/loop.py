@@ -23,9 +23,11 @@ from unisono.microbatch.plain import taken_backward
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
 from unisono.rounds.agreement import Agreement
+from unisono.rounds.auditing import Audits
 from unisono.rounds.clock import Clock
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.gradient import StepContext
+from unisono.rounds.inspecting import Inspected, Inspector
 from unisono.rounds.life import Rounds
 from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
@@ -69,6 +71,8 @@ class TrainingLoop:
         reduction: what the script's losses are, over the samples of a micro-batch.
         wire: as what sums of gradients travel; "bf16": they are rounded to it, from a fixed level of the tree on.
         num_done: returns the steps of the run that are done.
+        inspector: is told about the steps; None: nobody looks.
+        audits: find out which worker is wrong where two differ; None: the run ends there.
 
     Attributes:
         step: the one that the script got last; None before the first and after the last.
@@ -94,6 +98,8 @@ class TrainingLoop:
         strategy: Strategy,
         reduction: Reduction = "mean",
         wire: Wire = "fp32",
+        inspector: Inspector | None = None,
+        audits: Audits | None = None,
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
@@ -112,7 +118,9 @@ class TrainingLoop:
         self._on_head = on_head
         self._strategy = strategy
         self._reduction = reduction
+        self._inspector = inspector
         self._rounds_sums = wire == "bf16"
+        self._audits = audits
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
@@ -129,6 +137,10 @@ class TrainingLoop:
         """Return the global batches of an iteration, where it is a round of several steps; None: it is one. Local."""
         return self._strategy.round_of(number)
 
+    def applies_in(self, number: int) -> bool:
+        """Return whether an iteration has a gradient to apply. Local."""
+        return self._strategy.num_done(number + 1) > self._strategy.num_done(number)
+
     # -- the loop ------------------------------------------------------------------------------------
 
     def run(self, phase: int, first: int, make_fetcher: MakeFetcher) -> Iterator[Iteration]:
@@ -141,7 +153,9 @@ class TrainingLoop:
         rounds, team = self._rounds, self._rounds.team
         self._phase, self._base = phase, self._num_done() - self._strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
-        agreement = Agreement(rounds.members, self._tracked, rehearses=self._rehearses, last_step=last_step)
+        agreement = Agreement(
+            rounds.members, self._tracked, rehearses=self._rehearses, last_step=last_step, audits=self._audits
+        )
         upcoming = Upcoming(
             rounds.members,
             self.cursor,
@@ -168,8 +182,11 @@ class TrainingLoop:
             tracked=self._tracked,
             finiteness=self._finiteness,
             reduction=self._reduction,
+            inspector=self._inspector,
+            audits=self._audits,
         )
         self._strategy.open(context, first)
+        self._tell_loop(first)
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
         try:
@@ -186,11 +203,14 @@ class TrainingLoop:
                     team.in_loop((phase, number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
                     self._current_folder()
+                    self._keeper.settle_given_up(rounds)
                     if self._keeper.acts(rounds, may_save=self._strategy.may_save(number)):
                         self._strategy.settle()
                     self._keeper.boundary(rounds, may_save=self._strategy.may_save(number))
                     seed_at(self._seed, "step", *self._place_of(number))
                     self._on_head(self._base + number, self._clock)
+                    if self._inspector is not None:
+                        self._inspector.before_step(self._base + number)
                     self.step = self._strategy.make_step(number, self._unused, self._process)
                     point("step_head")
                     yield self.step
@@ -264,6 +284,21 @@ class TrainingLoop:
         seconds = self._clock.reset()
         self._clock.switch("other")
         self._on_step(step, seconds, range(self._base, self._base + self.num_steps))
+
+    def _tell_loop(self, first: int) -> None:
+        """Tell the inspector which loop begins."""
+        if self._inspector is None:
+            return
+        members = self._rounds.members
+        loop = Inspected(
+            worker_id=members.worker_ids[members.rank],
+            tracked=self._tracked,
+            seed=self._seed,
+            phase=self._phase,
+            steps=range(self._base + first, self._base + self.num_steps),
+            recipe=self.recipe,
+        )
+        self._inspector.before_loop(loop)
 
     def _place_of(self, number: int) -> tuple[int, ...]:
         """Return what the random numbers of an iteration are derived from: no two of a run have the same."""

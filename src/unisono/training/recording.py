@@ -158,6 +158,7 @@ class Recorder:
         balance: str,
         warnings: list[str],
         sent_bytes: int = 0,
+        audits: Mapping[str, str] | None = None,
     ) -> None:
         """Record that the script has left a step.
 
@@ -169,6 +170,7 @@ class Recorder:
             checkpoint: news of checkpoints since the step before.
             balance: why this step's plan is another than that of the step before.
             sent_bytes: to other hosts, by this worker, for the step's sums and new parameters.
+            audits: by micro-batch, the digest that two members have computed.
         """
         ids = [*telemetry]
         # Checkpoints and balance are no events of their own: a worker that finishes this step after a loss knows
@@ -185,6 +187,7 @@ class Recorder:
             checkpoint=checkpoint,
             balance=balance,
             warnings=warnings,
+            audits=dict(audits or {}),
         )
         self._record(event, role)
         if self._is_writer or role.rank == 0:

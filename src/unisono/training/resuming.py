@@ -20,14 +20,14 @@ from unisono.checkpoint.loading import Loaded, newest
 from unisono.decisions.cadence import Position, differences, table
 from unisono.decisions.cursor import Recipe
 from unisono.errors import CheckpointError, RecipeError, UsageError
-from unisono.fingerprint import fingerprint
+from unisono.fingerprint import about_script, fingerprint, own_command
 from unisono.journal import JOURNAL, has_steps, truncate
 from unisono.journal.index import INDEX, path_of
 from unisono.problems.witness import versions
 from unisono.process import tell
-from unisono.rundir import RunDirectory, describe, holder, read_facts
+from unisono.rundir import RunDirectory, describe, holder, read_facts, sound_steps
 from unisono.state.tracked import Tracked
-from unisono.words import count
+from unisono.words import count, listed
 
 __all__ = ["Resumption"]
 
@@ -151,7 +151,7 @@ class Resumption:
         self.claim(run_id)
         if self._loaded is None and self._resume:
             self._loaded = self._find(path, run_id, has_begun=has_begun)
-        facts = self._facts(path, run_id, recipe)
+        facts = self._facts(path, run_id, recipe, is_alone=not is_restart)
         loaded = self._loaded
         if loaded is None:
             if has_begun and has_steps(path):
@@ -183,16 +183,24 @@ class Resumption:
         self._began = position
         return position
 
-    def _facts(self, path: Path, run_id: str, recipe: Recipe) -> dict[str, Any]:
+    def _facts(self, path: Path, run_id: str, recipe: Recipe, *, is_alone: bool) -> dict[str, Any]:
         """Return the new description of the run."""
         before = read_facts(path)
         facts: dict[str, Any] = {"run_id": run_id, "started": time.time()}
-        if command := json.loads(self._command) if self._command else before.get("command"):
+        command = json.loads(self._command) if self._command else before.get("command")
+        if command is None and is_alone:
+            command = own_command()
+        if command:
             facts["command"] = command
         if self._resume:
             facts["resumed"] = before.get("resumed", [])
             facts["earlier"] = before.get("earlier", [])
-        facts["environment"] = {**versions(), "host": socket.gethostname()}
+        facts["environment"] = {**versions(), "host": socket.gethostname(), **about_script(command)}
+        facts["size"] = {
+            "parameter_bytes": self._tracked.num_bytes(),
+            "gradient_bytes": self._tracked.gradient_bytes(),
+            "is_sharded": bool(self._tracked.sharded),
+        }
         return {**facts, "recipe": self.recipe(recipe), "fingerprint": self.fingerprint()}
 
     def _find(self, directory: Path, run_id: str, *, has_begun: bool) -> Loaded | None:
@@ -208,9 +216,18 @@ class Resumption:
             source = self._fetch(newer, directory)
         if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
             return None  # the run was killed before its first checkpoint
-        loaded = newest(source, self._tracked.sharded)
+        sound = sound_steps(source)
+        loaded = newest(source, self._tracked.apart_in, most=sound)
+        if loaded is None and sound is not None and files.complete(source / files.FOLDER):
+            raise CheckpointError(
+                f"every checkpoint in {source} may hold wrong values (its journal says why the run has ended): begin "
+                "anew (--overwrite), or, if you know one of them to be right, go on from it: unisono run --resume "
+                f"{shlex.quote(str(source / files.FOLDER))}/STEP"
+            )
         if loaded is None:
             raise CheckpointError(f"{source} holds no checkpoint yet")
+        if sound is not None and files.step_of(files.complete(source / files.FOLDER)[-1]) > sound:
+            tell(f"unisono: checkpoints of more than {count(sound, 'step')} may hold wrong values, and are not used")
         for problem in loaded.broken:
             warnings.warn(f"{problem}; {loaded.path.name} is used instead", stacklevel=2)
         return loaded
@@ -232,10 +249,13 @@ class Resumption:
             return []
         facts = read_facts(directory)
         is_new = not done and not facts.get("earlier")
+        sound = sound_steps(directory)
         return [
             (store, copy)
             for store, copy in found
-            if copy.step > newest_step and (is_new or lineage(copy.facts) & lineage(facts))
+            if (sound is None or copy.step <= sound)
+            and copy.step > newest_step
+            and (is_new or lineage(copy.facts) & lineage(facts))
         ]
 
     def _fetch(self, found: Sequence[tuple[Store, Copy]], directory: Path) -> Path:
@@ -316,13 +336,10 @@ class Resumption:
         found = differences(loaded.manifest.recipe, recipe)
         refused = [row for row in found if row[0].partition(":")[0] not in self._may_differ]
         if refused:
-            names = sorted({row[0].partition(":")[0] for row in refused} & RECIPE)
-            help_ = f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, names))}}}" if names else ""
-            if help_ and self._command:
-                help_ += f" or {' '.join(f'--resume-anyway {name}' for name in names)}"
             raise RecipeError(
                 f"{loaded.path} was made with another recipe:\n{table(refused)}\n"
-                f"Change the script back, which gives the same bits as a run that was never stopped{help_}"
+                "Change the script back, which gives the same bits as a run that was never stopped"
+                f"{self._other_way({row[0].partition(':')[0] for row in refused}, loaded.path)}"
             )
         if found:
             warnings.warn(
@@ -335,6 +352,20 @@ class Resumption:
                 f"{table(others)}",
                 stacklevel=2,
             )
+
+    def _other_way(self, names: set[str], path: Path) -> str:
+        """Return what else can be done where these parts of the recipe differ; "": nothing."""
+        if FIXED in names:
+            return ""
+        if strategy := sorted(names - RECIPE):
+            return (
+                f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for another "
+                "strategy. To train the model on with another one, begin a new run with its weights: "
+                f'unisono.load_model("{path}", model)'
+            )
+        allowed = sorted(names)
+        options = f" or {' '.join(f'--resume-anyway {name}' for name in allowed)}" if self._command else ""
+        return f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, allowed))}}}{options}"
 
     def _go_on_with_journal(self, loaded: Loaded, directory: Path) -> None:
         theirs = loaded.path.resolve().parent.parent / JOURNAL

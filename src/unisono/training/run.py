@@ -22,6 +22,7 @@ from torch import nn
 
 from unisono import member as members
 from unisono import tasks
+from unisono.decisions.audits import too_few
 from unisono.decisions.cadence import Checkpoints
 from unisono.errors import UsageError
 from unisono.events import RunStarted
@@ -33,21 +34,25 @@ from unisono.process import Process
 from unisono.rounds import Round
 from unisono.rounds.admission import Admission
 from unisono.rounds.clock import Clock
-from unisono.rounds.connect import build_exchange, open_wire
+from unisono.rounds.connect import build_exchange, build_part, open_wire
 from unisono.rounds.evaluation import Totals
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.life import Rounds
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
+from unisono.spec import AuditThen
+from unisono.state.late import Late
 from unisono.state.packing import to_bytes
 from unisono.state.replicas import Replicas
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
+from unisono.training.audited import audits_of, make_audits, spoil
 from unisono.training.calls import Calls
 from unisono.training.ending import Ending, Reached
 from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
+from unisono.training.inspecting import inspector_of
 from unisono.training.keeping import Keeper
 from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
@@ -104,6 +109,10 @@ class Run(Calls, Evaluating, Trainings):
         overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
         sinks: objects with ``emit(event)`` and ``close()`` (`unisono.watch.Sink`) that get the run's events. One worker
             at a time gives events to its sinks: the one that writes the journal. A sink that raises is dropped.
+        audit: share of the micro-batches that a second worker computes as well, from 0 to 0.5, to find a machine that
+            computes wrong values; see docs/audit.md. ``--audit`` wins over it. It changes no bit.
+        audit_then: what follows when a worker was found to be wrong: "go-back" to the newest checkpoint from before
+            what it may have spoilt, or "go-on". ``--audit-then`` wins over it.
         profile: steps of the run that torch.profiler records on all workers, e.g. ``range(100, 105)``, for one trace in
             the directory. ``--profile`` wins over it.
 
@@ -127,12 +136,17 @@ class Run(Calls, Evaluating, Trainings):
         resume_anyway: Collection[str] = (),
         overwrite: bool = False,
         sinks: Sequence[Sink] = (),
+        audit: float = 0.0,
+        audit_then: AuditThen = "go-back",
         profile: range | None = None,
     ) -> None:
         worker = members.spec()
         spec = worker.run
         chosen = spec.run_dir or directory
         self.directory = Path(chosen) if chosen is not None else None
+        self._inspector = inspector_of(spec)
+        if self._inspector is not None:
+            checkpoint, sinks, profile = None, (), None
         self.seed = seed
         self.device = choose_device(device, worker.local_rank)
         self._arithmetic = Arithmetic(choose_threads(threads, spec.threads), deterministic)
@@ -154,6 +168,7 @@ class Run(Calls, Evaluating, Trainings):
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
+        self._audits = make_audits(spec, audit, audit_then, seed, members.current())
         self._evaluations = Evaluations(
             self._tracked,
             self._talk,
@@ -164,6 +179,7 @@ class Run(Calls, Evaluating, Trainings):
             record=self._record_evaluation,
             lines=lambda: self._journal.number,
             apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
+            audits=self._audits,
         )
         self._keeper.wait_for(self._evaluations)
         member = members.current()
@@ -181,6 +197,7 @@ class Run(Calls, Evaluating, Trainings):
         self._loop: TrainingLoop | None = None  # the one that has begun last
         self._training: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
         self._replicas: Replicas | None = None
+        self._late: Late | None = None
         self._team: Team | None = None
         self._rounds: Rounds | None = None
         self._joined = False
@@ -206,11 +223,16 @@ class Run(Calls, Evaluating, Trainings):
             begun.callback(self._team.close)
             begun.callback(self._recorder.close)
             begun.callback(self._evaluations.close)
-            self._troubles = OwnTroubles(self.directory, self._run_id, self.device, member, self._recorder.problem)
+            kept = self.directory if self._inspector is None else None
+            self._troubles = OwnTroubles(kept, self._run_id, self.device, member, self._recorder.problem)
             self._finiteness = Finiteness(self._troubles.not_finite)
             if self._profiling is not None:
                 begun.callback(self._profiling.close)
+            if self._inspector is not None:
+                begun.callback(self._inspector.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+            if member is not None:
+                self._rounds.note_round = member.in_round
             self._admission = Admission(self._rounds, self._keeper.checkpoint)
             begun.callback(self._rounds.abandon)
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
@@ -259,8 +281,10 @@ class Run(Calls, Evaluating, Trainings):
                 device=self.device,
                 wanted=spec.exchange,
                 timeout_s=spec.timeout_s,
+                checks=self._audits is not None,
             ),
             partial(open_wire, member=member, device=self.device, timeout_s=spec.timeout_s),
+            partial(build_part, member=member, device=self.device, wanted=spec.exchange, timeout_s=spec.timeout_s),
         )
 
     # -- what the script asks ------------------------------------------------------------------------
@@ -365,7 +389,8 @@ class Run(Calls, Evaluating, Trainings):
             UsageError: it is no sink, or the run has ended.
         """
         self._process.check("run.add_sink")
-        self._recorder.add_sink(sink)
+        if self._inspector is None:
+            self._recorder.add_sink(sink)
 
     def _begin_loop(
         self,
@@ -408,6 +433,8 @@ class Run(Calls, Evaluating, Trainings):
             strategy=strategy,
             reduction=reduction,
             wire=wire,
+            inspector=self._inspector,
+            audits=audits_of(self._audits, strategy),
         )
         # The loop's checks come here, and not with its first step.
         steps = Steps(self._train(loop, planned.fetcher(self.device, samples)), num_steps + strategy.num_more)
@@ -536,6 +563,8 @@ class Run(Calls, Evaluating, Trainings):
         self._num_steps = total = rounds.position.total
         self._beginning = Beginning(total, is_newcomer=rounds.number > 0) if total > 0 else None
         self._keeper.joined(loop.recipe, rounds, self._admission.lines)
+        if self._audits is not None and rounds.number == 0:
+            self._audits.record.begins = total
         # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
         if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
             policy = self._keeper.policy
@@ -549,6 +578,8 @@ class Run(Calls, Evaluating, Trainings):
                 "have nothing to compute; use more micro-batches or fewer workers",
                 stacklevel=4,
             )
+        if self._audits is not None and self.is_main and (words := too_few(self._team.size)):
+            warnings.warn(f"audit: {words}", stacklevel=4)
         started = RunStarted(
             time=round(time.time(), 3),
             run_id=self._run_id,
@@ -560,10 +591,13 @@ class Run(Calls, Evaluating, Trainings):
         return rounds.position.step
 
     def _begin_step(self, step: int, clock: Clock) -> None:
+        spoil(self._tracked)
         if self._profiling is not None:
             self._profiling.step_begins(step, clock)
 
     def _before_end(self) -> None:
+        if self._inspector is not None:
+            self._inspector.at_end()
         if self._follower is not None:
             self._follower.serve()
         if not self._joined:
@@ -598,6 +632,8 @@ class Run(Calls, Evaluating, Trainings):
         self._num_steps += 1
         result = step.result()
         self._keeper.note({"loss": result.loss, **step.logs})
+        if self._inspector is not None:
+            self._inspector.after_step(result)
         self._recorder.step_finished(
             result,
             self._role(),
@@ -608,6 +644,7 @@ class Run(Calls, Evaluating, Trainings):
             logs=step.logs,
             checkpoint=self._keeper.news(),
             balance=step.news,
+            audits=self._audits.take_digests() if self._audits is not None else {},
             warnings=team.take_warnings(),
             sent_bytes=step.sent_bytes + rounds.members.take_delivered_bytes(),
         )

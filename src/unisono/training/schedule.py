@@ -13,6 +13,7 @@ from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
 from unisono.microbatch.data import Fetcher, MapDataset, Request, Samples
 from unisono.microbatch.loaders import Source, source_of
+from unisono.training.settings import check_whole
 
 __all__ = ["MakeFetcher", "Schedule", "schedule"]
 
@@ -60,6 +61,7 @@ def schedule(
     seed: int,
     first_epoch: int,
     batch_size: int | None = None,
+    resized: int | None = None,
     epochs: int = 1,
     max_steps: int | None = None,
     sampler: Iterable[int] | None = None,
@@ -74,11 +76,17 @@ def schedule(
         caller: the method that got them, for errors.
         seed: of the run.
         first_epoch: epochs of the run before.
+        resized: for a trial, the batch size that counts instead of the script's, from wherever the script has it.
 
     Raises:
         RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known in
-            advance. UsageError: there is no epoch.
+            advance. UsageError: there is no epoch, or an argument is no whole number.
     """
+    for name, value in {"microbatches": microbatches, "epochs": epochs}.items():
+        check_whole(name, value)
+    for name, number in {"batch_size": batch_size, "max_steps": max_steps}.items():
+        if number is not None:
+            check_whole(name, number)
     source = source_of(
         dataset,
         caller,
@@ -90,6 +98,8 @@ def schedule(
         collate=collate,
         loader_workers=loader_workers,
     )
+    if resized is not None:
+        source = source.resized(resized)
     cursor = Cursor(
         order=source.order,
         batch_size=source.batch_size,

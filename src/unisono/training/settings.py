@@ -1,4 +1,4 @@
-"""Arithmetic of this process: threads, deterministic kernels, the worker's device; and what glibc does with memory."""
+"""Settings that a script gives: threads, deterministic kernels, device, numbers; and what glibc does with memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from unisono.errors import UsageError
 
-__all__ = ["Arithmetic", "choose_device", "choose_threads", "keep_freed_memory"]
+__all__ = ["Arithmetic", "check_whole", "choose_device", "choose_threads", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
@@ -90,3 +90,13 @@ def choose_device(argument: str | torch.device | None, local_rank: int) -> torch
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def check_whole(name: str, value: object) -> None:
+    """Check an argument that is a number of things.
+
+    Raises:
+        UsageError: it is no whole number; names it.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise UsageError(f"{name} must be a whole number, got {value!r}")

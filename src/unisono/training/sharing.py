@@ -7,7 +7,7 @@ the parts as they are given out among them, unless the parts of before are all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,12 +16,13 @@ import torch
 
 from unisono.checkpoint.files import Stream, memory_at
 from unisono.checkpoint.saving import Saver, Wish, WrittenPart
-from unisono.checkpoint.snapshot import Loan, Moment, Snapshot
+from unisono.checkpoint.snapshot import Moment, Snapshot
 from unisono.checkpoint.writer import write_facts
 from unisono.exchange import Parcel
 from unisono.faults import point
 from unisono.rounds.life import Rounds
 from unisono.rounds.union import union
+from unisono.state.packing import grouped
 
 __all__ = ["LENDING", "lend", "save_together"]
 
@@ -92,7 +93,7 @@ def _bring(rounds: Rounds, snapshot: Snapshot) -> Stream | None:
     team = rounds.team
     rank = {worker: number for number, worker in enumerate(team.worker_ids)}
     own, file = _own_id(rounds), None
-    for group in _groups(snapshot.loans):
+    for group in grouped(snapshot.loans, lambda loan: loan.tensor.nbytes, TOGETHER_BYTES):
         point("shard.in_lending")
         tensors = [_made(one.tensor) if one.target == own else one.tensor for one in group]
         team.exchange.deliver(
@@ -154,18 +155,6 @@ def _write_lent(rounds: Rounds, saver: Saver, own: WrittenPart) -> dict[str, byt
     except OSError as error:
         written = msgspec.structs.replace(own, parts={}, error=error.strerror or str(error))
     return {f"{own.generation} lent": msgspec.msgpack.encode(written)}
-
-
-def _groups(loans: Sequence[Loan]) -> Iterator[list[Loan]]:
-    """Batch small tensors, in their order."""
-    group: list[Loan] = []
-    for loan in loans:
-        if group and sum(one.tensor.nbytes for one in group) + loan.tensor.nbytes > TOGETHER_BYTES:
-            yield group
-            group = []
-        group.append(loan)
-    if group:
-        yield group
 
 
 def _own_id(rounds: Rounds) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
 from unisono.process import Process
 from unisono.rounds.gradient import GradientRound, Pass, StepContext
+from unisono.rounds.inspecting import Inspector, Place
 from unisono.rounds.members import Summed
 from unisono.state.sums import Total, plain
 from unisono.telemetry import StepTelemetry
 
-__all__ = ["Iteration", "Played", "State", "Step"]
+__all__ = ["CommonRound", "Iteration", "Played", "State", "Step"]
 
 
 class State(enum.Enum):
@@ -147,6 +148,17 @@ class Played(ABC, Generic[R]):
         """Whether all members agree on something about it. After the inner loop."""
         return True
 
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuse: it is no batch.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{self!r} is no batch, and has no item {index!r}: the micro-batches of a step are what `for batch in "
+            "step:` gives"
+        )
+
     @property
     def telemetry(self) -> Mapping[str, StepTelemetry]:
         """What the members have said with the sum, by worker id. After the inner loop."""
@@ -174,6 +186,21 @@ class Played(ABC, Generic[R]):
         """
         if self._is_left:
             raise self._left_error()
+
+    def _complete(self, inspector: Inspector | None, turn: int = 0) -> None:
+        """Note that the inner loop has come to its end, and tell the inspector the result, if there is one.
+
+        Args:
+            turn: the pass that has ended.
+        """
+        self.state = State.COMPLETE
+        if inspector is not None and self.has_result:
+            result = self.result()
+            inspector.after_sum(Place(step=result.step, turn=turn), result)
+
+    @abstractmethod
+    def result(self) -> StepResult:
+        """Return what all members agree on about it. After the inner loop."""
 
     def close(self) -> None:
         """Close it: the outer loop goes on.
@@ -374,11 +401,13 @@ class Step(Played[GradientRound]):
         self.state, turn = State.INSIDE, Pass(len(self._passes), reseed and bool(self._passes))
         if turn.number == 0:
             self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
-        context = self._context
-        self._round = current = GradientRound(context, self._position, context.folder(), turn)
-        current.release()  # not earlier: a parameter whose .grad is set counts as one who holds it
+        context, counts = self._context, False
         try:
-            yield from context.rounds.play(current)
+            while not counts:
+                self._round = current = GradientRound(context, self._position, context.folder(), turn)
+                current.release()  # not earlier: a parameter whose .grad is set counts as one who holds it
+                yield from context.rounds.play(current)
+                counts = yield from current.settle()
             yield from current.find_not_finite()
             sums = current.sums()
             if sums is not None:
@@ -395,7 +424,7 @@ class Step(Played[GradientRound]):
         self._totals = {**known.zeros(), **self._totals, **current.totals}
         known.note(self._totals_before, self._totals, context.phase)
         self._unused.finish_step(self.number)
-        self.state = State.COMPLETE
+        self._complete(context.inspector, turn.number)
 
     def add(self, **values: float | Tensor) -> None:
         """Add numbers of the current micro-batch to sums over the global batch.

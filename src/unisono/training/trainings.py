@@ -16,12 +16,18 @@ from torch.utils.data import DataLoader
 from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.process import Process
+from unisono.rounds.inspecting import Inspector
+from unisono.state.late import NAME as LATE
+from unisono.state.late import Late
+from unisono.state.prediction import NAME as PREDICTION
+from unisono.state.prediction import Prediction
 from unisono.state.replicas import NAME, Replicas
 from unisono.state.tracked import Tracked
 from unisono.training.delayed import Delayed, check_delay
 from unisono.training.local import Delta, InnerState, LocalSteps
-from unisono.training.localround import LocalRound, ReplicaSamples, Replication
+from unisono.training.localround import LocalRound, ReplicaSamples, Replication, check_count
 from unisono.training.loop import Wire, check_wire
+from unisono.training.overlapped import OverlappedSteps, check_round_delay
 from unisono.training.schedule import Schedule, schedule
 from unisono.training.settings import Arithmetic
 from unisono.training.step import Step
@@ -40,7 +46,9 @@ class Trainings(ABC):
     _process: Process
     _num_epochs: int
     _replicas: Replicas | None
+    _late: Late | None
     _arithmetic: Arithmetic
+    _inspector: Inspector | None
 
     @abstractmethod
     def _begin_loop(
@@ -76,6 +84,7 @@ class Trainings(ABC):
         reduction: Reduction = "mean",
         wire: Wire = "fp32",
         delay: int = 0,
+        predict: bool = False,
     ) -> Steps[Step]:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -108,6 +117,9 @@ class Trainings(ABC):
                 the gradient is that of parameters which are D updates old. There are D more steps: after the inner loop
                 of the first D there is no gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no
                 micro-batches. Read docs/delay.md before you use it.
+            predict: with a delay, compute micro-batches with the parameters that are expected when their gradient is
+                applied: those in force, and D times the newest update. Between two steps the parameters are the true
+                ones. Part of the recipe.
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -115,6 +127,13 @@ class Trainings(ABC):
             UsageError: nothing is tracked that could be trained.
         """
         self._process.check("run.steps")
+        resized = None
+        if self._inspector is not None:
+            given = {"microbatches": microbatches, "batch_size": batch_size, "wire": wire, "delay": delay}
+            microbatches, wanted, wire, delay = self._inspector.arguments(given).values()
+            resized = wanted if wanted != batch_size else None
+        check_wire(wire, self._tracked)
+        check_delay(delay, predict, self._tracked)
         planned = schedule(
             dataset,
             "run.steps",
@@ -122,6 +141,7 @@ class Trainings(ABC):
             seed=self.seed,
             first_epoch=self._num_epochs,
             batch_size=batch_size,
+            resized=resized,
             epochs=epochs,
             max_steps=max_steps,
             sampler=sampler,
@@ -130,9 +150,10 @@ class Trainings(ABC):
             collate=collate,
             loader_workers=loader_workers,
         )
-        check_wire(wire, self._tracked)
-        check_delay(delay, self._tracked)
-        strategy = Delayed(delay, planned.num_steps) if delay else Synchronous()
+        prediction = Prediction(delay) if predict else None
+        if prediction is not None:
+            self._tracked.own(PREDICTION, prediction)
+        strategy = Delayed(delay, planned.num_steps, prediction) if delay else Synchronous()
         return self._begin_loop(planned, strategy, reduction, wire=wire)
 
     def local_steps(
@@ -146,6 +167,7 @@ class Trainings(ABC):
         inner_state: InnerState = "kept",
         delta: Delta = "fp32",
         copies: int = 2,
+        delay: int = 0,
         batch_size: int | None = None,
         epochs: int = 1,
         max_steps: int | None = None,
@@ -190,6 +212,8 @@ class Trainings(ABC):
                 error feedback for each replica. Part of the recipe.
             copies: how many workers hold the state of each replica between two rounds, on different machines where
                 there are several; the run survives the loss of all but one of them within a round. Changes no bit.
+            delay: 1: the mean change of a round is applied at the end of the next one, and travels while that is
+                computed; until then each replica goes on with its own change. Part of the recipe.
             epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
                 together use up one by one.
 
@@ -198,6 +222,8 @@ class Trainings(ABC):
                 tracked, or ``outer``, has no meaning in rounds; nothing was trained.
         """
         self._process.check("run.local_steps")
+        replication = Replication(replicas, inner_steps)
+        check_count("copies", copies)
         planned = schedule(
             dataset,
             "run.local_steps",
@@ -213,25 +239,26 @@ class Trainings(ABC):
             collate=collate,
             loader_workers=loader_workers,
         )
-        replication = Replication(replicas, inner_steps)
+        check_round_delay(delay)
         samples = ReplicaSamples(planned.cursor, replication)
         if self._replicas is None:
             self._replicas = Replicas()
             self._tracked.own(NAME, self._replicas)
-        strategy = LocalSteps(
-            replication,
-            samples,
-            planned.num_steps,
-            tracked=self._tracked,
-            replicas=self._replicas,
-            device=self.device,
-            outer=outer,
-            inner_state=inner_state,
-            copies=copies,
-            delta=delta,
-            reduction=reduction,
-            rehearses=self._arithmetic.deterministic,
-        )
+        options: dict[str, Any] = {
+            "replication": replication,
+            "samples": samples,
+            "num_steps": planned.num_steps,
+            "tracked": self._tracked,
+            "replicas": self._replicas,
+            "device": self.device,
+            "outer": outer,
+            "inner_state": inner_state,
+            "copies": copies,
+            "delta": delta,
+            "reduction": reduction,
+            "rehearses": self._arithmetic.deterministic,
+        }
+        strategy = OverlappedSteps(self._late_changes(), **options) if delay else LocalSteps(**options)
         return self._begin_loop(
             planned,
             strategy,
@@ -239,3 +266,10 @@ class Trainings(ABC):
             samples=samples,
             num_iterations=replication.num_rounds(planned.num_steps),
         )
+
+    def _late_changes(self) -> Late:
+        """Return the part of the run's state for changes of rounds that are not applied yet."""
+        if self._late is None:
+            self._late = Late()
+            self._tracked.own(LATE, self._late)
+        return self._late

@@ -18,7 +18,6 @@ from typing import Final
 
 import torch
 
-from unisono.decisions.ownership import Place
 from unisono.events import Problem
 from unisono.member import Member
 from unisono.messages import Ailing, Holds
@@ -33,6 +32,7 @@ from unisono.problems.writing import FOLDER, stamp, write
 from unisono.process import tell
 from unisono.rounds.finite import NotFinite
 from unisono.rounds.life import Rounds
+from unisono.rounds.team import places
 from unisono.rundir import read_facts
 from unisono.stacks import in_one_line, trimmed_traceback
 from unisono.training.loop import TrainingLoop
@@ -250,5 +250,4 @@ def _among(rounds: Rounds) -> Among:
     team = rounds.team
     if not team.worker_ids:
         return Among()
-    members = [Place(*one) for one in zip(team.worker_ids, team.hosts, strict=True)]
-    return Among(members, team.worker_ids[team.rank])
+    return Among(places(team), team.worker_ids[team.rank])

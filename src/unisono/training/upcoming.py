@@ -21,12 +21,12 @@ class Upcoming:
         members: whose plans are predicted.
 
     Args:
-        rehearsed: (step, its plan) -> the micro-batch that this member computes as well, to compare it: one of another
-            member, or one of its own for the second time. None: there is none.
+        rehearsed: (step, its plan) -> the micro-batches that this member computes as well, to compare them: of another
+            member, or one of its own for the second time.
     """
 
     def __init__(
-        self, members: Members, cursor: Cursor, num_steps: int, rehearsed: Callable[[int, Plan], int | None]
+        self, members: Members, cursor: Cursor, num_steps: int, rehearsed: Callable[[int, Plan], Sequence[int]]
     ) -> None:
         self.members = members
         self._cursor = cursor
@@ -36,22 +36,22 @@ class Upcoming:
         self._turn = 0
         self._num_turns = 1  # of the last step that is over
         self._plan: Plan | None = None
-        self._other: int | None = None
+        self._others: Sequence[int] = ()
 
-    def note(self, number: int, plan: Plan, other: int | None, turn: int = 0) -> None:
-        """Note the plan of the pass under way, and the micro-batch that is computed as well, to compare it.
+    def note(self, number: int, plan: Plan, others: Sequence[int], turn: int = 0) -> None:
+        """Note the plan of the pass under way, and the micro-batches that are computed as well, to compare them.
 
         Args:
             turn: the pass over the global batch of step ``number``.
         """
         if number != self._number and self._number >= 0:
             self._num_turns = self._turn + 1
-        self._number, self._turn, self._plan, self._other = number, turn, plan, other
+        self._number, self._turn, self._plan, self._others = number, turn, plan, others
 
     def __call__(self) -> Iterator[Request]:
         """Yield (step, turn, micro-batch) in the order of need."""
         if self._plan is not None:
-            yield from self._of(self._number, self._turn, self._plan, self._other)
+            yield from self._of(self._number, self._turn, self._plan, self._others)
             yield from self._turns(self._number, range(self._turn + 1, self._num_turns))
         for number in range(self._number + 1, self._num_steps):
             yield from self._turns(number, range(self._num_turns))
@@ -60,12 +60,11 @@ class Upcoming:
         """Yield the requests of whole passes that have not begun."""
         for turn in turns:
             plan = self.members.predicted(self._cursor.position(number).num_leaves)
-            yield from self._of(number, turn, plan, self._rehearsed(number, plan) if turn == 0 else None)
+            yield from self._of(number, turn, plan, self._rehearsed(number, plan) if turn == 0 else ())
 
-    def _of(self, number: int, turn: int, plan: Plan, other: int | None) -> Iterator[Request]:
+    def _of(self, number: int, turn: int, plan: Plan, others: Sequence[int]) -> Iterator[Request]:
         yield from ((number, turn, leaf) for leaf in _leaves(plan, self.members.rank))
-        if other is not None:
-            yield number, turn, other
+        yield from ((number, turn, leaf) for leaf in others)
 
 
 def _leaves(plan: Plan, rank: int) -> Sequence[int]:

@@ -52,7 +52,7 @@ class Logging:
                 self._step(event)
             case EvaluationFinished():
                 totals = ", ".join(f"{name} {value}" for name, value in event.totals.items())
-                self._log(logging.INFO, event, f"evaluation after {count(event.step, 'step')}: {totals}")
+                self._log(logging.INFO, event, f"evaluation at step {event.step}: {totals}")
             case MembershipChanged():
                 why = f": {event.reason}" if event.reason else ""
                 who = count(len(event.worker_ids), "worker")

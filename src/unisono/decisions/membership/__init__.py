@@ -9,7 +9,7 @@ reason in one sentence. All decisions of the head about members are made here::
     machines     machines that the command can get and give back
     admission    a worker says hello
     talking      what workers say to each other before they join (calls)
-    health       silence, hangs, broken exchanges (verdicts: hangs, suspicion)
+    health       silence, hangs, broken exchanges (verdicts: hangs, suspicion, begun)
     restarts     losses and replacements
     ending       workers come to the end of the training
     generations  consequences: the next generation, or the end of the run

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from unisono.decisions.membership import agents
 from unisono.decisions.membership.admission import check_protocol, greet
+from unisono.decisions.membership.convictions import take_convicted
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import compare_leavings, forget_leavings, take_finished, take_leaving
 from unisono.decisions.membership.evaluators import (
@@ -16,7 +17,13 @@ from unisono.decisions.membership.evaluators import (
     take_open,
     take_wanted,
 )
-from unisono.decisions.membership.health import lose_silent_workers, retry_exchange_when_due, take_suspect, watch
+from unisono.decisions.membership.health import (
+    compare_rounds,
+    lose_silent_workers,
+    retry_exchange_when_due,
+    take_suspect,
+    watch,
+)
 from unisono.decisions.membership.machines import measure
 from unisono.decisions.membership.restarts import (
     forgive_restarts,
@@ -33,6 +40,7 @@ from unisono.errors import ProtocolError
 from unisono.messages import (
     AgentHello,
     Beat,
+    Convicted,
     Drain,
     Ended,
     EvaluationsOpen,
@@ -239,9 +247,12 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
             worker = draft.put_worker(worker.worker_id, beat=message, phase=message.phase)
             watch(draft, worker, message)
             compare_leavings(draft, draft.state.workers[worker.worker_id], message)
+            compare_rounds(draft, draft.state.workers[worker.worker_id], message)
             forget_leavings(draft)
         case Suspect():
             take_suspect(draft, worker, message)
+        case Convicted():
+            take_convicted(draft, worker, message)
         case StepDone() if message.step > draft.state.committed:
             forgive_restarts(draft, message)
             draft.put(committed=message.step, step_seconds=message.seconds, suspicions=Suspicions())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,8 +129,19 @@ class Draft:
             self.send(worker.worker_id, Ended(ok=True, reason=reason))
         self.evict(worker, reason)
 
-    def end(self, ok: bool, reason: str, worker_id: str = "", traceback: str = "", exit_code: int = 1) -> None:
-        """End the run."""
+    def end(
+        self,
+        ok: bool,
+        reason: str,
+        worker_id: str = "",
+        traceback: str = "",
+        exit_code: int = 1,
+        *,
+        back_to: int = -1,
+        without: Sequence[str] = (),
+        sound: int = -1,
+    ) -> None:
+        """End the run. With ``back_to`` and ``without`` the command starts it again (`unisono.messages.Ended`)."""
         ended = Ended(
             ok=ok,
             reason=reason,
@@ -138,6 +149,9 @@ class Draft:
             traceback=traceback,
             exit_code=0 if ok else max(exit_code, 1),
             step=self.state.committed,
+            back_to=back_to,
+            without=list(without),
+            sound=sound,
         )
         self.put(ended=ended)
         self.reasons.append(reason)

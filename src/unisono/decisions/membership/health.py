@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from unisono.decisions.membership.begun import Begun
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.ending import is_at_end, lose_early_leavers
 from unisono.decisions.membership.hangs import FIRST_STEP, Hang, Limits, Verdict, Waiting, judge
@@ -15,7 +16,7 @@ from unisono.messages import Beat, Suspect, WorkerLate
 from unisono.problems.kinds import Trouble
 from unisono.words import listed, position_words
 
-__all__ = ["lose_silent_workers", "retry_exchange_when_due", "take_suspect", "watch"]
+__all__ = ["compare_rounds", "lose_silent_workers", "retry_exchange_when_due", "take_suspect", "watch"]
 
 _S = WorkerState
 
@@ -225,6 +226,23 @@ def take_suspect(draft: Draft, worker: Worker, message: Suspect) -> None:
     lose_early_leavers(draft, worker, message.peers)
     if state.suspected_at is None:  # announced unless a loss explains it by then
         draft.put(suspected_at=draft.now, suspicion=f"{worker.name}: {message.reason}")
+
+
+def compare_rounds(draft: Draft, worker: Worker, beat: Beat) -> None:
+    """Let the members meet if two of them wait for each other in different rounds: they find out then, and say where.
+
+    Otherwise both would wait until the deadline of their exchange.
+    """
+    begun, state = Begun.of(worker.worker_id, beat), draft.state
+    if begun is None or worker.state is not _S.HOLDING or beat.generation != state.generation:
+        return
+    before = state.begun
+    draft.put(begun=begun)
+    if before is None or not before.differs_from(beat):
+        return
+    other = state.workers.get(before.worker_id)
+    if other is not None and other.state is _S.HOLDING and before.is_of(other.beat):
+        draft.broken.append(f"{worker.name} waits in {begun.title}, and {other.name} in {before.title}")
 
 
 def retry_exchange_when_due(draft: Draft) -> None:

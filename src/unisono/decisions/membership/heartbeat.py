@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from unisono.decisions.membership.begun import Begun
 from unisono.decisions.membership.roster import State, Worker, WorkerState
 from unisono.decisions.membership.table import TRANSITIONS
 from unisono.messages import Beat, BeatOf
@@ -74,17 +75,21 @@ class _Rule(NamedTuple):
     silent: WorkerState | None
     """All workers in this state were silent until now; None: there is no such state."""
     shortest_s: float
+    begun: Begun | None
+    """The round in which a member was seen to wait last."""
 
     @staticmethod
     def of(state: State, now: float) -> _Rule:
         # If all were silent until now, a worker that is still silent is the only one.
         were_silent = now - state.witnessed_at > _calm_s(state)
         is_calm = not state.leaving and not state.hangs
-        return _Rule(is_calm, state.witness_state if were_silent else None, state.limits.shortest_s)
+        return _Rule(is_calm, state.witness_state if were_silent else None, state.limits.shortest_s, state.begun)
 
     def is_routine(self, worker: Worker, beat: Beat) -> bool:
         """Return whether nothing follows from a heartbeat."""
         if not self.is_calm or worker.state not in _UNREMARKABLE or worker.state is self.silent:
+            return False
+        if beat.round >= 0 and not (self.begun is not None and self.begun.is_of(beat)):
             return False
         # A worker that was asked to leave may wait for messages that will not come.
         may_hang = worker.state is WorkerState.HOLDING and (worker.draining or not beat.waiting)

@@ -197,7 +197,7 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
         draft.announce_to(worker.agent, message.traceback)
         return
     _say_failure(draft, worker, message, before, ends_run=True)
-    draft.end(False, what, worker.worker_id, message.traceback, message.exit_code)
+    draft.end(False, what, worker.worker_id, message.traceback, message.exit_code, sound=message.sound)
 
 
 def replace_suspects(draft: Draft, step: int) -> None:

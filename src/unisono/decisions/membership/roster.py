@@ -22,6 +22,7 @@ from typing import Final, Literal
 
 from unisono.decisions.efficiency import Measured
 from unisono.decisions.membership.attempts import Attempt
+from unisono.decisions.membership.begun import Begun
 from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.hangs import Hang, Limits
 from unisono.decisions.membership.suspicion import Suspicions
@@ -379,6 +380,8 @@ class State:
     evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
     last_evaluation: int = -1
     """The newest evaluation that was taken."""
+    begun: Begun | None = None
+    """The newest round in which a member was seen to wait for a while."""
     leaving: Mapping[str, Leaving] = field(default_factory=dict)
     """Worker that has left a training loop -> its report."""
     suspected_at: float | None = None

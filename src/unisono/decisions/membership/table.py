@@ -8,6 +8,7 @@ from typing import Final
 from unisono.decisions.membership.roster import WorkerState
 from unisono.messages import (
     Beat,
+    Convicted,
     EvaluationsOpen,
     EvaluationWanted,
     Failed,
@@ -37,6 +38,7 @@ _REPORTS: Final[Mapping[type[Message], WorkerState | None]] = dict.fromkeys(
         Holding,
         Suspect,
         StepDone,
+        Convicted,
         Failed,
         Leaving,
         TalkDone,

@@ -32,8 +32,8 @@ export function drawHeader(run, connection) {
   bar.value = Math.min(1, part);
   bar.hidden = !(overview.num_steps > 0);
   say(byId("progress-text"), overview.num_steps > 0
-    ? `${whole(done)} of ${count(overview.num_steps, "step")}${overview.first_step ? ` (this loop began at ${whole(overview.first_step)})` : ""}`
-    : count(done, "step"));
+    ? `${whole(done)} of ${count(overview.num_steps, overview.unit)}${overview.first_step ? ` (this loop began at ${whole(overview.first_step)})` : ""}`
+    : count(done, overview.unit));
   const why = overview.reason && overview.reason !== words ? plain(overview.reason, 4000) : "";
   byId("why").hidden = !why;
   say(byId("why"), why ? `${isOver(overview) ? "It ended: " : ""}${why}` : "");
@@ -55,13 +55,13 @@ function drawTiles(overview, saved) {
   const tiles = [
     ["Loss", overview.loss_is || number(overview.loss), overview.epoch ? `epoch ${whole(overview.epoch)}` : ""],
     ["Samples per second", overview.samples_per_s ? (overview.samples_per_s >= 100 ? whole(overview.samples_per_s) : number(overview.samples_per_s)) : "–", ""],
-    ["Step", overview.steps_per_s ? duration(1 / overview.steps_per_s) : "–", ""],
+    [overview.unit === "round" ? "Round" : "Step", overview.steps_per_s ? duration(1 / overview.steps_per_s) : "–", ""],
     isDone ? ["Took", overview.started ? duration(last - overview.started) : "–", ""]
       : ["Time left", duration(overview.left_s), overview.left_s ? `until ${clock(overview.time + overview.left_s)}` : ""],
     ["Started", ...at(overview.started)],
     isDone ? ["Ended", ...at(overview.ended)]
       : ["Workers", members ? whole(members) : "–", overview.generation ? `generation ${whole(overview.generation)}` : ""],
-    ["Checkpoint", saved >= 0 ? whole(saved) : "none", saved >= 0 ? "steps" : ""],
+    ["Checkpoint", saved >= 0 ? whole(saved) : "none", saved >= 0 ? `${overview.unit}s` : ""],
   ];
   for (const [name, value] of Object.entries(overview.evaluation ?? {}).slice(0, 1)) tiles.push([`${plain(name, 40)} (evaluation)`, number(value), ""]);
   const key = JSON.stringify(tiles.map(([name]) => name));

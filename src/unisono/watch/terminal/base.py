@@ -12,7 +12,7 @@ from unisono.overview import link_words
 from unisono.watch.terminal.text import duration
 from unisono.words import count, progress
 
-__all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "summary"]
+__all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "on_workers", "summary"]
 
 BALANCE_EVERY_S: Final = 5.0
 """Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen."""
@@ -72,8 +72,9 @@ def summary(pace: Pace, ended: RunEnded) -> str:
         without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`
         return f"{ended.reason} after {pace.elapsed_s:.1f} s{without}"
     ended_as = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
-    steps = count(pace.num_steps(ended.step), "step")
-    return f"{ended_as}: {steps} in {pace.elapsed_s:.1f} s on {count(len(last.workers), 'worker')}"
+    steps = count(pace.num_steps(ended.step), last.unit)
+    on = f" on {known}" if (known := on_workers(last)) else ""
+    return f"{ended_as}: {steps} in {pace.elapsed_s:.1f} s{on}"
 
 
 SAID_OTHERWISE: Final = ("crash", "error", "failed-join")
@@ -139,11 +140,16 @@ def problem_words(event: Problem) -> str:
     return f"{event.text}. {where[:1].upper()}{where[1:]}" if where else event.text
 
 
+def on_workers(step: StepFinished) -> str:
+    """Return how many workers have computed a step; "" where it was computed before the run was resumed."""
+    return count(len(step.workers), "worker") if step.workers else ""
+
+
 def done(step: StepFinished) -> str:
     """Return how far the run is. A script that has called ``run.steps`` before may do so for each of its epochs, so
     nobody knows how many steps there will be.
     """
     if not step.first_step:
-        return progress(step.step + 1, step.num_steps)
-    within = progress(step.step + 1 - step.first_step, step.num_steps - step.first_step)
+        return progress(step.step + 1, step.num_steps, step.unit)
+    within = progress(step.step + 1 - step.first_step, step.num_steps - step.first_step, step.unit)
     return f"epoch {step.epoch}: {within}"

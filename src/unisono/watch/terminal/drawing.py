@@ -154,8 +154,8 @@ def _done(overview: Overview) -> str:
     """Return how far the run is; see `unisono.watch.terminal.base.done`."""
     done = overview.step + 1
     if not overview.first_step:
-        return progress(done, overview.num_steps)
-    within = progress(done - overview.first_step, overview.num_steps - overview.first_step)
+        return progress(done, overview.num_steps, overview.unit)
+    within = progress(done - overview.first_step, overview.num_steps - overview.first_step, overview.unit)
     return f"epoch {overview.epoch}: {within}"
 
 
@@ -187,7 +187,7 @@ def _speed(overview: Overview, columns: int) -> Line:
     checkpoint = f"checkpoint {overview.checkpoint_step + 1:,}" if overview.checkpoint_step >= 0 else ""
     return [
         (loss, style),
-        (f"{overview.samples_per_s:>10,.0f} samples/s {overview.steps_per_s:>8,.2f} steps/s   ", ""),
+        (f"{overview.samples_per_s:>10,.0f} samples/s {overview.steps_per_s:>8,.2f} {overview.unit}s/s   ", ""),
         (checkpoint, "dim"),
     ]
 

@@ -10,9 +10,8 @@ from typing import TextIO
 
 from unisono.events import RunEnded, StepFinished, WorkerOutput
 from unisono.watch.cadence import Cadence
-from unisono.watch.terminal.base import Terminal, done, summary
+from unisono.watch.terminal.base import Terminal, done, on_workers, summary
 from unisono.watch.terminal.text import number
-from unisono.words import count
 
 __all__ = ["Plain"]
 
@@ -80,7 +79,7 @@ class Plain(Terminal):
             f"loss {number(last.loss)}",
             f"{self._pace.samples_per_second:,.0f} samples/s",
             self._left(last),
-            count(len(last.workers), "worker"),
+            on_workers(last),
         )
         self._write(self._out, f"{self._now()} unisono: {'  '.join(filter(None, parts))}")
 

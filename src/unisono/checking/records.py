@@ -1,0 +1,115 @@
+"""What a worker of a trial writes down, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Event", "Leaf", "Record", "Section", "State", "Sum", "Where", "Written", "read_records", "records_of"]
+
+
+class Where(msgspec.Struct, frozen=True):
+    """A part of a training.
+
+    Attributes:
+        step: of the run; -1: before its first step.
+        stage: ``setup``, ``head`` (before the inner loop), ``fetch`` and ``leaf`` (of a micro-batch), ``update``,
+            ``evaluation`` (of a batch).
+        leaf: the micro-batch, or the batch.
+    """
+
+    step: int
+    stage: str
+    turn: int = 0
+    replica: int = -1
+    inner: int = -1
+    leaf: int = -1
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
+    """Digests of all that is tracked, by path, before a step."""
+
+    step: int
+    parts: dict[str, str]
+
+
+class Leaf(msgspec.Struct, frozen=True, tag=True):
+    """What a micro-batch has given. ``loss`` is a text, because JSON has no NaN."""
+
+    where: Where
+    loss: str
+    parts: dict[str, str]
+    aside: bool = False
+
+
+class Sum(msgspec.Struct, frozen=True, tag=True):
+    """The result of a pass over a global batch."""
+
+    where: Where
+    digest: str
+    totals: dict[str, str] = {}
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """A statement of the script that begins, or one that has ended.
+
+    Attributes:
+        is_end: it has ended.
+        values: by path, before the statement: what it reads; after it: what it has changed or may have written.
+        depth: how many functions of the script are being executed.
+        changed: the paths whose values are others than before it.
+    """
+
+    is_end: bool
+    file: str
+    line: int
+    values: dict[str, str]
+    depth: int = 0
+    changed: tuple[str, ...] = ()
+
+
+class Section(msgspec.Struct, frozen=True, tag=True):
+    """The statements of the script in one part of the training."""
+
+    where: Where
+    events: list[Event]
+    aside: bool = False
+    is_cut: bool = False
+    """There were more than are kept."""
+
+
+Record = State | Leaf | Sum | Section
+_LINE = msgspec.json.Decoder(Record)
+_WHOLE = msgspec.json.Encoder()
+
+
+class Written:
+    """A file of records that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def add(self, record: Record) -> None:
+        """Write one more; it is on its way to the disk when this returns, so that a kill loses none."""
+        self._file.write(_WHOLE.encode(record) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file; a half line at its end, of a worker that was killed, is left out."""
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            yield _LINE.decode(line)
+        except msgspec.MsgspecError:
+            continue
+
+
+def records_of(folder: Path) -> dict[str, list[Record]]:
+    """Return the records of all workers of a trial, by worker."""
+    return {path.stem: list(read_records(path)) for path in sorted(folder.glob("*.jsonl"))}

@@ -1,0 +1,144 @@
+"""A run that commands compute again, alone in a child process: its settings, and where it begins."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from unisono.checkpoint import files
+from unisono.cli.given import script_arguments
+from unisono.cli.resume import checked, command_of, threads_of
+from unisono.decisions.replaying import Start, starts
+from unisono.errors import CheckpointError, UsageError
+from unisono.fingerprint import SWITCHES
+from unisono.journal import summary
+from unisono.machine.scratch import scratch_folder
+from unisono.rundir import RUN_FILE, read_facts
+from unisono.spec import RunSpec
+
+__all__ = ["PastRun", "past_run"]
+
+
+class PastRun:
+    """A run that is computed again up to a step. It writes nothing into the run's directory.
+
+    Args:
+        run: directory of the run.
+        given: script and arguments; empty: those that the run was made with, in the folder where it began. A script
+            without arguments gets those of the run.
+
+    Raises:
+        UsageError: there is no such run, or it does not say with which script it was made.
+    """
+
+    def __init__(self, run: Path, given: tuple[str, ...] = ()) -> None:
+        self.run = run.resolve()
+        self.facts: dict[str, Any] = read_facts(self.run)
+        if not self.run.is_dir() or not self.facts:
+            raise UsageError(f"{run} holds no run: there is no {RUN_FILE} in it")
+        self.folder, self.arguments = self._command(given)
+
+    def _command(self, given: tuple[str, ...]) -> tuple[str, list[str]]:
+        command = command_of(self.facts)
+        if given:
+            own = command[1][2 if command[1][0] == "-m" else 1 :] if command is not None else []
+            if own and not given[1:]:
+                click.echo(f"unisono: {given[0]} gets the arguments of the run: {shlex.join(own)}", err=True)
+            return os.getcwd(), script_arguments(given[0], None, given[1:] or tuple(own))
+        wanted = "give the script after the options: ... SCRIPT [-- ARGUMENTS]"
+        if command is None:
+            raise UsageError(f"{self.run} does not say which script it was made with; {wanted}")
+        folder, arguments = command
+        before = os.getcwd()
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
+        try:
+            return folder, checked(arguments)
+        except UsageError as error:
+            raise UsageError(f"{error}. Another script may be given after the options: ... SCRIPT") from None
+        finally:
+            os.chdir(before)
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What the arithmetic of the run depended on; empty where that is unknown."""
+        match self.facts.get("fingerprint"):
+            case dict() as found if all(isinstance(value, str) for value in found.values()):
+                return found
+        return {}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that bits depend on, as the run had them."""
+        found = {name: value for name, value in self.fingerprint.items() if name in SWITCHES}
+        match self.facts.get("environment"):
+            case {"hash seed": str(seed)} if seed:
+                found["PYTHONHASHSEED"] = seed
+        return found
+
+    def check_step(self, step: int) -> None:
+        """Raise UsageError if the run has finished, and has no such step."""
+        try:
+            found = summary(self.run)
+        except (OSError, ValueError):
+            return  # the replay says what it can compare
+        newest = found["step"]
+        if found["state"] == "finished" and newest is not None and step > newest:
+            raise UsageError(f"the run has no step {step}: it has finished, and its last step is {newest}")
+
+    def start(self, step: int) -> Start | None:
+        """Return the newest whole checkpoint from which a step is computed again; None: only from the beginning.
+
+        Says on standard error which checkpoints are broken.
+        """
+        found = []
+        for path in files.complete(self.run / files.FOLDER):
+            try:
+                manifest = files.read_manifest(path)
+            except CheckpointError as error:
+                click.echo(f"unisono: {error}", err=True)
+                continue
+            delay = manifest.recipe.get("delay", 0) if manifest.phase_step else 0
+            found.append(Start(str(path), manifest.step, delay if isinstance(delay, int) else 0))
+        for one in starts(found, step):
+            try:
+                files.verify(Path(one.path))
+            except CheckpointError as error:
+                click.echo(f"unisono: {error}; an older one is used", err=True)
+            else:
+                return one
+        return None
+
+    def spec(self, start: Start | None, directory: str, name: str, settings: str) -> RunSpec:
+        """Return the settings of the run that computes it again.
+
+        Args:
+            start: where it begins; None: at the beginning.
+            directory: of its own.
+            name: the inspector.
+            settings: the inspector's own, as JSON.
+        """
+        return RunSpec(
+            arguments=tuple(self.arguments),
+            folder=self.folder,
+            threads=threads_of(self.facts),
+            run_dir=directory,
+            resume=start.path if start is not None else "",
+            inspect=(name, settings),
+        )
+
+
+@contextmanager
+def past_run(run: Path, given: tuple[str, ...] = ()) -> Iterator[tuple[PastRun, str]]:
+    """Yield a run that is computed again, and a folder for it that exists meanwhile."""
+    found = PastRun(run, given)
+    with scratch_folder("unisono-replay-") as directory:
+        yield found, str(directory)

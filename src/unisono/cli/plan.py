@@ -1,0 +1,404 @@
+"""``unisono plan``: how long a step will take on more workers, what they need, and what will be the bottleneck."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+from click.core import ParameterSource
+
+from unisono.capacity import machine_cores, machine_gpus
+from unisono.cli.given import check_directory, script_arguments
+from unisono.decisions.wires import Link, parse_link
+from unisono.errors import UsageError
+from unisono.words import count, listed, script_in
+
+if TYPE_CHECKING:
+    from unisono.decisions.forecast import Facts, Sample
+    from unisono.decisions.strategies import Memory, Options
+    from unisono.planning.finder import Search
+    from unisono.planning.plans import Plan
+    from unisono.planning.probing import Script, Trial
+
+__all__ = ["plan"]
+
+LEAST_STEPS: Final = 9
+SECONDS: Final = 3.0
+EACH: Final = 16
+"""Up to so many workers, each number has a row; of more, every doubling."""
+MOST: Final = 1024
+"""Workers, at most: so far the model was followed (docs/plan.md), and more of them take minutes to reckon."""
+SOME_HOSTS: Final = 4
+"""Where a link is given and no number of workers."""
+NO_TRIAL: Final = ("steps", "find", "run_dir")
+"""Options that mean nothing for a run that has been."""
+OF_A_PLAN: Final = ("threads", "link", "per_host", "price", "copies", "inner_steps")
+"""Options that mean nothing for a plan that was made."""
+BUSY: Final = 0.05
+"""Of the time, for which a worker had no core: from then on the plan says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the plan is to be made for."""
+
+    workers: Sequence[int]
+    """Ascending."""
+    link: Link | None
+    per_host: int
+    price: float
+    options: Options
+
+
+@click.command()
+@click.argument("target", required=False, metavar="[SCRIPT|RUN]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "module", metavar="MODULE", help="Plan a module instead of a script, as `python -m` runs it.")
+@click.option(
+    "-n",
+    "--workers",
+    default="",
+    metavar="N|A:B",
+    help="For how many workers. Default: from 1 to as many as this machine has room for, and with --link as 4 such "
+    "machines.",
+)
+@click.option("--steps", default=10, show_default=True, metavar="N", help="Steps that each trial does, at least.")
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads of a worker.")
+@click.option(
+    "--link",
+    default="",
+    metavar="RATE[+DELAY]",
+    help="Between machines like this one: 1gbit, 100mbit+20ms. Without it, the plan ends with this machine.",
+)
+@click.option(
+    "--per-host",
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default="as many as this machine has room for",
+    help="Workers of a machine.",
+)
+@click.option("--price", type=float, default=0.0, metavar="AMOUNT", help="Of one worker for an hour.")
+@click.option(
+    "--copies", type=click.IntRange(min=1), default=2, show_default=True, help="Of unisono.shard and of local steps."
+)
+@click.option("--inner-steps", type=click.IntRange(min=1), default=10, show_default=True, help="H of local steps.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Write the plan into the directory of the run that follows: `unisono plan DIR` compares it with what came.",
+)
+@click.option(
+    "--find",
+    default="",
+    metavar="microbatches,batch",
+    help="Try other sizes of a micro-batch, and say which "
+    "number of micro-batches is fastest, and which batch is the largest that fits. Changes nothing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def plan(
+    target: str | None,
+    arguments: tuple[str, ...],
+    module: str | None,
+    workers: str,
+    steps: int,
+    threads: int,
+    link: str,
+    per_host: int | None,
+    price: float,
+    copies: int,
+    inner_steps: int,
+    run_dir: Path | None,
+    find: str,
+    as_json: bool,
+) -> int:
+    """Say how long a step will take on more workers, and what they need, from the first steps of SCRIPT.
+
+    The script is run for some steps, alone and with several workers of this machine, in directories that are removed
+    afterwards. Nothing of it is kept, but the script does what it does outside of its training as well.
+
+        unisono plan train.py --workers 1:16 --link 1gbit --price 2.5 -- --lr 0.01
+
+    Of the directory of a RUN: compare what was planned with what came; with --workers, plan from the steps of the run.
+    """
+    from unisono.decisions.strategies import Options
+
+    if not 0.0 <= price < math.inf:
+        raise UsageError(f"--price is the price of one worker for an hour, a number from 0, got {price}")
+    room = max(1, len(machine_gpus()) or len(machine_cores()) // max(1, threads))
+    asked = Asked(
+        workers=_numbers(workers, room, per_host or 0, bool(link)),
+        link=parse_link(link) if link else None,
+        per_host=per_host or room,
+        price=price,
+        options=Options(copies=copies, inner_steps=inner_steps),
+    )
+    if target is not None and not module and Path(target).is_dir():
+        _refuse(NO_TRIAL, "is about trials of a script, and a run has its steps behind it")
+        if arguments:
+            raise UsageError(f"{target} is a run, which takes no arguments of a script, got {' '.join(arguments)}")
+        return _plan_of_run(Path(target), workers, room, asked, as_json=as_json)
+    if steps < LEAST_STEPS:
+        raise UsageError(
+            f"a trial needs at least {LEAST_STEPS} steps (the first ones do not count), got --steps {steps}"
+        )
+    wanted = _wanted(find)
+    command = script_arguments(target, module, arguments, command="plan SCRIPT")
+    if run_dir is not None:
+        _check_run(run_dir)
+    from unisono.machine.scratch import scratch_folder
+    from unisono.planning.probing import Script, facts_of, memories_of
+
+    with scratch_folder("unisono-plan-") as folder:
+        script = Script(command=command, threads=threads, directory=folder)
+        trials = _trials(script, steps, room, asked)
+        found = _found(script, trials, steps, wanted) if wanted else None
+    facts = facts_of(trials, room)
+    made = _made(script_in(command), facts, memories_of(trials), asked)
+    _tell(made, trials, facts, asked, found, as_json=as_json)
+    if found is not None and not as_json:
+        _tell_found(found, facts, wanted, asked)
+    if run_dir is not None:
+        from unisono.planning.plans import PLAN, differs, write_plan
+        from unisono.rundir import holder, read_facts
+
+        if holder(run_dir) is not None and (other := differs(made, read_facts(run_dir).get("recipe") or {})):
+            raise UsageError(f"the plan was not written: {run_dir} has a run of another training: {other}")
+        write_plan(run_dir / PLAN, made)
+        click.echo(f"the plan is {run_dir / PLAN}; after the run, `unisono plan {run_dir}` compares", err=as_json)
+    return 1 if found is not None and not found.tried else 0
+
+
+def _refuse(names: Sequence[str], why: str) -> None:
+    """Raise UsageError if one of these options was given."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        if param.name in names and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{max(param.opts, key=len)} {why}")
+
+
+def _check_run(run_dir: Path) -> None:
+    """Check a directory in which a plan is to be left.
+
+    Raises:
+        UsageError: it cannot be written, or there is a run of which no plans are made.
+    """
+    from unisono.planning.measuring import check_recipe
+    from unisono.rundir import holder, read_facts
+
+    check_directory(run_dir)
+    if holder(run_dir) is not None and (recipe := read_facts(run_dir).get("recipe")):
+        try:
+            check_recipe(recipe)
+        except UsageError as error:
+            raise UsageError(
+                f"--run-dir {run_dir} has a run already that no plan could be compared with: {error}"
+            ) from None
+
+
+def _wanted(text: str) -> list[str]:
+    """Return what is to be found.
+
+    Raises:
+        UsageError: that cannot be found.
+    """
+    from unisono.planning.finder import WHAT
+
+    wanted = [word for word in text.split(",") if word]
+    for word in (word for word in wanted if word not in WHAT):
+        raise UsageError(f"--find {word}: what can be found is {listed(WHAT)}")
+    return wanted
+
+
+def _found(script: Script, trials: list[Trial], steps: int, wanted: list[str]) -> Search:
+    """Try sizes of a micro-batch, and return what was found."""
+    from unisono.planning.finder import search
+
+    return search(script, trials[0].found, steps, wanted, lambda text: click.echo(f"unisono: {text}", err=True))
+
+
+def _tell_found(found: Search, facts: Facts, wanted: list[str], asked: Asked) -> None:
+    from unisono.planning.finder import shown_search
+    from unisono.planning.plans import roster_of
+
+    roster = roster_of(asked.workers[-1], asked.per_host, asked.link)
+    click.echo("\n" + shown_search(found, facts, roster, wanted))
+
+
+def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[int]:
+    """Return the numbers of workers that are asked for; of more than `EACH`, some of those above it.
+
+    Raises:
+        UsageError: it is no number and no range, or needs more machines than one and there is no link.
+    """
+    own = per_host or room
+    first, colon, last = (text or f"1:{min(MOST, own * (SOME_HOSTS if has_link else 1))}").partition(":")
+    try:
+        low, high = int(first), int(last if colon else first)
+    except ValueError:
+        raise UsageError(f"--workers is a number from 1, or A:B with 1 <= A <= B, got {text!r}") from None
+    if not 1 <= low <= high:
+        raise UsageError(f"--workers is a number from 1, or A:B with 1 <= A <= B, got {text!r}")
+    if high > MOST:
+        raise UsageError(f"a plan is made for up to {MOST} workers, as far as its model was followed, got {text!r}")
+    if high > own and not has_link:
+        raise UsageError(
+            f"a machine has room for {own} workers, so --workers {text} is about several machines: say "
+            "what lies between them, e.g. --link 1gbit"
+        )
+    above = itertools.takewhile(lambda number: number < high, (EACH * 2**power for power in itertools.count(1)))
+    few = [low, *range(low, min(high, EACH) + 1), *(number for number in above if number > low), high]
+    return sorted(set(range(low, high + 1) if high - low < EACH else few))
+
+
+def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Trial]:
+    """Measure the script alone, with two workers, with as many as the machine has room for, and between two hosts."""
+    from unisono.planning.found import Settings
+    from unisono.planning.measuring import check_recipe
+    from unisono.planning.probing import trial
+
+    click.echo("unisono: measures the first steps, alone", err=True)
+    alone = trial(script, Settings(steps=steps, seconds=SECONDS))
+    check_recipe(alone.found.recipe)
+    found = [alone]
+    same = Settings(steps=alone.found.done)
+    together = min(room, asked.per_host, asked.workers[-1])
+    for number in sorted({min(2, together), together} - {1}):
+        click.echo(f"unisono: measures the first steps, with {number} workers", err=True)
+        found.append(trial(script, same, workers=number))
+    if asked.link is not None and room > 1:
+        click.echo("unisono: measures the first steps, with 2 workers as if on two machines", err=True)
+        found.append(trial(script, same, workers=2, hosts=2))
+    return found
+
+
+def _made(name: str, facts: Facts, memories: Mapping[int, Memory], asked: Asked) -> Plan:
+    """Return the plan from what was measured.
+
+    Args:
+        name: of what is planned: the script, or the directory of a run.
+        memories: of a worker, by the number of workers; empty: unknown.
+    """
+    from unisono.planning.plans import Plan, forecasts, roster_of
+
+    rosters = [roster_of(number, asked.per_host, asked.link) for number in asked.workers]
+    return Plan(
+        time=time.time(),
+        script=name,
+        link=str(asked.link or ""),
+        per_host=asked.per_host,
+        batch_size=facts.batch_size,
+        microbatches=facts.microbatches,
+        spread=max(one.spread for one in facts.samples),
+        forecasts=forecasts(facts, memories, rosters, asked.options, asked.price),
+    )
+
+
+def _tell(made: Plan, trials: list[Trial], facts: Facts, asked: Asked, found: Search | None, *, as_json: bool) -> None:
+    from unisono.planning.finder import plain_search
+
+    if as_json:
+        _print_json(made if found is None else {**_plain(made), "found": plain_search(found)})
+        return
+    where = [(one.sample.workers, one.sample.hosts) for one in trials]
+    click.echo(f"plan of {made.script}: {_batches(made)}; measured {trials[0].found.done} steps of {_measured(where)}")
+    if (held_up := max(one.found.held_up for one in trials)) > BUSY:
+        click.echo(
+            f"other programs use this machine: workers had no core for {held_up:.0%} of the time, so this is a plan "
+            "for a machine that is as busy"
+        )
+    _show(made, facts, asked, trials[0].found.limit)
+
+
+def _show(made: Plan, facts: Facts, asked: Asked, room_bytes: int) -> None:
+    from unisono.planning.plans import roster_of
+    from unisono.planning.told import shown_conclusions, shown_missing, shown_strategies, shown_workers
+
+    click.echo("\n" + shown_workers(made, asked.price) + "\n  * measured\n")
+    most = asked.workers[-1]
+    roster = roster_of(most, asked.per_host, asked.link)
+    if most > 1:
+        between = f" on {-(-most // asked.per_host)} hosts, {asked.link}" if most > asked.per_host else ""
+        click.echo(f"with {most} workers{between}, other strategies by their models (docs/plan.md):\n")
+        click.echo(shown_strategies(made, most, asked.options) + "\n")
+        if missing := shown_missing(facts, roster):
+            click.echo(missing)
+    for sentence in shown_conclusions(facts, made, roster, room_bytes):
+        click.echo(sentence)
+
+
+def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_json: bool) -> int:
+    """Compare a run with the plan in its directory, and make another one from the steps that it has done."""
+    from unisono.planning.measuring import facts_of_run, samples_in
+    from unisono.planning.plans import read_plan
+    from unisono.rundir import holder
+
+    if holder(directory) is None:
+        raise UsageError(f"there is no run in {directory}, and no script; give one of them")
+    samples = samples_in(directory)
+    before = read_plan(directory)
+    if before is not None and not workers:
+        _refuse(OF_A_PLAN, "is about making a plan, and this run has one to compare with; give --workers for another")
+        return _compare(directory, before, samples, as_json=as_json)
+    facts = facts_of_run(directory, samples, room)
+    made = _made(str(directory), facts, {}, asked)
+    if as_json:
+        _print_json(made)
+        return 0
+    where = sorted({(one.workers, one.hosts) for one in facts.samples})
+    click.echo(f"plan from the steps of {directory} with {_measured(where)}: {_batches(made)}")
+    _show(made, facts, asked, 0)
+    return 0
+
+
+def _compare(directory: Path, before: Plan, samples: Sequence[Sample], *, as_json: bool) -> int:
+    """Tell what was expected of a run beside what came; 1: they cannot be compared."""
+    from unisono.planning.measuring import check_recipe
+    from unisono.planning.plans import came, differs
+    from unisono.planning.told import shown_came
+    from unisono.rundir import read_facts
+
+    recipe = read_facts(directory).get("recipe") or {}
+    check_recipe(recipe)
+    if other := differs(before, recipe):
+        raise UsageError(f"the plan in {directory} is about another training: {other}")
+    found = came(before, samples)
+    if not found:
+        planned = sorted({(one.workers, one.hosts) for one in before.forecasts})
+        had = _measured([(one.workers, one.hosts) for one in samples]) if samples else "no number of workers"
+        click.echo(
+            f"nothing to compare: the plan is about {_measured(planned)}, and the run has done enough steps (8 in a "
+            f"row) with {had}",
+            err=True,
+        )
+    if as_json:
+        _print_json(found)
+    elif found:
+        click.echo(shown_came(found))
+    return 0 if found else 1
+
+
+def _measured(sizes: list[tuple[int, int]]) -> str:
+    return listed([count(workers, "worker") + (f" on {hosts} hosts" if hosts > 1 else "") for workers, hosts in sizes])
+
+
+def _batches(made: Plan) -> str:
+    return f"batches of {count(made.batch_size, 'sample')} in {made.microbatches} micro-batches"
+
+
+def _plain(value: object) -> dict[str, object]:
+    import msgspec
+
+    plain: dict[str, object] = msgspec.to_builtins(value)
+    return plain
+
+
+def _print_json(value: object) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())

@@ -1,0 +1,106 @@
+"""``unisono replay``: compute a run again up to one of its steps, on one worker, and look into it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from click import argument, option
+
+from unisono.cli.again import past_run
+from unisono.decisions.replaying import Replay, with_words
+from unisono.errors import UsageError
+
+__all__ = ["play", "replay"]
+
+NUMBER = click.IntRange(min=0)
+
+
+@click.command()
+@argument("run", type=click.Path(path_type=Path))
+@argument("script", nargs=-1, type=click.UNPROCESSED)
+@option("--step", type=NUMBER, required=True, metavar="S", help="The last step; of local steps, the round.")
+@option("--microbatch", type=NUMBER, metavar="M", help="Show this micro-batch of the step.")
+@option("--pass", "turn", type=NUMBER, default=0, metavar="N", help="Which pass over the batch, after step.again.")
+@option("--replica", type=NUMBER, metavar="R", help="Of local steps: which replica.")
+@option("--inner-step", type=NUMBER, metavar="I", help="Of local steps: which step of the replica in its round.")
+@option("--from-beginning", is_flag=True, help="Begin with step 0, and not at a checkpoint.")
+@option("--with", "words", multiple=True, metavar="WHAT", help="anomaly: name the operation that gives a NaN.  "
+        "debugger: stop in the script before the micro-batch.  save=DIR: write the micro-batch, the models before it "
+        "and its gradients.")  # fmt: skip
+def replay(
+    run: Path,
+    script: tuple[str, ...],
+    step: int,
+    microbatch: int | None,
+    turn: int,
+    replica: int | None,
+    inner_step: int | None,
+    from_beginning: bool,
+    words: tuple[str, ...],
+) -> int:
+    """Compute RUN (a directory) again from its newest checkpoint before a step, on one worker, and compare each step
+    with the journal. Nothing is written into RUN.
+
+    \b
+        unisono replay runs/digits --step 350
+        unisono replay runs/digits --step 350 --microbatch 3
+        unisono replay runs/digits --step 350 --microbatch 3 --with debugger
+        unisono replay runs/digits --step 350 --microbatch 3 --with save=found
+
+    The script is the one that the run was made with, in the same folder; another one may stand after the options. It
+    gets the arguments of the run, unless others stand after it.
+
+    Exit code: 0 all as in the journal, 1 a step is not, or the script has failed, 2 it cannot be replayed, 3 the
+    debugger was left before the step was over.
+    """
+    given = with_words(words)
+    if given.get("debugger") and not sys.stdin.isatty():
+        raise UsageError("--with debugger asks at the terminal, and standard input is none")
+    if given.get("save"):
+        given["save"] = _checked_folder(given["save"])
+    wanted: dict[str, Any] = {"leaf": microbatch, "replica": replica, "inner": inner_step}
+    asked = {name: value for name, value in wanted.items() if value is not None}
+    wish = Replay(run="", step=step, turn=turn, looks=bool(asked or given), **asked, **given)
+    return play(run, script, wish, from_beginning=from_beginning)
+
+
+def _checked_folder(name: str) -> str:
+    """Make the folder for ``--with save=DIR``; returns its path.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    folder = os.path.abspath(name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--with save={name} cannot be written: {error.strerror}") from None
+    return folder
+
+
+def play(run: Path, script: tuple[str, ...], asked: Replay, *, from_beginning: bool = False) -> int:
+    """Replay a run; returns the exit code.
+
+    Args:
+        script: and its arguments; empty: the run's own.
+        from_beginning: begin with step 0, whatever checkpoints there are.
+    """
+    from unisono.machine.inspected import run_inspected
+
+    with past_run(run, script) as (found, directory):
+        if not script:
+            found.check_step(asked.step)
+        start = None if from_beginning else found.start(asked.step)
+        if start is None and not from_beginning:
+            click.echo("unisono: begins at the beginning of the run: there is no checkpoint before", err=True)
+        asked = msgspec.structs.replace(asked, run=str(found.run), fingerprint=found.fingerprint)
+        spec = found.spec(start, directory, "replay", msgspec.json.encode(asked).decode())
+        return run_inspected(spec, variables=found.variables)

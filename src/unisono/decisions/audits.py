@@ -1,0 +1,281 @@
+"""Audits: micro-batches that a second member computes as well, to find one that computes wrong values. Without I/O.
+
+All functions give the same on all members, from what all of them know.
+
+* **Who computes what again** (`parts`). The share of the work that is audited is spread over the steps: in an audited
+  step each member has the same number of its micro-batches audited, so that nobody waits for one member's more work;
+  where one has too few that can be audited, others have more. The helper of a member is the one at a fixed distance in
+  the order of the ranks, which is drawn for each step; of all distances those count that give most members a helper on
+  another machine. Of two micro-batches that are a pair of the tree and that one member computes, only the first can be
+  audited, because the gradient of the other one is added to its sum while it is computed. A share of more than `MOST`
+  cannot be reached in general.
+* **Who is wrong** (`judge`). Where the two results of a micro-batch differ, all members compute it once more, and the
+  result of most of them is the right one. Two members cannot tell who of them is wrong, and where several results
+  differ, the micro-batch is not deterministic, and nobody is wrong.
+* **What is to be doubted** (`Record`). A member is known to be right at the steps at which it was audited and was. What
+  it has done since the last of these steps is not known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from unisono.decisions.cursor import seed_of
+from unisono.decisions.plan import Plan
+
+__all__ = [
+    "MOST",
+    "NOTHING",
+    "Part",
+    "Record",
+    "Verdict",
+    "advice",
+    "digest_of",
+    "judge",
+    "judge_states",
+    "key_of",
+    "parts",
+    "too_few",
+]
+
+MOST: Final = 0.5
+"""The largest share of the work that can be asked for."""
+
+_WORD: Final = 1 << 64
+_SEVERAL: Final = 1 << 62
+
+
+@dataclass(frozen=True)
+class Part:
+    """One member's part in the audit of a step."""
+
+    own: tuple[int, ...] = ()
+    """Its micro-batches that another member computes as well."""
+    other: tuple[int, ...] = ()
+    """Micro-batches of another member that this one computes as well."""
+
+
+NOTHING: Final = Part()
+
+
+def parts(
+    plan: Plan, hosts: Sequence[str], arithmetics: Sequence[int], *, share: float, seed: int, step: int, turn: int = 0
+) -> tuple[Part, ...]:
+    """Return the part of each member in the audit of a step, by rank.
+
+    Args:
+        plan: of the step, in which nothing is computed yet.
+        hosts: by rank, the member's machine.
+        arithmetics: by rank; only members with equal ones compute the same bits.
+        share: of the work that is audited, from 0 to `MOST`.
+        step: of the run.
+        turn: pass over the step's global batch.
+    """
+    size = len(plan.ranges)
+    busy = [rank for rank in range(size) if plan.ranges[rank]]
+    wanted = share * plan.num_leaves / len(busy) if busy else 0.0  # of each member
+    number = int(wanted) + (seed_of(seed, "audit", step, turn) / _WORD < wanted % 1.0)
+    if number == 0 or size < 2:
+        return (NOTHING,) * size
+    helper = helpers(tuple(hosts), tuple(arithmetics), seed_of(seed, "helper", step, turn))
+    candidates = [_candidates(plan.ranges[rank]) if helper[rank] is not None else [] for rank in range(size)]
+    numbers = _numbers([len(each) for each in candidates], number * len(busy))
+    own = [_some(candidates[rank], numbers[rank], seed_of(seed, "leaves", step, turn, rank)) for rank in range(size)]
+    other: list[tuple[int, ...]] = [()] * size
+    for owner, one in enumerate(helper):
+        if one is not None:
+            other[one] = own[owner]
+    return tuple(map(Part, own, other))
+
+
+def helpers(hosts: tuple[str, ...], arithmetics: tuple[int, ...], draw: int) -> tuple[int | None, ...]:
+    """Return who computes a member's micro-batches again, by rank; nobody helps two. None: no other member can.
+
+    Args:
+        draw: chooses among what is equally good.
+    """
+    found: list[int | None] = [None] * len(hosts)
+    for arithmetic in dict.fromkeys(arithmetics):
+        ranks = [rank for rank, one in enumerate(arithmetics) if one == arithmetic]
+        good = _distances(tuple(hosts[rank] for rank in ranks))
+        if good:
+            distance = good[draw % len(good)]
+            for position, rank in enumerate(ranks):
+                found[rank] = ranks[(position + distance) % len(ranks)]
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _distances(hosts: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the distances at which most members are on another host; () for one member."""
+    size = len(hosts)
+    away = {d: sum(hosts[i] != hosts[(i + d) % size] for i in range(size)) for d in range(1, size)}
+    best = max(away.values(), default=0)
+    return tuple(distance for distance, number in away.items() if number == best)
+
+
+def _numbers(most: Sequence[int], total: int) -> list[int]:
+    """Share out a number as evenly as can be, where each has a limit; the first ones get what is left over."""
+    found = [0] * len(most)
+    while (left := total - sum(found)) > 0 and (able := [i for i, one in enumerate(most) if found[i] < one]):
+        each = max(min(left // len(able), min(most[i] - found[i] for i in able)), 1)
+        for i in able[:left]:
+            found[i] += each
+    return found
+
+
+def _candidates(leaves: Sequence[int]) -> list[int]:
+    """Return the micro-batches of a member that begin a pair: their sibling is computed after them, or elsewhere."""
+    own = frozenset(leaves)
+    return [leaf for leaf in leaves if leaf % 2 == 0 or leaf - 1 not in own]
+
+
+def _some(leaves: Sequence[int], number: int, draw: int) -> tuple[int, ...]:
+    chosen = sorted(leaves, key=lambda leaf: seed_of(draw, leaf))[:number]
+    return tuple(sorted(chosen))
+
+
+def too_few(size: int) -> str:
+    """Return what so few members cannot find out, in words; "" where there are enough."""
+    match size:
+        case 1:
+            return "one worker audits nothing: there is no second one to compute the same (two find a difference)"
+        case 2:
+            return "two workers can find that one of them is wrong, but not which one: the run ends then; use three"
+    return ""
+
+
+# -- what is compared --------------------------------------------------------------------------------
+
+
+def key_of(leaves: Sequence[int]) -> int:
+    """Return what stands for these micro-batches in a comparison: of one, its number."""
+    return leaves[0] if len(leaves) == 1 else _SEVERAL | seed_of(0, *leaves) % _SEVERAL
+
+
+def digest_of(digests: Sequence[int]) -> int:
+    """Return the digest of several micro-batches together, by their digests; of one, its own."""
+    return digests[0] if len(digests) == 1 else seed_of(0, *digests)
+
+
+# -- who is wrong ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from results that differ."""
+
+    kind: Literal["convicted", "two", "many"]
+    """The members named are wrong; two members differ, and no third can say who is wrong; or so many results differ
+    that it is not one member that is wrong."""
+    wrong: tuple[str, ...] = ()
+    """The members that are wrong, also those that are lost meanwhile. Of two: the one that has computed two results."""
+    is_lasting: bool = False
+    """They were wrong each time that they computed it."""
+
+
+def judge(first: Mapping[str, int], again: Mapping[str, int]) -> Verdict:
+    """Judge the results of one micro-batch that differ.
+
+    Args:
+        first: digests by worker, of the two members that computed it in the step, as far as they are known.
+        again: digests by worker, of all members of the same arithmetic, which have computed it again.
+    """
+    usual = _most(again.values())
+    wrong = [worker for worker in again if first.get(worker, usual) != usual or again[worker] != usual]
+    num_right = len(again) - len(wrong)
+    if len(again) <= 2 and wrong:
+        return Verdict("two", tuple(worker for worker in wrong if usual is not None))
+    both_differ = len(first) > 1 and usual not in first.values()
+    if usual is None or both_differ or 2 * num_right <= len(again):
+        return Verdict("many")
+    wrong += [worker for worker in first if worker not in again and len(again) > 1 and first[worker] != usual]
+    return Verdict("convicted", tuple(wrong), is_lasting=all(again.get(worker) != usual for worker in wrong))
+
+
+def judge_states(states: Mapping[str, int]) -> Verdict:
+    """Judge the digests of the members' states, by worker, of members of the same arithmetic, that differ."""
+    usual = _most(states.values())
+    if usual is None:
+        return Verdict("two" if len(states) <= 2 else "many")
+    return Verdict("convicted", tuple(worker for worker, digest in states.items() if digest != usual), True)
+
+
+def _most(digests: Iterable[int]) -> int | None:
+    """Return the digest that more than half have; None: there is none."""
+    counts = Counter(digests)
+    for digest, number in counts.items():
+        if 2 * number > counts.total():
+            return digest
+    return None
+
+
+# -- what is to be doubted ---------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """Since when the members of a run are known to be honest."""
+
+    honest: dict[str, int] = field(default_factory=dict)
+    """By worker, the last step of the run at which it was audited and was right, or before which it has joined."""
+    begins: int = 0
+    """The step at which the run has begun, or has gone on from a checkpoint; 0 where that is not known."""
+    compared: int = 0
+    """The last step at whose beginning all members had the same state; 0 where that is not known."""
+    num_audited: int = 0
+    """Micro-batches that were audited and had the same bits."""
+    _ids: frozenset[str] = frozenset()
+
+    def right(self, step: int, workers: Iterable[str], number: int = 0) -> None:
+        """Note that these workers were audited at a step, with so many micro-batches, and were right."""
+        self.num_audited += number
+        for worker in workers:
+            self.honest[worker] = max(step, self.honest.get(worker, -1))
+
+    def seen(self, step: int, workers: Iterable[str]) -> None:
+        """Note that these workers take part in a step. One that was not there in the step before is new, and has done
+        nothing before it.
+        """
+        ids = frozenset(workers)
+        if self._ids:
+            self.right(step - 1, ids - self._ids)
+        self._ids = ids
+
+    def learn(self, honest: Mapping[str, int], begins: int) -> None:
+        """Note what another member knows."""
+        self.begins = max(self.begins, begins)
+        for worker, step in honest.items():
+            self.right(step, [worker])
+
+    def doubtful_from(self, workers: Iterable[str]) -> int:
+        """Return the first step of the run that is to be doubted, because one of these workers has taken part."""
+        return min((max(self.honest.get(worker, -1) + 1, self.begins) for worker in workers), default=self.begins)
+
+    def sound(self, workers: Iterable[str]) -> int:
+        """Return how many steps a checkpoint may have at most, of which nothing is to be doubted though these workers
+        have written parts of it.
+
+        Right gradients in a step show that the parameters were right when it began, and the states of the optimizers
+        when the step before it began: a wrong state shows one update later.
+        """
+        return max(self.doubtful_from(workers) - 2, self.begins)
+
+
+def advice(steps: Iterable[int], sound: int) -> tuple[int, bool]:
+    """Return the steps of the checkpoint that a run should go on from, and whether nothing of it is to be doubted.
+
+    Args:
+        steps: of the checkpoints that there are, of which there is at least one.
+        sound: a checkpoint of more steps may hold wrong values.
+
+    Returns:
+        The newest one that is not to be doubted; if all are, the oldest one.
+    """
+    known = sorted(steps)
+    good = [step for step in known if step <= sound]
+    return (good[-1], True) if good else (known[0], False)

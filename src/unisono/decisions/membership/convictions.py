@@ -1,0 +1,80 @@
+"""Workers that compute wrong values, as the others have found: they are ended; the run goes on without them, or back"""
+
+from __future__ import annotations
+
+from unisono.decisions.membership.draft import Draft
+from unisono.decisions.membership.restarts import lose
+from unisono.decisions.membership.roster import ALIVE, Worker
+from unisono.messages import Convicted
+from unisono.problems.kinds import Trouble
+from unisono.words import count
+
+__all__ = ["take_convicted"]
+
+
+def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
+    """End the workers that were found to be wrong, without a replacement: it would compute on the same machine.
+
+    All members that are right report it, so all but the first report say nothing new. A run that goes back does so also
+    where the wrong worker is lost meanwhile: what it has computed before is to be doubted.
+    """
+    if worker.worker_id in message.worker_ids or draft.state.ended is not None:
+        return
+    wrong = [draft.state.workers[one] for one in message.worker_ids if one in draft.state.workers]
+    if not message.goes_back:
+        wrong = [one for one in wrong if one.state in ALIVE]
+    if not wrong:
+        return
+    first, hosts = message.honest_until + 1, tuple(dict.fromkeys(_host(one) for one in wrong))
+    doubtful = f"step {first}" if first == message.step - 1 else f"the steps {first} to {message.step - 1}"
+    for one in wrong:
+        _say(draft, one, message, doubtful)
+        why = f"{one.name}{_where(one)} computes wrong values: {message.what} of step {message.step}"
+        if one.state in ALIVE:
+            draft.evict(one, why)
+        if not message.goes_back:
+            lose(draft, one.worker_id, why, replace=False, how="evicted")
+    if message.goes_back:
+        names = ", ".join(f"{one.name}{_where(one)}" for one in wrong)
+        draft.end(
+            False,
+            f"{names} computes wrong values ({message.what} of step {message.step}), and what it has computed in "
+            f"{doubtful} is to be doubted; the run goes back to a checkpoint of at most {count(message.sound, 'step')}",
+            wrong[0].worker_id,
+            back_to=message.sound,
+            without=hosts,
+            sound=message.sound,
+        )
+
+
+def _say(draft: Draft, wrong: Worker, message: Convicted, doubtful: str) -> None:
+    times = ", each time that it computed it" if message.is_lasting else "; when it computed it again it was right"
+    if not message.what.startswith("micro-batch"):  # a state is not computed again
+        times = ""
+    known = "" if message.honest_until >= message.step - 1 else f". What it has computed in {doubtful} is to be doubted"
+    draft.alarm(
+        Trouble(
+            kind="corruption",
+            worker_id=wrong.worker_id,
+            step=message.step,
+            error=f"computes wrong values{_device(wrong)}: {message.what} of step {message.step} has other bits there "
+            f"than on most workers{times}",
+            then="the run goes back to a checkpoint from before that"
+            if message.goes_back
+            else "it is ended, and the others do the step again",
+            ends_run=message.goes_back,
+            advice=f"Test the memory, the processor and the GPU of that machine before it trains again{known}",
+        )
+    )
+
+
+def _host(worker: Worker) -> str:
+    return worker.info.host if worker.info is not None else ""
+
+
+def _device(worker: Worker) -> str:
+    return f" on device {worker.info.device}" if worker.info is not None else ""
+
+
+def _where(worker: Worker) -> str:
+    return f" on {worker.info.host} ({worker.info.device})" if worker.info is not None else ""

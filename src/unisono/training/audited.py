@@ -1,0 +1,82 @@
+"""The audits of a run, as its command line and its script ask for them."""
+
+from __future__ import annotations
+
+import torch
+
+from unisono.decisions.audits import MOST
+from unisono.errors import UsageError
+from unisono.exchange.flat import with_flipped_bit
+from unisono.faults import spoils
+from unisono.member import Member
+from unisono.messages import Convicted
+from unisono.rounds.auditing import Audits, Conviction
+from unisono.spec import AuditThen, RunSpec
+from unisono.state.tracked import Tracked
+from unisono.training.strategies import Strategy, Synchronous
+
+__all__ = ["audits_of", "make_audits", "spoil"]
+
+
+def make_audits(spec: RunSpec, share: float, then: AuditThen, seed: int, member: Member | None) -> Audits | None:
+    """Return the audits of a run; None: nothing is audited.
+
+    Args:
+        share, then: what the script asks for; the command line wins.
+        member: None: the script runs alone.
+
+    Raises:
+        UsageError: they make no sense.
+    """
+    share, then = spec.audit or share, spec.audit_then or then
+    if not 0.0 <= share <= MOST:
+        raise UsageError(
+            f"audit is the share of the micro-batches that a second worker computes as well, from 0 to {MOST:g}, e.g. "
+            f"0.01; got {share}"
+        )
+    if then not in ("go-back", "go-on"):
+        raise UsageError(f'audit_then is "go-back" or "go-on"; got {then!r}')
+    if not share:
+        return None
+
+    def convict(found: Conviction) -> None:
+        assert member is not None
+        member.convict(
+            Convicted(
+                worker_ids=list(found.worker_ids),
+                step=found.step,
+                honest_until=found.honest_until,
+                sound=found.sound,
+                goes_back=found.goes_back,
+                what=found.what,
+                is_lasting=found.is_lasting,
+            )
+        )
+
+    return Audits(share=share, then=then, seed=seed, convict=convict if member is not None else None)
+
+
+def audits_of(audits: Audits | None, strategy: Strategy) -> Audits | None:
+    """Return the audits of a training loop.
+
+    Raises:
+        UsageError: its strategy cannot be audited.
+    """
+    if audits is not None and not isinstance(strategy, Synchronous):
+        raise UsageError(
+            "audits are for plain run.steps, and neither for delayed gradients nor for local steps: a step of these is "
+            "not done again once its sum is under way. Leave out --audit (audit=), or delay= and run.local_steps"
+        )
+    return audits
+
+
+def spoil(tracked: Tracked) -> None:
+    """Flip a bit of the state, where a test wants this worker's machine to be faulty. Between two steps."""
+    with torch.no_grad():
+        if (bit := spoils("parameter")) is not None:
+            parameter = next(one for _, one in tracked.parameters())
+            parameter.copy_(with_flipped_bit(parameter, bit))
+        if (bit := spoils("optimizer")) is not None:
+            states = (state for one in tracked.optimizers.values() for state in one.state.values())
+            found = next(value for state in states for value in state.values() if value.numel() > 1)
+            found.copy_(with_flipped_bit(found, bit))

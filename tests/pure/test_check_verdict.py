@@ -1,0 +1,70 @@
+"""The verdict of ``unisono check``, from what trials have left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unisono.checking.records import Leaf, Record, State, Where
+from unisono.checking.trials import ALONE, TRIALS, Outcome, Runner, Trial
+from unisono.checking.verdict import Verdict, check_script
+from unisono.errors import UsageError
+
+
+def records(num_steps: int, loss: str = "1.0") -> list[Record]:
+    leaves = [Leaf(Where(step, "leaf", leaf=0), loss, {"model.weight": loss}) for step in range(num_steps)]
+    return [State(0, {}), *(each for leaf in leaves for each in (leaf, State(leaf.where.step + 1, {})))]
+
+
+class Played(Runner):
+    """Gives outcomes that are made up."""
+
+    def __init__(self, **outcomes: Outcome) -> None:
+        super().__init__((), Path(), 4, 1.0)
+        self.outcomes = outcomes
+
+    def run(self, trial: Trial, *, traces: bool = False) -> Outcome:
+        if traces:
+            raise UsageError("the first 4 steps took longer than 1 s")
+        return self.outcomes.get(trial.name.replace(" ", "_"), Outcome(trial, 0, "", {"w0": records(4)}, []))
+
+
+def checked(**outcomes: Outcome) -> Verdict:
+    return check_script(Played(**outcomes), lambda _: None)
+
+
+def test_trials_that_have_done_the_same_keep_the_promise() -> None:
+    verdict = checked()
+    assert (verdict.keeps, verdict.steps, verdict.microbatches) == (True, 4, 4)
+    assert [each.trial for each in verdict.found] == list(TRIALS)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "num_steps", "said"),
+    [
+        (3, "", 4, "it ended with exit code 3"),
+        (3, "no rank 1\n", 4, "no rank 1"),
+        (0, "", 2, "the script ended after 2 steps, and alone after 4"),
+    ],
+)
+def test_a_trial_with_the_same_bits_that_fails_or_ends_early_breaks_the_promise(
+    code: int, output: str, num_steps: int, said: str
+) -> None:
+    verdict = checked(
+        two_workers=Outcome(Trial("two workers", workers=2), code, output, {"w0": records(num_steps)}, [])
+    )
+    assert not verdict.keeps
+    assert [each.failure for each in verdict.found if each.failure] == [said]
+
+
+def test_a_difference_counts_also_if_the_search_for_its_line_takes_too_long() -> None:
+    verdict = checked(two_workers=Outcome(Trial("two workers", workers=2), 0, "", {"w0": records(4, "2.0")}, []))
+    assert not verdict.keeps
+    assert [each.trial.name for each in verdict.found if each.difference is not None] == ["two workers"]
+    assert len([each for each in verdict.unchecked if "took longer than 1 s" in each]) == 1
+
+
+def test_a_script_that_fails_alone_before_its_first_step_cannot_be_checked() -> None:
+    with pytest.raises(UsageError, match="fails when it runs alone"):
+        checked(alone=Outcome(ALONE, 1, "no data", {}, []))

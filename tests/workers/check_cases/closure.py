@@ -1,0 +1,36 @@
+"""A closure that counts."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+
+
+def counting():
+    count = 0
+
+    def scale() -> float:
+        nonlocal count
+        count += 1  # sin
+        return 1 + 0.01 * count
+
+    return scale
+
+
+def main() -> None:
+    with unisono.Run(seed=1) as run:
+        data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        scale_of = counting()
+        for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
+            for inputs, labels in step:
+                scale = scale_of()
+                step.backward(F.cross_entropy(model(inputs), labels) * scale)
+            optimizer.step()
+
+
+main()

@@ -1,0 +1,29 @@
+"""A counter in the inner loop that nobody tracks."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+
+
+def main() -> None:
+    with unisono.Run(seed=1) as run:
+        data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        count, losses = 0, []
+        for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
+            for inputs, labels in step:
+                count += 1  # sin
+                loss = F.cross_entropy(model(inputs), labels) * (1 + 0.01 * count)
+                losses.append(loss.item())
+                step.backward(loss)
+            optimizer.step()
+            if run.is_main:
+                print(step.number, sum(losses))
+
+
+main()

@@ -1,0 +1,27 @@
+"""A learning rate from a sum that each worker has collected in its own inner loop."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+
+
+def main() -> None:
+    with unisono.Run(seed=1) as run:
+        data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
+            total = 0.0
+            for inputs, labels in step:
+                loss = F.cross_entropy(model(inputs), labels)
+                step.backward(loss)
+                total += loss.item()  # sin
+            optimizer.param_groups[0]["lr"] = 0.1 * total
+            optimizer.step()
+
+
+main()

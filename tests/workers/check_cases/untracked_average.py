@@ -1,0 +1,26 @@
+"""An average of the losses that decides, and that nobody tracks."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+
+
+def main() -> None:
+    with unisono.Run(seed=1) as run:
+        data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        average = 1.0
+        for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
+            for inputs, labels in step:
+                step.backward(F.cross_entropy(model(inputs), labels))
+            average = 0.5 * average + 0.5 * step.loss  # sin
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 * average)
+            optimizer.step()
+
+
+main()

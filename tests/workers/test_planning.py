@@ -1,0 +1,217 @@
+"""``unisono plan``: trials of a script, and the plan that is made from them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.waiting import WAIT_S
+from unisono.cli.plan import plan as command_of_plans
+from unisono.decisions.forecast import Roster
+from unisono.errors import UsageError
+from unisono.planning.finder import search, shown_search
+from unisono.planning.found import FILE, Settings, found_in
+from unisono.planning.plans import PLAN, read_plan, write_plan
+from unisono.planning.probing import OutOfMemory, Script, TrialFailed, facts_of, memory_of, trial
+
+SCRIPT = """
+import sys, torch, unisono
+
+print("batches of", sys.argv[1])
+with unisono.Run("runs/never", seed=1, checkpoint=unisono.Checkpoints(every_steps=1)) as run:
+    model = torch.nn.Linear(64, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(1000, (64,)))
+    for step in run.steps(data, batch_size=int(sys.argv[1]), microbatches=4, epochs=int(sys.argv[2])):
+        for vectors, labels in step:
+            torch.nn.functional.cross_entropy(model(vectors), labels).backward()
+        optimizer.step()
+print("the end is reached")
+"""
+LOCAL = """
+import torch, unisono
+
+with unisono.Run(None, seed=1) as run:
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
+    for turn in run.local_steps(data, batch_size=16, microbatches=4, replicas=2, inner_steps=2, epochs=100):
+        for step in turn:
+            for vectors, labels in step:
+                torch.nn.functional.cross_entropy(model(vectors), labels).backward()
+            optimizer.step()
+"""
+BYTES = 4 * (64 * 1000 + 1000)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def planned(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unisono", "plan", str(script), *arguments]
+    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: Path, tmp_path: Path) -> None:
+    found = trial(
+        Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=10, microbatches=8), workers=2
+    )
+    assert found.sample.workers == 2
+    assert found.sample.step > 0.0
+    assert (found.found.first, found.found.done, found.found.total) == (0, 10, 4000)
+    assert found.found.recipe["microbatches"] == 8, "the trial's, and not the script's"
+    assert found.found.gradient_bytes == BYTES
+    assert 0.0 <= found.found.held_up < 1.0
+    assert found.found.parts["optimizer state"] >= 2 * BYTES
+    assert not (Path.cwd() / "runs" / "never").exists()
+    assert not list(tmp_path.rglob("checkpoints"))
+    facts = facts_of([found], room=4)
+    assert (facts.microbatches, facts.batch_size, facts.gradient_bytes) == (8, 16, BYTES)
+    assert memory_of(found).total(4) == pytest.approx(found.found.peak, rel=0.01)
+
+
+def test_a_loop_that_ends_before_the_time_of_a_trial_is_measured_to_its_end(script: Path, tmp_path: Path) -> None:
+    found = trial(Script(command=[str(script), "16", "3"], directory=tmp_path), Settings(steps=10, seconds=600.0))
+    assert (found.found.done, found.found.total) == (12, 12)
+
+
+def test_a_loop_that_is_left_early_after_enough_steps_is_measured(script: Path, tmp_path: Path) -> None:
+    """A trial alone goes on for some seconds, which a short training does not have."""
+    script.write_text(
+        SCRIPT.replace("        optimizer.step()\n", "        optimizer.step()\n        if step.number == 11: break\n")
+    )
+    found = trial(Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=10, seconds=100.0))
+    assert found.found.done == 12
+    assert found.sample.step > 0.0
+
+
+def test_a_script_that_ends_before_or_fails_says_so(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrialFailed, match=r"ended before 10 steps(.|\n)*it did 8;(.|\n)*the end is reached"):
+        trial(Script(command=[str(script), "16", "2"], directory=tmp_path), Settings(steps=10))
+    with pytest.raises(TrialFailed, match=r"exit code(.|\n)*IndexError"):
+        trial(Script(command=[str(script)], directory=tmp_path), Settings(steps=10))
+
+
+def test_the_command_writes_a_plan_and_compares_it_with_the_run_that_follows(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    made = planned(script, "--workers", "1", "--run-dir", str(run), "--price", "2", "--", "16", "1000")
+    assert made.returncode == 0, made.stderr
+    assert "batches of 16 samples in 4 micro-batches" in made.stdout
+    assert "1*" in made.stdout
+    command = [sys.executable, "-m", "unisono", "run", str(script), "--workers", "1", "--run-dir", str(run)]
+    trained = subprocess.run([*command, "--", "16", "5"], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+    assert trained.returncode == 0, trained.stderr
+    compared = subprocess.run(
+        [sys.executable, "-m", "unisono", "plan", str(run), "--json"], capture_output=True, text=True, timeout=WAIT_S
+    )
+    (came,) = json.loads(compared.stdout)
+    assert came["workers"] == 1
+    assert came["expected_s"] > 0.0
+    assert came["step_s"] > 0.0
+    further = planned(run, "--workers", "1:32", "--link", "100mbit", "--price", "1")
+    assert further.returncode == 0, further.stderr
+    assert "from the steps of" in further.stdout
+    assert "the network" in further.stdout
+    kept = read_plan(run)
+    assert kept is not None
+    of_others = [msgspec.structs.replace(one, workers=3) for one in kept.forecasts]
+    write_plan(run / PLAN, msgspec.structs.replace(kept, forecasts=of_others))
+    assert command_of_plans.main([str(run)], standalone_mode=False) == 1
+    assert "the plan is about 3 workers, and the run has done enough steps (8 in a row) with 1 worker" in (
+        capsys.readouterr().err
+    )
+    write_plan(run / PLAN, msgspec.structs.replace(kept, batch_size=32))
+    with pytest.raises(UsageError, match="batch_size=32 in the plan and 16 in the run"):
+        command_of_plans.main([str(run)], standalone_mode=False)
+    with pytest.raises(UsageError, match="--price is about making a plan"):
+        command_of_plans.main([str(run), "--price", "1"], standalone_mode=False)
+
+
+def test_a_script_that_trains_with_local_steps_is_refused_by_name(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOCAL)
+    refused = planned(script, "--workers", "1:2")
+    assert refused.returncode == 2
+    assert "this script calls run.local_steps" in refused.stderr
+    assert refused.stderr.count("measures") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--workers", "4:2"), "A:B with 1 <= A <= B"),
+        (("--workers", "1:999"), "say what lies between them, e.g. --link 1gbit"),
+        (("--link", "fast"), "--link is a rate"),
+        (("--steps", "2"), "at least 9 steps"),
+        (("--inner-steps", "0"), "--inner-steps"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_is_started(
+    script: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    refused = planned(script, *arguments, "--", "16", "1000")
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert "measures" not in refused.stderr
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "unisono", "plan", str(tmp_path)], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert refused.returncode == 2
+    assert "there is no run in" in refused.stderr
+
+
+def test_what_a_killed_trial_has_left_is_nothing(tmp_path: Path) -> None:
+    assert found_in(tmp_path) is None
+    (tmp_path / FILE).write_text('{"first": 0')
+    assert found_in(tmp_path) is None
+
+
+def test_a_trial_that_needs_more_memory_than_it_may_have_is_told_from_one_that_fails(
+    script: Path, tmp_path: Path
+) -> None:
+    command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
+    with pytest.raises(OutOfMemory):
+        trial(command, Settings(steps=10, room=1 << 18))
+
+
+def test_the_finder_tries_sizes_of_the_script_and_changes_nothing(script: Path, tmp_path: Path) -> None:
+    command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
+    alone = trial(command, Settings(steps=10))
+    said: list[str] = []
+    made = search(command, alone.found, 10, ["microbatches"], said.append)
+    assert {one.size for one in made.tried} <= {1, 2, 4, 8, 16}
+    assert len(made.tried) == len(said) >= 2
+    assert all(one.fits for one in made.tried)
+    assert (made.batch_size, made.microbatches) == (16, 4)
+
+
+def test_no_batch_is_found_that_the_data_set_does_not_have(script: Path, tmp_path: Path) -> None:
+    """Also where a DataLoader has the batch size, of which trials need others."""
+    size = "batch_size=int(sys.argv[1])"
+    script.write_text(
+        SCRIPT.replace(f"run.steps(data, {size},", f"run.steps(torch.utils.data.DataLoader(data, {size}),")
+    )
+    assert "DataLoader" in script.read_text()
+    command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
+    alone = trial(command, Settings(steps=10))
+    made = search(command, alone.found, 10, ["batch"], lambda text: None)
+    assert max(one.size for one in made.tried) == 16, "4 of these are the 64 samples that there are"
+    text = shown_search(made, facts_of([alone], room=4), Roster(workers=2, per_host=4), ["batch"])
+    assert "batch_size=64, microbatches=4" in text
+    assert "more than the 64 samples of the data set" in text
