@@ -25,6 +25,8 @@ HEADERS: Final = {
 """To be sent with each file: a page that shows what scripts and machines have said runs no script but its own."""
 
 _FOLDER: Final = Path(__file__).parent / "static"
+# Browsers ask for /favicon.ico before they have read which icon the page names.
+_OTHER_NAMES: Final = {"/": "/index.html", "/favicon.ico": "/favicon.svg"}
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -49,7 +51,7 @@ def find(path: str) -> Asset | None:
     Args:
         path: of a request, without its query.
     """
-    return _files().get("/index.html" if path == "/" else path)
+    return _files().get(_OTHER_NAMES.get(path, path))
 
 
 @functools.cache
