@@ -68,6 +68,13 @@ def test_what_makes_all_workers_slower_is_no_scatter_among_them() -> None:
     assert sample_of(steps, workers=2).scatter == pytest.approx(0.0)
 
 
+def test_a_worker_without_micro_batches_has_no_pace() -> None:
+    """Over a slow link the plan gives all micro-batches to fewer workers than there are."""
+    steps = [{"w0": times(4, 0.040), "w1": times(4, 0.040), "w2": times(0, 0.0)} for _ in range(5)]
+    found = sample_of(steps, workers=3)
+    assert (found.workers, found.pace, found.scatter) == (3, pytest.approx(0.010), pytest.approx(0.0))
+
+
 def test_the_cost_is_that_of_all_workers_for_the_time_of_the_steps() -> None:
     one, two = (each for each in plan_of(roster_of(1, 4, None), roster_of(2, 4, None)).forecasts if each.was_measured)
     assert one.cost == pytest.approx(2.0 * 1 * 90 / 3600)

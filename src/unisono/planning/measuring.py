@@ -55,7 +55,7 @@ def samples_in(directory: Path, first: int = 0) -> list[Sample]:
         members = tuple(times)
         left_out = left_out + 1 if members == before else 1
         before = members
-        if left_out > WARM_UP and all(_is_whole(each) for each in times.values()):
+        if left_out > WARM_UP and _is_whole(times):
             hosts = len({place.get(worker_id, "") for worker_id in members})
             found.setdefault((len(members), hosts), []).append(times)
     return [
@@ -153,8 +153,13 @@ def sample_of(steps: Sequence[Times], workers: int, hosts: int = 1) -> Sample:
     )
 
 
-def _is_whole(times: Mapping[str, float | None]) -> bool:
-    return (times.get("leaves") or 0) > 0 and all(times.get(name) is not None for name in _TOTAL)
+def _is_whole(step: Times) -> bool:
+    """Return whether all of it is known.
+
+    A worker may have had no micro-batch: its sums would have travelled for too long.
+    """
+    known = all(times.get(name) is not None for times in step.values() for name in _TOTAL)
+    return known and any(times.get("leaves") for times in step.values())
 
 
 def _sum(times: Mapping[str, float | None]) -> float:
@@ -162,7 +167,9 @@ def _sum(times: Mapping[str, float | None]) -> float:
 
 
 def _paces(step: Times) -> list[float]:
-    return [((each["data"] or 0.0) + (each["compute"] or 0.0)) / (each["leaves"] or 1.0) for each in step.values()]
+    """Return those of the workers that had micro-batches."""
+    busy = [(each, leaves) for each in step.values() if (leaves := each["leaves"])]
+    return [((each["data"] or 0.0) + (each["compute"] or 0.0)) / leaves for each, leaves in busy]
 
 
 def _part(steps: Sequence[Times], name: str) -> float:
@@ -174,12 +181,16 @@ def _scatter(steps: Sequence[Times]) -> float:
     what makes all of them slower makes nobody wait; alone, among its steps.
     """
     paces = [_paces(step) for step in steps]
-    if len(paces[0]) == 1:
+    several = [step for step in paces if len(step) > 1]
+    if not several:
         alone = [own for (own,) in paces]
         return _deviation(alone) / statistics.median(alone)
-    several = len(paces[0])
-    apart = [(one - statistics.fmean(step)) / statistics.fmean(step) for step in paces for one in step]
-    return _AS_STANDARD_DEVIATION * statistics.median(map(abs, apart)) * math.sqrt(several / (several - 1))
+    apart = [
+        (one - statistics.fmean(step)) / statistics.fmean(step) * math.sqrt(len(step) / (len(step) - 1))
+        for step in several
+        for one in step
+    ]
+    return _AS_STANDARD_DEVIATION * statistics.median(map(abs, apart))
 
 
 def _deviation(values: Sequence[float]) -> float:
