@@ -105,6 +105,10 @@ class SumsAhead(ABC, Generic[R]):
         """Forget what only the script needs, because it has left the loop. Local."""
 
     @abstractmethod
+    def redo(self) -> None:
+        """Forget the sums that are committed and not applied: they are made again. Local."""
+
+    @abstractmethod
     def note(self, round_: R, combined: Combined, share: Share | None) -> Committed:
         """Take the committed sum of a step; returns what is kept of it for members that have not seen the commit."""
 
