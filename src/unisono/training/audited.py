@@ -12,8 +12,7 @@ from unisono.member import Member
 from unisono.rounds.auditing import Audits
 from unisono.spec import AuditThen, RunSpec
 from unisono.state.tracked import Tracked
-from unisono.training.delayed import Delayed
-from unisono.training.strategies import Strategy, Synchronous
+from unisono.training.strategies import Strategy
 
 __all__ = ["audits_of", "make_audits", "spoil"]
 
@@ -49,10 +48,10 @@ def audits_of(audits: Audits | None, strategy: Strategy) -> Audits | None:
     Raises:
         UsageError: its strategy cannot be audited.
     """
-    if audits is not None and not isinstance(strategy, Synchronous | Delayed):
+    if audits is not None and strategy.unaudited:
         raise UsageError(
-            "audits are for run.steps, and not for local steps: docs/audit.md says why. Leave out --audit (audit=), or "
-            "train with run.steps, also with delay="
+            f"audits are for run.steps, also with delay=, and not for {strategy.unaudited}: docs/audit.md says why. "
+            "Leave out --audit (audit=), or train with run.steps"
         )
     return audits
 

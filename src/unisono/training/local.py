@@ -71,6 +71,7 @@ class LocalSteps:
     num_more = 0
     overlaps = False
     """The steps of a replica change parameters before all members have told each other of their checkpoints."""
+    unaudited = "run.local_steps"
 
     def __init__(
         self,
