@@ -180,8 +180,11 @@ class Trial(TalkRound):
 
 
 def of_states(said: Sequence[Testimony], rounds: Rounds) -> Verdict | None:
-    """Return who has another state than most; None: all have the same, or nobody has the majority."""
-    for group in rounds.members.state_layout().alike():
+    """Return who has another state than most; None: all have the same, or nobody has the majority.
+
+    The same on all members, also where some have met again since, without a member that has spoken.
+    """
+    for group in rounds.members.state_layout([one.worker for one in said]).alike():
         known = [one for one in said if one.worker in group and one.state is not None]
         for arithmetic in dict.fromkeys(one.arithmetic for one in known):
             states = {one.worker: one.state for one in known if one.arithmetic == arithmetic and one.state is not None}
