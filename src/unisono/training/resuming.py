@@ -29,7 +29,7 @@ from unisono.rundir import RunDirectory, describe, holder, read_facts, sound_ste
 from unisono.state.tracked import Tracked
 from unisono.words import count, listed
 
-__all__ = ["Resumption"]
+__all__ = ["Resumption", "sound_ones"]
 
 RECIPE: Final = {
     "batch_size",
@@ -211,7 +211,7 @@ class Resumption:
             if has_begun and resumed and resumed[-1].get("run_id") == run_id:
                 source = directory  # all workers were lost, after the copy was fetched
             else:
-                source = self._fetch(_sound_ones(list(find([self._resume])), directory), directory)
+                source = self._fetch(sound_ones(list(find([self._resume])), directory), directory)
         elif self._resume == "auto" and self._copies and (newer := self._newer_copies(directory)):
             source = self._fetch(newer, directory)
         if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
@@ -258,7 +258,7 @@ class Resumption:
         is_new = not done and not facts.get("earlier")
         return [
             (store, copy)
-            for store, copy in _sound_ones(found, directory, says=False)
+            for store, copy in sound_ones(found, directory, says=False)
             if copy.step > newest_step and (is_new or lineage(copy.facts) & lineage(facts))
         ]
 
@@ -380,7 +380,7 @@ class Resumption:
         truncate(directory / JOURNAL, loaded.manifest.lines)
 
 
-def _sound_ones(found: Sequence[tuple[Store, Copy]], directory: Path, *, says: bool = True) -> list[tuple[Store, Copy]]:
+def sound_ones(found: Sequence[tuple[Store, Copy]], directory: Path, *, says: bool = True) -> list[tuple[Store, Copy]]:
     """Return the copies without those that may hold wrong values, as far as the directory of their run says so.
 
     A place of copies does not know it: the run was found to be doubtful after they were written.
