@@ -190,6 +190,7 @@ NEIGHBOURS = {
     "messages": {"errors", "events"},
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
+    "decisions.replaying": {"decisions.audits"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.advice": {"decisions.balance", "decisions.plan"},
     "decisions.forecast": {"decisions.advice", "decisions.balance", "decisions.plan", "decisions.wires"},

@@ -341,7 +341,7 @@ class GradientRound:
         assert summed is not None
         point("committed")
         self._note_progress(-1)
-        self._context.agreement.check(list(summed.telemetry.values()))
+        self._context.agreement.check(summed.telemetry)
         audits = self._context.audits
         self._is_disputed = audits is not None and audits.is_disputed
         weight, weighted_loss = summed.slot.scalars.tolist()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -71,6 +71,7 @@ class LocalSteps:
     num_more = 0
     overlaps = False
     """The steps of a replica change parameters before all members have told each other of their checkpoints."""
+    unaudited = "run.local_steps"
 
     def __init__(
         self,
@@ -625,7 +626,7 @@ class _FirstMicrobatch(Agreement):
     def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
         return telemetry
 
-    def check(self, telemetry: Sequence[StepTelemetry]) -> None:
+    def check(self, telemetry: Mapping[str, StepTelemetry]) -> None:
         pass
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from unisono.errors import UsageError
 from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.process import Process
@@ -177,6 +178,7 @@ class Trainings(ABC):
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
+        wire: Wire = "fp32",
     ) -> Steps[LocalRound]:
         """Return an iterator over rounds in which replicas of the model train by themselves and are then averaged:
         local SGD, or with an outer optimizer DiLoCo. Collective.
@@ -216,6 +218,7 @@ class Trainings(ABC):
                 computed; until then each replica goes on with its own change. Part of the recipe.
             epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
                 together use up one by one.
+            wire: only "fp32"; what travels in a round are changes, see ``delta``.
 
         Raises:
             RecipeError: batch, micro-batches, replicas and dataset do not fit together. UsageError: something that is
@@ -224,6 +227,11 @@ class Trainings(ABC):
         self._process.check("run.local_steps")
         replication = Replication(replicas, inner_steps)
         check_count("copies", copies)
+        if wire != "fp32":
+            raise UsageError(
+                f"wire={wire!r} is for run.steps, whose gradients travel in each step. In run.local_steps the changes "
+                'of the replicas travel, once in a round: delta="int8" makes those smaller. Leave wire= out'
+            )
         planned = schedule(
             dataset,
             "run.local_steps",
