@@ -278,8 +278,10 @@ class Audits:
                 sound=self.record.sound(self.record.honest),
             )
 
-    def settle_states(self, rounds: Rounds, digest: int, step: int) -> None:
+    def settle_states(self, rounds: Rounds, digest: int, step: int) -> bool:
         """Find out whose state is wrong, after a comparison between two steps, and go on without them. Collective.
+
+        Returns whether somebody was found.
 
         Args:
             digest: of this member's state.
@@ -308,8 +310,10 @@ class Audits:
         said = [msgspec.msgpack.decode(each, type=_Testimony) for each in asked.values]
         for one in said:
             self.record.learn(one.honest, one.begins)
-        if (verdict := _of_states(said, rounds)) is not None:
+        verdict = _of_states(said, rounds)
+        if verdict is not None:
             self._act(rounds, verdict, step, "its state")
+        return verdict is not None
 
     def _testimonies(
         self, rounds: Rounds, round_: Repeats, leaves: Sequence[Fingerprint], state: int | None
