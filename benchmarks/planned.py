@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import unisono
 from benchmarks.models import CASES
 from unisono.problems.limits import own_memory, own_peak, own_share, reset_peak
 
-__all__ = ["COPIES", "INNER_STEPS", "MEMORY", "STRATEGIES"]
+__all__ = ["COPIES", "INNER_STEPS", "SPENT", "STRATEGIES"]
 
 STRATEGIES = ("replicated", "shard", "bf16", "delay", "local")
 NUM_BATCHES = 16
@@ -22,7 +23,7 @@ COPIES = 2
 INNER_STEPS = 4
 WARM_UP = 2
 """Steps whose memory does not count."""
-MEMORY = "memory of a worker: "
+SPENT = "bytes, and seconds of a processor for a step: "
 
 
 def main() -> None:
@@ -52,29 +53,44 @@ def main() -> None:
         if options.strategy == "local":
             _train_local(run, data, batches, options, train)
             return
+        spent = _Spent(options.steps)
         wire: Any = "bf16" if options.strategy == "bf16" else "fp32"
         delay = int(options.strategy == "delay")
         for step in run.steps(data, **batches, max_steps=options.steps, wire=wire, delay=delay):
             train(step)
-            _note_memory(step.number, options.steps)
+            spent.note(step.number)
 
 
 def _train_local(
     run: unisono.Run, data: Any, batches: dict[str, int], options: argparse.Namespace, train: Callable[[Any], None]
 ) -> None:
     most = None if options.steps is None else options.steps * INNER_STEPS
+    spent = _Spent(options.steps)
     for turn in run.local_steps(data, **batches, replicas=options.replicas, inner_steps=INNER_STEPS, max_steps=most):
         for step in turn:
             train(step)
-        _note_memory(turn.number, options.steps)
+        spent.note(turn.number)
 
 
-def _note_memory(number: int, steps: int | None) -> None:
-    """Print the most memory that this process has had, near the end, while all other workers are there."""
-    if number == WARM_UP:
-        reset_peak()
-    if steps is not None and number == steps - WARM_UP:
-        print(f"{MEMORY}{own_peak() - (own_memory() - own_share())}", flush=True)
+class _Spent:
+    """Prints what this process has needed between two steps, at the second, while all other workers are there.
+
+    Args:
+        steps: of the training; None: nothing is printed.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self._last = None if steps is None else steps - WARM_UP
+        self._began = 0.0
+
+    def note(self, number: int) -> None:
+        """Note that a step is done."""
+        if number == WARM_UP:
+            reset_peak()
+            self._began = time.process_time()
+        if number == self._last:
+            seconds = (time.process_time() - self._began) / (number - WARM_UP)
+            print(f"{SPENT}{own_peak() - (own_memory() - own_share())} {seconds}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planned import COPIES, INNER_STEPS, MEMORY, STRATEGIES
+from benchmarks.planned import COPIES, INNER_STEPS, SPENT, STRATEGIES
 from benchmarks.planning import HOST, ROOM, STEPS, _roster, _train
 from benchmarks.report import print_table
 from unisono.decisions.forecast import Facts, Sample
@@ -40,8 +40,8 @@ MB = 1e6
 PLAIN = STRATEGIES[0]
 BLOCK_S = 4.0
 """Alone, the steps of a training take so long, on a machine that does nothing else."""
-LEAST_STEPS, MOST_STEPS = 16, 60
-LEAST_ROUNDS = 12
+LEAST_STEPS, MOST_STEPS = 12, 48
+LEAST_ROUNDS = 9
 """Of local steps."""
 
 
@@ -57,6 +57,8 @@ class Compared:
     came_s: float
     forecast_bytes: float
     came_bytes: float
+    processor_s: float
+    """Of a processor, that a worker has used for a step: the mean of the workers."""
     facts: Facts
     """The forecast is made from these."""
     memory: Memory
@@ -83,7 +85,7 @@ def one_round(case: str, microbatches: int, links: Sequence[str], workers: Seque
                     model = MODELS[strategy]
                     if model.refuses(facts, roster):
                         continue
-                    came_s, came_bytes = _trained(folder, words, strategy, link, number, same.steps)
+                    came_s, processor_s, came_bytes = _trained(folder, words, strategy, link, number, same.steps)
                     yield Compared(
                         case=case,
                         link=link,
@@ -93,6 +95,7 @@ def one_round(case: str, microbatches: int, links: Sequence[str], workers: Seque
                         came_s=came_s,
                         forecast_bytes=model.memory(memory, roster, OPTIONS, -(-microbatches // number)),
                         came_bytes=came_bytes,
+                        processor_s=processor_s,
                         facts=facts,
                         memory=memory,
                     )
@@ -100,16 +103,18 @@ def one_round(case: str, microbatches: int, links: Sequence[str], workers: Seque
 
 def _trained(
     folder: Path, words: Sequence[str], strategy: str, link: str, workers: int, steps: int
-) -> tuple[float, float]:
-    """Train with a strategy; returns the seconds of a step, and the bytes of the largest worker."""
+) -> tuple[float, float, float]:
+    """Train with a strategy; returns the seconds of a step, those of a processor, and the most bytes of a worker."""
     rounds = max(LEAST_ROUNDS, steps // INNER_STEPS) if strategy == "local" else steps
     place = folder / f"{strategy}-{link}-{workers}"
     place.mkdir()
     script = Script(command=[*words, "--strategy", strategy, "--replicas", str(workers)], directory=place)
     _train(script, link, workers, rounds)
     came = _calm(next(place.glob("train-*")) / "run").step
-    found = re.findall(rf"{MEMORY}(\d+)", (place / "output").read_text(errors="replace"))
-    return came / (INNER_STEPS if strategy == "local" else 1), max(map(float, found), default=0.0)
+    found = re.findall(rf"{SPENT}(\d+) (\S+)", (place / "output").read_text(errors="replace"))
+    inner = INNER_STEPS if strategy == "local" else 1
+    used = statistics.fmean(float(seconds) for _, seconds in found)
+    return came / inner, used / inner, max(float(nbytes) for nbytes, _ in found)
 
 
 def _calm(run: Path) -> Sample:
@@ -172,7 +177,17 @@ def main() -> None:
         for case in options.cases.split(","):
             for one in one_round(case, options.microbatches, options.links.split(","), workers):
                 found.append(one)
-                print(number, one.case, one.link, one.workers, one.strategy, one.came_s, file=sys.stderr, flush=True)
+                print(
+                    number,
+                    one.case,
+                    one.link,
+                    one.workers,
+                    one.strategy,
+                    one.came_s,
+                    one.processor_s,
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if options.json is not None:
                     with options.json.open("a") as file:
                         file.write(json.dumps({"round": number, **dataclasses.asdict(one)}) + "\n")
