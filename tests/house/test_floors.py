@@ -94,6 +94,8 @@ FLOORS = {
     "unwatched": 2,
     "rendezvous": 2,
     "lifetime": 2,
+    "trialrun": 2,
+    "controlgroups": 2,
     "training.settings": 2,
     "training.life": 2,
     "process": 2,
@@ -216,8 +218,9 @@ NEIGHBOURS = {
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
     "invitation": {"secret"},
-    "capacity": {"seats"},  # what other runs hold cannot be had
+    "capacity": {"controlgroups", "seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
+    "trialrun": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
     "page.client": {"invitation", "link", "page.site"},
@@ -226,7 +229,8 @@ NEIGHBOURS = {
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
     "chronicle": {"journal", "rundir"},
-    "usage": {"capacity"},
+    "usage": {"capacity", "controlgroups"},
+    "problems.limits": {"controlgroups"},
     "gpus": {"capacity"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
@@ -257,7 +261,7 @@ NEIGHBOURS = {
     "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
-    "checking": {"faults", "journal", "lifetime"},  # its trials are runs with a fault
+    "checking": {"faults", "journal", "lifetime", "trialrun"},  # its trials are runs with a fault
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.talking": {"rounds"},
     "training.calls": {"training.talking"},

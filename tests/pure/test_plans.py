@@ -27,7 +27,14 @@ from unisono.planning.plans import (
     roster_of,
     write_plan,
 )
-from unisono.planning.told import shown_came, shown_conclusions, shown_missing, shown_strategies, shown_workers
+from unisono.planning.told import (
+    shown_came,
+    shown_conclusions,
+    shown_cost,
+    shown_missing,
+    shown_strategies,
+    shown_workers,
+)
 
 
 def times(leaves: int, compute: float, waiting: float = 0.0) -> dict[str, float | None]:
@@ -80,6 +87,13 @@ def test_the_cost_is_that_of_all_workers_for_the_time_of_the_steps() -> None:
     assert one.cost == pytest.approx(2.0 * 1 * 90 / 3600)
     assert two.cost == pytest.approx(2.0 * 2 * 52 / 3600)
     assert two.efficiency == pytest.approx(0.090 / 0.052 / 2)
+
+
+@pytest.mark.parametrize(
+    ("cost", "shown"), [(1234.5, "1,234.50"), (12.345, "12.35"), (0.5, "0.50"), (0.0999, "0.100"), (0.00031, "0.00031")]
+)
+def test_a_small_cost_is_not_shown_as_nothing(cost: float, shown: str) -> None:
+    assert shown_cost(cost) == shown
 
 
 def test_as_many_micro_batches_as_workers_need_are_found() -> None:
@@ -177,7 +191,7 @@ def test_the_text_says_what_takes_the_time_and_where_it_ends() -> None:
     assert "1*" in shown_workers(made, price=2.0)
     assert "the network" in shown_workers(made, price=0.0)
     assert "replicas=4" in shown_strategies(made, 4, Options())
-    assert any("adds less than half" in said for said in shown_conclusions(facts(), made, rosters[-1], 0))
+    assert any("adds less than half" in said for said in shown_conclusions(facts(), made, rosters[-1], None))
 
 
 @pytest.mark.parametrize(

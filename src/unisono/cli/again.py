@@ -108,11 +108,13 @@ class PastRun:
                 continue
             delay = manifest.recipe.get("delay", 0) if manifest.phase_step else 0
             found.append(Start(str(path), manifest.step, delay if isinstance(delay, int) else 0))
-        for one in starts(found, step):
+        usable = starts(found, step)
+        for number, one in enumerate(usable, 1):
             try:
                 files.verify(Path(one.path))
             except CheckpointError as error:
-                click.echo(f"unisono: {error}; an older one is used", err=True)
+                what = "an older one is used" if number < len(usable) else "there is no older one"
+                click.echo(f"unisono: {error}; {what}", err=True)
             else:
                 return one
         return None

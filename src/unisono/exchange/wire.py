@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from unisono.errors import DeadlineExceeded, PeerLost
+from unisono.exchange.addresses import AddressStore
 from unisono.exchange.checking import Checks
 from unisono.exchange.connections import connections_since, established
 from unisono.exchange.groups import ScriptGroup
@@ -32,7 +33,6 @@ from unisono.exchange.listening import Port
 from unisono.exchange.meter import WORD_BYTES, Meter
 from unisono.exchange.proof import prove
 from unisono.exchange.pump import Job, Pump
-from unisono.exchange.rendezvous import Rendezvous
 from unisono.exchange.spent import Spent
 from unisono.exchange.window import Window
 from unisono.words import listed
@@ -435,4 +435,4 @@ def _make_group(
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
     gloo._timeout = limit
-    return dist.ProcessGroupGloo(Rendezvous(store, size), rank, size, gloo)
+    return dist.ProcessGroupGloo(AddressStore(store, size), rank, size, gloo)

@@ -12,11 +12,10 @@ from unisono.decisions.forecast import Facts, Sample
 from unisono.errors import UsageError
 from unisono.history import History
 from unisono.journal.times import by_step
+from unisono.planning.found import IN_A_ROW, NUM_COUNTED, WARM_UP
 from unisono.rundir import read_facts
 
 __all__ = [
-    "LEAST_STEPS",
-    "WARM_UP",
     "check_recipe",
     "facts_from",
     "facts_of_run",
@@ -25,10 +24,6 @@ __all__ = [
     "samples_in",
 ]
 
-WARM_UP: Final = 3
-"""Steps at the beginning of a number of workers that do not count: caches, page faults, rehearsals."""
-LEAST_STEPS: Final = 4
-"""Fewer that count say nothing."""
 _TOTAL: Final = ("data", "compute", "exchange", "network", "waiting", "update", "other")
 _AS_STANDARD_DEVIATION: Final = 1.4826
 """Of the median distance from the median, for normal numbers."""
@@ -61,7 +56,7 @@ def samples_in(directory: Path, first: int = 0) -> list[Sample]:
     return [
         sample_of(steps, workers, hosts)
         for (workers, hosts), steps in sorted(found.items())
-        if len(steps) >= LEAST_STEPS
+        if len(steps) >= NUM_COUNTED
     ]
 
 
@@ -79,7 +74,7 @@ def facts_of_run(directory: Path, samples: Sequence[Sample], room: int) -> Facts
     check_recipe(recipe)
     if not samples or not any(one.hosts == 1 for one in samples):
         raise UsageError(
-            f"the run in {directory} has not done {WARM_UP + LEAST_STEPS + 1} steps in a row with workers of one "
+            f"the run in {directory} has not done {IN_A_ROW} steps in a row with workers of one "
             "machine, from which a plan could be made"
         )
     if not isinstance(size.get("gradient_bytes"), int):

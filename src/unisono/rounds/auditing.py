@@ -246,8 +246,10 @@ class Audits:
                 sound=self.record.sound(self.record.honest),
             )
 
-    def settle_states(self, rounds: Rounds, digest: int, step: int) -> None:
+    def settle_states(self, rounds: Rounds, digest: int, step: int) -> bool:
         """Find out whose state is wrong, after a comparison between two steps, and go on without them. Collective.
+
+        Returns whether somebody was found.
 
         Args:
             digest: of this member's state.
@@ -264,6 +266,7 @@ class Audits:
             said: list[Testimony] = ended.value
         if (verdict := of_states(said, rounds)) is not None:
             self._act(rounds, verdict, step, "its state")
+        return verdict is not None
 
     def _ask(
         self, rounds: Rounds, title: str, leaves: Mapping[int, int], state: int | None, told: Told | None

@@ -227,6 +227,7 @@ def evaluate(
         evaluator = Evaluator(fetcher, function, tracked, seed=seed)
         if rounds is None:
             return _evaluate_alone(evaluator, num_batches, at)
+        finds_minority = audits is not None
         while True:
             round_ = EvaluationRound(
                 rounds,
@@ -234,13 +235,15 @@ def evaluate(
                 num_batches=num_batches,
                 rehearses=rehearses,
                 number=number,
-                finds_minority=audits is not None,
+                finds_minority=finds_minority,
             )
             for _ in rounds.play(round_):
                 pass
             if audits is None or not round_.is_disputed:
                 return round_.totals()
-            audits.settle_states(rounds, round_.state, rounds.position.total)
+            # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
+            # wrong, the next round is the last one, which raises for whatever differs.
+            finds_minority = audits.settle_states(rounds, round_.state, rounds.position.total)
     finally:
         fetcher.close()
         before.restore_modes()
