@@ -47,7 +47,7 @@ test-more: $(VENV)/.cluster-installed $(VENV)/.watch-installed needs
 soak: $(VENV)/.test-installed
 	UNISONO_TEST_ALL=1 UNISONO_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -n auto --dist load --maxschedchunk 1 \
 	    tests/workers/test_soak.py tests/workers/test_faults.py tests/workers/test_checkpoint.py \
-	    tests/workers/test_same_bits.py tests/workers/test_examples_elastic.py
+	    tests/workers/test_same_bits.py tests/workers/test_examples_elastic.py tests/patterns
 
 needs:
 	@tests/needs.sh

@@ -80,6 +80,7 @@ class Team:
         self._open = contextlib.ExitStack()
         self._folder = self._open.enter_context(scratch_folder("unisono-test-"))
         self._processes: list[_Process] = []
+        gc.collect()  # or the processes would hold files and memory of earlier groups
         try:
             for rank in range(size):
                 self._processes.append(self._start(rank, size, body, arguments))
@@ -109,12 +110,11 @@ class Team:
             # Then the signal ends it: what an ended process has written is complete.
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
             # What this process has left of earlier groups must not be collected there: their threads are not there.
-            gc.collect()
-            gc.freeze()
+            gc.disable()  # there until it has put all that aside
             try:
                 process.start()
             finally:
-                gc.unfreeze()
+                gc.enable()
                 faulthandler.unregister(signal.SIGUSR1)
         return _Process(process, ours, stacks)
 
@@ -192,6 +192,8 @@ class Team:
 
 
 def _run(seat: Seat, stacks: pathlib.Path, parent: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()
+    gc.enable()
     _end_with_parent(parent)
     torch.set_num_threads(1)  # the threads of OpenMP that the tests' process may have do not survive the fork
     try:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.models import bits_of, vectors
 from tests.workers.processes import Seat
@@ -59,9 +60,8 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    with served_by(standing_nursery):
         found = train(tmp_path_factory.mktemp("calm") / "run", 1)
     assert found.exit_code == 0, found.output
     return found
