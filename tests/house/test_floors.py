@@ -180,7 +180,6 @@ FLOORS = {
     "cli": 5,
     "kubernetes": 5,
     "interop.huggingface": 5,
-    "interop": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
     "watch": WINGS,

@@ -90,6 +90,10 @@ def adapted(given: TrainingArguments, run: Run) -> TrainingArguments:
 
 def _use_device(args: TrainingArguments, run: Run) -> None:
     """Let the arguments, and the Accelerator that is made of them, have the device of this worker, and no other."""
+    if args.use_cpu and run.device.type != "cpu":
+        raise UsageError(
+            f'TrainingArguments(use_cpu=True) and a run on {run.device} do not fit: unisono.Run(device="cpu")'
+        )
     args.use_cpu = run.device.type == "cpu"
     if run.device.type != "cpu":
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(run.device)
@@ -97,7 +101,7 @@ def _use_device(args: TrainingArguments, run: Run) -> None:
     if args.device != run.device:
         raise UsageError(
             f"the worker's device is {run.device}, and TrainingArguments chose {args.device}; give the device to "
-            "unisono.Run(device=...) and leave use_cpu and ACCELERATE_USE_CPU unset"
+            "unisono.Run(device=...), and leave ACCELERATE_USE_CPU unset"
         )
     args._n_gpu = int(run.device.type != "cpu")  # never DataParallel
     args.distributed_state = _Process(args.distributed_state, run)

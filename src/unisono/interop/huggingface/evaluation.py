@@ -97,7 +97,7 @@ class _Together:
             totals = {"samples": num_samples}
             return totals if loss is None else {**totals, "loss": float(loss) * num_samples}
 
-        missing = range(len(self.batches))
+        missing = list(range(len(self.batches)))
         # Again for what a worker has computed that was lost before it could tell the others.
         while missing := [number for number in missing if number not in self._outcomes]:
             batches = _Batches(self._loader, self.batches, missing)

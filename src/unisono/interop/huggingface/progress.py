@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -20,7 +21,6 @@ _STATE: Final = (
     "total_flos",
     "best_metric",
     "best_global_step",
-    "best_model_checkpoint",
 )
 """What changes in a ``TrainerState``, besides the history of the logs."""
 _TIMES: Final = ("_runtime", "_per_second", "_preparation_time")
@@ -38,6 +38,7 @@ class Progress:
         trainer = self._trainer
         return {
             **{name: getattr(trainer.state, name) for name in _STATE},
+            "best_checkpoint": self._relative(trainer.state.best_model_checkpoint),
             "log_history": [_common(line) for line in trainer.state.log_history],
             "current_flos": trainer.current_flos,
             "loss_since_log": float(trainer._tr_loss),
@@ -51,6 +52,8 @@ class Progress:
         trainer = self._trainer
         for name in (*_STATE, "log_history"):
             setattr(trainer.state, name, state[name])
+        best = state["best_checkpoint"]
+        trainer.state.best_model_checkpoint = None if best is None else os.path.join(trainer.args.output_dir, best)
         trainer.current_flos = state["current_flos"]
         trainer._tr_loss.fill_(state["loss_since_log"])
         trainer._total_loss_scalar = state["loss_before"]
@@ -58,6 +61,10 @@ class Progress:
         trainer.lr_scheduler.load_state_dict(state["schedule"])
         for callback, attributes in zip(self._callbacks(), state["callbacks"], strict=True):
             vars(callback).update(attributes)
+
+    def _relative(self, checkpoint: str | None) -> str | None:
+        """Return where a checkpoint is, seen from the folder of this training, which may have been moved."""
+        return None if checkpoint is None else os.path.relpath(checkpoint, self._trainer.args.output_dir)
 
     def _callbacks(self) -> list[Any]:
         return [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
@@ -75,11 +82,13 @@ class Handout:
         steps: what ``run.steps`` has returned for all epochs. It may begin in the middle: in a worker that has joined
             later, or in a run that goes on.
         per_epoch: steps of an epoch.
+        num_steps: of all epochs.
     """
 
-    def __init__(self, steps: Any, per_epoch: int) -> None:
+    def __init__(self, steps: Any, *, per_epoch: int, num_steps: int) -> None:
         self._steps = steps
         self._per_epoch = per_epoch
+        self._num_steps = num_steps
         self._next: Step | None = None
         self._num_over = 0
 
@@ -101,7 +110,7 @@ class Handout:
 
     def end(self) -> None:
         """Leave the training loop. Collective."""
-        if self._num_over == len(self._steps):
+        if self._num_over == self._num_steps:
             next(self._steps, None)  # the loop's own end: the last checkpoint
         self._steps.close()
 
@@ -115,7 +124,7 @@ class Handler(CallbackHandler):  # type: ignore[misc]
     def instead_of(cls, other: CallbackHandler) -> Handler:
         """Return a handler of the same callbacks."""
         handler = cls.__new__(cls)
-        vars(handler).update(vars(other))
+        handler.__dict__.update(vars(other))
         return handler
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,7 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
         self._progress = Progress(self)
-        self.callback_handler = Handler.instead_of(self.callback_handler)
+        self.callback_handler: Handler = Handler.instead_of(self.callback_handler)
         self.callback_handler.callbacks.insert(0, Following(self, run))
 
     # -- who prints and writes -----------------------------------------------------------------------
@@ -179,7 +179,7 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
             first_step=self.state.global_step,
         )
         self.steps_per_epoch = len(train_dataloader)
-        self._handout = Handout(steps, self.steps_per_epoch)
+        self._handout = Handout(steps, per_epoch=self.steps_per_epoch, num_steps=max_steps)
         return prepared
 
     def _run_epoch(self, *, epoch: int, **others: Any) -> None:
