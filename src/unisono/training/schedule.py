@@ -15,7 +15,7 @@ from unisono.microbatch.data import Fetcher, MapDataset, Request, Samples
 from unisono.microbatch.loaders import Source, source_of
 from unisono.training.settings import check_whole
 
-__all__ = ["MakeFetcher", "Schedule", "schedule"]
+__all__ = ["MakeFetcher", "Schedule", "check_first_step", "schedule"]
 
 MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Fetcher]
 """Makes what fetches the data; gets what yields the micro-batches that will probably be needed next."""
@@ -112,3 +112,20 @@ def schedule(
         raise UsageError(f"epochs must be at least 1, got {epochs}")
     num_steps = cursor.steps_per_epoch * epochs
     return Schedule(source, cursor, num_steps if max_steps is None else max(0, min(num_steps, max_steps)))
+
+
+def check_first_step(first_step: int, num_steps: int, *, is_first_loop: bool, delay: int) -> None:
+    """Raise UsageError unless a training loop of ``num_steps`` can begin with this step."""
+    check_whole("first_step", first_step)
+    if not 0 <= first_step <= num_steps:
+        raise UsageError(f"first_step must be from 0 to the {num_steps} steps of this training loop, got {first_step}")
+    if first_step and not is_first_loop:
+        raise UsageError(
+            f"run.steps(first_step={first_step}) is not the first training loop of this run, and the one before it has "
+            "done other steps: load the snapshot in a run of its own"
+        )
+    if first_step and delay:
+        raise UsageError(
+            f"run.steps(first_step={first_step}, delay={delay}): a snapshot of the script has no gradients that are on "
+            "their way; go on from a checkpoint of the run (unisono.Checkpoints)"
+        )

@@ -29,7 +29,7 @@ from unisono.training.local import Delta, InnerState, LocalSteps
 from unisono.training.localround import LocalRound, ReplicaSamples, Replication, check_count
 from unisono.training.loop import Wire, check_wire
 from unisono.training.overlapped import OverlappedSteps, check_round_delay
-from unisono.training.schedule import Schedule, schedule
+from unisono.training.schedule import Schedule, check_first_step, schedule
 from unisono.training.settings import Arithmetic
 from unisono.training.step import Step
 from unisono.training.steps import Steps
@@ -61,12 +61,14 @@ class Trainings(ABC):
         samples: Samples | None = None,
         num_iterations: int | None = None,
         wire: Wire = "fp32",
+        first_step: int = 0,
     ) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
         Args:
             samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
             num_iterations: how many there are; None: one for each global batch.
+            first_step: how many of them count as done when the run begins.
         """
 
     def steps(
@@ -86,6 +88,7 @@ class Trainings(ABC):
         wire: Wire = "fp32",
         delay: int = 0,
         predict: bool = False,
+        first_step: int = 0,
     ) -> Steps[Step]:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -121,6 +124,10 @@ class Trainings(ABC):
             predict: with a delay, compute micro-batches with the parameters that are expected when their gradient is
                 applied: those in force, and D times the newest update. Between two steps the parameters are the true
                 ones. Part of the recipe.
+            first_step: a run that begins, begins with this step, and the steps before it count as done: the script has
+                loaded models and optimizers from a snapshot of its own, as they were before that step. Then the data,
+                the random numbers and so the bits are those of a run that has done all steps. In the first training
+                loop only, and the same on all workers (``run.broadcast``).
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -151,11 +158,12 @@ class Trainings(ABC):
             collate=collate,
             loader_workers=loader_workers,
         )
+        check_first_step(first_step, planned.num_steps, is_first_loop=self._num_epochs == 0, delay=delay)
         prediction = Prediction(delay) if predict else None
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
         strategy = Delayed(delay, planned.num_steps, prediction) if delay else Synchronous()
-        return self._begin_loop(planned, strategy, reduction, wire=wire)
+        return self._begin_loop(planned, strategy, reduction, wire=wire, first_step=first_step)
 
     def local_steps(
         self,
