@@ -58,7 +58,7 @@ from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
-from unisono.training.schedule import MakeFetcher, Schedule
+from unisono.training.schedule import MakeFetcher, Planned
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Iteration
 from unisono.training.steps import Steps
@@ -399,7 +399,7 @@ class Run(Calls, Evaluating, Trainings):
 
     def _begin_loop(
         self,
-        planned: Schedule,
+        planned: Planned,
         strategy: Strategy,
         reduction: Reduction,
         *,
@@ -420,8 +420,9 @@ class Run(Calls, Evaluating, Trainings):
         self._tracked.check(self.device)
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
         self._num_epochs += planned.num_epochs
+        planned.begins()
         rounds, _ = self._in_rounds()
-        self._troubles.begins(planned.source.dataset)
+        self._troubles.begins(planned.dataset)
         num_steps = planned.num_steps if num_iterations is None else num_iterations
         loop = TrainingLoop(
             rounds=rounds,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from unisono.errors import UsageError
+from unisono.errors import RecipeError, UsageError
 from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.process import Process
@@ -29,11 +29,12 @@ from unisono.training.local import Delta, InnerState, LocalSteps
 from unisono.training.localround import LocalRound, ReplicaSamples, Replication, check_count
 from unisono.training.loop import Wire, check_wire
 from unisono.training.overlapped import OverlappedSteps, check_round_delay
-from unisono.training.schedule import Schedule, check_first_step, schedule
+from unisono.training.schedule import Dataset, Planned, check_first_step, schedule
 from unisono.training.settings import Arithmetic
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.strategies import Strategy, Synchronous
+from unisono.training.streamed import StreamSchedule
 
 __all__ = ["Trainings"]
 
@@ -54,7 +55,7 @@ class Trainings(ABC):
     @abstractmethod
     def _begin_loop(
         self,
-        planned: Schedule,
+        planned: Planned,
         strategy: Strategy,
         reduction: Reduction,
         *,
@@ -73,7 +74,7 @@ class Trainings(ABC):
 
     def steps(
         self,
-        dataset: MapDataset | DataLoader[Any],
+        dataset: Dataset,
         *,
         microbatches: int,
         batch_size: int | None = None,
@@ -98,6 +99,7 @@ class Trainings(ABC):
         Args:
             dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
                 own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
+                Data without a length: `unisono.Streams`, `unisono.TarShards`, an ``IterableDataset`` (docs/streams.md).
             batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
                 DataLoader or of the `unisono.BucketSampler`.
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
@@ -256,6 +258,11 @@ class Trainings(ABC):
             loader_workers=loader_workers,
         )
         check_round_delay(delay)
+        if isinstance(planned, StreamSchedule):
+            raise RecipeError(
+                "run.local_steps got data that can only be iterated, and its replicas need parts of each batch by "
+                "their index: give it a dataset with len and [i]; run.steps takes streams"
+            )
         samples = ReplicaSamples(planned.cursor, replication)
         if self._replicas is None:
             self._replicas = Replicas()
