@@ -10,17 +10,19 @@ A table stands in one place, and its figure follows it: no number is in this fil
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["FIGURES", "main", "numbers", "table"]
+__all__ = ["FIGURES", "draw", "fingerprint", "main", "numbers", "table"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-BLUE, ORANGE, GREEN, VIOLET, RED = "#3b6fd4", "#d9822b", "#2f9e6e", "#8e5bd0", "#cf3d3d"
+BLUE, ORANGE, GREEN, VIOLET = "#3b6fd4", "#d9822b", "#2f9e6e", "#8e5bd0"
 INK: Final = "#123456"
 """Stands for the colour of the text around the figure, until the file is written."""
 Row = dict[str, str]
@@ -49,13 +51,23 @@ def table(page: str, *header: str, number: int = 0) -> list[Row]:
         for row in lines[at + 2 :]:
             if not row.startswith("|"):
                 break
-            rows.append(dict(zip(names, _split(row), strict=True)))
+            rows.append(dict(zip(_unlike(names), _split(row), strict=True)))
         return rows
     raise LookupError(f"docs/{page} has no table with the header {header} (number {number})")
 
 
 def _split(line: str) -> list[str]:
     return [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+
+
+def _unlike(names: Sequence[str]) -> list[str]:
+    """Tell columns of the same name apart: "efficiency", "efficiency 2"."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(f"{name} {seen[name]}" if seen[name] > 1 else name)
+    return found
 
 
 def numbers(cell: str) -> list[float]:
@@ -97,12 +109,22 @@ def recovery(axes: Axes, given: Mapping[str, float] | None = None) -> None:
              "torchrun": "torchrun, snapshot\nevery 50 steps"}  # fmt: skip
     shown = [(words, given[f"lost_ms.{name}"]) for name, words in names.items() if f"lost_ms.{name}" in given][::-1]
     for y, (words, value) in enumerate(shown):
-        axes.barh(y, value, height=0.6, color=BLUE if words == "Unisono" else ORANGE)
-        axes.annotate(f" {value:,.0f} ms", (value, y), va="center", color=INK)
+        _labelled_dot(axes, value, y, BLUE if words == "Unisono" else ORANGE, f"{value:,.0f} ms")
     axes.set_yticks(range(len(shown)), [words for words, _ in shown])
-    axes.set_xscale("log")
-    axes.set_xlim(10, 40_000)
+    _logarithmic(axes, [10, 100, 1000, 10_000], 50_000)
     axes.set_xlabel("lost time, ms, logarithmic")
+
+
+def _labelled_dot(axes: Axes, x: float, y: float, colour: str, words: str, *, label: str = "") -> None:
+    axes.plot([x], [y], "o", color=colour, markersize=9, label=label or None)
+    axes.annotate(words, (x, y), xytext=(9, 0), textcoords="offset points", va="center", color=INK)
+
+
+def _logarithmic(axes: Axes, ticks: Sequence[int], right: float) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlim(ticks[0], right)
+    axes.margins(y=0.15)
 
 
 def uneven(axes: Axes) -> None:
@@ -115,6 +137,7 @@ def uneven(axes: Axes) -> None:
     axes.axvline(1.0, color=INK, linewidth=1, linestyle=":")
     axes.set_yticks(range(len(rows)), [row["case"].replace(" and fast again,", ",\nfast again") for row in rows])
     axes.set_xlim(left=0)
+    axes.margins(y=0.1)
     axes.set_xlabel("speed, DistributedDataParallel = 1 (median, 95%)")
 
 
@@ -137,16 +160,9 @@ def whole_microbatches(axes: Axes) -> None:
 def efficiency(axes: Axes) -> None:
     """Where a forecast sees the end of efficiency."""
     rows = table("plan.md", "workers", "hosts", "1 Gbit/s: step")
-    header = list(rows[0])
     workers = [int(row["workers"]) for row in rows]
-    # Both links have a column "efficiency"; `table` keeps the last of that name, so the first one is computed anew.
-    best = numbers(rows[0]["10 Gbit/s: step"])[0]
-    part = numbers(rows[0]["efficiency"])[0]
-    for link, colour in (("10 Gbit/s", BLUE), ("1 Gbit/s", ORANGE)):
-        assert f"{link}: step" in header
-        axes.plot(
-            workers, [part * best / numbers(row[f"{link}: step"])[0] for row in rows], "o-", color=colour, label=link
-        )
+    for link, column, colour in (("10 Gbit/s", "efficiency 2", BLUE), ("1 Gbit/s", "efficiency", ORANGE)):
+        axes.plot(workers, [numbers(row[column])[0] for row in rows], "o-", color=colour, label=link)
     axes.set_xscale("log", base=2)
     axes.set_xticks(workers, [str(number) for number in workers])
     axes.set_ylim(0, 100)
@@ -161,15 +177,13 @@ def half_the_bytes(axes: Axes) -> None:
     for y, row in enumerate(rows):
         for offset, (name, colour) in {0.2: ("step, fp32", ORANGE), -0.2: ("step, bf16", BLUE)}.items():
             value = numbers(row[name])[0]
-            axes.barh(
-                y + offset, value, height=0.36, color=colour, label=name.removeprefix("step, ") if not y else None
+            _labelled_dot(
+                axes, value, y + offset, colour, f"{value:,.0f}", label="" if y else name.removeprefix("step, ")
             )
-            axes.annotate(f" {value:,.0f}", (value, y + offset), va="center", color=INK, fontsize=9)
     axes.set_yticks(
         range(len(rows)), [f"{row['link, hosts']}, {row['gradients']}".replace(" with ", "\nwith ") for row in rows]
     )
-    axes.set_xscale("log")
-    axes.set_xlim(10, 3000)
+    _logarithmic(axes, [10, 100, 1000, 10_000], 30_000)
     axes.set_xlabel("time of a step, ms, logarithmic")
     axes.legend(loc="lower right")
 
@@ -216,6 +230,24 @@ FIGURES: Final[dict[str, tuple[Callable[..., None], float, str]]] = {
 """By name of the file: what draws it, its height in inches, what it shows."""
 
 
+class _Calls:
+    """Stands for the axes of matplotlib, and remembers what is drawn."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given, **named: self.made.append(f"{name} {given} {named}")
+
+
+def fingerprint(name: str, given: Mapping[str, float] | None = None) -> str:
+    """Return a digest of all that a figure shows, which its file carries: whether the table has changed since."""
+    calls = _Calls()
+    one = FIGURES[name][0]
+    one(calls, given) if given is not None else one(calls)
+    return hashlib.sha256("\n".join(calls.made).encode()).hexdigest()[:16]
+
+
 def draw(name: str, given: Mapping[str, float] | None = None) -> str:
     """Return a figure as SVG that takes the colour of the text around it."""
     import matplotlib as mpl
@@ -231,15 +263,15 @@ def draw(name: str, given: Mapping[str, float] | None = None) -> str:
     look |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "axes.axisbelow": True}
     with mpl.rc_context(look):
         figure, axes = pyplot.subplots(figsize=(7.2, height), layout="constrained")
-        axes.grid(axis="x" if axes.get_yticklabels() else "both", alpha=0.25, color=INK, linewidth=0.6)
+        axes.grid(alpha=0.25, color=INK, linewidth=0.6)
         one(axes, given) if given is not None else one(axes)
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
-    return _for_pages(written.getvalue(), title)
+    return _for_pages(written.getvalue(), title, fingerprint(name, given))
 
 
-def _for_pages(text: str, title: str) -> str:
+def _for_pages(text: str, title: str, shown: str) -> str:
     """Make a picture of a page of matplotlib's SVG: no prologue, the colours and the letters of the page."""
     body = text[text.index("<svg") :]
     opening, _, rest = body.partition(">")
@@ -249,8 +281,8 @@ def _for_pages(text: str, title: str) -> str:
     rest = re.sub(r"font: ([^;\"]*?)px [^;\"]*", r"font: \1px system-ui, sans-serif", rest)
     head = (
         f'<svg class="picture" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'{size[0]} width="720" role="img" aria-label="{title}">\n<style>svg.picture{{color:#24292f}}'
-        "@media(prefers-color-scheme:dark){svg.picture{color:#c9d1d9}}</style>"
+        f'{size[0]} width="720" role="img" aria-label="{title}" data-shown="{shown}">\n'
+        "<style>svg.picture{color:#24292f}@media(prefers-color-scheme:dark){svg.picture{color:#c9d1d9}}</style>"
     )
     lines = (head + rest).replace(INK, "currentColor").splitlines()
     return "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"

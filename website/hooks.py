@@ -30,7 +30,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name, source in {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}.items():
         text = (ROOT / source).read_text().replace("](docs/", "](").replace("](CITATION.cff)", "](#)")
-        files.append(File.generated(config, name, content=text))
+        top = "---\nhide: [navigation]\n---\n\n" if name == "index.md" else ""
+        files.append(File.generated(config, name, content=top + text))
     return files
 
 
@@ -41,8 +42,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put pictures into the page itself."""
-    return PICTURE.sub(lambda match: (ROOT / "docs" / match[1]).read_text(), html)
+    """Put pictures into the page itself, and end the sentences of docstrings that lead to an example."""
+    return PICTURE.sub(lambda match: (ROOT / "docs" / match[1]).read_text(), html).replace("::</p>", ":</p>")
 
 
 def cells(notebook: Path) -> str:

@@ -109,9 +109,9 @@ def lost() -> str:
 def order() -> str:
     """Why the number of GPUs is part of a sum: the brackets follow it."""
     rows = [
-        ("2 processes", "(g0 + g1) + (g2 + g3)", "0.1 + 0.2, 0.3 + 0.4", WORKERS[1]),
-        ("4 processes, a ring", "((g0 + g1) + g2) + g3", "one after the other", WORKERS[1]),
-        ("Unisono, any number", "(g0 + g1) + (g2 + g3)", "always this tree", WORKERS[0]),
+        ("2 processes", "(g0 + g1) + (g2 + g3)", "= 0.699999988", WORKERS[1]),
+        ("4 processes, a ring", "((g0 + g1) + g2) + g3", "= 0.700000048", WORKERS[1]),
+        ("Unisono, any number", "(g0 + g1) + (g2 + g3)", "= 0.699999988", WORKERS[0]),
     ]
     parts = []
     for row, (who, brackets, note, fill) in enumerate(rows):
