@@ -67,7 +67,7 @@ format: $(VENV)/.test-installed
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.docs-installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
 
 figures: $(VENV)/.figures-installed
 	$(BIN)/python -m website.pictures

@@ -19,7 +19,8 @@ LOADS = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "-f", str(config), "-d", str(site)]
+    """Build a site. Not with ``--quiet``: what is not said is not counted, and no warning ends the build then."""
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(config), "-d", str(site)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
 
@@ -29,6 +30,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = build(ROOT / "mkdocs.yml", directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return directory
+
+
+def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Title\n\n[to nowhere](nowhere.md)\n")
+    settings = (ROOT / "mkdocs.yml").read_text()
+    strict = [line for line in settings.splitlines() if line.startswith("strict:")]
+    (tmp_path / "mkdocs.yml").write_text("\n".join(["site_name: small", *strict]) + "\n")
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr
 
 
 def test_every_page_is_there(site: Path) -> None:
