@@ -17,11 +17,13 @@ LONG := $(addprefix tests/workers/test_, \
 	delay_predicted.py wire.py evaluators.py unlike.py local_leaving.py union_rounds.py sums.py carried.py spent.py nursery.py \
 	audit.py audit_delay.py local_groups.py replay.py inspecting.py planning.py check.py turns.py) \
 	tests/house/toys
+# What the tests beyond `make test` need besides.
+MORE := $(addprefix $(VENV)/., cluster-installed watch-installed interop-installed docs-installed)
 SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more soak check needs clusters format data dist clean
+.PHONY: help demo test test-more soak check needs clusters format docs figures notebook data dist clean
 
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
@@ -30,6 +32,9 @@ help:
 	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
+	@echo "make docs    build the site of the documentation into ./site"
+	@echo "make figures   draw the figures of the documentation again, from its tables"
+	@echo "make notebook  execute the notebook of the documentation again"
 	@echo "make data    fetch the data of the larger examples into ./data"
 	@echo "make dist    build the wheel and the source distribution into ./dist"
 	@echo "make clean   remove everything that was made here"
@@ -38,10 +43,10 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/python examples/demo.py --directory $(DEMO)
 
 test: check
-	$(PYTEST) tests/house tests/pure tests/workers $(LONG:%=--ignore=%)
+	$(PYTEST) tests/house tests/pure tests/workers tests/docs/test_blocks.py $(LONG:%=--ignore=%)
 
-test-more: $(VENV)/.cluster-installed $(VENV)/.watch-installed $(VENV)/.interop-installed needs
-	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/interop $(LONG)
+test-more: $(MORE) needs
+	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/interop tests/docs $(LONG)
 
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
@@ -52,7 +57,7 @@ soak: $(VENV)/.test-installed
 needs:
 	@tests/needs.sh
 
-clusters: $(VENV)/.cluster-installed $(VENV)/.watch-installed $(VENV)/.interop-installed
+clusters: $(MORE)
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -63,6 +68,16 @@ format: $(VENV)/.test-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
+
+figures: $(VENV)/.figures-installed
+	$(BIN)/python -m website.pictures
+	$(BIN)/python -m benchmarks.figures
+
+notebook: $(VENV)/.figures-installed
+	$(BIN)/python -m website.notebook
+
 data:
 	$(PYTHON) examples/fetch_data.py
 
@@ -71,7 +86,7 @@ dist: $(VENV)/.test-installed
 	$(BIN)/python -m hatchling build -d dist
 
 clean:
-	rm -rf $(VENV) $(DEMO) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -98,4 +113,12 @@ $(VENV)/.watch-installed: $(VENV)/.test-installed requirements/watch.txt
 
 $(VENV)/.interop-installed: $(VENV)/.test-installed requirements/interop.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/interop.txt
+	touch $@
+
+$(VENV)/.docs-installed: $(VENV)/.test-installed requirements/docs.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	touch $@
+
+$(VENV)/.figures-installed: $(VENV)/.docs-installed requirements/figures.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/figures.txt
 	touch $@

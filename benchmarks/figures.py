@@ -1,0 +1,314 @@
+"""Draws the figures of docs/figures.md from the tables of the documentation, or from what a benchmark has written.
+
+    python -m benchmarks.figures                                 # all of them, into docs/assets
+    python -m benchmarks.figures --step-time mine.json --out .   # one's own `benchmarks.step_time --json mine.json`
+    python -m benchmarks.figures --recovery mine.json --out .    # and of `benchmarks.recovery`
+
+A table stands in one place, and its figure follows it: no number is in this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["FIGURES", "draw", "fingerprint", "main", "numbers", "table"]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+BLUE, ORANGE, GREEN, VIOLET = "#3b6fd4", "#d9822b", "#2f9e6e", "#8e5bd0"
+INK: Final = "#123456"
+"""Stands for the colour of the text around the figure, until the file is written."""
+Row = dict[str, str]
+
+
+def table(page: str, *header: str, number: int = 0) -> list[Row]:
+    """Return the rows of a table of docs/, by the names of its columns.
+
+    Args:
+        header: the beginnings of the names of its first columns.
+        number: which of the tables that have such a header, from 0.
+
+    Raises:
+        LookupError: the page has no such table.
+    """
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    found = -1
+    for at, line in enumerate(lines):
+        names = _split(line)
+        if not (line.startswith("|") and all(map(str.startswith, names, header)) and len(names) >= len(header)):
+            continue
+        found += 1
+        if found < number:
+            continue
+        rows = []
+        for row in lines[at + 2 :]:
+            if not row.startswith("|"):
+                break
+            rows.append(dict(zip(_unlike(names), _split(row), strict=True)))
+        return rows
+    raise LookupError(f"docs/{page} has no table with the header {header} (number {number})")
+
+
+def _split(line: str) -> list[str]:
+    return [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+
+
+def _unlike(names: Sequence[str]) -> list[str]:
+    """Tell columns of the same name apart: "efficiency", "efficiency 2"."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(f"{name} {seen[name]}" if seen[name] > 1 else name)
+    return found
+
+
+def numbers(cell: str) -> list[float]:
+    """All numbers of a cell, as "0.90 (0.64-0.92)" has three; a range has no negative number in it."""
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", cell)]
+
+
+Axes = Any
+
+
+def step_time(axes: Axes, given: Mapping[str, float] | None = None) -> None:
+    """Time of a step relative to DDP, with its interval."""
+    if given is None:
+        rows = table("benchmarks.md", "case", "step, ms", "DDP, ms", "ratio (95%)", number=2)
+        values = {row["case"]: numbers(row["ratio (95%)"]) for row in rows}
+    else:
+        places = [name.partition(".")[2] for name in given if name.startswith("ratio_to_ddp.")]
+        values = {place: [given[f"ratio_to_ddp{part}.{place}"] for part in ("", "_low", "_high")] for place in places}
+    _intervals(axes, values)
+    axes.set_xlabel("time of a step, DistributedDataParallel = 1 (median, 95%)")
+
+
+def _intervals(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
+    names = list(values)[::-1]
+    for y, name in enumerate(names):
+        median, low, high = values[name]
+        axes.plot([low, high], [y, y], color=BLUE, linewidth=3, alpha=0.45, solid_capstyle="round")
+        axes.plot([median], [y], "o", color=BLUE, markersize=8)
+    axes.axvline(1.0, color=INK, linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(names)), names)
+
+
+def recovery(axes: Axes, given: Mapping[str, float] | None = None) -> None:
+    """Time lost by the death of a worker."""
+    if given is None:
+        rows = table("benchmarks.md", "figure", "quiet")
+        given = {row["figure"]: numbers(row["quiet"])[0] for row in rows if row["figure"].startswith("lost_ms.")}
+    names = {"unisono": "Unisono", "torchft_tuned": "torchft, short deadlines", "torchft": "torchft",
+             "torchrun": "torchrun, snapshot\nevery 50 steps"}  # fmt: skip
+    shown = [(words, given[f"lost_ms.{name}"]) for name, words in names.items() if f"lost_ms.{name}" in given][::-1]
+    for y, (words, value) in enumerate(shown):
+        _labelled_dot(axes, value, y, BLUE if words == "Unisono" else ORANGE, f"{value:,.0f} ms")
+    axes.set_yticks(range(len(shown)), [words for words, _ in shown])
+    _logarithmic(axes, [10, 100, 1000, 10_000], 50_000)
+    axes.set_xlabel("lost time, ms, logarithmic")
+
+
+def _labelled_dot(axes: Axes, x: float, y: float, colour: str, words: str, *, label: str = "") -> None:
+    axes.plot([x], [y], "o", color=colour, markersize=9, label=label or None)
+    axes.annotate(words, (x, y), xytext=(9, 0), textcoords="offset points", va="center", color=INK)
+
+
+def _logarithmic(axes: Axes, ticks: Sequence[int], right: float) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlim(ticks[0], right)
+    axes.margins(y=0.15)
+
+
+def uneven(axes: Axes) -> None:
+    """Speed of uneven workers relative to the sum of their speeds, and to DDP."""
+    rows = [row for row in table("balance.md", "case", "M", "of the ideal") if row["of the ideal"]][::-1]
+    for y, row in enumerate(rows):
+        speedup, low, high = numbers(row["against DDP"].replace("x", ""))
+        axes.plot([low, high], [y, y], color=BLUE, linewidth=3, alpha=0.45, solid_capstyle="round")
+        axes.plot([speedup], [y], "o", color=BLUE, markersize=8)
+    axes.axvline(1.0, color=INK, linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(rows)), [row["case"].replace(" and fast again,", ",\nfast again") for row in rows])
+    axes.set_xlim(left=0)
+    axes.margins(y=0.1)
+    axes.set_xlabel("speed, DistributedDataParallel = 1 (median, 95%)")
+
+
+def whole_microbatches(axes: Axes) -> None:
+    """What whole micro-batches allow, by M."""
+    colours = {"4 equal": GREEN, "3 equal": BLUE, "4, one 2x slow": ORANGE, "8, one 2x slow": VIOLET}
+    for row in table("balance.md", "workers", "M = 4", "M = 8"):
+        if row["workers"] in colours:
+            points = [(int(name[4:]), float(value)) for name, value in row.items() if name.startswith("M = ")]
+            axes.plot(*zip(*points, strict=True), "o-", color=colours[row["workers"]], label=f"{row['workers']} workers"
+                      if "equal" in row["workers"] else f"{row['workers'].replace(',', ' workers,')}")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([4, 8, 16, 32, 64], ["4", "8", "16", "32", "64"])
+    axes.set_ylim(0.4, 1.03)
+    axes.set_xlabel("M, micro-batches in a global batch")
+    axes.set_ylabel("part of the ideal speed")
+    axes.legend()
+
+
+def efficiency(axes: Axes) -> None:
+    """Where a forecast sees the end of efficiency."""
+    rows = table("plan.md", "workers", "hosts", "1 Gbit/s: step")
+    workers = [int(row["workers"]) for row in rows]
+    for link, column, colour in (("10 Gbit/s", "efficiency 2", BLUE), ("1 Gbit/s", "efficiency", ORANGE)):
+        axes.plot(workers, [numbers(row[column])[0] for row in rows], "o-", color=colour, label=link)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(workers, [str(number) for number in workers])
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("workers, four to a host, one micro-batch each")
+    axes.set_ylabel("efficiency, %")
+    axes.legend()
+
+
+def half_the_bytes(axes: Axes) -> None:
+    """Steps between hosts with float32 and bfloat16 on the way."""
+    rows = table("network.md", "link, hosts", "gradients", "step, fp32")[::-1]
+    for y, row in enumerate(rows):
+        for offset, (name, colour) in {0.2: ("step, fp32", ORANGE), -0.2: ("step, bf16", BLUE)}.items():
+            value = numbers(row[name])[0]
+            _labelled_dot(
+                axes, value, y + offset, colour, f"{value:,.0f}", label="" if y else name.removeprefix("step, ")
+            )
+    axes.set_yticks(
+        range(len(rows)), [f"{row['link, hosts']}, {row['gradients']}".replace(" with ", "\nwith ") for row in rows]
+    )
+    _logarithmic(axes, [10, 100, 1000, 10_000], 30_000)
+    axes.set_xlabel("time of a step, ms, logarithmic")
+    axes.legend(loc="lower right")
+
+
+def staleness(axes: Axes) -> None:
+    """What a delay costs in quality, with and without prediction."""
+    rows = table("delay.md", "delay", "AdamW")
+    adamw, sgd = list(rows[0])[1:3]
+    for column, name, colour in ((adamw, "AdamW", BLUE), (sgd, "SGD with momentum", ORANGE)):
+        for predicted in (False, True):
+            chosen = [row for row in rows if row["delay"] == "0" or ("predict" in row["delay"]) == predicted]
+            points = [(numbers(row["delay"])[0], numbers(row[column])[0]) for row in chosen]
+            words = f"{name}, predict=True" if predicted else name
+            axes.plot(*zip(*points, strict=True), "o--" if predicted else "o-", color=colour, label=words)
+    axes.set_xticks([0, 1, 2])
+    axes.set_xlabel("delay, steps")
+    axes.set_ylabel("training loss, nats per byte")
+    axes.legend()
+
+
+def local_quality(axes: Axes) -> None:
+    """What local steps cost in quality, by replicas and inner steps."""
+    rows = table("local_steps.md", "replicas K", "H = 1")
+    for column, colour in (("H = 1", GREEN), ("H = 10", BLUE), ("H = 50", VIOLET)):
+        points = [(int(row["replicas K"]), float(row[column])) for row in rows]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"{column}, averaged")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    axes.set_xlabel("replicas K")
+    axes.set_ylabel("test loss, nats per byte")
+    axes.legend()
+
+
+FIGURES: Final[dict[str, tuple[Callable[..., None], float, str]]] = {
+    "step_time": (step_time, 2.9, "Time of a step beside DistributedDataParallel"),
+    "recovery": (recovery, 2.5, "Time lost by a killed worker"),
+    "uneven": (uneven, 2.9, "Speed with uneven workers beside DistributedDataParallel"),
+    "whole_microbatches": (whole_microbatches, 3.4, "Part of the ideal speed that whole micro-batches allow"),
+    "efficiency": (efficiency, 3.2, "Forecast of the efficiency by workers"),
+    "half_the_bytes": (half_the_bytes, 3.6, "Time of a step with float32 and bfloat16 between hosts"),
+    "staleness": (staleness, 3.4, "Loss by delay, with and without prediction"),
+    "local_quality": (local_quality, 3.4, "Loss by replicas and inner steps"),
+}
+"""By name of the file: what draws it, its height in inches, what it shows."""
+
+
+class _Calls:
+    """Stands for the axes of matplotlib, and remembers what is drawn."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given, **named: self.made.append(f"{name} {given} {named}")
+
+
+def fingerprint(name: str, given: Mapping[str, float] | None = None) -> str:
+    """Return a digest of all that a figure shows, which its file carries: whether the table has changed since."""
+    calls = _Calls()
+    one = FIGURES[name][0]
+    one(calls, given) if given is not None else one(calls)
+    return hashlib.sha256("\n".join(calls.made).encode()).hexdigest()[:16]
+
+
+def draw(name: str, given: Mapping[str, float] | None = None) -> str:
+    """Return a figure as SVG that takes the colour of the text around it."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    one, height, title = FIGURES[name]
+    look: dict[str, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    )
+    look |= {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 10.5}
+    look |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "axes.axisbelow": True}
+    with mpl.rc_context(look):
+        figure, axes = pyplot.subplots(figsize=(7.2, height), layout="constrained")
+        axes.grid(alpha=0.25, color=INK, linewidth=0.6)
+        one(axes, given) if given is not None else one(axes)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+    return _for_pages(written.getvalue(), title, fingerprint(name, given))
+
+
+def _for_pages(text: str, title: str, shown: str) -> str:
+    """Make a picture of a page of matplotlib's SVG: no prologue, the colours and the letters of the page."""
+    body = text[text.index("<svg") :]
+    opening, _, rest = body.partition(">")
+    size = re.search(r'viewBox="[^"]*"', opening)
+    assert size is not None
+    rest = re.sub(r"<metadata>.*?</metadata>", "", rest, flags=re.DOTALL)
+    rest = re.sub(r"font: ([^;\"]*?)px [^;\"]*", r"font: \1px system-ui, sans-serif", rest)
+    head = (
+        f'<svg class="picture" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'{size[0]} width="720" role="img" aria-label="{title}" data-shown="{shown}">\n'
+        "<style>svg.picture{color:#24292f}@media(prefers-color-scheme:dark){svg.picture{color:#c9d1d9}}</style>"
+    )
+    lines = (head + rest).replace(INK, "currentColor").splitlines()
+    return "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "assets", help="folder of the figures")
+    parser.add_argument(
+        "--step-time", type=Path, metavar="JSON", help="draw this run of benchmarks.step_time, and nothing else"
+    )
+    parser.add_argument(
+        "--recovery", type=Path, metavar="JSON", help="draw this run of benchmarks.recovery, and nothing else"
+    )
+    options = parser.parse_args()
+    given = {
+        name: json.loads(path.read_text())["figures"]
+        for name in ("step_time", "recovery")
+        if (path := getattr(options, name))
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in given or FIGURES:
+        path = options.out / f"{name}.svg"
+        path.write_text(draw(name, given.get(name)))
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The site builds without a broken link, has every page and public name, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono
+from tests.house.rooms import ROOT
+from tests.waiting import WAIT_S
+
+pytest.importorskip("mkdocs", reason="mkdocs is not installed; requirements/docs.txt has it")
+
+LOADS = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\s\">]+)")
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Build a site. Not with ``--quiet``: what is not said is not counted, and no warning ends the build then."""
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(config), "-d", str(site)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    done = build(ROOT / "mkdocs.yml", directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Title\n\n[to nowhere](nowhere.md)\n")
+    settings = (ROOT / "mkdocs.yml").read_text()
+    strict = [line for line in settings.splitlines() if line.startswith("strict:")]
+    (tmp_path / "mkdocs.yml").write_text("\n".join(["site_name: small", *strict]) + "\n")
+    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr
+
+
+def test_every_page_is_there(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert [name for name in sorted(pages) if not (site / name / "index.html").exists()] == []
+    assert "Many workers, one result" in (site / "index.html").read_text()
+
+
+def test_the_reference_has_all_public_names(site: Path) -> None:
+    reference = (site / "api" / "index.html").read_text()
+    assert [name for name in unisono.__all__ if f'id="unisono.{name}"' not in reference] == []
+
+
+def test_pictures_stand_in_the_pages_and_the_notebook_has_its_output(site: Path) -> None:
+    assert (site / "why" / "index.html").read_text().count('<svg class="picture"') == 3
+    assert "identical: 40 steps" in (site / "notebook" / "index.html").read_text()
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    found = [
+        f"{path.relative_to(site)}: {address}"
+        for path in site.rglob("*.html")
+        for address in LOADS.findall(path.read_text())
+    ]
+    found += [
+        f"{path.relative_to(site)}: {address}"
+        for path in site.rglob("*.css")
+        for address in re.findall(r"url\([\"']?((?:https?:)?//[^)]+)", path.read_text())
+    ]
+    assert not found
+
+
+def test_what_loads_from_elsewhere_would_be_found() -> None:
+    assert LOADS.findall('<link rel="stylesheet" href="https://fonts.example/a.css">') == [
+        "https://fonts.example/a.css"
+    ]
+    assert LOADS.findall('<script src=//cdn.example/a.js></script> <a href="https://elsewhere">') == [
+        "//cdn.example/a.js"
+    ]

@@ -1,0 +1,66 @@
+"""What the site adds to the pages of docs/ when mkdocs builds it.
+
+README.md is its first page and CHANGELOG.md another one; pictures (SVG) stand in the page itself, so that they take
+its colours; and the page of the notebook shows its cells. On their own, the pages do without that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+__all__ = ["cells", "on_files", "on_page_content", "on_page_markdown"]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+NOTEBOOK: Final = re.compile(r"<!-- cells of (\S+\.ipynb) -->")
+PICTURE: Final = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*(assets/[\w.-]+\.svg)" ?/>')
+OUTSIDE: Final = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that stand beside docs/."""
+    from mkdocs.structure.files import File
+
+    for name, source in {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}.items():
+        text = (ROOT / source).read_text().replace("](docs/", "](").replace("](CITATION.cff)", "](#)")
+        top = "---\nhide: [navigation]\n---\n\n" if name == "index.md" else ""
+        files.append(File.generated(config, name, content=top + text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show the cells of notebooks; name files of the project without a link, which are not part of the site."""
+    markdown = OUTSIDE.sub(r"`\1`", markdown)
+    return NOTEBOOK.sub(lambda match: cells(ROOT / "docs" / match[1]), markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put pictures into the page itself, and end the sentences of docstrings that lead to an example."""
+    return PICTURE.sub(lambda match: (ROOT / "docs" / match[1]).read_text(), html).replace("::</p>", ":</p>")
+
+
+def cells(notebook: Path) -> str:
+    """Return the cells of a notebook, with their output, as Markdown."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = "".join(_text(output) for output in cell["outputs"]).rstrip("\n")
+        if printed:
+            parts.append(f'```text title="output"\n{printed}\n```')
+    return "\n\n".join(parts)
+
+
+def _text(output: dict[str, Any]) -> str:
+    words = output.get("text") or output.get("data", {}).get("text/plain", "")
+    return "".join(words) + ("" if output["output_type"] == "stream" else "\n")
