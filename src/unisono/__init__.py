@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from unisono.training.run import Run as Run
     from unisono.training.step import Step as Step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BucketSampler",

@@ -6,7 +6,9 @@ autograd calls when the parameter's gradient is complete, while the gradient is 
 dropped. So there is never more than one gradient beside the nodes, and there are at most ``log2(M) + 1`` of those.
 
 A leaf that is first in its chain has nothing to be added to. When its sibling comes next on this worker, its gradients
-are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own.
+are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own. A
+gradient in memory that something else holds as well (a buffer of a CUDA graph, or of a function that writes all its
+gradients to the same place) is copied: the next backward may write there.
 
 Where the layout rounds, each node from a fixed level on is rounded as soon as it is formed, in the same hook; a leaf of
 that level is rounded before it is added to anything, and is never adopted.
@@ -30,6 +32,7 @@ from unisono.errors import StepError
 from unisono.exchange.flat import Entry, Extra, FlatLayout, Rows, Slot, digest_rows, round_in_place, with_flipped_bit
 from unisono.exchange.slots import Slots
 from unisono.faults import spoils
+from unisono.microbatch.gradients import gradient_of, is_private
 from unisono.microbatch.parameters import ParameterCheck
 from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_tensor
@@ -228,15 +231,12 @@ class GradientFolder:
             parameter.grad = None
 
     def show(self, combined: Slot) -> None:
-        """Make the combined means the parameters' ``.grad`` (views where the dtype allows) and the model's buffers."""
+        """Make the combined means the parameters' ``.grad`` and the model's buffers. A gradient is a view of the slot
+        where dtype and strides allow.
+        """
         counts = combined.used.tolist()
         for parameter, mean, count in zip(self._parameters, combined.gradients, counts, strict=True):
-            if count == 0:
-                parameter.grad = None
-            elif mean.dtype == parameter.dtype:
-                parameter.grad = mean
-            else:
-                parameter.grad = mean.to(parameter.dtype)
+            parameter.grad = gradient_of(parameter, mean) if count else None
         self.buffers.apply(combined.buffers)
 
     # -- a micro-batch -------------------------------------------------------------------------------
@@ -387,8 +387,9 @@ class GradientFolder:
 
     def _add_tail(self, current: _Leaf, weight: float, weighted_loss: float, write_extras: WriteExtras | None) -> None:
         tail = self._tail
-        tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
-        tail.used.copy_(torch.tensor(current.used, dtype=torch.int32))
+        # A copy to a GPU that blocks would wait until the whole backward pass is done.
+        tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64), non_blocking=True)
+        tail.used.copy_(torch.tensor(current.used, dtype=torch.int32), non_blocking=True)
         self.buffers.take_changes(tail.buffers, weight)
         for extra in tail.extras:
             extra.zero_()
@@ -470,7 +471,7 @@ class GradientFolder:
             self._carry(current, index, gradient)
             return
         slot = current.chain[0][1]
-        if current.adopts and gradient.dtype == slot.gradients[index].dtype:
+        if current.adopts and gradient.dtype == slot.gradients[index].dtype and is_private(gradient):
             self._adopted[index] = gradient
         else:
             self._write(current, index, gradient, slot)

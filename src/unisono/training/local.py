@@ -30,6 +30,7 @@ from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.microbatch.data import Batches, Request
 from unisono.microbatch.folding import Fingerprint, GradientFolder
+from unisono.microbatch.gradients import gradient_of
 from unisono.microbatch.guards import Structure, UnusedGradients
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
@@ -357,7 +358,7 @@ class LocalSteps:
         with torch.no_grad():
             for (_, parameter), mean in zip(folder.trained, means, strict=True):
                 if id(parameter) in owned:
-                    parameter.grad = mean.to(parameter.dtype)
+                    parameter.grad = gradient_of(parameter, mean)
                 else:
                     parameter.copy_(parameter.to(mean.dtype) - mean)
         if self._outer is not None:

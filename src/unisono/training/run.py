@@ -148,7 +148,7 @@ class Run(Calls, Evaluating, Trainings):
         if self._inspector is not None:
             checkpoint, sinks, profile = None, (), None
         self.seed = seed
-        self.device = choose_device(device, worker.local_rank)
+        self.device = choose_device(device, worker.gpu_number)
         self._arithmetic = Arithmetic(choose_threads(threads, spec.threads), deterministic)
         self._balance = balance
         self._tracked = Tracked()
