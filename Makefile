@@ -40,8 +40,8 @@ demo: $(VENV)/.demo-installed
 test: check
 	$(PYTEST) tests/house tests/pure tests/workers $(LONG:%=--ignore=%)
 
-test-more: $(VENV)/.cluster-installed $(VENV)/.watch-installed needs
-	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch $(LONG)
+test-more: $(VENV)/.cluster-installed $(VENV)/.watch-installed $(VENV)/.interop-installed needs
+	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/interop $(LONG)
 
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
@@ -52,7 +52,7 @@ soak: $(VENV)/.test-installed
 needs:
 	@tests/needs.sh
 
-clusters: $(VENV)/.cluster-installed $(VENV)/.watch-installed
+clusters: $(VENV)/.cluster-installed $(VENV)/.watch-installed $(VENV)/.interop-installed
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -94,4 +94,8 @@ $(VENV)/.cluster-installed: $(VENV)/.test-installed requirements/cluster.txt
 
 $(VENV)/.watch-installed: $(VENV)/.test-installed requirements/watch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/watch.txt
+	touch $@
+
+$(VENV)/.interop-installed: $(VENV)/.test-installed requirements/interop.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/interop.txt
 	touch $@
