@@ -36,10 +36,13 @@ def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def _refusals(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
-    if trainer.num_devices > 1 or trainer.num_nodes > 1:
+    devices: Any = trainer._accelerator_connector._devices_flag
+    if isinstance(devices, (list, tuple)):
+        devices = len(devices)
+    if trainer.num_nodes > 1 or (str(devices).isdecimal() and int(devices) > 1):
         yield (
-            f"Trainer(devices={trainer.num_devices}, num_nodes={trainer.num_nodes}): each worker is one process with "
-            "one device. Leave devices= and num_nodes= out, and say `unisono run --workers N train.py`"
+            f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): each worker is one process with one device. "
+            "Leave devices= and num_nodes= out, and say `unisono run --workers N train.py`"
         )
     if trainer.state.fn != TrainerFn.FITTING:
         return

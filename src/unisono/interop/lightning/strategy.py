@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning import pytorch as pl
@@ -81,7 +82,6 @@ class UnisonoStrategy(SingleDeviceStrategy):
         self.run = run
         super().__init__(run.device, accelerator, checkpoint_io, precision_plugin)
         self._microbatches = microbatches
-        self._num_fits = 0
         self._has_begun = False
         self._loader: StepLoader | None = None
         self._batch: tuple[GlobalBatch, tuple[Any, ...]] | None = None
@@ -165,18 +165,16 @@ class UnisonoStrategy(SingleDeviceStrategy):
         assert module is not None
         object.__setattr__(module, "_on_before_batch_transfer", self._before_transfer)
         self._metrics = Metrics(module)
-        self.run.track(model=module)
+        _track(self.run, "model", module)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._num_fits += 1
-        mark = "" if self._num_fits == 1 else str(self._num_fits)
-        for number, optimizer in enumerate(self.optimizers):
-            self.run.track(**{_numbered(f"optimizer{mark}", number): optimizer})
-        for number, config in enumerate(self.lr_scheduler_configs):
-            self.run.track(**{_numbered(f"scheduler{mark}", number): config.scheduler})
+        for optimizer in self.optimizers:
+            _track(self.run, "optimizer", optimizer)
+        for config in self.lr_scheduler_configs:
+            _track(self.run, "scheduler", config.scheduler)
         if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
-            self.run.track(**{f"scaler{mark}": scaler})
-        self.run.track(**{f"trainer{mark}": TrainerState(trainer, self._metrics)})
+            _track(self.run, "scaler", scaler)
+        _track(self.run, "trainer", TrainerState(trainer, self._metrics))
 
     def teardown(self) -> None:
         """See ``Strategy.teardown``."""
@@ -379,14 +377,16 @@ class UnisonoStrategy(SingleDeviceStrategy):
     @contextmanager
     def _taking(self, place: Place, batch: Any, *, keeps_rows: bool) -> Iterator[tuple[Taken, Any]]:
         """Return a context in which the module computes a micro-batch or batch, and what it logs is taken."""
-        results = self._results()
-        outside, taken = results.batch, Taken(place)
+        results, connector, taken = self._results(), self.trainer._logger_connector, Taken(place)
+        outside = results.batch, connector._current_fx, connector._first_loop_iter
         self._metrics.empty()
         results.taking, results.batch, results.batch_size = taken, batch, None
+        connector._first_loop_iter = False  # `self.log` resets nothing, which would be done on this worker only
         try:
             yield taken, batch
         finally:
-            results.taking, results.batch, results.batch_size = None, outside, None
+            results.taking, results.batch_size = None, None
+            results.batch, connector._current_fx, connector._first_loop_iter = outside
         self._metrics.take(taken, keeps_rows=keeps_rows)
 
     def _log(self, totals: Mapping[str, Any], rows: Rows) -> dict[str, float]:
@@ -403,8 +403,19 @@ class UnisonoStrategy(SingleDeviceStrategy):
         return results
 
 
-def _numbered(name: str, number: int) -> str:
-    return name if number == 0 else f"{name}_{number}"
+_tracked: WeakKeyDictionary[Run, dict[str, Any]] = WeakKeyDictionary()
+"""By run: what strategies have tracked, by name."""
+
+
+def _track(run: Run, kind: str, value: Any) -> None:
+    """Let a run track an object, by the next free name of its kind, if it does not yet."""
+    known = _tracked.setdefault(run, {})
+    if any(one is value for one in known.values()):
+        return
+    count = sum(name.rstrip("0123456789") == kind for name in known)
+    name = kind if count == 0 else f"{kind}{count + 1}"
+    run.track(**{name: value})
+    known[name] = value
 
 
 def _only(items: list[Any]) -> Any:
