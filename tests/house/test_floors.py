@@ -29,6 +29,7 @@ FLOORS = {
     "decisions.cursor": 1,
     "decisions.delivery": 1,
     "decisions.orders": 1,
+    "decisions.streams": 1,
     "decisions.following": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
@@ -127,6 +128,7 @@ FLOORS = {
     "training.evaluator": 4,
     "training.step": 4,
     "training.steps": 4,
+    "training.streamed": 4,
     "training.schedule": 4,
     "training.sharing": 4,
     "training.strategies": 4,
@@ -190,6 +192,7 @@ NEIGHBOURS = {
     "messages": {"errors", "events"},
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
+    "decisions.streams": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.advice": {"decisions.balance", "decisions.plan"},
     "decisions.forecast": {"decisions.advice", "decisions.balance", "decisions.plan", "decisions.wires"},
@@ -284,7 +287,6 @@ NEIGHBOURS = {
     "training.loop": {
         "rounds",
         "training.keeping",
-        "training.schedule",
         "training.step",
         "training.strategies",
         "training.upcoming",
@@ -311,6 +313,7 @@ NEIGHBOURS = {
         "training.schedule",
         "training.step",
         "training.steps",
+        "training.streamed",
         "training.strategies",
     },
     "training.checked": {"rounds"},
@@ -320,6 +323,7 @@ NEIGHBOURS = {
     "training.inspecting": {"rounds"},
     "training.replaying": {"rounds"},
     "training.dissecting": {"rounds", "training.replaying"},
+    "training.schedule": {"training.streamed"},  # the same for streams
     "training.run": {
         "rounds",
         "training.audited",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,16 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from unisono.decisions.cursor import seed_of
+from unisono.decisions.streams import StreamBatches
 from unisono.errors import RecipeError
-from unisono.microbatch.data import Collate, Loading
+from unisono.microbatch.data import Collate, Loading, MapDataset
 from unisono.microbatch.loaders import check_own_batches, check_said_once, loading_of
 from unisono.microbatch.streams import Streams
 
-__all__ = ["StreamSource", "stream_source_of"]
+__all__ = ["Dataset", "StreamSource", "batches_of", "stream_source_of"]
+
+Dataset = MapDataset | Streams | IterableDataset[Any] | DataLoader[Any]
+"""What `unisono.Run.steps` and `unisono.Run.evaluate` take."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,27 @@ def stream_source_of(
     if batch_size is None:
         raise RecipeError(f"{caller} needs batch_size=, the samples of a global batch (or a DataLoader, which has one)")
     return StreamSource(data, batch_size, bool(drop_last), Loading(collate or default_collate, loader_workers or 0))
+
+
+def batches_of(source: StreamSource, seed: int) -> StreamBatches:
+    """Return the batches of an evaluation over streams.
+
+    Raises:
+        RecipeError: nobody knows how many there are.
+    """
+    lengths = source.data.lengths(source.data.num_streams or 1)
+    if lengths is None:
+        raise RecipeError(
+            "run.evaluate got data that can only be iterated, whose length nobody knows, and it evaluates every sample "
+            "once: give it a list of the samples, unisono.TarShards, or unisono.Streams(..., lengths=[...])"
+        )
+    batches = StreamBatches(lengths, source.batch_size, seed, source.drop_last)
+    if source.batch_size < 1 or min(lengths) < 1 or batches.num_batches < 1:
+        raise RecipeError(
+            f"run.evaluate got streams of {', '.join(map(str, lengths))} samples, and batch_size={source.batch_size}"
+            f"{' with drop_last=True' if source.drop_last else ''}: it needs 1 batch of 1 sample at least"
+        )
+    return batches
 
 
 def _streams_of(dataset: Any) -> Streams | None:
@@ -156,8 +182,7 @@ class _OfHuggingFace(Streams):
         return "streams of datasets.IterableDataset"
 
     def _stream(self, stream: int, num_streams: int, epoch: int) -> Iterable[Any]:
-        from datasets.distributed import split_dataset_by_node
-
-        part = split_dataset_by_node(self._dataset, rank=stream, world_size=num_streams)
-        part.set_epoch(epoch)
-        return part  # type: ignore[no-any-return]
+        divided = importlib.import_module("datasets.distributed").split_dataset_by_node
+        part: Iterable[Any] = divided(self._dataset, rank=stream, world_size=num_streams)
+        part.set_epoch(epoch)  # type: ignore[attr-defined]
+        return part

@@ -26,6 +26,7 @@ class _Pass:
 
     def __init__(self, data: Streams, seed: int, wanted: Wanted, epoch: int, first: int = 0) -> None:
         self._data = data
+        self._run_seed, self._stream, self._epoch = seed, wanted.stream, epoch
         self._seed = pass_seed(seed, wanted.stream, epoch)
         self.position = 0  # of the next sample
         self._num_read = 0
@@ -83,7 +84,7 @@ class _Pass:
         return True
 
     def _read(self) -> Any:
-        sample = self._data.sample(self._source, self._seed, self._num_read)
+        sample = self._data.sample(self._source, self._run_seed, self._stream, self._epoch, self._num_read)
         self._num_read += 1
         return sample
 

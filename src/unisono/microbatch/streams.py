@@ -5,7 +5,7 @@ the micro-batches that it computes. When a micro-batch moves to another worker, 
 to the same sample: it seeks, it loads a state of the iterable, or it counts.
 
 Random numbers are those of a position, as for a map-style dataset: the global generators are set from (seed, epoch)
-before a stream is made, and from (seed, epoch, stream, position) before each of its samples.
+before a stream is made and before its first sample, and from (seed, epoch, stream, position) before each further one.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Streams:
 
     Args:
         make: (stream, number of streams, epoch) -> an iterable. It must give the same samples whenever it is asked: its
-            random numbers come from the global generators, which are the same for all streams of an epoch when it is
-            called. An iterable with ``seek(n)`` (the next iteration begins with sample n), or with ``state_dict`` and
-            ``load_state_dict``, is opened in the middle; any other is read from its beginning when it moves.
+            random numbers come from the global generators, which up to the first sample are the same for all streams
+            of an epoch. Where the lengths are known, an iterable with ``seek(n)`` (the next iteration begins with
+            sample n) is opened in the middle; any other is read from its beginning when it moves.
         lengths: samples of each stream in an epoch, M numbers; needed for ``run.steps(epochs=...)``. None: unknown; a
             stream that ends begins again with its next epoch, and ``max_steps`` says how long the training is.
         shuffle: shuffle the samples of a stream within windows of this many, as a shuffle buffer of that size does in
@@ -105,17 +105,16 @@ class Streams:
         seed_everything(seed_of(seed, "streams", epoch))
         return self.make(stream, num_streams, epoch)
 
-    def sample(self, source: Iterator[Any], seed: int, position: int) -> Any:
+    def sample(self, source: Iterator[Any], seed: int, stream: int, epoch: int, position: int) -> Any:
         """Return the next sample of a stream.
-
-        Args:
-            seed: of the pass over the stream.
 
         Raises:
             StopIteration: there is none.
         """
-        if self.draws:
-            seed_everything(seed_of(seed, "sample", position))
+        if self.draws and position:
+            seed_everything(seed_of(pass_seed(seed, stream, epoch), "sample", position))
+        elif self.draws:  # the body of a generator begins now, and it may shuffle the files of the epoch
+            seed_everything(seed_of(seed, "streams", epoch))
         return next(source)
 
 
