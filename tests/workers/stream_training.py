@@ -49,6 +49,7 @@ def decode(sample: dict[str, Any]) -> tuple[int, Tensor]:
 
 
 def made(stream: int, num_streams: int, epoch: int) -> Iterator[dict[str, Any]]:
+    assert get_worker_info() is None, "in a loader process it would give other samples than in the worker"
     numbers = list(range(NUM_SAMPLES))
     random.shuffle(numbers)
     for number in numbers[stream::num_streams]:

@@ -4,7 +4,6 @@ Face, and a ``DataLoader`` over one of these.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from unisono.decisions.streams import StreamBatches
 from unisono.errors import RecipeError
 from unisono.microbatch.data import Collate, Loading, MapDataset
 from unisono.microbatch.loaders import check_own_batches, check_said_once, loading_of
-from unisono.microbatch.streams import Streams
+from unisono.microbatch.streams import Streams, as_torch_worker
 
 __all__ = ["Dataset", "StreamSource", "batches_of", "stream_source_of"]
 
@@ -150,24 +149,15 @@ class _Part:
         self._info = torch_worker.WorkerInfo(id=stream, num_workers=num_streams, seed=seed, dataset=self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._as_worker():
+        with as_torch_worker(self._info):
             samples = iter(self._dataset)
         while True:
-            with self._as_worker():
+            with as_torch_worker(self._info):
                 try:
                     sample = next(samples)
                 except StopIteration:
                     return
             yield sample
-
-    @contextlib.contextmanager
-    def _as_worker(self) -> Iterator[None]:
-        """Return a context in which ``torch.utils.data.get_worker_info()`` says which part this is."""
-        before, torch_worker._worker_info = torch_worker._worker_info, self._info
-        try:
-            yield
-        finally:
-            torch_worker._worker_info = before
 
 
 class _OfHuggingFace(Streams):

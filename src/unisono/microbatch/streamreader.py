@@ -11,7 +11,7 @@ from unisono.decisions.streams import Wanted, window_order
 from unisono.errors import RecipeError
 from unisono.microbatch.randomness import seed_everything
 from unisono.microbatch.rereading import check_streams
-from unisono.microbatch.streams import Streams, pass_seed
+from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed
 from unisono.words import count as counted
 
 __all__ = ["Reader"]
@@ -157,12 +157,14 @@ class Reader:
         Raises:
             RecipeError: the stream has other samples than it should.
         """
-        if not self._is_checked:
-            check_streams(self._data, self._seed, wanted)
-            self._is_checked = True
         known = self._newest.get(wanted.stream)
         if known is None or known[0] != wanted:
-            known = self._newest[wanted.stream] = wanted, self._read(wanted)
+            # In a loader process torch would say that it is worker 0 of 1, and in the worker itself nothing.
+            with as_torch_worker(None):
+                if not self._is_checked:
+                    check_streams(self._data, self._seed, wanted)
+                    self._is_checked = True
+                known = self._newest[wanted.stream] = wanted, self._read(wanted)
         return copy.deepcopy(known[1]) if self._copies else list(known[1])
 
     def __getitems__(self, keys: list[Wanted]) -> list[Any]:

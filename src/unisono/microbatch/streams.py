@@ -10,14 +10,17 @@ before a stream is made and before its first sample, and from (seed, epoch, stre
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from torch.utils.data._utils import worker as torch_worker
 
 from unisono.decisions.cursor import seed_of
 from unisono.errors import UsageError
 from unisono.microbatch.randomness import seed_everything
 
-__all__ = ["Streams", "pass_seed"]
+__all__ = ["Streams", "as_torch_worker", "pass_seed"]
 
 Make = Callable[[int, int, int], Iterable[Any]]
 """(stream, number of streams, epoch) -> an iterable over the samples of this stream."""
@@ -116,6 +119,16 @@ class Streams:
         elif self.draws:  # the body of a generator begins now, and it may shuffle the files of the epoch
             seed_everything(seed_of(seed, "streams", epoch))
         return next(source)
+
+
+@contextlib.contextmanager
+def as_torch_worker(info: Any) -> Iterator[None]:
+    """Return a context in which ``torch.utils.data.get_worker_info()`` is ``info``; None: there are no workers."""
+    before, torch_worker._worker_info = torch_worker._worker_info, info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
 
 
 def pass_seed(seed: int, stream: int, epoch: int) -> int:
