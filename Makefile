@@ -15,8 +15,10 @@ LONG := $(addprefix tests/workers/test_, \
 	sharding.py sharding_elastic.py sharding_faults.py sharding_optimizers.py sharding_rounds.py \
 	shared_checkpoints.py shared_states.py local_steps.py local_delay.py delay.py delay_faults.py delay_left.py \
 	delay_predicted.py wire.py evaluators.py unlike.py local_leaving.py union_rounds.py sums.py carried.py spent.py nursery.py \
-	audit.py local_groups.py replay.py inspecting.py planning.py check.py turns.py) \
+	audit.py audit_delay.py local_groups.py replay.py inspecting.py planning.py check.py turns.py) \
 	tests/house/toys
+# What the tests beyond `make test` need besides.
+MORE := $(addprefix $(VENV)/., cluster-installed watch-installed interop-installed docs-installed)
 SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
@@ -43,19 +45,19 @@ demo: $(VENV)/.demo-installed
 test: check
 	$(PYTEST) tests/house tests/pure tests/workers tests/docs/test_blocks.py $(LONG:%=--ignore=%)
 
-test-more: $(VENV)/.cluster-installed $(VENV)/.watch-installed $(VENV)/.docs-installed needs
-	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/docs $(LONG)
+test-more: $(MORE) needs
+	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/interop tests/docs $(LONG)
 
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
 	UNISONO_TEST_ALL=1 UNISONO_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -n auto --dist load --maxschedchunk 1 \
 	    tests/workers/test_soak.py tests/workers/test_faults.py tests/workers/test_checkpoint.py \
-	    tests/workers/test_same_bits.py tests/workers/test_examples_elastic.py
+	    tests/workers/test_same_bits.py tests/workers/test_examples_elastic.py tests/patterns
 
 needs:
 	@tests/needs.sh
 
-clusters: $(VENV)/.cluster-installed $(VENV)/.watch-installed $(VENV)/.docs-installed
+clusters: $(MORE)
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -107,6 +109,10 @@ $(VENV)/.cluster-installed: $(VENV)/.test-installed requirements/cluster.txt
 
 $(VENV)/.watch-installed: $(VENV)/.test-installed requirements/watch.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/watch.txt
+	touch $@
+
+$(VENV)/.interop-installed: $(VENV)/.test-installed requirements/interop.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/interop.txt
 	touch $@
 
 $(VENV)/.docs-installed: $(VENV)/.test-installed requirements/docs.txt

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.network import LINKS, PORT, Lab
 from benchmarks.report import print_table, write_json
@@ -102,7 +103,7 @@ def _train(script: Script, link: str, workers: int, steps: int) -> Sample:
         _run_all(commands, script.directory / "output")
     found = [one for one in samples_in(run) if one.workers == workers]
     if not found:
-        raise RuntimeError(f"{' '.join(script.command)}: no steps of {workers} workers")
+        raise RuntimeError(f"{' '.join(script.command)}: no steps of {workers} workers over {link}")
     return max(found, key=lambda one: one.hosts)
 
 
@@ -226,6 +227,11 @@ def _simulate(case: str, microbatches: int, most: int, links: Sequence[str]) -> 
     print_table(header, list(simulated(facts, most, ROOM, links)))
 
 
+def _told(turn: Turn) -> dict[str, Any]:
+    samples = [dataclasses.asdict(one) for one in turn.facts.samples]
+    return {"samples": samples, "came": {f"{link}.{number}": one.step for (link, number), one in turn.came.items()}}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="cnn,mlp,transformer", metavar="A,B")
@@ -250,27 +256,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _simulate(case, options.microbatches, options.simulate, [each for each in links if each != HOST])
             continue
         workers = [int(each) for each in options.workers.split(",")]
-        turns = []
+        turns: list[Turn] = []
         for number in range(options.rounds):
             turns.append(one_turn(case, options.microbatches, links, workers))
             print(f"{case}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-        errors = []
-        for found, row in compared(case, turns):
-            figures.update(found)
-            rows.append(row)
-            errors += [value for name, value in found.items() if name.startswith("error.")]
-            print("  ".join(row), file=sys.stderr, flush=True)
-        figures[f"error.{case}"] = max(map(abs, errors))
-        runs += [
-            {
-                "case": case,
-                "samples": [dataclasses.asdict(one) for one in turn.facts.samples],
-                "came": {f"{link}.{number}": one.step for (link, number), one in turn.came.items()},
-            }
-            for turn in turns
-        ]
-        if options.json:
-            write_json(options.json, figures, runs)
+            found = list(compared(case, turns))
+            for values, row in found:
+                figures.update(values)
+                print("  ".join(row), file=sys.stderr, flush=True)
+            figures[f"error.{case}"] = max(
+                abs(values[name]) for values, _ in found for name in values if "error." in name
+            )
+            if options.json:
+                write_json(options.json, figures, [*runs, *map(_told, turns)])
+        rows += [row for _, row in found]
+        runs += map(_told, turns)
     if rows:
         print_table(HEADER, rows)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Generator
 
@@ -12,6 +14,10 @@ from collections.abc import Generator
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+
+# Every process that runs tests imports all of them, and pytest rewrites their asserts: once, and not in each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would all commands that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +45,13 @@ def pytest_xdist_auto_num_workers() -> int:
     with open("/proc/meminfo") as file:
         available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     return max(2, min(MOST_TESTERS, max(LEAST_TESTERS, TESTERS_PER_CORE * cores), available // KIB_PER_TESTER))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Take modules and tests, which stay to the end, out of each later search for garbage: it would take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_permitted(reason: str) -> bool:

@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from unisono.decisions.cadence import Checkpoints as Checkpoints
     from unisono.launcher import launch as launch
     from unisono.microbatch.loaders import BucketSampler as BucketSampler
+    from unisono.microbatch.shards import TarShards as TarShards
+    from unisono.microbatch.streams import Streams as Streams
     from unisono.state.carried import Carried as Carried
     from unisono.state.sharding import shard as shard
     from unisono.training.localround import LocalRound as LocalRound
     from unisono.training.run import Run as Run
     from unisono.training.step import Step as Step
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BucketSampler",
@@ -58,6 +60,8 @@ __all__ = [
     "StateLost",
     "Step",
     "StepError",
+    "Streams",
+    "TarShards",
     "UnisonoError",
     "UsageError",
     "launch",
@@ -73,6 +77,8 @@ _LATER = {
     "LocalRound": "unisono.training.localround",
     "Run": "unisono.training.run",
     "Step": "unisono.training.step",
+    "Streams": "unisono.microbatch.streams",
+    "TarShards": "unisono.microbatch.shards",
     "launch": "unisono.launcher",
     "load_model": "unisono.checkpoint.loading",
     "shard": "unisono.state.sharding",

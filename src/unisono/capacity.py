@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from unisono import seats
+from unisono.controlgroups import ControlGroup, control_groups, text_of
 from unisono.errors import UsageError
 from unisono.words import count
 
@@ -94,38 +95,18 @@ def machine_cores() -> list[str]:
 def cpu_limit(root: Path = Path("/")) -> float | None:
     """Return how many cores' time the control group of this process may use; None: there is no limit.
 
-    The smallest limit counts, of the group or of one that it lies in. In a container the group's own path may not be
-    there: then the container's is at the top.
+    The smallest limit counts, of the group or of one that it lies in.
     """
-    found: list[float] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, read = root / "sys/fs/cgroup", _limit_of_version_2
-        elif "cpu" in controllers.split(","):
-            base, read = root / "sys/fs/cgroup" / controllers, _limit_of_version_1
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        found += [limit for place in (folder, *folder.parents) if place.is_relative_to(base) for limit in read(place)]
-    return min(found, default=None)
+    limits = (_cpu_limit_of(group) for group in control_groups("cpu", root))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _limit_of_version_2(folder: Path) -> list[float]:
-    quota, _, period = _text(folder / "cpu.max").partition(" ")
-    return [int(quota) / int(period)] if quota.isdecimal() else []
-
-
-def _limit_of_version_1(folder: Path) -> list[float]:
-    quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    return [int(quota) / int(period)] if quota.isdecimal() else []
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+def _cpu_limit_of(group: ControlGroup) -> float | None:
+    if group.version == 2:
+        quota, _, period = text_of(group.folder / "cpu.max").partition(" ")
+    else:
+        quota, period = (text_of(group.folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdecimal() else None
 
 
 def machine_gpus() -> list[str]:

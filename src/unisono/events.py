@@ -319,7 +319,7 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
     audits: dict[str, str] = {}
     """By micro-batch, the digest of its gradient in the first pass, where two workers have computed it
     (`unisono.decisions.audits`): 16 hexadecimal digits. Where a worker has several in a step, one digest for all of
-    them, by a number of 19 digits."""
+    them, by their numbers: "3,7"."""
 
 
 class EvaluationFinished(_Event, tag="evaluation"):

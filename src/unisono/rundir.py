@@ -29,6 +29,7 @@ __all__ = [
     "USE_FOLDER",
     "Lock",
     "RunDirectory",
+    "check_schema",
     "claim",
     "describe",
     "doubt",
@@ -237,9 +238,12 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
         resume: go on with the run in the directory. Its id so far joins the ``earlier`` ones in the description.
 
     Raises:
-        RunDirectoryError: the directory holds another run, that run is still going, or it cannot be written.
+        RunDirectoryError: the directory holds another run, that run is still going, it cannot be written, or a newer
+            version has written it.
     """
     make(directory)
+    if resume:
+        check_schema(directory)
     other = holder(directory)
     if other == run_id:
         return
@@ -261,6 +265,20 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
     if "run_id" in facts:
         facts["earlier"] = [*facts.get("earlier", ()), facts["run_id"]]
     describe(directory, {**facts, "run_id": run_id})
+
+
+def check_schema(directory: Path) -> None:
+    """Check that this version knows what the files of a run mean, before the run is changed or computed again.
+
+    Raises:
+        RunDirectoryError: a newer version has written the run's description.
+    """
+    schema = read_facts(directory).get("schema", RUN_SCHEMA)
+    if not isinstance(schema, int) or schema > RUN_SCHEMA:
+        raise RunDirectoryError(
+            f"{directory} was written by a newer version of unisono (schema {schema} of {RUN_FILE}, this one knows "
+            f"{RUN_SCHEMA}); use that version, or begin a run in another directory"
+        )
 
 
 def going(directory: Path, user: str) -> str:

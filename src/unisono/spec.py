@@ -165,6 +165,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     token: str = ""
     """The run's token. Handed down in memory without a name (`unisono.lifetime.take_token`), never in a variable."""
 
+    @property
+    def gpu_number(self) -> int:
+        """Number of its GPU; it may be more than there are: modulo these."""
+        return self.gpu if self.gpu >= 0 else self.local_rank
+
     def environment(self) -> dict[str, str]:
         """Return the environment variable from which the worker reads its settings. The token is not in it."""
         settings = msgspec.to_builtins(self)

@@ -80,6 +80,8 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     """The digest of the gradient of ``other_leaf``, or of those that it stands for."""
     disputed: bool = False
     """This member has seen, with the same sum before a loss, that members have computed different values."""
+    unlike: bool = False
+    """With a delay: a micro-batch that this member has computed again in a later step had another gradient then."""
     new_sums: bool = False
     """A micro-batch of this member has added sums for which the layout has no room yet."""
     checkpoint: CheckpointReport = CheckpointReport(False, -1, 0, False, 0, False)
@@ -112,7 +114,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
 _REPORT: Final = len(CheckpointReport._fields)
 _TIMES: Final = StepTimes.__struct_fields__
-_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}dqdqdqdq3qqQqQqQqQ???qb?q?")
+_FORMAT = struct.Struct(f"<q{2 + len(PARTS)}dqdqdqdq3qqQqQqQqQ????qb?q?")
 """The fields in their order: counts and seconds, times, generations, comparisons, the checkpoint report."""
 
 TELEMETRY_BYTES: Final = _FORMAT.size

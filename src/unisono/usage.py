@@ -16,14 +16,13 @@ from typing import Final, NamedTuple
 import psutil
 
 from unisono.capacity import cpu_limit, machine_cores
+from unisono.controlgroups import control_groups, memory_of_groups, text_of, value_in
 from unisono.events import MachineUsed, WorkerUse
 
-__all__ = ["Meter", "memory_of_group", "used_cores_of_group"]
+__all__ = ["Meter", "used_cores_of_group"]
 
 LOOK_EVERY: Final = 5
 """The processes that workers have started are looked for in every fifth reading."""
-UNLIMITED: Final = 1 << 60
-"""A limit of memory in version 1 that is none."""
 
 
 class _Counted(NamedTuple):
@@ -111,9 +110,9 @@ class Meter:
     def _memory(self) -> tuple[int, int]:
         """Return the memory that is used, and how much there is."""
         machine = psutil.virtual_memory()
-        group = memory_of_group(self._root)
-        if group is not None and group[1] < machine.total:
-            return group
+        group = memory_of_groups(self._root)
+        if group is not None and group.limit < machine.total:
+            return group.used, group.limit
         return machine.total - machine.available, machine.total
 
     def _use_of(self, worker_id: str, pid: int, seconds: float) -> WorkerUse | None:
@@ -167,61 +166,10 @@ def _descendants(pid: int) -> Iterator[int]:
 
 def used_cores_of_group(root: Path = Path("/")) -> float | None:
     """Return the processor time of the control group of this process, in seconds; None where nobody counts it."""
-    for folder, is_second in _groups(root, "cpuacct"):
-        if is_second:
-            for line in _text(folder / "cpu.stat").splitlines():
-                name, _, value = line.partition(" ")
-                if name == "usage_usec":
-                    return int(value) / 1e6
-        elif (text := _text(folder / "cpuacct.usage").strip()).isdecimal():
+    for folder, version in control_groups("cpuacct", root):
+        if version == 2:
+            if microseconds := value_in(folder / "cpu.stat", "usage_usec"):
+                return microseconds / 1e6
+        elif (text := text_of(folder / "cpuacct.usage").strip()).isdecimal():
             return int(text) / 1e9
     return None
-
-
-def memory_of_group(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return the memory that the control group of this process uses and may use, in bytes; None: there is no limit.
-
-    The smallest limit counts, of the group or of one that it lies in. What the system keeps of files and can drop at
-    once is not used.
-    """
-    found: list[tuple[int, int]] = []
-    for folder, is_second in _groups(root, "memory"):
-        most, now, idle = (
-            ("memory.max", "memory.current", "inactive_file")
-            if is_second
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        )
-        limit, used = _text(folder / most).strip(), _text(folder / now).strip()
-        if not (limit.isdecimal() and used.isdecimal()) or int(limit) > UNLIMITED:
-            continue
-        kept = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
-        found.append((int(limit), max(0, int(used) - int(kept.get(idle, "0")))))
-    if not found:
-        return None
-    limit_bytes, used_bytes = min(found)
-    return used_bytes, limit_bytes
-
-
-def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of the control group of this process and of those that it lies in, the innermost first; and
-    whether they are of version 2. In a container the group's own path may not be there.
-    """
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controllers
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place.is_relative_to(base) and place.is_dir():
-                yield place, controllers == ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from typing import Final
 
 __all__ = [
     "count",
     "duration",
+    "evidence_words",
     "exit_words",
     "listed",
     "position_words",
@@ -16,6 +18,11 @@ __all__ = [
     "short_duration",
     "without_evidence",
 ]
+
+
+FOR_REPORT: Final = "evidence, for a bug report"
+OF_SCRIPT: Final = "what is known of the script's error"
+"""Also of values that are not finite, and of memory that it has used up."""
 
 
 def count(number: int, noun: str) -> str:
@@ -27,7 +34,13 @@ def count(number: int, noun: str) -> str:
 
 def without_evidence(lines: Sequence[str]) -> list[str]:
     """Return what a run has said, without the lines that name its evidence: it goes with the run's directory."""
-    return [line for line in lines if "unisono: evidence, for a bug report: " not in line]
+    starts = [f"unisono: {words}: " for words in (OF_SCRIPT, FOR_REPORT)]
+    return [line for line in lines if not any(start in line for start in starts)]
+
+
+def evidence_words(problem: str) -> str:
+    """Return what the evidence of a problem of that kind is good for: an error of the script is no bug of others."""
+    return OF_SCRIPT if problem in ("error", "nan", "out-of-memory") else FOR_REPORT
 
 
 def duration(seconds: float) -> str:

@@ -19,20 +19,22 @@ import textwrap
 import time
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers import small_training
-from tests.workers.conftest import MARK, Command, Unisono, marked, wait_until_gone
+from tests.workers.conftest import MARK, Command, Unisono, marked, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.capacity import parse_workers
 from unisono.journal import compare
 from unisono.launchers import LAUNCHERS, Request
 from unisono.launchers.ray import JOB, is_asked
 
-pytest.importorskip("ray")
+if find_spec("ray") is None:  # not imported: every process that collects tests would do it
+    pytest.skip("could not import 'ray'", allow_module_level=True)
 
 SCRIPT = Path(small_training.__file__)
 PORT = 6399
@@ -166,11 +168,12 @@ def nothing_is_left(cluster: Cluster, mark: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The journal of the same training in one process."""
     folder = tmp_path_factory.mktemp("alone")
     command = [sys.executable, "-P", "-m", "unisono", "run", SCRIPT, "--workers", "1", "--run-dir", folder / "run"]
-    subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
+    with served_by(standing_nursery):
+        subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
     return folder / "run"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.clusters.slurm import Cluster, running
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
+from tests.workers.conftest import Command, Unisono, marked, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.checkpoint.files import FOLDER, complete
 from unisono.journal import compare
@@ -50,19 +50,21 @@ def cluster(cluster_of_two: Cluster, mark: str, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of one worker."""
     folder = tmp_path_factory.mktemp("calm") / "run"
-    done = run_workers(SMALL, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
+    with served_by(standing_nursery):
+        done = run_workers(SMALL, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
     assert done.exit_code == 0, done.output
     return folder
 
 
 @pytest.fixture(scope="module")
-def calm_checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm_checkpointed(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calm") / "checkpointed"
     arguments = ["--steps", str(LONG), "--every", "0"]
-    done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
+    with served_by(standing_nursery):
+        done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
     assert done.exit_code == 0, done.output
     return folder
 

@@ -17,7 +17,7 @@ import pytest
 from tests.clusters.sshd import APART, Sshd, SshMachine, children, run_sshd
 from tests.waiting import WAIT_S
 from tests.workers import small_training
-from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
+from tests.workers.conftest import Command, Unisono, marked, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from unisono import fingerprint
 from unisono.journal import compare
@@ -103,10 +103,11 @@ def wire() -> Iterator[Wire]:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training by one process."""
     folder = tmp_path_factory.mktemp("calm") / "run"
-    done = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
+    with served_by(standing_nursery):
+        done = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
     assert done.exit_code == 0, done.output
     return folder
 

@@ -18,7 +18,8 @@ def modules() -> dict[str, Path]:
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name and parse(path).body[1:]:  # a package's face that only says what it is for has nothing to check
+        # A package's face that only says what it is for has nothing to check.
+        if name and (path.name != "__init__.py" or parse(path).body[1:]):
             found[name] = path
     return found
 

@@ -94,6 +94,8 @@ FLOORS = {
     "unwatched": 2,
     "rendezvous": 2,
     "lifetime": 2,
+    "trialrun": 2,
+    "controlgroups": 2,
     "training.settings": 2,
     "training.life": 2,
     "process": 2,
@@ -179,6 +181,7 @@ FLOORS = {
     "planning": 5,
     "cli": 5,
     "kubernetes": 5,
+    "interop.huggingface": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
     "watch": WINGS,
@@ -190,6 +193,7 @@ NEIGHBOURS = {
     "messages": {"errors", "events"},
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
+    "decisions.replaying": {"decisions.audits"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.advice": {"decisions.balance", "decisions.plan"},
     "decisions.forecast": {"decisions.advice", "decisions.balance", "decisions.plan", "decisions.wires"},
@@ -215,8 +219,9 @@ NEIGHBOURS = {
     "link": {"certificate", "invitation", "lifetime", "packed", "records"},
     "certificate": {"invitation", "secret"},
     "invitation": {"secret"},
-    "capacity": {"seats"},  # what other runs hold cannot be had
+    "capacity": {"controlgroups", "seats"},  # what other runs hold cannot be had
     "rendezvous": {"lifetime"},
+    "trialrun": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
     "page.client": {"invitation", "link", "page.site"},
@@ -225,7 +230,8 @@ NEIGHBOURS = {
     "training.life": {"process", "stacks"},
     "rundir": {"journal"},
     "chronicle": {"journal", "rundir"},
-    "usage": {"capacity"},
+    "usage": {"capacity", "controlgroups"},
+    "problems.limits": {"controlgroups"},
     "gpus": {"capacity"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
@@ -256,7 +262,7 @@ NEIGHBOURS = {
     "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
-    "checking": {"faults", "journal", "lifetime"},  # its trials are runs with a fault
+    "checking": {"faults", "journal", "lifetime", "trialrun"},  # its trials are runs with a fault
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.talking": {"rounds"},
     "training.calls": {"training.talking"},
@@ -435,14 +441,20 @@ def test_words_and_decisions_are_pure(module: str) -> None:
 def test_the_dependencies_are_those_that_are_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {name.partition(">=")[0] for name in project["dependencies"]}
-    imported = {package for module, path in modules().items() for package in foreign_imports(module, path)}
+    house = {module: path for module, path in modules().items() if not module.startswith("interop.")}  # the extras
+    imported = {package for module, path in house.items() for package in foreign_imports(module, path)}
     # numpy is not needed: its generator is seeded where it is there.
     assert third_party(imported) - {"numpy"} == declared
 
 
-@pytest.mark.parametrize("module", [name for name in modules() if room_of(name) in WITHOUT_TORCH])
-def test_what_need_not_compute_does_not_import_torch(module: str) -> None:
+def test_what_need_not_compute_does_not_import_torch() -> None:
     """Really imported, because what an import of an import does cannot be seen in one file."""
-    code = f"import sys, unisono.{module}; sys.exit('torch' in sys.modules)"
+    names = [f"unisono.{name}" for name in modules() if room_of(name) in WITHOUT_TORCH]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, f'importing {name} imports torch'\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, f"importing unisono.{module} imports torch\n{done.stderr}"
+    assert done.returncode == 0, done.stderr

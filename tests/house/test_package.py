@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import unisono
-from tests.house.rooms import ROOT, SOURCE
-from tests.waiting import WAIT_S
+from tests.house.built import build, built_once, needs_hatchling  # a fixture among them  # noqa: F401
+from tests.house.rooms import SOURCE
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed; requirements/demo.txt has it"
-)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", directory]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return directory
+pytestmark = needs_hatchling
 
 
 def test_the_wheel_holds_the_whole_package(built: Path) -> None:
@@ -40,20 +24,28 @@ def test_the_wheel_holds_the_whole_package(built: Path) -> None:
     assert {name for name in source if "__pycache__" not in name} == {
         name for name in names if not name.startswith(information)
     }
-    assert "unisono/py.typed" in names
+    assert {"unisono/py.typed", "unisono/page/static/index.html"} <= names
     assert f"{information}/licenses/LICENSE" in names
     assert "unisono = unisono.cli:main" in entry_points
 
 
-def test_the_source_distribution_can_be_built_from_and_tested(built: Path) -> None:
+def test_the_source_distribution_can_be_built_from_and_tested(built: Path, tmp_path: Path) -> None:
+    """It gives the same wheel, byte by byte, and has what the tests need."""
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
     assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "Makefile"} <= names
     assert {
         "src/unisono/decisions/tree.py",
         "tests/house/test_package.py",
+        "tests/data/run-0.1/journal.jsonl",
         "examples/digits.py",
         "requirements/test.txt",
     } <= names
     assert not any(name.startswith(("data/", ".venv/", "runs/", ".demo/")) or name.endswith(".pyc") for name in names)
+    (wheel,) = built.glob("*.whl")
+    (again,) = build(next(tmp_path.iterdir()), tmp_path / "again", "-t", "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert first.namelist() == second.namelist()
+        assert [name for name in first.namelist() if first.read(name) != second.read(name)] == []

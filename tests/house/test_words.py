@@ -24,6 +24,9 @@ FORBIDDEN = [
 BINARY = {".png", ".gif", ".ico", ".gz", ".woff2"}
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
+RECORDED = str(ROOT / "tests" / "data" / "run-")
+"""Runs as the library has written them."""
+
 
 def files() -> list[Path]:
     """All files of the tree that git knows or would add; all but the usual build outputs where there is no git."""
@@ -42,7 +45,14 @@ def files() -> list[Path]:
             for path in ROOT.rglob("*")
             if not {".venv", "data", "runs", ".demo"} & set(path.relative_to(ROOT).parts)
         ]
-    return [path for path in found if path.is_file() and path.suffix not in BINARY and "__pycache__" not in path.parts]
+    return [
+        path
+        for path in found
+        if path.is_file()
+        and path.suffix not in BINARY
+        and "__pycache__" not in path.parts
+        and RECORDED not in str(path)
+    ]
 
 
 def lines() -> Iterator[tuple[Path, int, str]]:

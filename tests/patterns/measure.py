@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ class Verdict:
     detail: str
 
 
-def measure(name: str, folder: Path) -> Verdict:
-    """Run a pattern alone and on the teams of `TEAMS`. ``folder`` is made, and holds the runs afterwards."""
+def measure(name: str, folder: Path, teams: Sequence[int] = TEAMS) -> Verdict:
+    """Run a pattern alone and on teams of these sizes. ``folder`` is made, and holds the runs afterwards."""
     folder.mkdir(parents=True)
-    return _judge([_run_alone(name, folder), *(_run_team(name, size, folder) for size in TEAMS)])
+    return _judge([_run_alone(name, folder), *(_run_team(name, size, folder) for size in teams)])
 
 
 def table(verdicts: Mapping[str, Verdict], expected: Mapping[str, str]) -> str:

@@ -1,15 +1,22 @@
-"""Trainings as practitioners write them give the same bits on any number of workers, or are refused in words."""
+"""Trainings as practitioners write them give the same bits on any number of workers, or are refused in words.
+
+By default each pattern runs alone and on one team, of two or of three workers in turns; UNISONO_TEST_ALL takes both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.patterns.corpus import load
 from tests.patterns.expected import EXPECTED
-from tests.patterns.measure import CLASSES, measure
+from tests.patterns.measure import CLASSES, TEAMS, measure
+
+ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
+CASES = [(name, TEAMS if ALL else TEAMS[number % 2 :][:1]) for number, name in enumerate(load())]
 
 
 def test_every_pattern_has_an_expected_class() -> None:
@@ -19,9 +26,11 @@ def test_every_pattern_has_an_expected_class() -> None:
 
 
 @pytest.mark.usefixtures("nursery")
-@pytest.mark.parametrize("name", load())
-def test_a_pattern_is_of_its_class(name: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """Alone, on two workers and on three: equal to the bit, refused, or known to be neither."""
-    verdict = measure(name, tmp_path / "runs")
+@pytest.mark.parametrize(("name", "teams"), CASES, ids=[name for name, _ in CASES])
+def test_a_pattern_is_of_its_class(
+    name: str, teams: Sequence[int], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Alone, and on two workers or on three: equal to the bit, refused, or known to be neither."""
+    verdict = measure(name, tmp_path / "runs", teams)
     record_property("pattern", (name, verdict.kind, verdict.detail))
     assert verdict.kind == EXPECTED[name], verdict.detail

@@ -7,7 +7,7 @@ import textwrap
 from unisono.checking.blame import Culprit, blame
 from unisono.checking.comparing import first_difference, places_of
 from unisono.checking.records import Event, Leaf, Section, State, Where
-from unisono.checking.statements import Script, read_script
+from unisono.checking.statements import Statements, read_script
 
 FILE = "train.py"
 TEXT = textwrap.dedent("""
@@ -26,7 +26,7 @@ LEAF = Where(0, "leaf", leaf=2)
 SETUP = Where(-1, "setup")
 
 
-def script(_: str) -> Script:
+def script(_: str) -> Statements:
     return read_script(TEXT)
 
 

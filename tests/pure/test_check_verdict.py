@@ -10,6 +10,7 @@ from unisono.checking.records import Leaf, Record, State, Where
 from unisono.checking.trials import ALONE, TRIALS, Outcome, Runner, Trial
 from unisono.checking.verdict import Verdict, check_script
 from unisono.errors import UsageError
+from unisono.trialrun import Script
 
 
 def records(num_steps: int, loss: str = "1.0") -> list[Record]:
@@ -21,10 +22,10 @@ class Played(Runner):
     """Gives outcomes that are made up."""
 
     def __init__(self, **outcomes: Outcome) -> None:
-        super().__init__((), Path(), 4, 1.0)
+        super().__init__(Script(command=(), directory=Path()), 4, 1.0)
         self.outcomes = outcomes
 
-    def run(self, trial: Trial, *, traces: bool = False) -> Outcome:
+    def run(self, trial: Trial, *, traces: bool = False, watches: bool = False) -> Outcome:
         if traces:
             raise UsageError("the first 4 steps took longer than 1 s")
         return self.outcomes.get(trial.name.replace(" ", "_"), Outcome(trial, 0, "", {"w0": records(4)}, []))
@@ -56,6 +57,37 @@ def test_a_trial_with_the_same_bits_that_fails_or_ends_early_breaks_the_promise(
     )
     assert not verdict.keeps
     assert [each.failure for each in verdict.found if each.failure] == [said]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ([(2, "a"), (4, "b")], ""),
+        ([(2, "a")], "the evaluation after step 3: b and missing"),
+        ([(2, "a"), (4, "b"), (4, "b")], "the evaluation after step 3: missing and b"),
+        ([(4, "b")], "the evaluation after step 1: a and done after step 3 (b)"),
+        ([(2, "c"), (4, "b")], "the evaluation after step 1: a and c"),
+    ],
+)
+def test_evaluations_are_compared_also_where_one_is_missing_or_there_is_one_more(
+    theirs: list[tuple[int, str]], said: str
+) -> None:
+    alone = Outcome(ALONE, 0, "", {"w0": records(4)}, [(2, "a"), (4, "b")])
+    outcomes = {
+        trial.name.replace(" ", "_"): Outcome(trial, 0, "", {"w0": records(4)}, alone.evaluations) for trial in TRIALS
+    }
+    two = outcomes["two_workers"].trial
+    verdict = checked(**outcomes | {"alone": alone, "two_workers": Outcome(two, 0, "", {"w0": records(4)}, theirs)})
+    assert [each.difference.said() for each in verdict.found if each.difference is not None] == ([said] if said else [])
+
+
+def test_a_trial_that_failed_lacks_evaluations_and_is_not_said_to_differ_in_them() -> None:
+    alone = Outcome(ALONE, 0, "", {"w0": records(4)}, [(4, "b")])
+    trials = {trial.name.replace(" ", "_"): Outcome(trial, 0, "", {"w0": records(4)}, [(4, "b")]) for trial in TRIALS}
+    failed = Outcome(Trial("two workers", workers=2), 3, "no rank 1\n", {"w0": records(4)}, [])
+    verdict = checked(**trials | {"alone": alone, "two_workers": failed})
+    assert [each.failure for each in verdict.found if not each.is_same] == ["no rank 1"]
+    assert all(each.difference is None for each in verdict.found)
 
 
 def test_a_difference_counts_also_if_the_search_for_its_line_takes_too_long() -> None:

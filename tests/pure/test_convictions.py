@@ -97,6 +97,18 @@ def test_a_run_goes_back_also_where_the_wrong_worker_is_lost_meanwhile() -> None
     assert story.sent(AGENT, Ended)[-1].back_to == 5
 
 
+def test_a_worker_that_is_lost_meanwhile_is_named_once_and_nobody_else_is_ended() -> None:
+    story = training(4)
+    story.exits("w2")
+    generation = story.state.generation
+    story.says("w0", convicted("w2"))
+    (trouble,) = [one for one in alarms(story) if one.kind == "corruption"]
+    assert (trouble.worker_id, trouble.host, trouble.step) == ("w2", "lab", 9)
+    assert "it was lost before it could be ended" in text(trouble)
+    assert not story.says("w1", convicted("w2"))
+    assert story.state.generation == generation
+
+
 # -- the command -------------------------------------------------------------------------------------
 
 LABEL = f"{socket.gethostname()}-8c34"

@@ -54,7 +54,7 @@ def test_a_size_that_needs_more_than_its_samples_is_expected() -> None:
 
 def test_a_size_that_did_not_fit_ends_the_search_upwards() -> None:
     failed = [Tried(size=8, seconds=1.0, peak=2000), Tried(size=16, seconds=math.inf, peak=0)]
-    assert next_size(failed, SIZES, fixed=FIXED, limit=0, to_the_limit=True) == 4
+    assert next_size(failed, SIZES, fixed=FIXED, limit=None, to_the_limit=True) == 4
     found = fastest(failed)
     assert found is not None
     assert found.size == 8

@@ -66,6 +66,17 @@ def test_a_link_that_becomes_slow_is_named_once_and_once_when_it_is_over() -> No
     assert over.is_over
 
 
+def test_a_slow_link_of_a_host_that_is_gone_is_over_and_forgotten() -> None:
+    slowness = Slowness()
+    ((_, slow),) = told(slowness, [sending()] * CALM + [sending(busy_s=0.84)] * 20)
+    assert isinstance(slow, LinkSlow)
+    left = {"w0": WorkerTimes(leaves=8, compute=0.2, last=Seconds(compute=0.2))}
+    ((_, over),) = told(slowness, [left] * 5)
+    assert isinstance(over, LinkSlow)
+    assert (over.source, over.target, over.is_over) == ("a", "b", True)
+    assert slowness._links == {}
+
+
 def test_one_slow_step_says_nothing() -> None:
     steps = ([sending()] * CALM + [sending(busy_s=0.84)] * (IN_A_ROW - 1)) * 3
     assert list(told(Slowness(), steps)) == []

@@ -27,7 +27,14 @@ from unisono.planning.plans import (
     roster_of,
     write_plan,
 )
-from unisono.planning.told import shown_came, shown_conclusions, shown_missing, shown_strategies, shown_workers
+from unisono.planning.told import (
+    shown_came,
+    shown_conclusions,
+    shown_cost,
+    shown_missing,
+    shown_strategies,
+    shown_workers,
+)
 
 
 def times(leaves: int, compute: float, waiting: float = 0.0) -> dict[str, float | None]:
@@ -68,11 +75,25 @@ def test_what_makes_all_workers_slower_is_no_scatter_among_them() -> None:
     assert sample_of(steps, workers=2).scatter == pytest.approx(0.0)
 
 
+def test_a_worker_without_micro_batches_has_no_pace() -> None:
+    """Over a slow link the plan gives all micro-batches to fewer workers than there are."""
+    steps = [{"w0": times(4, 0.040), "w1": times(4, 0.040), "w2": times(0, 0.0)} for _ in range(5)]
+    found = sample_of(steps, workers=3)
+    assert (found.workers, found.pace, found.scatter) == (3, pytest.approx(0.010), pytest.approx(0.0))
+
+
 def test_the_cost_is_that_of_all_workers_for_the_time_of_the_steps() -> None:
     one, two = (each for each in plan_of(roster_of(1, 4, None), roster_of(2, 4, None)).forecasts if each.was_measured)
     assert one.cost == pytest.approx(2.0 * 1 * 90 / 3600)
     assert two.cost == pytest.approx(2.0 * 2 * 52 / 3600)
     assert two.efficiency == pytest.approx(0.090 / 0.052 / 2)
+
+
+@pytest.mark.parametrize(
+    ("cost", "shown"), [(1234.5, "1,234.50"), (12.345, "12.35"), (0.5, "0.50"), (0.0999, "0.100"), (0.00031, "0.00031")]
+)
+def test_a_small_cost_is_not_shown_as_nothing(cost: float, shown: str) -> None:
+    assert shown_cost(cost) == shown
 
 
 def test_as_many_micro_batches_as_workers_need_are_found() -> None:
@@ -170,7 +191,7 @@ def test_the_text_says_what_takes_the_time_and_where_it_ends() -> None:
     assert "1*" in shown_workers(made, price=2.0)
     assert "the network" in shown_workers(made, price=0.0)
     assert "replicas=4" in shown_strategies(made, 4, Options())
-    assert any("adds less than half" in said for said in shown_conclusions(facts(), made, rosters[-1], 0))
+    assert any("adds less than half" in said for said in shown_conclusions(facts(), made, rosters[-1], None))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ import pytest
 
 from unisono import usage
 from unisono.capacity import machine_cores
+from unisono.controlgroups import memory_of_groups
 from unisono.events import GpuUse, MachineUsed, WorkerUse
 from unisono.gpus import Gpus
 from unisono.head.story import USE_S, Uses
 from unisono.machine.metering import PERIOD_S, period_s
-from unisono.usage import Meter, memory_of_group, used_cores_of_group
+from unisono.usage import Meter, used_cores_of_group
 
 
 def spin(seconds: float) -> None:
@@ -97,7 +98,7 @@ def second(tmp_path: Path) -> Path:
 
 
 def test_in_a_container_its_limits_count(second: Path) -> None:
-    assert memory_of_group(second) == (500_000, 1_000_000)
+    assert memory_of_groups(second) == (1_000_000, 500_000)
     assert used_cores_of_group(second) == 5.0
     meter = Meter("lab", second)
     (second / "sys/fs/cgroup/cpu.stat").write_text("usage_usec 5500000\n")
@@ -121,12 +122,12 @@ def test_control_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
     cpu.mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/cpuacct").symlink_to(tmp_path / "sys/fs/cgroup/cpu,cpuacct")
     (cpu / "cpuacct.usage").write_text("2500000000\n")
-    assert memory_of_group(tmp_path) == (800, 4000)
+    assert memory_of_groups(tmp_path) == (4000, 800)
     assert used_cores_of_group(tmp_path) == 2.5
 
 
 def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
-    assert memory_of_group(tmp_path) is None
+    assert memory_of_groups(tmp_path) is None
     used = Meter("lab", tmp_path).read({})
     assert used.memory_total_bytes > 1 << 28
 

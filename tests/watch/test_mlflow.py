@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from tests.pure.test_journal import end, evaluation, step
-from tests.waiting import WAIT_S
+from tests.waiting import wait_until
+from tests.watch.next_writer import STEPS, run_with_a_killed_writer
+from tests.workers.conftest import Unisono
 from unisono.events import Event, RunStarted
-from unisono.journal import JOURNAL, Journal, truncate
-from unisono.testing import Faults, run_workers
+from unisono.journal import JOURNAL, Journal, read, truncate
 from unisono.watch.mlflow import MLflow, _Client
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +33,8 @@ class Kept:
     """What MLflow has of a run directory."""
 
     def __init__(self, run_dir: Path, experiment: str = "unisono") -> None:
+        from mlflow import MlflowClient  # takes seconds, which every process that collects tests would need
+
         self.client = MlflowClient(tracking_uri=(run_dir / "mlruns").as_uri())
         found = self.client.get_experiment_by_name(experiment)
         self.runs: list[Any] = list(self.client.search_runs([found.experiment_id], order_by=["start_time ASC"]))
@@ -42,6 +42,11 @@ class Kept:
     def history(self, name: str, run: int = 0) -> list[tuple[int, float]]:
         history = self.client.get_metric_history(self.runs[run].info.run_id, name)
         return [(each.step, each.value) for each in history]
+
+
+def num_logged(run_dir: Path) -> int:
+    """How many steps are in MLflow's files by now."""
+    return sum(len(path.read_text().splitlines()) for path in (run_dir / "mlruns").glob("*/*/metrics/loss"))
 
 
 class Writer:
@@ -112,6 +117,7 @@ def test_the_worker_that_logs_draws_the_same_random_numbers(run_dir: Path) -> No
     sink = MLflow()
     sink.emit(RunStarted(run_id="r1", directory=str(run_dir), step=0, recipe={}))
     sink.emit(step(0))
+    wait_until(lambda: num_logged(run_dir) == 1, "its process logs")  # its end is not waited for as long
     sink.close()
     assert random.getstate() == before
     assert Kept(run_dir).history("loss") == [(0, 0.5)]
@@ -120,25 +126,30 @@ def test_the_worker_that_logs_draws_the_same_random_numbers(run_dir: Path) -> No
 def test_a_server_that_is_not_there_is_said_once(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sink = MLflow(tracking_uri="nonsense://nowhere")
     sink.emit(RunStarted(run_id="r1", directory=str(run_dir), step=0, recipe={}))
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "gets no more events" in said
+
+    wait_until(is_said, "it is said")
     sink.close()
-    said = capfd.readouterr().err
+    said += capfd.readouterr().err
     assert said.count("the sink MLflow gets no more events") == 1
     assert "nonsense" in said
 
 
 @pytest.mark.usefixtures("nursery")
-def test_the_example_logs_every_step_although_the_writer_is_killed(tmp_path: Path) -> None:
-    faults = Faults().kill("w0", at="after_step", step=5)
-    outcome = run_workers(
-        ROOT / "examples" / "log_to_mlflow.py", 2, directory=tmp_path / "run", arguments=["--steps", "12"],
-        faults=faults, timeout_s=WAIT_S,
-    )  # fmt: skip
-    assert outcome.exit_code == 0, outcome.output
-    assert "worker w0" in outcome.output
-    kept = Kept(tmp_path / "run", "blobs")
-    assert [number for number, _ in kept.history("loss")] == list(range(12))
+def test_the_example_logs_every_step_although_the_writer_is_killed(
+    unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run_with_a_killed_writer("log_to_mlflow.py", unisono, tmp_path, lambda: num_logged(run_dir), monkeypatch)
+    kept = Kept(run_dir, "blobs")
+    assert [number for number, _ in kept.history("loss")] == list(range(STEPS))
     assert [value for _, value in kept.history("loss")] == [
-        line["loss"] for line in outcome.lines if line["kind"] == "step"
+        line["loss"] for line in read(run_dir) if line["kind"] == "step"
     ]
     assert len(kept.runs) == 1
     assert kept.runs[0].info.status == "FINISHED"

@@ -255,7 +255,7 @@ def test_a_script_alone_says_which_number_of_micro_batches_fits(
     name = script(LIMITED)
     failed = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
     assert failed.returncode == 1
-    assert "evidence, for a bug report: problems/" in failed.stderr
+    assert "what is known of the script's error: problems/" in failed.stderr
     (content,) = evidence(tmp_path)
     assert said(content).startswith("the script ran out of memory in step 1, micro-batch 0 (samples ")
     found = re.search(r"microbatches=(\d+) instead of 2, so (\d+) samples? each", content)

@@ -143,6 +143,26 @@ def standing_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield path
 
 
+IMPORTS = ("sklearn.datasets", "torch.utils.data")
+"""What the examples import."""
+
+
+@pytest.fixture(scope="session")
+def nursery_with_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A nursery that has also imported what the examples import."""
+    path = str(tmp_path_factory.mktemp("nursery") / "socket")
+    with run_nursery(path, also=IMPORTS):
+        yield path
+
+
+@contextlib.contextmanager
+def served_by(nursery: str) -> Iterator[None]:
+    """Let the runs within fork their workers from this nursery: for fixtures of a whole module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNISONO_NURSERY", nursery)
+        yield
+
+
 @pytest.fixture
 def nursery(standing_nursery: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of this test do not import torch each by itself."""

@@ -23,7 +23,6 @@ import os
 import pathlib
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 
 from tests.waiting import WAIT_S
+from unisono.machine.scratch import scratch_folder
 
 __all__ = ["KILLED", "Seat", "Team", "end_watching", "num_descriptors", "num_threads", "when_blocked_in"]
 
@@ -77,8 +77,10 @@ class Team:
     def __init__(self, size: int, body: Callable[..., Any], *arguments: Any, deadline_s: float = WAIT_S) -> None:
         self._deadline = time.monotonic() + deadline_s
         self._deadline_s = deadline_s
-        self._folder = tempfile.TemporaryDirectory(prefix="unisono-test-")
+        self._open = contextlib.ExitStack()
+        self._folder = self._open.enter_context(scratch_folder("unisono-test-"))
         self._processes: list[_Process] = []
+        gc.collect()  # or the processes would hold files and memory of earlier groups
         try:
             for rank in range(size):
                 self._processes.append(self._start(rank, size, body, arguments))
@@ -97,23 +99,22 @@ class Team:
             one.process.join()
             one.process.close()
             one.connection.close()
-        self._folder.cleanup()
+        self._open.close()
 
     def _start(self, rank: int, size: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> _Process:
         ours, theirs = _fork.Pipe()
-        stacks = pathlib.Path(self._folder.name, f"stacks-{rank}")
+        stacks = self._folder / f"stacks-{rank}"
         process = _fork.Process(target=_run, args=(Seat(rank, size, theirs), stacks, os.getpid(), body, arguments))
         # Inherited, with the file: a process that hangs in the fork itself must be able to say so.
         with theirs, stacks.open("w") as file:
             # Then the signal ends it: what an ended process has written is complete.
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
             # What this process has left of earlier groups must not be collected there: their threads are not there.
-            gc.collect()
-            gc.freeze()
+            gc.disable()  # there until it has put all that aside
             try:
                 process.start()
             finally:
-                gc.unfreeze()
+                gc.enable()
                 faulthandler.unregister(signal.SIGUSR1)
         return _Process(process, ours, stacks)
 
@@ -191,6 +192,8 @@ class Team:
 
 
 def _run(seat: Seat, stacks: pathlib.Path, parent: int, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()
+    gc.enable()
     _end_with_parent(parent)
     torch.set_num_threads(1)  # the threads of OpenMP that the tests' process may have do not survive the fork
     try:

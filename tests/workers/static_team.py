@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from tests.workers.processes import Seat, Team
 from unisono.exchange import Exchange, wire
 from unisono.exchange.context import Context
 from unisono.exchange.pages import WorkerPage
+from unisono.machine.scratch import scratch_folder
 from unisono.member import Member
 from unisono.rounds.connect import EXCHANGES
 from unisono.rounds.standing import Report
@@ -157,8 +157,8 @@ class Place:
 def train_on(kind: str, size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``body(seat, place, *arguments)`` returns in each of ``size`` processes, by rank."""
     with (
-        tempfile.NamedTemporaryFile(prefix="unisono-test-") as file,
-        Team(size, _in_place, kind, file.name, body, arguments) as team,
+        scratch_folder("unisono-test-") as folder,
+        Team(size, _in_place, kind, str(folder / "store"), body, arguments) as team,
     ):
         return team.results()
 

@@ -15,11 +15,15 @@ from torch.nn import functional as F
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.models import bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import DivergenceError, UsageError
+from unisono.decisions.audits import key_of
+from unisono.decisions.layout import replicated
+from unisono.decisions.plan import plan
+from unisono.errors import CheckpointError, DivergenceError, UsageError
 from unisono.journal import compare
 from unisono.rounds.auditing import Audits
 from unisono.rounds.members import Members
@@ -27,7 +31,9 @@ from unisono.spec import RunSpec
 from unisono.telemetry import StepTelemetry
 from unisono.testing import VALUES, Faults, Outcome, flip_bit, run_workers
 from unisono.training.audited import make_audits
+from unisono.training.resuming import sound_ones
 
+ALL_ALIKE = replicated(("w0", "w1"))
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 SMALL = Path(__file__).with_name("small_training.py")
 CHECKPOINTED = Path(__file__).with_name("checkpointed_training.py")
@@ -54,9 +60,8 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    with served_by(standing_nursery):
         found = train(tmp_path_factory.mktemp("calm") / "run", 1)
     assert found.exit_code == 0, found.output
     return found
@@ -108,20 +113,22 @@ def test_a_state_that_a_machine_has_spoilt_is_found_by_the_next_audit(value: str
     assert re.search(r"w1 on host \S+ computes wrong values on device cpu: .* of step [67] has", found.output)
 
 
-AT = [("w0", "committed"), ("w1", "talked"), ("w0", "in_talk")]
-MORE = [("w1", "committed"), ("w1", "in_talk"), ("w0", "talked"), ("w0", "in_recovery")]
+AT = [("w0", "committed"), ("w1", "committed"), ("w0", "in_talk")]
+MORE = [("w1", "talked"), ("w1", "in_talk"), ("w0", "talked"), ("w0", "in_recovery")]
 
 
 @pytest.mark.parametrize(("lost", "at"), [*AT, *MORE] if ALL else AT)
 def test_a_loss_while_it_is_found_out_who_is_wrong_changes_no_bit(
     lost: str, at: str, calm: Outcome, tmp_path: Path
 ) -> None:
-    """Also where the one that is lost is the one that is wrong."""
+    """Also where the one that is lost is the one that is wrong, which is named by what it has told with the sums."""
     faults = Faults().corrupt("w1", "gradient", step=9, lasting=True).kill(lost, step=9, at=at)
     found = train(tmp_path / "run", 4, *GO_ON, faults=faults)
     assert found.exit_code == 0, found.output
     assert has_same_bits(found, calm), found.output
     assert ended_workers(found.output), "nobody was killed"
+    assert re.search(r"\bw1 on host \S+ computes wrong values", found.output)
+    assert (len(list((tmp_path / "run" / "problems").glob("*-corruption-step*.txt")))) == 1
 
 
 def test_the_copy_of_a_shared_state_that_most_holders_do_not_have_is_found(tmp_path: Path) -> None:
@@ -186,7 +193,9 @@ def test_two_workers_that_differ_name_the_checkpoint_from_before_what_is_to_be_d
     assert "may hold wrong values; to go on from before that: unisono run --resume" in found.output
     (place,) = {Path(one) for one in re.findall(r"unisono run --resume (\S+)", found.output)}
     assert place.name <= "step-0000000010"
-    again = train(tmp_path / "again", 1, "--resume", str(tmp_path / "run"), script=CHECKPOINTED, steps=18)
+    again = train(
+        tmp_path / "again", 1, "--resume", str(tmp_path / "run" / "checkpoints"), script=CHECKPOINTED, steps=18
+    )
     assert f"from {place}" in again.output
     assert again.exit_code == 0, again.output
     assert again.final == calm.final
@@ -269,19 +278,40 @@ def test_each_option_of_the_command_line_wins_over_its_argument_by_itself(spec: 
     assert audits.then == then
 
 
-def test_the_journal_has_the_digests_of_the_first_pass(tmp_path: Path) -> None:
+def test_the_journal_has_the_digests_of_the_first_pass() -> None:
     audits = Audits(share=0.5, then="go-on", seed=0, convict=None)
-    members = cast(Members, SimpleNamespace(worker_ids=("w0", "w1"), team=SimpleNamespace(generation=1)))
+    team = SimpleNamespace(generation=1, hosts=("", ""))
+    members = cast(
+        Members, SimpleNamespace(worker_ids=("w0", "w1"), team=team, size=2, rank=0, state_layout=lambda ids: ALL_ALIKE)
+    )
+    part = audits.begin(plan(2, 16), members, 5, 0)
+    assert len(part.own) > 1
+    key = key_of(part.own)
     for turn, digest in enumerate([7, 9]):
-        said = [StepTelemetry(own_leaf=2, own_digest=digest), StepTelemetry(other_leaf=2, other_digest=digest)]
-        assert not audits.compare(said, members, 5, turn, states_differ=False)
-    assert audits.take_digests() == {"2": f"{7:016x}"}
+        said = {
+            "w0": StepTelemetry(own_leaf=key, own_digest=digest),
+            "w1": StepTelemetry(other_leaf=key, other_digest=digest),
+        }
+        assert not audits.compare(said, members, 5, turn, copies_differ=False)
+    assert audits.take_digests() == {",".join(map(str, part.own)): f"{7:016x}"}
     assert audits.take_digests() == {}
 
 
-def test_delayed_gradients_are_refused_by_name(tmp_path: Path) -> None:
+def test_local_steps_are_refused_by_name(tmp_path: Path) -> None:
     with AloneRun(tmp_path, audit=0.1) as run:
         model = nn.Linear(3, 2)
         run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(UsageError, match=r"audits are for plain run\.steps"):
-            run.steps(vectors(), batch_size=24, microbatches=6, epochs=1, delay=1)
+        with pytest.raises(UsageError, match=r"audits are for run\.steps, .* not for run\.local_steps"):
+            run.local_steps(vectors(), batch_size=24, microbatches=6, replicas=2, inner_steps=2)
+
+
+def test_a_copy_that_may_hold_wrong_values_is_not_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As far as the directory of its run is there, which says so."""
+    (tmp_path / "run.json").write_text('{"run_id": "r1", "sound": 6}')
+    copies = cast(Any, [(None, SimpleNamespace(step=step, facts={"run_id": "r1"})) for step in (9, 6, 3)])
+    assert [copy.step for _, copy in sound_ones(copies, tmp_path)] == [6, 3]
+    assert "copies of more than 6 steps may hold wrong values" in capfd.readouterr().err
+    with pytest.raises(CheckpointError, match="every copy may hold wrong values"):
+        sound_ones(copies[:1], tmp_path)
+    (tmp_path / "run.json").write_text('{"run_id": "r2", "sound": 6}')
+    assert len(sound_ones(copies, tmp_path)) == 3

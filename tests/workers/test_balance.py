@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.uneven_training import NUM_LEAVES
 from unisono.events import Seconds
@@ -61,10 +62,9 @@ def start(tmp_path: Path) -> Start:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker to which nothing happens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         return run_workers(SCRIPT, 1, directory=tmp_path_factory.mktemp("calm") / "run", timeout_s=WAIT_S)
 
 

@@ -1,6 +1,6 @@
-"""``unisono check``: each sin is found with its line, and no clean script is accused.
+"""``unisono check``: each error is found with its line, and no clean script is accused.
 
-The scripts in ``check_cases`` have one sin each, on the line that ends in ``# sin`` (or on one of two).
+The scripts in ``check_cases`` have one error each, on the line that ends in ``# error`` (or on one of two).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, run_nursery
 from unisono.checking.trials import Runner
 from unisono.checking.verdict import Verdict, check_script
+from unisono.trialrun import Script
 
 CASES = Path(__file__).parent / "check_cases"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MORE = os.environ.get("UNISONO_TEST_ALL") == "1"
-SINS = sorted(path.stem for path in CASES.glob("*.py") if not path.stem.startswith("clean"))
-QUICK = {"changing_dataset", "plain_momentum"}
+CASES_WITH_ERRORS = sorted(path.stem for path in CASES.glob("*.py") if not path.stem.startswith("clean"))
+QUICK = {"changing_dataset", "clamped_parameter", "plain_momentum"}
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +43,16 @@ def other_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def checked(script: Path, folder: Path, nurseries: dict[int, str], *arguments: str) -> Verdict:
-    with Runner([str(script), "--", *arguments], folder, 4, 120.0, nurseries) as runner:
+    tried = Script(command=[str(script), *arguments], directory=folder)
+    with Runner(tried, 4, 120.0, nurseries) as runner:
         return check_script(runner, lambda _: None)
 
 
-def sins_of(script: Path) -> set[int]:
-    return {number for number, line in enumerate(script.read_text().splitlines(), 1) if line.endswith("# sin")}
+def lines_with_errors(script: Path) -> set[int]:
+    return {number for number, line in enumerate(script.read_text().splitlines(), 1) if line.endswith("# error")}
 
 
-@pytest.mark.parametrize("case", [case for case in SINS if MORE or case in QUICK])
+@pytest.mark.parametrize("case", [case for case in CASES_WITH_ERRORS if MORE or case in QUICK])
 def test_a_script_that_breaks_the_promise_is_found_with_its_line(
     case: str, tmp_path: Path, standing_nursery: str, other_nursery: str
 ) -> None:
@@ -59,7 +61,7 @@ def test_a_script_that_breaks_the_promise_is_found_with_its_line(
     lines = {each.culprit.line for each in verdict.found if each.culprit is not None}
     assert not verdict.keeps
     assert lines
-    assert lines <= sins_of(script)
+    assert lines <= lines_with_errors(script)
 
 
 @pytest.mark.parametrize("case", sorted(path.stem for path in CASES.glob("clean*.py")))
@@ -79,7 +81,9 @@ def test_the_command_names_the_line_also_for_programs(unisono: Unisono, nursery:
     verdict = json.loads("\n".join(command.out))
     assert verdict["keeps"] is False
     culprits = [each["culprit"] for each in verdict["trials"] if each["culprit"]]
-    assert {(each["line"], each["path"]) for each in culprits} == {(line, "hidden") for line in sins_of(script)}
+    assert {(each["line"], each["path"]) for each in culprits} == {
+        (line, "hidden") for line in lines_with_errors(script)
+    }
 
 
 def test_a_script_that_fails_by_itself_cannot_be_checked(unisono: Unisono, nursery: None, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ import unisono
 from tests.pure.test_journal import evaluation
 from tests.pure.test_journal import step as finished
 from tests.waiting import PATIENT, SILENCE_S, WAIT_S
-from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
+from tests.workers.conftest import Unisono, forked, marked, served_by, wait_until_gone
 from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
@@ -63,7 +63,8 @@ RUNS = range(14) if os.environ.get("UNISONO_TEST_ALL") else range(2)
 @pytest.fixture(scope="module")
 def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The run that was never stopped, and wrote no checkpoint before its end."""
-    return run_workers(SCRIPT, 2, directory=tmp_path_factory.mktemp("calm") / "run", arguments=["--every", "0"])
+    with served_by(standing_nursery):
+        return run_workers(SCRIPT, 2, directory=tmp_path_factory.mktemp("calm") / "run", arguments=["--every", "0"])
 
 
 def names(directory: Path) -> list[str]:

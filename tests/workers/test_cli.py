@@ -360,6 +360,7 @@ def test_a_head_that_may_follow_on_another_machine_has_a_port_of_the_range() -> 
             reserve(f"ws://127.0.0.1:{first}", (first, first))
 
 
+@pytest.mark.usefixtures("nursery")
 def test_an_address_is_named_once(unisono: Unisono, script: Script) -> None:
     name = script("print('ran')")
     for options, words in (
@@ -442,6 +443,7 @@ def test_sets_of_strings_have_that_order_as_well_where_a_standing_nursery_forks_
     assert f"[w0] {expected}" in command.out
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_module_runs_as_python_would_run_it(unisono: Unisono, script: Script) -> None:
     script("import sys\nprint(__name__, sys.argv[1:])", "tool.py")
     command = unisono("run", "-m", "tool", "--workers", 1, "--", "a", "--b")
@@ -449,6 +451,7 @@ def test_a_module_runs_as_python_would_run_it(unisono: Unisono, script: Script) 
     assert "[w0] __main__ ['a', '--b']" in command.out
 
 
+@pytest.mark.usefixtures("nursery")
 def test_the_traceback_of_the_worker_that_failed_is_the_last_thing(
     unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
@@ -471,6 +474,7 @@ def test_the_traceback_of_the_worker_that_failed_is_the_last_thing(
     assert sum("Traceback" in line for line in [*command.out, *command.err]) == 1
 
 
+@pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize(("leave", "code"), [("sys.exit(7)", 7), ("sys.exit('too bad')", 1), ("sys.exit()", 0)])
 def test_the_exit_code_is_the_scripts(unisono: Unisono, script: Script, leave: str, code: int) -> None:
     command = unisono("run", script(f"import sys\n{leave}"), "--workers", 1)
@@ -479,6 +483,7 @@ def test_the_exit_code_is_the_scripts(unisono: Unisono, script: Script, leave: s
     assert ("[w0] too bad" in command.err) == ("too bad" in leave)
 
 
+@pytest.mark.usefixtures("nursery")
 def test_steps_are_shown_and_summed_up(unisono: Unisono, script: Script) -> None:
     name = script(
         BEGIN
@@ -509,6 +514,7 @@ def test_what_a_terminal_cannot_show_is_spelled(
     assert (command.out[0], command.err) == (r"[w0] caf\xe9", [r"[w0] caf\xe9"])
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_terminal_gets_a_progress_line(script: Script, tmp_path: Path) -> None:
     name = script(
         BEGIN
@@ -770,6 +776,7 @@ def test_launch_refuses_what_the_command_refuses() -> None:
         launch(print, workers=0)
 
 
+@pytest.mark.usefixtures("nursery")
 def test_the_traceback_of_a_wrong_use_ends_at_the_line_to_change(unisono: Unisono, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import unisono\nwith unisono.Run() as run:\n    run.track(model=3)\n")

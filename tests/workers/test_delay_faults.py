@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from unisono.checkpoint import files
 from unisono.faults import POINTS
@@ -94,11 +95,12 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     """By delay, one worker to which nothing happens."""
     found = {}
     for delay in (1, 2):
-        outcome = run(tmp_path_factory.mktemp("calm") / "run", 1, arguments=["--delay", str(delay)])
+        with served_by(standing_nursery):
+            outcome = run(tmp_path_factory.mktemp("calm") / "run", 1, arguments=["--delay", str(delay)])
         assert outcome.exit_code == 0, outcome.output
         assert len(set(outcome.digests)) == STEPS
         found[delay] = outcome
@@ -201,9 +203,10 @@ LONG = 14
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def long(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker to which nothing happens, for longer."""
-    return run(tmp_path_factory.mktemp("long") / "run", 1, arguments=["--delay", "2", "--steps", str(LONG)])
+    with served_by(standing_nursery):
+        return run(tmp_path_factory.mktemp("long") / "run", 1, arguments=["--delay", "2", "--steps", str(LONG)])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENT
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.test_delay_faults import LONG, STEP, assert_same_bits, run, some
 from unisono.testing import Faults, Outcome
@@ -17,9 +18,10 @@ PREDICT = ["--delay", "2", "--predict"]
 
 
 @pytest.fixture(scope="module")
-def predicted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def predicted(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker to which nothing happens, with predicted parameters."""
-    return run(tmp_path_factory.mktemp("predicted") / "run", 1, arguments=[*PREDICT, "--steps", str(LONG)])
+    with served_by(standing_nursery):
+        return run(tmp_path_factory.mktemp("predicted") / "run", 1, arguments=[*PREDICT, "--steps", str(LONG)])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import WAIT_S
-from tests.workers.conftest import Command, Unisono, wait_until_gone
+from tests.workers.conftest import Command, Unisono, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.decisions.efficiency import SETTLED, SKIPPED
@@ -28,11 +28,10 @@ STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of one worker, all the time."""
     folder = tmp_path_factory.mktemp("calm") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         outcome = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)])
     assert outcome.exit_code == 0, outcome.output
     return folder

@@ -17,6 +17,8 @@ import unisono
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.rounds import evaluation
+from unisono.rounds.life import Rounds
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,6 +71,23 @@ def test_every_sample_counts_once(num_samples: int, batch_size: int) -> None:
         by_rank = train_on(kind, size, _counts, num_samples, batch_size)
         assert sorted(index for seen, _, _, _ in by_rank for index in seen) == list(range(num_samples))
         assert {other for _, _, other, _ in by_rank} == {bits}
+
+
+def test_an_evaluation_in_which_nobody_is_found_wrong_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States differ, and the rules that decide who is wrong find nobody: the next round is the last one."""
+    asked: list[int] = []
+
+    class Undecided:
+        def settle_states(self, rounds: Rounds, digest: int, step: int) -> bool:
+            asked.append(step)
+            return False
+
+    monkeypatch.setattr(evaluation, "has_minority", lambda digests: True)
+    with AloneRun(seed=1) as run:
+        train(run, Mlp(), vectors())
+        monkeypatch.setattr(run._evaluations, "_audits", Undecided())
+        totals = run.evaluate(list(range(10)), lambda batch: {"sum": batch.sum()}, batch_size=2)
+    assert (asked, totals) == ([1], {"sum": 45})
 
 
 def test_totals_are_added_in_double_precision() -> None:

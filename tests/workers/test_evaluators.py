@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch.nn import functional as F
 
 from tests.waiting import PATIENT
-from tests.workers.conftest import Command, Unisono
+from tests.workers.conftest import Command, Unisono, served_by
 from tests.workers.evaluated_training import EVALUATORS
 from tests.workers.gates import Gates
 from tests.workers.models import Cnn, Images, bits_of
@@ -99,9 +99,7 @@ def test_what_makes_no_sense_is_refused(words: tuple[object, ...], why: str) -> 
 def alone(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Runs of one worker without evaluators, by how many steps later they ask for results (0: never)."""
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("UNISONO_NURSERY", standing_nursery)
+    with served_by(standing_nursery):
         for later in (0, 2):
             found[later] = tmp_path_factory.mktemp("alone") / "run"
             outcome = run_workers(SCRIPT, 1, directory=found[later], arguments=arguments(later))

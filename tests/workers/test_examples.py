@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
 import re
 import runpy
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_S
+from tests.workers.conftest import IMPORTS
+from tests.workers.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -37,15 +38,22 @@ FEW_STEPS = {
 """Of the real data."""
 
 
+@pytest.fixture(autouse=True)
+def quick_starts(nursery_with_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker of these tests imports torch and scikit-learn by itself."""
+    monkeypatch.setenv("UNISONO_NURSERY", nursery_with_data)
+
+
 def run(*command: str | Path, status: int = 0) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def alone(name: str, *arguments: str | Path, status: int = 0) -> str:
-    return run(sys.executable, EXAMPLES / f"{name}.py", *arguments, status=status)
+    code, output = run_script(EXAMPLES / f"{name}.py", *arguments, imports=IMPORTS)
+    assert code == status, output
+    return output
 
 
 def on_workers(num_workers: int, name: str, directory: Path, *arguments: str | Path) -> str:
@@ -83,7 +91,7 @@ def test_digits_learns_to_read(tmp_path: Path) -> None:
 
 def test_digits_gives_the_same_bits_on_workers(tmp_path: Path) -> None:
     short = ["--epochs", "2", "--microbatches", "4"]
-    alone("digits", "--run-dir", tmp_path / "alone", *short)
+    run(sys.executable, EXAMPLES / "digits.py", "--run-dir", tmp_path / "alone", *short)
     on_workers(3, "digits", tmp_path / "three", *short)
     assert "identical: 24 steps" in run(*UNISONO, "compare", tmp_path / "alone", tmp_path / "three")
 

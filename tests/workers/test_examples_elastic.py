@@ -11,8 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +20,10 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import Unisono, forked, marked, run_nursery, wait_until_gone
+from tests.workers.conftest import IMPORTS, Unisono, forked, marked, wait_until_gone
 from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
+from tests.workers.scripts import run_script
 from unisono.journal import compare, read
 from unisono.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
@@ -72,14 +71,6 @@ def test_in_the_part_that_is_run_every_two_values_meet() -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery_with_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A nursery that has also imported what all examples import."""
-    path = str(tmp_path_factory.mktemp("nursery") / "socket")
-    with run_nursery(path, also=["sklearn.datasets", "torch.utils.data"]):
-        yield path
-
-
-@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of documents: one to test on, and one to train on."""
     folder = tmp_path_factory.mktemp("text")
@@ -112,10 +103,8 @@ def prepare(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             script, alone = ROOT / "examples" / f"{name}.py", tmp_path_factory.mktemp(name) / "alone"
             data = ["--data", str(text)] if name == "recurrent_language_model" else []
             arguments = [*ARGUMENTS[name], *SHORT, *data]
-            command: list[str | Path] = [sys.executable, script, *arguments, "--run-dir", alone]
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
-            done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, env=environment)
-            assert done.returncode == 0, done.stdout + done.stderr
+            code, output = run_script(script, *arguments, "--run-dir", alone, imports=IMPORTS)
+            assert code == 0, output
             prepared[name] = Example(script, arguments, alone)
             assert [line["kind"] for line in results(alone)].count("step") == STEPS
         return prepared[name]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENT, SILENCE_S, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.small_training import BATCH_SIZE, NUM_SAMPLES
 from unisono.faults import POINTS
@@ -67,10 +68,9 @@ def run(directory: Path, workers: int | str, faults: Faults | None = None, optio
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker to which nothing happens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         outcome = run(tmp_path_factory.mktemp("calm") / "run", 1)
     assert outcome.exit_code == 0, outcome.output
     assert len(set(outcome.digests)) == STEPS

@@ -130,6 +130,7 @@ def held_run(folder: Path, text: str, workers: int) -> Iterator[Held]:
             raise
 
 
+@pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("also_a_worker", [False, True], ids=["head", "head-and-worker"])
 def test_another_head_takes_over_and_no_worker_restarts(
     tmp_path: Path, also_a_worker: bool, monkeypatch: pytest.MonkeyPatch
@@ -162,6 +163,7 @@ def test_another_head_takes_over_and_no_worker_restarts(
     assert (generations == {1}) is not also_a_worker, output
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_machine_that_has_joined_follows_the_next_head_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

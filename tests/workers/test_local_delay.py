@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.static_team import AloneRun
 from tests.workers.test_local_steps import EXCHANGES
@@ -84,11 +85,12 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """By kind, one worker to which nothing happens."""
     found = {}
     for kind, arguments in KINDS.items():
-        found[kind] = outcome = run(tmp_path_factory.mktemp("calm") / "run", 1, arguments=arguments)
+        with served_by(standing_nursery):
+            found[kind] = outcome = run(tmp_path_factory.mktemp("calm") / "run", 1, arguments=arguments)
         assert outcome.exit_code == 0, outcome.output
         assert len(set(outcome.digests)) == ROUNDS
     return found

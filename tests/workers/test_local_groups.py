@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
@@ -55,11 +56,10 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     """One worker to which nothing happens, by number of replicas."""
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         for replicas in (2, 3):
             found[replicas] = run(tmp_path_factory.mktemp("calm") / "run", 1, replicas=replicas)
             assert found[replicas].exit_code == 0, found[replicas].output

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
@@ -62,10 +63,9 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker to which nothing happens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         outcome = run(tmp_path_factory.mktemp("calm") / "run", 1)
     assert outcome.exit_code == 0, outcome.output
     assert len(set(outcome.digests)) == ROUNDS
@@ -428,10 +428,9 @@ def test_a_kill_changes_no_bit(exchange: str, workers: int, at: str, rank: int, 
 
 
 @pytest.fixture(scope="module")
-def coded(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def coded(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """One worker whose changes are in 8 bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         outcome = run(tmp_path_factory.mktemp("coded") / "run", 1, arguments=["--delta", "int8"])
     assert outcome.exit_code == 0, outcome.output
     return outcome

@@ -232,13 +232,14 @@ def test_a_gradient_that_is_not_finite_is_named_and_anomaly_detection_names_its_
 def spoil_and_look(folder: Path, *, leaf: int) -> None:
     """Train until the parameters are NaN, at step 9, and look for what is not finite there in a micro-batch."""
     script = partial(train, spoil_at=9)
-    with pytest.raises(LossError):
+    with pytest.raises(LossError, match="unisono replay RUN"):
         script(folder / "run")
     again = PastRun(folder / "run", (str(SCRIPT),))
     wanted = Replay(run=str(folder / "run"), step=9, leaf=leaf, looks=True, anomaly=True)
     member.settle(again.spec(again.start(9), str(folder / "own"), "replay", msgspec.json.encode(wanted).decode()))
-    with pytest.raises(LossError):
+    with pytest.raises(LossError) as raised:
         script(folder / "run")
+    assert "unisono replay" not in str(raised.value), "that is what is being done"
 
 
 def test_the_micro_batch_that_fails_before_the_wanted_one_is_looked_into(
@@ -297,6 +298,12 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Captu
     assert start is not None
     assert start.step < nearest.step
     assert "an older one is used" in capsys.readouterr().err
+    for part in (tmp_path / "run").glob("checkpoints/*/part-*"):
+        part.write_bytes(part.read_bytes()[:-1])
+    assert again.start(9) is None
+    said = capsys.readouterr().err.splitlines()
+    assert ["an older one is used" in line for line in said] == [True] * (len(said) - 1) + [False]
+    assert said[-1].endswith("; there is no older one")
 
 
 def test_a_run_without_its_script_is_refused(tmp_path: Path) -> None:

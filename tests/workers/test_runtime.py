@@ -635,6 +635,7 @@ def test_a_head_is_reached_where_the_others_are_told(bind: str) -> None:
         socket.create_connection((reachable(bind), listener.getsockname()[1]), 5.0).close()
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_killed_worker_is_seen_at_once_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     """By its end, not by its silence, which nobody would notice within this test."""
     command = unisono("run", script(FOLLOW), "--workers", 3, "--run-dir", "run", "--heartbeat-timeout-s", NEVER_S)
@@ -669,6 +670,7 @@ def test_a_worker_whose_script_was_edited_meanwhile_is_refused(
     assert command.wait() == 0
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_stopped_worker_is_evicted_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     command = unisono(*("run", script(FOLLOW), "--workers", 2, "--run-dir", "run", "--heartbeat-timeout-s", SILENCE_S))
     command.line("[w0] generation 1 w0,w1")
@@ -683,6 +685,7 @@ def test_a_stopped_worker_is_evicted_and_replaced(unisono: Unisono, script: Scri
     assert command.wait() == 0
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(unisono: Unisono, script: Script) -> None:
     """The script's signals are its own: under Slurm, SIGUSR1 means that the time is up."""
     name = script(
@@ -746,6 +749,7 @@ def test_no_signal_is_taken_from_the_script(unisono: Unisono, script: Script, mo
     assert command.wait() == 0, command.err
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_worker_that_dies_without_a_word_is_told_with_its_last_words(unisono: Unisono, script: Script) -> None:
     name = script("import sys, os\nprint('out of luck', file=sys.stderr)\nos._exit(3)")
     command = unisono("run", name, "--workers", 1)
@@ -754,6 +758,7 @@ def test_a_worker_that_dies_without_a_word_is_told_with_its_last_words(unisono: 
     assert "ended with exit code 3 and did not report an error" in command.err[-2]
 
 
+@pytest.mark.usefixtures("nursery")
 def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     command = unisono("run", script(FOLLOW), "--workers", 1, "--run-dir", "run")
     command.line("[w0] generation 1 w0")
@@ -815,6 +820,7 @@ def test_nothing_outlives_the_command(
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.usefixtures("nursery")
 def test_heads_that_die_one_after_the_other_end_the_run(
     unisono: Unisono, script: Script, mark: str, tmp_path: Path
 ) -> None:
@@ -850,6 +856,7 @@ def test_the_token_is_nowhere_to_be_seen(unisono: Unisono, script: Script, mark:
     assert token not in "".join([*command.out, *command.err])
 
 
+@pytest.mark.usefixtures("nursery")
 def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> None:
     """A process group of torch over `HeadStore`, and the calls of the store that it does not make."""
     name = script(

@@ -1,8 +1,12 @@
-"""The promise: the same bits on any number of workers, through every exchange, in everything that a training leaves."""
+"""The promise: the same bits on any number of workers, through every exchange, in everything that a training leaves.
+
+By default every two of recipe, number of micro-batches and number of workers meet; UNISONO_TEST_ALL=1 takes all.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -34,10 +38,20 @@ Outcomes = dict[tuple[str, int], Outcome]
 
 
 def jobs_of(kind: str, size: int) -> Jobs:
-    """All recipes; all M on few workers, and on more than most machines have cores the largest (or all, if asked)."""
+    """All recipes; on each number of workers every recipe with another M (or with each, if asked)."""
     if kind != "shared":
         return UNEVEN
-    return [job for job in JOBS if size <= 4 or job[1] == max(MICROBATCHES) or os.environ.get("UNISONO_TEST_ALL")]
+    if os.environ.get("UNISONO_TEST_ALL"):
+        return JOBS
+    place, number = TEAMS[kind].index(size), len(MICROBATCHES)
+    return [(name, MICROBATCHES[(index + place) % number]) for index, name in enumerate(RECIPES)]
+
+
+def test_in_the_part_that_is_run_every_two_values_meet() -> None:
+    chosen = {(*job, size) for size in TEAMS["shared"] for job in jobs_of("shared", size)}
+    for one, other in itertools.combinations(range(3), 2):
+        met = {(each[one], each[other]) for each in chosen}
+        assert met == {(each[one], each[other]) for each in ((*job, size) for job in JOBS for size in TEAMS["shared"])}
 
 
 def place_of(folder: Path, name: str, microbatches: int) -> Path:
@@ -109,6 +123,7 @@ def call(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("name", ["cnn", "transformer", "two phases"])
 def test_the_command_gives_the_bits_of_the_script_alone(name: str, script: Path, tmp_path: Path) -> None:
     """``python script.py`` against ``unisono run script.py``: processes of their own, a head, and every exchange."""

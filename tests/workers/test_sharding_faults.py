@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from unisono.faults import POINTS
 from unisono.journal import compare
@@ -88,11 +89,10 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """One worker with the replicated optimizer, to which nothing happens."""
     directory = tmp_path_factory.mktemp("calm") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         outcome = run(directory, 1, 0)
     assert outcome.exit_code == 0, outcome.output
     assert len(set(outcome.digests)) == STEPS

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import forked, marked, wait_until_gone
+from tests.workers.conftest import forked, marked, served_by, wait_until_gone
 from tests.workers.losses import ended_workers
 from tests.workers.test_checkpoint import CHECKPOINT_POINTS, SCRIPT, STEP_POINTS, check_readable, steps
 from unisono.testing import Faults, Outcome, run_workers
@@ -32,7 +32,8 @@ POINTS_AT_END = [(at, worker) for at in CHECKPOINT_POINTS for worker in ("w0", "
 @pytest.fixture(scope="module")
 def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """With a replicated optimizer, and never stopped."""
-    return run_workers(SCRIPT, 2, directory=tmp_path_factory.mktemp("calm") / "run", arguments=["--every", "0"])
+    with served_by(standing_nursery):
+        return run_workers(SCRIPT, 2, directory=tmp_path_factory.mktemp("calm") / "run", arguments=["--every", "0"])
 
 
 def is_same(hurt: Outcome, calm: Outcome) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import SILENCE_S
-from tests.workers.conftest import Command, Unisono
+from tests.workers.conftest import Command, Unisono, served_by
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.faults import POINTS
@@ -43,11 +43,10 @@ MOST_WORKERS = 5
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of one worker, to which nothing happens."""
     folder = tmp_path_factory.mktemp("calm") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         outcome = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)])
     assert outcome.exit_code == 0, outcome.output
     return folder

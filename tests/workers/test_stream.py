@@ -142,6 +142,7 @@ with unisono.Run(seed=1) as run:
 """
 
 
+@pytest.mark.usefixtures("nursery")
 def test_the_journal_has_the_bytes_of_a_step(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

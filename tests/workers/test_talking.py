@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import unisono as library
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import Unisono, wait_until_gone
+from tests.workers.conftest import Unisono, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from tests.workers.models import Mlp, vectors
 from tests.workers.processes import Seat
@@ -502,9 +502,7 @@ def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Out
     """One worker to which nothing happens."""
     folder = tmp_path_factory.mktemp("calm")
     (folder / "train.py").write_text(PHASES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("UNISONO_NURSERY", standing_nursery)
+    with served_by(standing_nursery):
         outcome = phases(folder, "run", "")
     assert outcome.exit_code == 0, outcome.output
     return outcome

@@ -22,7 +22,7 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers import strangers
-from tests.workers.conftest import Command, Unisono, forked, marked
+from tests.workers.conftest import Command, Unisono, forked, marked, served_by
 from tests.workers.gates import Gates
 from unisono.certificate import Identity, Untrusted, derived, given, server_context
 from unisono.cli.reach import NotGoing, ask_status, find, tell
@@ -43,11 +43,10 @@ STANDARD_INPUT = ("sh", "-c", 'exec "$@" < "$0"')
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of one worker that nobody disturbs."""
     folder = tmp_path_factory.mktemp("calm") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         outcome = run_workers(SCRIPT, 1, directory=folder, arguments=["--steps", str(STEPS)])
     assert outcome.exit_code == 0, outcome.output
     return folder
@@ -345,6 +344,7 @@ def test_a_head_without_tls_is_no_head_for_who_expects_tls() -> None:
 # -- strangers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("nursery")
 def test_strangers_change_nothing(unisono: Unisono, tmp_path: Path, calm: Path) -> None:
     """Each attack on the head of a training run, which goes on under all of them with few open files; then the bits."""
     run_dir = tmp_path / "run"

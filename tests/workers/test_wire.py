@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
@@ -208,10 +209,9 @@ def train(directory: Path, workers: int, microbatches: int, *options: str, **mor
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunOutcome]:
+def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunOutcome]:
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with served_by(standing_nursery):
         for microbatches in (8, 12):
             found[microbatches] = train(tmp_path_factory.mktemp("calm") / "run", 1, microbatches)
             assert found[microbatches].exit_code == 0, found[microbatches].output

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from unisono.checking.records import Event, Section, Where
-from unisono.checking.statements import Script, Statement, key_of
+from unisono.checking.statements import Statement, Statements, key_of
 
-__all__ = ["Culprit", "FindScript", "blame"]
+__all__ = ["Culprit", "FindStatements", "blame"]
 
-FindScript = Callable[[str], Script]
+FindStatements = Callable[[str], Statements]
 """The statements of a file, by its path."""
 
 
@@ -29,13 +29,13 @@ class Culprit:
     """A statement that broke the promise.
 
     Attributes:
-        kind: reads, writes or branches.
+        kind: reads, writes or branches; or changes a parameter, whatever another computation does.
         path: what was read or written; "" for a branch.
         values: of both computations, where they differ in one value.
         reader: (file, line) of the statement that noticed it, where that is another one.
     """
 
-    kind: Literal["reads", "writes", "branches"]
+    kind: Literal["reads", "writes", "branches", "changes"]
     file: str
     line: int
     text: str
@@ -48,7 +48,7 @@ def blame(
     ours: Sequence[Section],
     theirs: Sequence[Section],
     places: Sequence[Where],
-    script: FindScript,
+    script: FindStatements,
     *,
     aside: bool = False,
 ) -> Culprit | None:
@@ -78,7 +78,7 @@ def _at(sections: Sequence[Section], where: Where, *, aside: bool) -> int | None
     return next(found, None)
 
 
-def _first(ours: Sequence[Event], theirs: Sequence[Event], script: FindScript) -> Culprit | None:
+def _first(ours: Sequence[Event], theirs: Sequence[Event], script: FindStatements) -> Culprit | None:
     """Return the first difference of two sections; None: there is none."""
     mine, other = list(_that_matter(ours, script)), list(_that_matter(theirs, script))
     for index, (a, b) in enumerate(zip(mine, other, strict=False)):
@@ -95,7 +95,7 @@ def _first(ours: Sequence[Event], theirs: Sequence[Event], script: FindScript) -
     return None
 
 
-def _decision(events: Sequence[Event], depth: int, script: FindScript) -> Event | None:
+def _decision(events: Sequence[Event], depth: int, script: FindStatements) -> Event | None:
     """Return what has decided which statement of a function follows: the last branch in it, or the call of it.
 
     Args:
@@ -124,21 +124,21 @@ def _is_known(path: str, a: Event, b: Event) -> bool:
     return a.is_end or (path in a.values and path in b.values)
 
 
-def _that_matter(events: Sequence[Event], script: FindScript) -> Iterator[Event]:
+def _that_matter(events: Sequence[Event], script: FindStatements) -> Iterator[Event]:
     for event in events:
         statement = _statement(event, script)
         if statement is not None and statement.matters:
             yield event
 
 
-def _statement(event: Event, script: FindScript) -> Statement | None:
+def _statement(event: Event, script: FindStatements) -> Statement | None:
     return script(event.file).at(event.line)
 
 
 def _culprit(
     kind: Literal["reads", "writes", "branches"],
     event: Event,
-    script: FindScript,
+    script: FindStatements,
     path: str = "",
     values: tuple[str, str] = ("", ""),
 ) -> Culprit:
@@ -147,7 +147,9 @@ def _culprit(
     return Culprit(kind=kind, file=event.file, line=event.line, text=text, path=path, values=values)
 
 
-def _writer(culprit: Culprit, ours: Sequence[Section], theirs: Sequence[Section], script: FindScript) -> Culprit | None:
+def _writer(
+    culprit: Culprit, ours: Sequence[Section], theirs: Sequence[Section], script: FindStatements
+) -> Culprit | None:
     """Return the culprit with the statement that wrote last what was read, in either of the two computations: one of
     the same function rather than of another, and one of the steps rather than one before them.
     """

@@ -48,7 +48,8 @@ class Difference:
             before = f"the state before step {where.step}" if where.step else "the state before the first step"
             return f"{before}: {self.part} is {self.values[0]} and {self.values[1]}{more}"
         if where.stage == "evaluation":
-            return f"the evaluation after step {where.step - 1}: {self.values[0]} and {self.values[1]}"
+            after = f"after step {where.step - 1}" if where.step else "before the first step"
+            return f"the evaluation {after}: {self.values[0]} and {self.values[1]}"
         what = self.part or "the sum of the gradients"
         return f"step {where.step}: {what} is {self.values[0]} and {self.values[1]}"
 
@@ -150,7 +151,9 @@ def places_of(difference: Difference, sections: Sequence[Section]) -> list[Where
     """
     where = difference.where
     if where.stage == "evaluation":
-        return [each.where for each in sections if each.where.stage == "evaluation"]
+        evaluated = [each.where for each in sections if each.where.stage == "evaluation"]
+        # One that only one of the two has was decided on between the steps.
+        return [*evaluated, *(each.where for each in sections if each.where.leaf < 0)]
     places = [each.where for each in sections if each.aside == difference.aside or each.where.leaf < 0]
     setup = Where(-1, "setup")
     if where.stage == "leaf":

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Event", "Leaf", "Record", "Section", "State", "Sum", "Where", "Written", "read_records", "records_of"]
+__all__ = [
+    "Changed",
+    "Event",
+    "Leaf",
+    "Record",
+    "Section",
+    "State",
+    "Sum",
+    "Where",
+    "Written",
+    "read_records",
+    "records_of",
+]
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -80,7 +92,17 @@ class Section(msgspec.Struct, frozen=True, tag=True):
     """There were more than are kept."""
 
 
-Record = State | Leaf | Sum | Section
+class Changed(msgspec.Struct, frozen=True, tag=True):
+    """A statement that has changed a parameter within a micro-batch."""
+
+    where: Where
+    parameter: str
+    file: str
+    line: int
+    text: str
+
+
+Record = State | Leaf | Sum | Section | Changed
 _LINE = msgspec.json.Decoder(Record)
 _WHOLE = msgspec.json.Encoder()
 

@@ -15,7 +15,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Script", "Statement", "key_of", "read_script", "read_scripts"]
+__all__ = ["Statement", "Statements", "key_of", "read_script", "read_scripts"]
 
 _SINKS = {"backward", "step", "steps", "local_steps", "track", "evaluate", "load_state_dict", "register_buffer"}
 """Methods that act on gradients, on the state or on what is computed."""
@@ -77,7 +77,7 @@ class Statement:
 
 
 @dataclass
-class Script:
+class Statements:
     """The statements of one file."""
 
     statements: list[Statement] = field(default_factory=list)
@@ -88,25 +88,25 @@ class Script:
         return self._by_line.get(line)
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str) -> Statements:
     """Return the statements of a file, and which of them matter. A file that Python cannot read has none."""
     return read_scripts({"": text})[""]
 
 
-def read_scripts(texts: Mapping[str, str]) -> dict[str, Script]:
+def read_scripts(texts: Mapping[str, str]) -> dict[str, Statements]:
     """Return the statements of files that belong together, by path; what matters is found in all of them at once."""
     scripts = {path: _read(text) for path, text in texts.items()}
     _mark([statement for script in scripts.values() for statement in script.statements])
     return scripts
 
 
-def _read(text: str) -> Script:
+def _read(text: str) -> Statements:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
-        return Script()
+        return Statements()
     modules = _MODULES | set(_imported(tree))
-    script = Script(list(_statements(tree.body, text.splitlines(), modules, (), "")))
+    script = Statements(list(_statements(tree.body, text.splitlines(), modules, (), "")))
     for statement in script.statements:
         for line in range(statement.line, statement.last_line + 1):
             script._by_line[line] = statement  # an inner statement comes later than the one around it

@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 from unisono.checking.records import Event
-from unisono.checking.statements import Script, Statement, read_script
+from unisono.checking.statements import Statement, Statements, read_script
 from unisono.checking.values import MISSING, resolve, text_of
 
 __all__ = ["MAX_EVENTS", "Tracer", "is_of_script"]
@@ -47,14 +47,16 @@ class Tracer:
     """Traces this thread, from `start` to `stop`."""
 
     def __init__(self) -> None:
-        self._files: dict[str, Script | None] = {}
-        self._codes: dict[CodeType, Script | None] = {}
+        self._files: dict[str, Statements | None] = {}
+        self._codes: dict[CodeType, Statements | None] = {}
         self._open: dict[FrameType, tuple[Statement, dict[str, str]]] = {}
         self._evaluating: dict[FrameType, int] = {}
         self._events: list[Event] = []
         self._evaluated: dict[int, list[Event]] = {}
         self._depth = 0
         self._is_cut = False
+        self._look: Callable[[], str] | None = None
+        self._changes: list[tuple[str, str, Statement]] = []
 
     def start(self) -> None:
         """Trace what this thread runs from now on, the functions that it is in included."""
@@ -78,6 +80,17 @@ class Tracer:
         events, is_cut = self._events, self._is_cut
         self._events, self._is_cut = [], False
         return events, is_cut
+
+    def watch(self, look: Callable[[], str] | None) -> None:
+        """After each statement, call ``look``, which returns the name of what has changed since the last call; "" if
+        nothing has. None: call nothing.
+        """
+        self._look = look
+
+    def take_changes(self) -> list[tuple[str, str, Statement]]:
+        """Return what `watch` has found since the last call: name, file, and the statement after which it was found."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def take_evaluated(self) -> dict[int, list[Event]]:
         """Return the events of evaluations since the last call, by batch: they are not among the others, because each
@@ -127,6 +140,8 @@ class Tracer:
         if opened is None:
             return
         statement, before = opened
+        if self._look is not None and (name := self._look()):
+            self._changes.append((name, frame.f_code.co_filename, statement))
         now = self._values(frame, statement.paths)
         changed = {path: text for path, text in now.items() if text != before.get(path)}
         stored = {path: now[path] for path in statement.stores if path in now}
@@ -156,12 +171,12 @@ class Tracer:
 
     # -- whose code ----------------------------------------------------------------------------------
 
-    def _script_of(self, code: CodeType) -> Script | None:
+    def _script_of(self, code: CodeType) -> Statements | None:
         if code not in self._codes:
             self._codes[code] = self._read(code.co_filename)
         return self._codes[code]
 
-    def _read(self, path: str) -> Script | None:
+    def _read(self, path: str) -> Statements | None:
         if path not in self._files:
             self._files[path] = None
             if is_of_script(path):

@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +18,11 @@ from unisono.errors import UsageError
 from unisono.faults import ENVIRONMENT, Fault, encode
 from unisono.journal import JOURNAL, read
 from unisono.lifetime import NURSERY, PARENT
+from unisono.trialrun import Script, trial_run
 
 __all__ = ["ALONE", "TRIALS", "Outcome", "Runner", "Trial"]
 
 START_S: Final = 60.0
-STOP_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ class Trial:
     hosts: int = 1
     hashing: int = 0
     joins: bool = False
-
-    def options(self) -> list[str]:
-        """Return the options of ``unisono run``."""
-        restarts = ["--max-restarts", "1" if self.joins else "0", "--launcher", "local"]
-        return ["--workers", str(self.workers), "--simulate-hosts", str(self.hosts), *restarts]
 
 
 ALONE: Final = Trial("alone")
@@ -84,15 +79,12 @@ class Runner:
     """Runs trials of one script, each in a folder of its own.
 
     Args:
-        arguments: of ``unisono run``: the script and its own arguments.
-        folder: for everything that the trials write, but what the script writes by itself.
         steps: how many of the run are done.
         timeout_s: of one trial.
         nurseries: by ``PYTHONHASHSEED``, where a process listens from which workers are forked; others are started.
     """
 
-    arguments: Sequence[str]
-    folder: Path
+    script: Script
     steps: int
     timeout_s: float
     nurseries: dict[int, str] = field(default_factory=dict)
@@ -105,35 +97,48 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, trial: Trial, *, traces: bool = False) -> Outcome:
+    def run(self, trial: Trial, *, traces: bool = False, watches: bool = False) -> Outcome:
         """Compute the first steps. Blocks until the trial is over.
 
         Args:
             traces: write down what the statements of the script read and write.
+            watches: of a traced trial, look after each statement of a micro-batch whether it has changed a parameter.
 
         Raises:
             UsageError: it takes too long.
         """
         self._number += 1
-        folder = self.folder / f"trial{self._number}"
+        folder = self.script.directory / f"trial{self._number}"
         records, run_dir = folder / "records", folder / "run"
         records.mkdir(parents=True)
         settings = {
             "folder": str(records),
             "steps": self.steps,
             "traces": traces,
+            "watches": watches,
             "members": trial.workers if trial.joins else 1,
         }
-        command = [sys.executable, "-P", "-m", "unisono", "run", *trial.options(), "--run-dir", str(run_dir)]
-        command += ["--inspect", "check", json.dumps(settings), *self.arguments]
-        code, output = self._call(command, self._environment(trial))
+        try:
+            code, output = trial_run(
+                self.script,
+                run_dir,
+                ("check", json.dumps(settings)),
+                workers=trial.workers,
+                hosts=trial.hosts,
+                restarts=int(trial.joins),
+                variables=self._variables(trial),
+                limit_s=self.timeout_s,
+            )
+        except TimeoutError:
+            raise UsageError(
+                f"the first {self.steps} steps took longer than {self.timeout_s:.0f} s; give --timeout-s more, or "
+                "--steps fewer, or let the script's arguments make it smaller"
+            ) from None
         return Outcome(trial, code, output, records_of(records), list(_evaluations(run_dir / JOURNAL)))
 
-    def _environment(self, trial: Trial) -> dict[str, str]:
+    def _variables(self, trial: Trial) -> dict[str, str]:
         faults = [Fault(action="kill", worker=f"w{trial.workers - 1}", at="before_combine", step=0)]
         return {
-            **os.environ,
-            PARENT: str(os.getpid()),
             "PYTHONHASHSEED": str(trial.hashing),
             **({NURSERY: found} if (found := self._nursery(trial.hashing)) else {}),
             **({ENVIRONMENT: encode(faults)} if trial.joins else {}),
@@ -146,7 +151,7 @@ class Runner:
         if hashing == 0 and (given := os.environ.get(NURSERY)):
             return given
         if hashing not in self.nurseries:
-            path = str(self.folder / f"nursery{hashing}")
+            path = str(self.script.directory / f"nursery{hashing}")
             environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONHASHSEED": str(hashing)}
             environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
             command = [sys.executable, "-P", "-m", "unisono.machine.nursery", "--listen", path]
@@ -158,30 +163,6 @@ class Runner:
                 raise UsageError(f"a process that forks workers has not come up within {START_S:.0f} s")
             self.nurseries[hashing] = path
         return self.nurseries[hashing]
-
-    def _call(self, command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            text=True,
-            errors="replace",
-        )
-        try:
-            output, _ = process.communicate(timeout=self.timeout_s)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=STOP_S)
-            raise UsageError(
-                f"the first {self.steps} steps took longer than {self.timeout_s:.0f} s; give --timeout-s more, or "
-                "--steps fewer, or let the script's arguments make it smaller"
-            ) from None
-        finally:
-            _end(process)
-        return process.returncode, output
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from unisono.checking.blame import Culprit, FindScript, blame
+from unisono.checking.blame import Culprit, FindStatements, blame
 from unisono.checking.comparing import Difference, first_difference, places_of, sections_of
-from unisono.checking.records import Leaf, Record, Section, Where
-from unisono.checking.statements import Script, read_scripts
+from unisono.checking.records import Changed, Leaf, Record, Section, State, Where
+from unisono.checking.statements import Statements, read_scripts
 from unisono.checking.tracing import MAX_EVENTS
 from unisono.checking.trials import ALONE, TRIALS, Outcome, Runner, Trial
 from unisono.errors import UsageError
@@ -22,6 +23,7 @@ __all__ = ["Found", "Verdict", "check_script"]
 LAST_LINES: Final = 12
 CUT: Final = f"statements beyond the first {MAX_EVENTS // 2:,} of a micro-batch or an update"
 TWICE: Final = "more workers: the script alone does not compute the same twice"
+MORE: Final = "more workers: the script is refused already alone"
 ATTEMPTS: Final = 3
 """How often a trial is traced: what depends on chance may go well this time."""
 
@@ -76,8 +78,11 @@ def check_script(runner: Runner, say: Callable[[Found | Outcome], None]) -> Verd
         UsageError: the script fails already alone, or trains nothing.
     """
     alone = runner.run(ALONE)
+    if (refused := _refused(runner, alone)) is not None:
+        say(refused)
+        return Verdict(alone.num_steps, _microbatches(alone), [refused], [MORE])
     reference = _reference(alone)
-    verdict = Verdict(alone.num_steps, sum(isinstance(each, Leaf) and not each.aside for each in reference))
+    verdict = Verdict(alone.num_steps, _microbatches(alone))
     tracing = _Tracing(runner, verdict)
     if alone.exit_code != 0:
         found = tracing.explained(Found(ALONE, first_difference(reference, alone.workers)))
@@ -144,6 +149,26 @@ class _Tracing:
             self._verdict.unchecked.append(unchecked)
 
 
+def _refused(runner: Runner, alone: Outcome) -> Found | None:
+    """Return the statement that changes a parameter within a micro-batch, if the script has failed for that; None: it
+    has not.
+    """
+    if alone.exit_code == 0 or not any(isinstance(each, State) for own in alone.workers.values() for each in own):
+        return None
+    again = runner.run(ALONE, traces=True, watches=True)
+    records = (each for own in again.workers.values() for each in own)
+    found = next((each for each in records if isinstance(each, Changed)), None)
+    if found is None:
+        return None
+    culprit = Culprit("changes", found.file, found.line, found.text, found.parameter)
+    return Found(ALONE, failure=_last_lines(alone.output), culprit=culprit)
+
+
+def _microbatches(outcome: Outcome) -> int:
+    records = (each for own in outcome.workers.values() for each in own)
+    return sum(isinstance(each, Leaf) and not each.aside for each in records)
+
+
 def _reference(outcome: Outcome) -> list[Record]:
     records = next(iter(outcome.workers.values()), [])
     if outcome.exit_code != 0 and first_difference(records, {"w0": records}) is None:
@@ -154,13 +179,31 @@ def _reference(outcome: Outcome) -> list[Record]:
 
 
 def _found(outcome: Outcome, alone: Outcome, reference: Sequence[Record]) -> Found:
-    difference = first_difference(reference, outcome.workers)
-    if difference is None:
-        for (step, ours), (_, theirs) in zip(alone.evaluations, outcome.evaluations, strict=False):
-            if ours != theirs:
-                difference = Difference(Where(step, "evaluation"), "w0", values=(ours, theirs))
-                break
-    return Found(outcome.trial, difference, _failure(outcome, alone))
+    failure = _failure(outcome, alone)
+    difference = first_difference(reference, outcome.workers) or _evaluations(alone, outcome, is_whole=not failure)
+    return Found(outcome.trial, difference, failure)
+
+
+def _evaluations(alone: Outcome, outcome: Outcome, *, is_whole: bool) -> Difference | None:
+    """Return the first evaluation that differs from that of the script alone; None: there is none.
+
+    Args:
+        is_whole: the trial has come to its end, so an evaluation that only one of the two has is a difference as well.
+    """
+    for number, (ours, theirs) in enumerate(itertools.zip_longest(alone.evaluations, outcome.evaluations)):
+        if ours == theirs or (not is_whole and None in (ours, theirs)):
+            continue
+        step = min(each[0] for each in (ours, theirs) if each is not None)
+        values = _totals(ours, step), _totals(theirs, step)
+        return Difference(Where(step, "evaluation", leaf=number), "w0", values=values)
+    return None
+
+
+def _totals(evaluation: tuple[int, str] | None, step: int) -> str:
+    if evaluation is None:
+        return "missing"
+    at, totals = evaluation
+    return totals if at == step else f"done after step {at - 1} ({totals})"
 
 
 def _failure(outcome: Outcome, alone: Outcome) -> str:
@@ -192,14 +235,14 @@ def _is_cut(outcome: Outcome) -> bool:
     return any(each.is_cut for records in outcome.workers.values() for each in sections_of(records))
 
 
-def _scripts(sections: Sequence[Section]) -> FindScript:
+def _scripts(sections: Sequence[Section]) -> FindStatements:
     """Return the statements of all files that sections name, by path."""
     texts = {}
     for path in sorted({event.file for section in sections for event in section.events}):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             texts[path] = Path(path).read_text(encoding="utf-8")
     scripts = read_scripts(texts)
-    return lambda path: scripts.get(path, Script())
+    return lambda path: scripts.get(path, Statements())
 
 
 def _last_lines(output: str) -> str:

@@ -19,7 +19,7 @@ from unisono.errors import CheckpointError, UsageError
 from unisono.fingerprint import SWITCHES
 from unisono.journal import summary
 from unisono.machine.scratch import scratch_folder
-from unisono.rundir import RUN_FILE, read_facts
+from unisono.rundir import RUN_FILE, check_schema, read_facts
 from unisono.spec import RunSpec
 
 __all__ = ["PastRun", "past_run"]
@@ -35,6 +35,7 @@ class PastRun:
 
     Raises:
         UsageError: there is no such run, or it does not say with which script it was made.
+        RunDirectoryError: a newer version has written it.
     """
 
     def __init__(self, run: Path, given: tuple[str, ...] = ()) -> None:
@@ -42,6 +43,7 @@ class PastRun:
         self.facts: dict[str, Any] = read_facts(self.run)
         if not self.run.is_dir() or not self.facts:
             raise UsageError(f"{run} holds no run: there is no {RUN_FILE} in it")
+        check_schema(self.run)
         self.folder, self.arguments = self._command(given)
 
     def _command(self, given: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -108,11 +110,13 @@ class PastRun:
                 continue
             delay = manifest.recipe.get("delay", 0) if manifest.phase_step else 0
             found.append(Start(str(path), manifest.step, delay if isinstance(delay, int) else 0))
-        for one in starts(found, step):
+        usable = starts(found, step)
+        for number, one in enumerate(usable, 1):
             try:
                 files.verify(Path(one.path))
             except CheckpointError as error:
-                click.echo(f"unisono: {error}; an older one is used", err=True)
+                what = "an older one is used" if number < len(usable) else "there is no older one"
+                click.echo(f"unisono: {error}; {what}", err=True)
             else:
                 return one
         return None

@@ -15,6 +15,7 @@ from unisono.checking.verdict import Found, Verdict, check_script
 from unisono.cli.given import script_arguments, seconds
 from unisono.errors import UsageError
 from unisono.machine.scratch import scratch_folder
+from unisono.trialrun import Script
 from unisono.words import count
 
 __all__ = ["check"]
@@ -77,10 +78,10 @@ def _checked(
 ) -> Verdict:
     if steps < 2:
         raise UsageError(f"a check needs 2 steps or more, so that the second can depend on the first; got {steps}")
-    chosen = script_arguments(script, module, arguments, command="check SCRIPT")
-    given = ["-m", chosen[1], "--", *chosen[2:]] if chosen[0] == "-m" else [chosen[0], "--", *chosen[1:]]
+    command = script_arguments(script, module, arguments, command="check SCRIPT")
     with scratch_folder("unisono-check-") as folder:
-        with Runner(["--threads", str(threads), *given], folder, steps, timeout_s) as runner:
+        tried = Script(command=command, threads=threads, directory=folder)
+        with Runner(tried, steps, timeout_s) as runner:
             return check_script(runner, _quiet if as_json else _say)
 
 
@@ -142,6 +143,12 @@ def _said(culprit: Culprit, found: Found) -> str:
             return (
                 f"{head}\n    reads the same values, but {what} is\n    {alone} alone, and\n    {other} {way}.\n"
                 f"    It depends on {_source(found)}."
+            )
+        case "changes":
+            return (
+                f"{head}\n    changes the parameter {culprit.path} within a micro-batch, on one worker only.\n"
+                "    Change parameters between the steps. In the model, use the value without writing it:\n"
+                "    scale.clamp(low, high) instead of scale.data.clamp_(low, high)."
             )
         case _:
             return (

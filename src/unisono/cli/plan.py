@@ -17,6 +17,7 @@ from unisono.capacity import machine_cores, machine_gpus
 from unisono.cli.given import check_directory, script_arguments
 from unisono.decisions.wires import Link, parse_link
 from unisono.errors import UsageError
+from unisono.planning.found import IN_A_ROW
 from unisono.words import count, listed, script_in
 
 if TYPE_CHECKING:
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
     from unisono.decisions.strategies import Memory, Options
     from unisono.planning.finder import Search
     from unisono.planning.plans import Plan
-    from unisono.planning.probing import Script, Trial
+    from unisono.planning.probing import Measurement, Script
 
 __all__ = ["plan"]
 
-LEAST_STEPS: Final = 9
 SECONDS: Final = 3.0
 EACH: Final = 16
 """Up to so many workers, each number has a row; of more, every doubling."""
@@ -143,10 +143,8 @@ def plan(
         if arguments:
             raise UsageError(f"{target} is a run, which takes no arguments of a script, got {' '.join(arguments)}")
         return _plan_of_run(Path(target), workers, room, asked, as_json=as_json)
-    if steps < LEAST_STEPS:
-        raise UsageError(
-            f"a trial needs at least {LEAST_STEPS} steps (the first ones do not count), got --steps {steps}"
-        )
+    if steps < IN_A_ROW:
+        raise UsageError(f"a trial needs at least {IN_A_ROW} steps (the first ones do not count), got --steps {steps}")
     wanted = _wanted(find)
     command = script_arguments(target, module, arguments, command="plan SCRIPT")
     if run_dir is not None:
@@ -215,7 +213,7 @@ def _wanted(text: str) -> list[str]:
     return wanted
 
 
-def _found(script: Script, trials: list[Trial], steps: int, wanted: list[str]) -> Search:
+def _found(script: Script, trials: list[Measurement], steps: int, wanted: list[str]) -> Search:
     """Try sizes of a micro-batch, and return what was found."""
     from unisono.planning.finder import search
 
@@ -256,7 +254,7 @@ def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[in
     return sorted(set(range(low, high + 1) if high - low < EACH else few))
 
 
-def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Trial]:
+def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Measurement]:
     """Measure the script alone, with two workers, with as many as the machine has room for, and between two hosts."""
     from unisono.planning.found import Settings
     from unisono.planning.measuring import check_recipe
@@ -299,7 +297,9 @@ def _made(name: str, facts: Facts, memories: Mapping[int, Memory], asked: Asked)
     )
 
 
-def _tell(made: Plan, trials: list[Trial], facts: Facts, asked: Asked, found: Search | None, *, as_json: bool) -> None:
+def _tell(
+    made: Plan, trials: list[Measurement], facts: Facts, asked: Asked, found: Search | None, *, as_json: bool
+) -> None:
     from unisono.planning.finder import plain_search
 
     if as_json:
@@ -315,7 +315,7 @@ def _tell(made: Plan, trials: list[Trial], facts: Facts, asked: Asked, found: Se
     _show(made, facts, asked, trials[0].found.limit)
 
 
-def _show(made: Plan, facts: Facts, asked: Asked, room_bytes: int) -> None:
+def _show(made: Plan, facts: Facts, asked: Asked, room_bytes: int | None) -> None:
     from unisono.planning.plans import roster_of
     from unisono.planning.told import shown_conclusions, shown_missing, shown_strategies, shown_workers
 
@@ -352,7 +352,7 @@ def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_j
         return 0
     where = sorted({(one.workers, one.hosts) for one in facts.samples})
     click.echo(f"plan from the steps of {directory} with {_measured(where)}: {_batches(made)}")
-    _show(made, facts, asked, 0)
+    _show(made, facts, asked, None)
     return 0
 
 
@@ -372,8 +372,8 @@ def _compare(directory: Path, before: Plan, samples: Sequence[Sample], *, as_jso
         planned = sorted({(one.workers, one.hosts) for one in before.forecasts})
         had = _measured([(one.workers, one.hosts) for one in samples]) if samples else "no number of workers"
         click.echo(
-            f"nothing to compare: the plan is about {_measured(planned)}, and the run has done enough steps (8 in a "
-            f"row) with {had}",
+            f"nothing to compare: the plan is about {_measured(planned)}, and the run has done enough steps "
+            f"({IN_A_ROW} in a row) with {had}",
             err=True,
         )
     if as_json:

@@ -11,7 +11,6 @@ import click
 
 from unisono.cli.reach import RUN, NotGoing, ask_status, find
 from unisono.errors import UsageError
-from unisono.events import Seconds
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation, is_invitation
 from unisono.watch.terminal.text import number
@@ -100,18 +99,11 @@ def _afterwards(folder: Path) -> dict[str, Any]:
 
 def _efficiency(history: History) -> float | None:
     """Return the part of the workers' time that was spent on computing; None: the run has told no times."""
-    from unisono.history.machines import steps_of
+    from unisono.decisions.usefulness import useful_share
+    from unisono.history.machines import seconds_of
 
     first, last = history.span()
-    times = history.times(first, last, points=POINTS)
-    values, steps = times["values"], steps_of(times, last)
-    names = [name for name in Seconds.__struct_fields__ if name in values]
-    sums = {
-        name: sum(number * (each or 0.0) for number, row in zip(steps, values[name], strict=True) for each in row)
-        for name in names
-    }
-    total = sum(sums.values())
-    return round(sums["compute"] / total, 4) if total > 0 else None
+    return useful_share(seconds_of(history.times(first, last, points=POINTS), last).values())
 
 
 def _words(found: dict[str, Any]) -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "judge",
     "judge_states",
     "key_of",
+    "odd_states",
     "parts",
     "too_few",
 ]
@@ -170,8 +171,8 @@ class Verdict:
     """What follows from results that differ."""
 
     kind: Literal["convicted", "two", "many"]
-    """The members named are wrong; two members differ, and no third can say who is wrong; or so many results differ
-    that it is not one member that is wrong."""
+    """The members named are wrong; two members differ, and no third can say who is wrong (one of them may be lost
+    meanwhile); or so many results differ that it is not one member that is wrong."""
     wrong: tuple[str, ...] = ()
     """The members that are wrong, also those that are lost meanwhile. Of two: the one that has computed two results."""
     is_lasting: bool = False
@@ -186,6 +187,8 @@ def judge(first: Mapping[str, int], again: Mapping[str, int]) -> Verdict:
         again: digests by worker, of all members of the same arithmetic, which have computed it again.
     """
     usual = _most(again.values())
+    if len(again) == 1 and len(set(first.values())) > 1:
+        return Verdict("two")
     wrong = [worker for worker in again if first.get(worker, usual) != usual or again[worker] != usual]
     num_right = len(again) - len(wrong)
     if len(again) <= 2 and wrong:
@@ -205,6 +208,14 @@ def judge_states(states: Mapping[str, int]) -> Verdict:
     return Verdict("convicted", tuple(worker for worker, digest in states.items() if digest != usual), True)
 
 
+def odd_states(states: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the members whose state, of which the digests are given by worker, is not that of most."""
+    if len(set(states.values())) < 2:
+        return ()
+    found = judge_states(states)
+    return found.wrong if found.kind == "convicted" else ()
+
+
 def _most(digests: Iterable[int]) -> int | None:
     """Return the digest that more than half have; None: there is none."""
     counts = Counter(digests)
@@ -221,12 +232,14 @@ def _most(digests: Iterable[int]) -> int | None:
 class Record:
     """Since when the members of a run are known to be honest."""
 
+    lag: int = 0
+    """By so many steps the update of a gradient comes later than the gradient (``delay=``)."""
     honest: dict[str, int] = field(default_factory=dict)
     """By worker, the last step of the run at which it was audited and was right, or before which it has joined."""
     begins: int = 0
     """The step at which the run has begun, or has gone on from a checkpoint; 0 where that is not known."""
     compared: int = 0
-    """The last step at whose beginning all members had the same state; 0 where that is not known."""
+    """The updates that were done when all members were last seen to have the same state; 0 where that is not known."""
     num_audited: int = 0
     """Micro-batches that were audited and had the same bits."""
     _ids: frozenset[str] = frozenset()
@@ -236,6 +249,10 @@ class Record:
         self.num_audited += number
         for worker in workers:
             self.honest[worker] = max(step, self.honest.get(worker, -1))
+
+    def same(self, step: int) -> None:
+        """Note that all members had the same state when they began a step."""
+        self.compared = max(0, step - self.lag)
 
     def seen(self, step: int, workers: Iterable[str]) -> None:
         """Note that these workers take part in a step. One that was not there in the step before is new, and has done
@@ -261,9 +278,10 @@ class Record:
         have written parts of it.
 
         Right gradients in a step show that the parameters were right when it began, and the states of the optimizers
-        when the step before it began: a wrong state shows one update later.
+        when the step before it began: a wrong state shows one update later. With a delay, so many updates are done at
+        the beginning of a step as there are steps before it, less the delay.
         """
-        return max(self.doubtful_from(workers) - 2, self.begins)
+        return max(self.doubtful_from(workers) - 2 - self.lag, self.begins)
 
 
 def advice(steps: Iterable[int], sound: int) -> tuple[int, bool]:

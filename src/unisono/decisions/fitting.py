@@ -73,19 +73,19 @@ def expected_peak(tried: Sequence[Tried], fixed: int, size: int) -> float:
 
 
 def next_size(
-    tried: Sequence[Tried], sizes: Sequence[int], *, fixed: int, limit: int, to_the_limit: bool
+    tried: Sequence[Tried], sizes: Sequence[int], *, fixed: int, limit: int | None, to_the_limit: bool
 ) -> int | None:
     """Return which size to try next; None: enough is known.
 
     Args:
         tried: at least the present size.
         sizes: that there are, ascending.
-        limit: bytes that a process could have; 0: unknown, and a size that does not fit is found by trying.
+        limit: bytes that a process could have; None: unknown, and a size that does not fit is found by trying.
         to_the_limit: the largest size that fits is wanted, also if it is no faster.
     """
     known = sorted(tried, key=lambda one: one.size)
     above = [size for size in sizes if size > known[-1].size]
-    if above and known[-1].fits and (not limit or expected_peak(known, fixed, above[0]) <= SPARE * limit):
+    if above and known[-1].fits and (limit is None or expected_peak(known, fixed, above[0]) <= SPARE * limit):
         rises = len(known) < 2 or known[-1].rate >= RISES * known[-2].rate
         if to_the_limit or rises:
             return above[0]

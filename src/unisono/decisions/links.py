@@ -190,12 +190,14 @@ class Slowness:
             return []
         since_s, self._unseen_s = self._unseen_s, 0.0
         members = tuple(workers)
+        over: list[LinkSlow | Announcement] = []
         if members != self._members:
             self._members, self._num_looks = members, 0
             self._paces = {worker_id: self._paces.get(worker_id) or _Pace() for worker_id in members}
+            over = self._forget_links({hosts.get(worker_id, "") for worker_id in members})
         self._num_looks += 1
         if self._num_looks <= WARM_UP:
-            return []
+            return over
         span = _Span(step_s, since_s)
         return [*self._see_links(workers, hosts, span), *self._see_workers(workers, hosts, span)]
 
@@ -232,16 +234,28 @@ class Slowness:
             sign = is_rival and look.bytes_per_s < usual.limit and excess >= span.least_s
         if not known.switch.turns(sign, span.since_s):
             return []
-        return [
-            LinkSlow(
-                source=link[0],
-                target=link[1],
-                bytes_per_s=_rate(known.recent),
-                usual_bytes_per_s=usual.bytes_per_s,
-                seconds=statistics.fmean(usual.excess_s(each) for each in known.recent),
-                is_over=not known.switch.is_on,
-            )
+        return [self._told(link, known, is_over=not known.switch.is_on)]
+
+    def _told(self, link: tuple[str, str], known: _Link, *, is_over: bool) -> LinkSlow:
+        usual = self._usual(link, known)
+        return LinkSlow(
+            source=link[0],
+            target=link[1],
+            bytes_per_s=_rate(known.recent),
+            usual_bytes_per_s=usual.bytes_per_s,
+            seconds=statistics.fmean(usual.excess_s(each) for each in known.recent),
+            is_over=is_over,
+        )
+
+    def _forget_links(self, present: set[str]) -> list[LinkSlow | Announcement]:
+        """Forget the links of hosts that are not there any more; return that those are over that were slow."""
+        gone = [link for link in self._links if not present.issuperset(link)]
+        over: list[LinkSlow | Announcement] = [
+            self._told(link, self._links[link], is_over=True) for link in gone if self._links[link].switch.is_on
         ]
+        for link in gone:
+            del self._links[link]
+        return over
 
     def _usual(self, link: tuple[str, str], known: _Link) -> _Usual:
         """Return what a link is held against: what it carried before, or what the other links carry."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from unisono.decisions.audits import digest_of
 from unisono.errors import UsageError
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "LEFT",
     "Replay",
     "Start",
+    "audited_with",
+    "compare_audits",
     "find_difference",
     "other_arithmetic",
     "seconds_left",
@@ -61,6 +64,39 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return False
         asked = ((self.leaf, leaf), (self.replica, replica), (self.inner, inner))
         return all(wanted in (-1, found) for wanted, found in asked)
+
+
+def audited_with(audits: Mapping[str, str], leaf: int) -> tuple[int, ...]:
+    """Return the micro-batches whose digests the journal has together with that of a micro-batch, which is among them;
+    () if it has none of it.
+
+    Args:
+        audits: of a step's line, by micro-batches: "3", or "3,7".
+    """
+    for key in audits:
+        leaves = _leaves(key)
+        if leaf in leaves:
+            return leaves
+    return ()
+
+
+def compare_audits(audits: Mapping[str, str], here: Mapping[int, int]) -> list[tuple[tuple[int, ...], str, str]]:
+    """Return the (micro-batches, digest in the journal, digest here) of which there are both.
+
+    Args:
+        audits: of a step's line.
+        here: digests by micro-batch.
+    """
+    return [
+        (leaves, str(digest), f"{digest_of([here[leaf] for leaf in leaves]):016x}")
+        for leaves, digest in ((_leaves(key), digest) for key, digest in audits.items())
+        if leaves and all(leaf in here for leaf in leaves)
+    ]
+
+
+def _leaves(key: str) -> tuple[int, ...]:
+    """Return the micro-batches that a key of the journal names."""
+    return tuple(int(leaf) for leaf in key.split(",") if leaf.isdecimal())
 
 
 class Start(msgspec.Struct, frozen=True):

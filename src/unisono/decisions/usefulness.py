@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from unisono.events import StepFinished
 
-__all__ = ["Usefulness"]
+__all__ = ["Usefulness", "useful_share"]
 
 SAMPLE_S: Final = 1.0
 
@@ -27,7 +28,7 @@ class Usefulness:
     @property
     def share(self) -> float | None:
         """The part, 0 to 1; None: nothing is known yet."""
-        return round(self.useful_s / self.total_s, 4) if self.total_s > 0 else None
+        return _share(self.useful_s, self.total_s)
 
     def add(self, step: StepFinished) -> None:
         """Count a step, unless another one was counted a moment before."""
@@ -37,3 +38,17 @@ class Usefulness:
         for times in step.workers.values():
             self.useful_s += times.last.compute
             self.total_s += times.last.total()
+
+
+def useful_share(workers: Iterable[Mapping[str, float]]) -> float | None:
+    """Return the part of the workers' time that was spent on computing, 0 to 1; None: no time is known.
+
+    Args:
+        workers: of each, the seconds of its steps, by the names of `unisono.events.Seconds`.
+    """
+    known = list(workers)
+    return _share(sum(each["compute"] for each in known), sum(sum(each.values()) for each in known))
+
+
+def _share(useful_s: float, total_s: float) -> float | None:
+    return round(useful_s / total_s, 4) if total_s > 0 else None

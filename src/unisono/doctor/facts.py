@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.capacity import cpu_limit, machine_cores, machine_gpus
+from unisono.controlgroups import memory_of_groups
 from unisono.interfaces import interfaces, is_local
 from unisono.machine.headprocess import reachable
 from unisono.seats import holder
@@ -122,18 +123,9 @@ def _memory(asked: Asked) -> dict[str, Any]:
         for line in Path("/proc/meminfo").read_text().splitlines()
         if ":" in line
     }
-    limit = _memory_limit()
-    total = min(kilobytes["MemTotal"] * 1024, limit)
+    group = memory_of_groups()
+    total = min([kilobytes["MemTotal"] * 1024, *([group.limit] if group is not None else [])])
     return {"memory": total, "memory_free": min(kilobytes["MemAvailable"] * 1024, total)}
-
-
-def _memory_limit() -> int:
-    """Return the limit of the control group of this process; a large number where there is none."""
-    limits = [1 << 62]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(path).read_text()))
-    return min(limits)
 
 
 def _shared_memory(asked: Asked) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class Context:
     hosts: tuple[range, ...]
     """The ranks of each host's members: contiguous and ascending."""
     device: torch.device
+    shares_gpu: bool = False
+    """Several members compute on one GPU, which NCCL does not connect; equal on all members."""
     timeout_s: float
     """Longest time of any one wait."""
     store: Callable[[str], dist.Store]
@@ -69,7 +71,7 @@ class Context:
             ranks.index(self.rank),
             len(ranks),
             device=self.device,
-            backend="nccl" if self.device.type == "cuda" else "gloo",
+            backend="nccl" if self.device.type == "cuda" and not self.shares_gpu else "gloo",
             address=self.address,
             timeout_s=self.timeout_s,
             names=[self.names[rank] for rank in ranks if self.names],

@@ -126,7 +126,7 @@ class _Half:
 
     def of(self, index: int, nbytes: int, device: torch.device) -> Tensor:
         """Return (nbytes,) uint8. ``index``: 0 for what is sent, 1 for what is received."""
-        if self._memory[index].numel() < nbytes:
+        if self._memory[index].numel() < nbytes or self._memory[index].device != device:
             self._memory[index] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._memory[index][:nbytes]
 

@@ -28,15 +28,17 @@ class ScriptGroup(dist.ProcessGroup):
     """A group of ``torch.distributed``, until `end`.
 
     Args:
+        kind: "gloo" or "nccl".
         backend: what does the work.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, backend: Any) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, kind: str, backend: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        kind = dist.ProcessGroup.BackendType.NCCL if device.type == "cuda" else dist.ProcessGroup.BackendType.GLOO
+        types = dist.ProcessGroup.BackendType
+        chosen = types.NCCL if kind == "nccl" else types.GLOO
         self._inner: Any = dist.ProcessGroup(store, rank, size)
-        self._inner._set_default_backend(kind)
-        self._inner._register_backend(device, kind, backend)
+        self._inner._set_default_backend(chosen)
+        self._inner._register_backend(device, chosen, backend)
 
     def end(self) -> None:
         """Raise RuntimeError in all later calls, and close the connections when the last collective has ended."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from unisono.errors import DeadlineExceeded, PeerLost
+from unisono.exchange.addresses import AddressStore
 from unisono.exchange.checking import Checks
 from unisono.exchange.connections import connections_since, established
 from unisono.exchange.groups import ScriptGroup
@@ -32,7 +33,6 @@ from unisono.exchange.listening import Port
 from unisono.exchange.meter import WORD_BYTES, Meter
 from unisono.exchange.proof import prove
 from unisono.exchange.pump import Job, Pump
-from unisono.exchange.rendezvous import Rendezvous
 from unisono.exchange.spent import Spent
 from unisono.exchange.window import Window
 from unisono.words import listed
@@ -60,7 +60,7 @@ class Wire:
     Args:
         store: the members find each other there; one prefix for one group.
         device: of the tensors that will be sent.
-        backend: "gloo" or "nccl".
+        backend: "nccl"; or "gloo", over which the tensors of a GPU travel as copies in the host's memory.
         address: the address that gloo listens on.
         timeout_s: how long any one wait may take.
         names: the ids of the members' workers, by rank, for errors; empty: they have none.
@@ -91,6 +91,8 @@ class Wire:
         self.rank = rank
         self.size = size
         self.device = device
+        self.backend = backend
+        self._copies = backend == "gloo" and device.type != "cpu"
         self.meter = Meter(rank)
         self.spent = Spent()
         """Where this member's time has gone in the last combine, after its vote."""
@@ -148,14 +150,16 @@ class Wire:
     def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Collective:
         """Send ``in_sizes[j]`` bytes of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
         self._count(sum(in_sizes) - in_sizes[self.rank])
+        there, here = self._room_for(out), self._within_reach(data)
         return self._start(
-            lambda group: group.alltoall_base(out, data, out_sizes, in_sizes, AllToAllOptions()), out, data
+            lambda group: group.alltoall_base(there, here, out_sizes, in_sizes, AllToAllOptions()), there, here, out=out
         )
 
     def all_gather(self, out: Tensor, data: Tensor) -> Collective:
         """Gather the ``data`` of all members in ``out``, by rank; equal sizes."""
         self._count((self.size - 1) * data.nbytes)
-        return self._start(lambda group: group._allgather_base(out, data, AllgatherOptions()), out, data)
+        there, here = self._room_for(out), self._within_reach(data)
+        return self._start(lambda group: group._allgather_base(there, here, AllgatherOptions()), there, here, out=out)
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
         """Return the ``data`` of all members, by rank, equally long and not empty. Blocks for one round trip."""
@@ -196,7 +200,16 @@ class Wire:
         options = BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        self._start(lambda group: group.broadcast([tensor], options), tensor).wait()
+        here = self._within_reach(tensor)
+        self._start(lambda group: group.broadcast([here], options), here, out=tensor).wait()
+
+    def _within_reach(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, or a copy of it in the host's memory if the backend reaches no other."""
+        return tensor.to("cpu", copy=True) if self._copies else tensor
+
+    def _room_for(self, out: Tensor) -> Tensor:
+        """Return ``out``, or as much memory of the host."""
+        return torch.empty_like(out, device="cpu") if self._copies else out
 
     # -- messages from member to member: gloo only --------------------------------------------------------
 
@@ -275,7 +288,7 @@ class Wire:
         """Return this group for functions of ``torch.distributed``, when it is formed. `close` ends it."""
         backend = self._connected()
         if self._given is None:
-            self._given = ScriptGroup(self._store, self.rank, self.size, self.device, backend)
+            self._given = ScriptGroup(self._store, self.rank, self.size, self.device, self.backend, backend)
         return self._given
 
     def interrupt(self, error: Exception) -> None:
@@ -293,7 +306,7 @@ class Wire:
         if given is not None:
             given.end()
         pending, self._pending = self._pending, []
-        if self.device.type == "cuda":
+        if self.backend == "nccl":
             # abort() takes long if a peer is gone, and ends the pending collectives.
             threading.Thread(target=_abort, args=(group,), name="unisono-abort", daemon=True).start()
             return
@@ -324,18 +337,19 @@ class Wire:
                 )
         return self._group is not None or self._failure is not None
 
-    def _start(self, operation: Callable[[Any], Any], *tensors: Tensor) -> Collective:
+    def _start(self, operation: Callable[[Any], Any], *tensors: Tensor, out: Tensor) -> Collective:
+        """Start a collective on ``tensors``, the first of which is received into; ``out`` gets it in the end."""
         group = self._connected()
         try:
             work = operation(group)
         except RuntimeError as failure:  # NCCL connects its members with their first collective
             raise PeerLost(f"a collective of {self.size} members could not be started: {failure}") from failure
         self._pending.append(work)
-        return Collective(self, work, tensors)
+        return Collective(self, work, tensors, out)
 
     def _finish(self, work: Any) -> None:
         started = time.perf_counter()
-        if self.device.type == "cpu":
+        if self.backend == "gloo":
             future = work.get_future()
             future.then(self._notify)
             self._await(future.done, "a collective")
@@ -369,12 +383,18 @@ class Wire:
 
 
 class Collective:
-    """A started collective. Keeps its tensors alive."""
+    """A started collective. Keeps its tensors alive.
 
-    def __init__(self, wire: Wire, work: Any, tensors: tuple[Tensor, ...]) -> None:
+    Args:
+        tensors: of the collective; the first one receives.
+        out: a copy of that is made here in the end, if it is another.
+    """
+
+    def __init__(self, wire: Wire, work: Any, tensors: tuple[Tensor, ...], out: Tensor) -> None:
         self._wire = wire
         self._work = work
         self._tensors = tensors
+        self._out = out
 
     def wait(self) -> None:
         """Block until the collective is done.
@@ -383,6 +403,8 @@ class Collective:
             PeerLost: a member is gone. DeadlineExceeded: the collective took too long.
         """
         self._wire._finish(self._work)
+        if self._tensors and self._tensors[0] is not self._out:
+            self._out.copy_(self._tensors[0])
         self._tensors = ()
 
 
@@ -435,4 +457,4 @@ def _make_group(
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
     gloo._timeout = limit
-    return dist.ProcessGroupGloo(Rendezvous(store, size), rank, size, gloo)
+    return dist.ProcessGroupGloo(AddressStore(store, size), rank, size, gloo)

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.chronicle import record_of
+from unisono.chronicle import record_of as record_of_use
 from unisono.events import Event, MachineUsed, Seconds, StepFinished, WorkerOutput
-from unisono.history.machines import natural, use_of
+from unisono.history.machines import times_of, use_of
+from unisono.history.series import Series
 from unisono.journal.thinning import Row
+from unisono.journal.times import COLUMNS, record_of
 from unisono.overview import Overview
 from unisono.rundir import PRIVATE
 
@@ -42,7 +44,8 @@ class Kept:
         self.described = ""
         """`facts`, as JSON."""
         self._steps: deque[dict[str, float]] = deque(maxlen=MOST_STEPS)
-        self._times: deque[StepFinished] = deque()
+        self._times: deque[Row] = deque()
+        self._before: StepFinished | None = None
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._num_events = 0
         self._uses: deque[MachineUsed] = deque(maxlen=MOST_USES)
@@ -64,17 +67,29 @@ class Kept:
         if self._steps and step.step <= self._steps[-1]["step"]:
             return  # it is repeated
         total = step.seconds.total()
-        values = {"step": step.step, "loss": step.loss, "step_s": total, "sent_bytes": step.sent_bytes}
+        values = {
+            "step": step.step,
+            "time": step.time,
+            "loss": step.loss,
+            "step_s": total,
+            "sent_bytes": step.sent_bytes,
+        }
         values["samples_per_s"] = step.samples / total if total > 0 else 0.0
         for part in _PARTS:
             values[f"part/{part}"] = getattr(step.seconds, part)
         for name, value in step.logs.items():
             values[f"log/{name}"] = value
         self._steps.append(values)
-        if not self._times or not 0 <= step.time - self._times[-1].time < 1.0:
-            if len(self._times) >= max(1, min(MOST_TIMES, MOST_ROWS // max(1, len(step.workers)))):
-                self._times.popleft()
-            self._times.append(step)
+        self._take_times(step)
+
+    def _take_times(self, step: StepFinished) -> None:
+        """Keep the times of the step before, most of which are told with this one."""
+        before, self._before = self._before, step
+        if before is None or (self._times and 0 <= before.time - self._times[-1].record["time"] < 1.0):
+            return
+        if len(self._times) >= max(1, min(MOST_TIMES, MOST_ROWS // max(1, len(step.workers)))):
+            self._times.popleft()
+        self._times.append(Row(before.step, before.step, 1, record_of(before, step)))
 
     @property
     def notes(self) -> list[str]:
@@ -92,7 +107,7 @@ class Kept:
         return {key: value for key, value in found.items() if key not in PRIVATE}
 
     def names(self) -> list[str]:
-        return sorted({name for values in self._steps for name in values} - {"step"})
+        return sorted({name for values in self._steps for name in values} - {"step", "time"})
 
     def span(self) -> tuple[int, int]:
         return (int(self._steps[0]["step"]), int(self._steps[-1]["step"])) if self._steps else (0, -1)
@@ -101,24 +116,11 @@ class Kept:
         self, names: Sequence[str], first: int = 0, last: int = -1, points: int = 1000
     ) -> dict[str, dict[str, Any]]:
         asked = [values for values in self._steps if _is_in(values["step"], first, last)]
-        return {name: _thinned([v for v in asked if name in v], name, points) for name in names}
+        return {name: _series([values for values in asked if name in values], name, points) for name in names}
 
     def times(self, first: int = 0, last: int = -1, points: int = 200) -> dict[str, Any]:
-        asked = [step for step in self._times if _is_in(step.step, first, last)]
-        asked = asked[:: math.ceil(len(asked) / max(1, points)) or 1]
-        workers = sorted({worker for step in asked for worker in step.workers}, key=natural)
-        rows = [[step.workers.get(worker) for worker in workers] for step in asked]
-        values = {part: [[getattr(w.last, part) if w else None for w in row] for row in rows] for part in _PARTS}
-        values |= {
-            name: [[getattr(w, name) if w else None for w in row] for row in rows] for name in ("leaves", "waits_s")
-        }
-        return {
-            "workers": workers,
-            "step": [step.step for step in asked],
-            "time": [step.time for step in asked],
-            "values": values,
-            "waits_for": [[w.waits_for if w else None for w in row] for row in rows],
-        }
+        asked = [row for row in self._times if _is_in(row.first, first, last)]
+        return times_of(COLUMNS, asked[:: math.ceil(len(asked) / max(1, points)) or 1])
 
     def events(self, after: int = 0, most: int = 500) -> dict[str, Any]:
         begin = self._num_events - len(self._events)
@@ -137,7 +139,7 @@ class Kept:
         times = [use.time for use in longest]
         columns = {host: _at(uses, times) for host, uses in per_host.items()}
         records = [
-            {host: record_of(use) for host, column in columns.items() if (use := column[number]) is not None}
+            {host: record_of_use(use) for host, column in columns.items() if (use := column[number]) is not None}
             for number in range(len(times))
         ]
         return use_of([Row(time, time, 1, record) for time, record in zip(times, records, strict=True)])
@@ -147,27 +149,14 @@ def _is_in(step: float, first: int, last: int) -> bool:
     return step >= first and (last < 0 or step <= last)
 
 
-def _thinned(values: list[dict[str, float]], name: str, points: int) -> dict[str, Any]:
-    """Return at most so many points of a series, with the lowest and the highest value of the steps of each."""
+def _series(values: list[dict[str, float]], name: str, points: int) -> dict[str, Any]:
+    """Return at most so many points of a series, as `unisono.history.History.series` does."""
+    found = Series()
     size = math.ceil(len(values) / max(1, points)) or 1
-    parts = [values[start : start + size] for start in range(0, len(values), size)]
-    numbers = [[values[name] for values in part] for part in parts]
-    return {
-        "step": [int(part[0]["step"]) for part in parts],
-        "low": [_plain(min(filter(math.isfinite, part), default=part[-1])) for part in numbers],
-        "high": [_plain(max(filter(math.isfinite, part), default=part[-1])) for part in numbers],
-        "mean": [_plain(_mean(part)) for part in numbers],
-    }
-
-
-def _mean(values: list[float]) -> float:
-    """Return the mean, or one of the values that are not finite."""
-    strange = [value for value in values if not math.isfinite(value)]
-    return strange[0] if strange else math.fsum(values) / len(values)
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(float(value))
+    for start in range(0, len(values), size):
+        part = values[start : start + size]
+        found.add(int(part[0]["step"]), part[0]["time"], [one[name] for one in part])
+    return found.told()
 
 
 def _at(uses: list[MachineUsed], times: Sequence[float]) -> list[MachineUsed | None]:

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.events import GpuUse, MachineUsed
+from unisono.events import GpuUse, MachineUsed, Seconds
 from unisono.journal.lines import is_number
 from unisono.journal.thinning import Row
 
-__all__ = ["natural", "steps_of", "times_of", "use_of", "used_in"]
+__all__ = ["added_up", "natural", "seconds_of", "steps_of", "times_of", "use_of", "used_in"]
 
 
 def times_of(columns: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
@@ -47,6 +47,29 @@ def steps_of(times: Mapping[str, Any], last: int) -> list[int]:
     """
     steps = times["step"]
     return [after - before for before, after in itertools.pairwise([*steps, last + 1])]
+
+
+def added_up(rows: Sequence[Sequence[float | None]], weights: Sequence[int], place: int) -> float:
+    """Return the sum over the steps of a column of `times_of`, for the worker at this place.
+
+    Args:
+        weights: by point, how many steps it stands for.
+    """
+    return math.fsum(weight * (row[place] or 0.0) for row, weight in zip(rows, weights, strict=False))
+
+
+def seconds_of(times: Mapping[str, Any], last: int) -> dict[str, dict[str, float]]:
+    """Return how long each worker was busy with what, over all steps of `times_of`: by worker, by part of a step.
+
+    Args:
+        last: the last step.
+    """
+    weights = steps_of(times, last)
+    values = times["values"]
+    return {
+        worker_id: {part: added_up(values.get(part, ()), weights, place) for part in _PARTS}
+        for place, worker_id in enumerate(times["workers"])
+    }
 
 
 def use_of(rows: Sequence[Row]) -> dict[str, Any]:
@@ -97,6 +120,7 @@ def used_in(row: Row) -> list[MachineUsed]:
     return found
 
 
+_PARTS: Final = Seconds.__struct_fields__
 _GPU: Final = GpuUse.__struct_fields__
 _WHOLE: Final = frozenset(field.name for field in msgspec.structs.fields(MachineUsed) if field.type is int)
 

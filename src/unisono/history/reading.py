@@ -17,6 +17,7 @@ from unisono.events import StepFinished
 from unisono.history.folding import Fold
 from unisono.history.lines import Lines
 from unisono.history.machines import times_of, use_of
+from unisono.history.series import Series
 from unisono.history.story import Story
 from unisono.journal import JOURNAL, thinning
 from unisono.journal.index import Block, Placed, Scanned, block_of, column_of
@@ -122,7 +123,7 @@ class History:
         last = end + 1 + last if last < 0 else last
         first = max(first, begin)
         wanted = list(dict.fromkeys(names))
-        found: dict[str, _Series] = {name: _Series() for name in wanted}
+        found: dict[str, Series] = {name: Series() for name in wanted}
         by_step = [name for name in wanted if not name.startswith("evaluation/")]
         blocks = self._lines.between(first, last)
         if by_step and blocks:
@@ -136,7 +137,7 @@ class History:
         return {name: each.told() for name, each in found.items()}
 
     def _exact(
-        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
+        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, Series]
     ) -> None:
         steps = [line for line in self._read(blocks) if line.kind == "step" and first <= line.step <= last]
         each = max(1, math.ceil(len(steps) / points))
@@ -152,7 +153,7 @@ class History:
                     found[name].add(begin.step, begin.time, values, mean)
 
     def _from_blocks(
-        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
+        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, Series]
     ) -> None:
         blocks = self._clipped(blocks, first, last)
         each = max(1, math.ceil(len(blocks) / points))
@@ -171,7 +172,7 @@ class History:
                     kept[at] = block_of([Placed(0, 0, b"", line) for line in lines])
         return kept
 
-    def _evaluations(self, name: str, first: int, last: int, points: int, series: _Series) -> None:
+    def _evaluations(self, name: str, first: int, last: int, points: int, series: Series) -> None:
         key = name.partition("/")[2]
         there = sorted(  # the line of an evaluation beside the training may come after those of later ones
             (step, time, float(totals[key]))
@@ -344,62 +345,6 @@ def without_head(overview: Overview) -> Overview:
         return overview
     reason = "no head answers, and the journal has no end: the run was killed, or goes on where this is not seen"
     return msgspec.structs.replace(overview, state="unknown", reason=reason, left_s=None)
-
-
-class _Series:
-    """Points of one series."""
-
-    def __init__(self) -> None:
-        self._points: list[tuple[int, float, Any, Any, Any]] = []
-
-    def add(self, step: int, time: float, values: list[float], mean: float | None = None) -> None:
-        """Add the point of some values, at least one."""
-        total = sum(values)
-        if math.isfinite(total):
-            self._points.append((step, time, min(values), max(values), total / len(values) if mean is None else mean))
-            return
-        finite = [value for value in values if math.isfinite(value)]
-        odd = (sum(map(math.isnan, values)), values.count(math.inf), values.count(-math.inf))
-        self._add(step, time, (min(finite), max(finite)) if finite else None, _mean(finite), odd)
-
-    def add_blocks(self, name: str, blocks: Sequence[Block]) -> None:
-        """Add the point of the values in some blocks, if there are any."""
-        there = [block.values[name] for block in blocks if name in block.values]
-        finite = [each for each in there if each[3]]
-        odds = [block.odd[name] for block in blocks if name in block.odd]
-        if not finite and not odds:
-            return
-        odd = (sum(each[0] for each in odds), sum(each[1] for each in odds), sum(each[2] for each in odds))
-        extremes = (min(each[0] for each in finite), max(each[1] for each in finite)) if finite else None
-        number = sum(each[3] for each in finite)
-        mean = sum(each[2] for each in finite) / number if number else 0.0
-        if name == "samples_per_s":
-            seconds = sum(block.values["step_s"][2] for block in blocks if "step_s" in block.values)
-            samples = sum(block.values["samples"][2] for block in blocks if "samples" in block.values)
-            mean = samples / seconds if seconds else mean
-        first = next(block for block in blocks if name in block.values)
-        self._add(first.first, first.since, extremes, mean, odd)
-
-    def _add(
-        self, step: int, time: float, extremes: tuple[float, float] | None, mean: float, odd: tuple[int, int, int]
-    ) -> None:
-        num_nan, num_high, num_low = odd
-        low: Any = "-inf" if num_low else extremes[0] if extremes else "inf" if num_high else "nan"
-        high: Any = "inf" if num_high else extremes[1] if extremes else "-inf" if num_low else "nan"
-        told: Any = mean
-        if num_nan or (num_high and num_low):
-            told = "nan"
-        elif num_high or num_low:
-            told = "inf" if num_high else "-inf"
-        self._points.append((step, time, low, high, told))
-
-    def told(self) -> dict[str, list[Any]]:
-        steps, times, lows, highs, means = map(list, zip(*self._points, strict=True)) if self._points else ([],) * 5
-        return {"step": steps, "time": times, "low": lows, "high": highs, "mean": means}
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
 
 
 def _rate(lines: Iterable[Any]) -> float | None:

@@ -111,7 +111,7 @@ def _connect(spec: WorkerSpec) -> Member:
     from unisono.exchange.pages import WorkerPage
     from unisono.fingerprint import fingerprint, script_checksum
 
-    device = _device(spec.gpu if spec.gpu >= 0 else spec.local_rank)
+    device = _device(spec.gpu_number)
     page = WorkerPage()
     info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, page=page.address)
     script = script_checksum(sys.argv[1:])  # the script may have been edited since the other workers began

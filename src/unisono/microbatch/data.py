@@ -36,7 +36,19 @@ from unisono.lifetime import PARENT, bind_to_parent
 from unisono.microbatch.randomness import seed_everything
 from unisono.process import Process
 
-__all__ = ["Batches", "Fetcher", "Loading", "MapDataset", "Request", "Samples", "check_dataset", "to_device"]
+__all__ = [
+    "Ahead",
+    "Batches",
+    "Fetcher",
+    "Loader",
+    "Loading",
+    "MapDataset",
+    "Request",
+    "Samples",
+    "check_dataset",
+    "one_thread",
+    "to_device",
+]
 
 
 class MapDataset(Protocol):
@@ -49,6 +61,8 @@ class MapDataset(Protocol):
 
 Collate = Callable[[list[Any]], Any]
 """A list of samples -> a batch."""
+PREFETCH_FACTOR = 2
+"""Batches that a loader process fetches ahead, where nothing is said; that of torch."""
 Request = tuple[int, int, int]
 """A batch that is needed: (step, turn, leaf)."""
 
@@ -71,6 +85,13 @@ class Batches(Protocol):
 
     def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
         """Return whether `fetch` takes this batch from a loader process, if there are any."""
+
+
+class Loader(Batches, Protocol):
+    """Micro-batches of a training loop, and the processes that load them (`Fetcher`)."""
+
+    def close(self) -> None:
+        """End the loader processes."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,8 @@ def check_dataset(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise RecipeError(
             f"the dataset is a {type(dataset).__qualname__}, which can only be iterated, and Unisono finds samples by "
-            "their index; give it __len__ and __getitem__ (a list of the samples will do if they fit in memory)"
+            "their index; give it __len__ and __getitem__ (a list of the samples will do if they fit in memory), or "
+            "read it as streams: unisono.Streams(lambda stream, num_streams, epoch: ...)"
         )
     try:
         return len(dataset)
@@ -127,10 +149,12 @@ class Fetcher:
         self._collate = loading.collate
         # Nothing random happens in a TensorDataset: whole batches can be indexed.
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and self._collate is default_collate else None
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
         if loading.processes > 0 and self._tensors is None:
             assert upcoming is not None
-            self._ahead = _Ahead(self, dataset, samples, loading, upcoming, pin=device.type == "cuda")
+            self._ahead = Ahead(
+                _Seeded(dataset), samples.keys, self.fetch_here, loading, upcoming, pin=device.type == "cuda"
+            )
 
     def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
         """Return the batch of one micro-batch, on the device.
@@ -160,12 +184,12 @@ class Fetcher:
             index = torch.tensor(self._samples.indices(step, leaf))
             return [tensor[index] for tensor in self._tensors]
         seeded = _Seeded(self._dataset)
-        with _one_thread():
+        with one_thread():
             return self._collate([seeded[key] for key in self._samples.keys(step, leaf)])
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Return a context with one thread, as in a loader process (OpenMP does not survive a fork). So a sample has the
     same bits wherever it is computed.
     """
@@ -192,31 +216,40 @@ class _Seeded:
         return self._dataset[index]
 
 
-class _Ahead:
-    """Loader processes that work ahead of the plan."""
+class Ahead:
+    """Loader processes that work ahead of the plan.
+
+    Args:
+        dataset: gives the samples of a key, as a dataset of torch does.
+        keys: (step, leaf) -> the keys of the samples of a micro-batch.
+        fetch_here: (step, leaf) -> the batch, made in this process.
+        upcoming: the requests that will probably be made next.
+    """
 
     def __init__(
         self,
-        fetcher: Fetcher,
-        dataset: MapDataset,
-        samples: Samples,
+        dataset: Any,
+        keys: Callable[[int, int], Sequence[Any]],
+        fetch_here: Callable[[int, int], Any],
         loading: Loading,
         upcoming: Callable[[], Iterator[Request]],
         *,
         pin: bool,
     ) -> None:
         self._process = Process()
-        self._fetcher = fetcher
-        self._samples = samples
+        self._keys = keys
+        self._fetch_here = fetch_here
         self._upcoming = upcoming
+        self._depth = loading.processes * (loading.prefetch_factor or PREFETCH_FACTOR)
         self._sent: collections.deque[Request] = collections.deque()
+        self._counts: collections.Counter[Request] = collections.Counter()
         self._kept: collections.defaultdict[Request, list[Any]] = collections.defaultdict(list)
         method = (loading.context or multiprocessing).get_start_method()
         # A process that comes from the fork server has that one as its parent, and ends with it.
         parent = os.getpid() if method != "forkserver" else None
         loader: DataLoader[Any] = DataLoader(
-            _Seeded(dataset),  # type: ignore[arg-type]
-            batch_sampler=_Sampler(self._requests),
+            dataset,
+            batch_sampler=_Sampler(self._next_keys),
             num_workers=loading.processes,
             collate_fn=loading.collate,
             pin_memory=pin,
@@ -231,12 +264,13 @@ class _Ahead:
     def take(self, wanted: Request) -> Any:
         step, turn, leaf = wanted
         now = (step, turn, 0)
+        self._refill()
         while not self._kept[wanted]:
             # The sampler sends out the next request during this wait, so look at the sent requests each time. Batches
             # that nobody needs any more are taken as well: as long as they stand in the way, no request is sent out.
             is_useful = wanted in self._sent or (self._sent and self._sent[0] < now)
             if self._batches is None or not is_useful:
-                return self._fetcher.fetch_here(step, leaf)
+                return self._fetch_here(step, leaf)
             batch = next(self._batches)
             arrived = self._sent.popleft()
             if arrived >= now:
@@ -258,13 +292,22 @@ class _Ahead:
     def comes(self, request: Request) -> bool:
         return bool(self._kept[request]) or (self._batches is not None and request in self._sent)
 
-    def _requests(self) -> Iterator[list[tuple[int, int]]]:
-        sent: collections.Counter[Request] = collections.Counter()
-        while (request := self._next_request(sent)) is not None:
-            sent[request] += 1
-            self._sent.append(request)
-            step, _, leaf = request
-            yield list(self._samples.keys(step, leaf))
+    def _next_keys(self) -> list[Any] | None:
+        """Return the keys of the next batch to ask for, and note that it was; None: nothing is upcoming now."""
+        request = self._next_request(self._counts)
+        if request is None:
+            return None
+        self._counts[request] += 1
+        self._sent.append(request)
+        step, _, leaf = request
+        return list(self._keys(step, leaf))
+
+    def _refill(self) -> None:
+        """Send out requests after a time in which nothing was upcoming: torch does so only when a batch arrives."""
+        put = getattr(self._batches, "_try_put_index", None)
+        if put is not None and not self._sent:
+            for _ in range(self._depth):
+                put()
 
     def _next_request(self, sent: collections.Counter[Request]) -> Request | None:
         """Return the first upcoming request that was not sent as often as it stands there; forget those of the past."""
@@ -280,13 +323,18 @@ class _Ahead:
 
 
 class _Sampler:
-    """A batch sampler made of a function."""
+    """A batch sampler made of a function, which goes on after a time in which that had nothing to give."""
 
-    def __init__(self, requests: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
-        self._requests = requests
+    def __init__(self, next_keys: Callable[[], list[Any] | None]) -> None:
+        self._next_keys = next_keys
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._requests()
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        if (keys := self._next_keys()) is None:
+            raise StopIteration
+        return keys
 
 
 def _start_loader_process(parent: int | None, then: Callable[[int], None] | None, number: int) -> None:

@@ -6,7 +6,9 @@ autograd calls when the parameter's gradient is complete, while the gradient is 
 dropped. So there is never more than one gradient beside the nodes, and there are at most ``log2(M) + 1`` of those.
 
 A leaf that is first in its chain has nothing to be added to. When its sibling comes next on this worker, its gradients
-are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own.
+are **adopted**: kept as they are, and added to the sibling's straight into the slot, without a copy of their own. A
+gradient in memory that something else holds as well (a buffer of a CUDA graph, or of a function that writes all its
+gradients to the same place) is copied: the next backward may write there.
 
 Where the layout rounds, each node from a fixed level on is rounded as soon as it is formed, in the same hook; a leaf of
 that level is rounded before it is added to anything, and is never adopted.
@@ -30,6 +32,7 @@ from unisono.errors import StepError
 from unisono.exchange.flat import Entry, Extra, FlatLayout, Rows, Slot, digest_rows, round_in_place, with_flipped_bit
 from unisono.exchange.slots import Slots
 from unisono.faults import spoils
+from unisono.microbatch.gradients import gradient_of, is_private
 from unisono.microbatch.parameters import ParameterCheck
 from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_tensor
@@ -168,6 +171,7 @@ class GradientFolder:
         # By pass over the global batch: by parameter, the parts of its gradient that one call gives.
         self._parts_known: dict[int, list[int]] = {}
         self._turn = 0
+        self._compares = False
         self._leaf: _Leaf | None = None
         self._last: _Leaf | None = None
         self._on_rows: OnRows | None = None
@@ -210,12 +214,14 @@ class GradientFolder:
 
     # -- a step --------------------------------------------------------------------------------------
 
-    def start_step(self, num_leaves: int, turn: int = 0) -> None:
+    def start_step(self, num_leaves: int, turn: int = 0, *, compares: bool = False) -> None:
         """Begin to fold a pass over a global batch.
 
         Args:
             turn: number of the pass over this batch, from 0.
+            compares: compare the bits of the parameters before and after its first micro-batch on this worker.
         """
+        self._compares = compares
         self._num_leaves = num_leaves
         self._turn = turn
         self._slots.nodes, self._adopted, self._adopter = {}, {}, None
@@ -225,15 +231,12 @@ class GradientFolder:
             parameter.grad = None
 
     def show(self, combined: Slot) -> None:
-        """Make the combined means the parameters' ``.grad`` (views where the dtype allows) and the model's buffers."""
+        """Make the combined means the parameters' ``.grad`` and the model's buffers. A gradient is a view of the slot
+        where dtype and strides allow.
+        """
         counts = combined.used.tolist()
         for parameter, mean, count in zip(self._parameters, combined.gradients, counts, strict=True):
-            if count == 0:
-                parameter.grad = None
-            elif mean.dtype == parameter.dtype:
-                parameter.grad = mean
-            else:
-                parameter.grad = mean.to(parameter.dtype)
+            parameter.grad = gradient_of(parameter, mean) if count else None
         self.buffers.apply(combined.buffers)
 
     # -- a micro-batch -------------------------------------------------------------------------------
@@ -256,7 +259,10 @@ class GradientFolder:
             keep: keep the leaf by itself as well, so that `fingerprint` is known wherever it is in its chain.
         """
         self._last = None  # its slot may be as large as all gradients
-        self._check.start(compare_bits=not self._calls.has_looked)
+        # A script that writes parameters where nobody counts it does so in all micro-batches or in a worker's first,
+        # but not in all steps: a temperature is clamped when it has become too large. So some steps are looked at.
+        self._check.start(compare_bits=self._compares or keep or not self._calls.has_looked)
+        self._compares = False
         own = leaf(index, self._num_leaves)
         slots = Slots() if apart else self._slots
         current = _Leaf(own, slots, self._num_leaves, len(self._parameters), self.layout.rounds)
@@ -381,8 +387,9 @@ class GradientFolder:
 
     def _add_tail(self, current: _Leaf, weight: float, weighted_loss: float, write_extras: WriteExtras | None) -> None:
         tail = self._tail
-        tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64))
-        tail.used.copy_(torch.tensor(current.used, dtype=torch.int32))
+        # A copy to a GPU that blocks would wait until the whole backward pass is done.
+        tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64), non_blocking=True)
+        tail.used.copy_(torch.tensor(current.used, dtype=torch.int32), non_blocking=True)
         self.buffers.take_changes(tail.buffers, weight)
         for extra in tail.extras:
             extra.zero_()
@@ -464,7 +471,7 @@ class GradientFolder:
             self._carry(current, index, gradient)
             return
         slot = current.chain[0][1]
-        if current.adopts and gradient.dtype == slot.gradients[index].dtype:
+        if current.adopts and gradient.dtype == slot.gradients[index].dtype and is_private(gradient):
             self._adopted[index] = gradient
         else:
             self._write(current, index, gradient, slot)

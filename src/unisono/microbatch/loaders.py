@@ -11,7 +11,7 @@ import dataclasses
 import operator
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,15 @@ from unisono.errors import RecipeError
 from unisono.microbatch.data import Collate, Loading, MapDataset, check_dataset
 from unisono.microbatch.randomness import seed_everything
 
-__all__ = ["BucketSampler", "Source", "order_of", "source_of"]
+__all__ = [
+    "BucketSampler",
+    "Source",
+    "check_own_batches",
+    "check_said_once",
+    "loading_of",
+    "order_of",
+    "source_of",
+]
 
 
 class BucketSampler(Sampler[int]):
@@ -122,12 +130,7 @@ def source_of(
             "collate": collate,
             "loader_workers": loader_workers,
         }
-        twice = [f"{name}=" for name, value in given.items() if value is not None]
-        if twice:
-            raise RecipeError(
-                f"{caller} got a DataLoader and {', '.join(twice)}: a DataLoader has these itself. Say it in the "
-                f"DataLoader, or give {caller} the dataset instead"
-            )
+        check_said_once(caller, given)
         return _of_loader(dataset, caller)
     num_samples = check_dataset(dataset)
     if sampler is not None and shuffle:
@@ -144,23 +147,53 @@ def source_of(
     return _checked(Source(dataset, order, batch_size, bool(drop_last), loading))
 
 
-def _of_loader(loader: DataLoader[Any], caller: str) -> Source:
-    """Read a DataLoader."""
+def check_said_once(caller: str, given: Mapping[str, object]) -> None:
+    """Raise RecipeError if an option was given beside a DataLoader. None: it was not given."""
+    twice = [f"{name}=" for name, value in given.items() if value is not None]
+    if twice:
+        raise RecipeError(
+            f"{caller} got a DataLoader and {', '.join(twice)}: a DataLoader has these itself. Say it in the "
+            f"DataLoader, or give {caller} the dataset instead"
+        )
+
+
+def check_own_batches(loader: DataLoader[Any], instead: str) -> None:
+    """Raise RecipeError if a DataLoader makes its batches in another way than torch, or makes none.
+
+    Args:
+        instead: what to do, for the error.
+    """
     kind = type(loader)
-    instead = f"give {caller} the dataset itself, with batch_size=, sampler= and collate="
-    if isinstance(loader.dataset, IterableDataset):
-        check_dataset(loader.dataset)  # raises
     if kind.__iter__ is not DataLoader.__iter__:
         raise RecipeError(
             f"the loader is a {kind.__qualname__}, which makes its batches in a way of its own (it overrides "
             f"__iter__), and Unisono loads the samples itself; {instead}"
         )
-    cuts = loader.batch_sampler
-    if cuts is None:
+    if loader.batch_sampler is None:
         raise RecipeError(
             "the DataLoader has batch_size=None, so nothing says how many samples a global batch has; give it a "
             f"batch_size, or {instead}"
         )
+
+
+def loading_of(loader: DataLoader[Any]) -> Loading:
+    """Return how a DataLoader loads its samples."""
+    return Loading(
+        collate=loader.collate_fn,
+        processes=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        context=loader.multiprocessing_context,
+    )
+
+
+def _of_loader(loader: DataLoader[Any], caller: str) -> Source:
+    """Read a DataLoader."""
+    if isinstance(loader.dataset, IterableDataset):
+        check_dataset(loader.dataset)  # raises
+    check_own_batches(loader, f"give {caller} the dataset itself, with batch_size=, sampler= and collate=")
+    cuts = loader.batch_sampler
     if type(cuts) is not BatchSampler:
         raise RecipeError(
             f"the DataLoader has a batch_sampler of a kind of its own ({type(cuts).__qualname__}), and Unisono cuts "
@@ -169,16 +202,8 @@ def _of_loader(loader: DataLoader[Any], caller: str) -> Source:
         )
     dataset: Any = loader.dataset
     num_samples = check_dataset(dataset)
-    loading = Loading(
-        collate=loader.collate_fn,
-        processes=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        context=loader.multiprocessing_context,
-    )
     order = order_of(cuts.sampler, num_samples)
-    return _checked(Source(dataset, order, cuts.batch_size, cuts.drop_last, loading))
+    return _checked(Source(dataset, order, cuts.batch_size, cuts.drop_last, loading_of(loader)))
 
 
 def _checked(source: Source) -> Source:

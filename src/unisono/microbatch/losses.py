@@ -80,8 +80,8 @@ class Microbatch:
             return
         if not math.isfinite(value):
             raise LossError(
-                f"the loss of {self.where} is {value} (samples {self._samples()}); nothing was updated. "
-                "unisono replay RUN --step S --with anomaly names the operation",
+                f"the loss of {self.where} is {value} (samples {self._samples()}); nothing was updated"
+                f"{_replay_advice()}",
                 microbatch=self.leaf,
             )
         self._look(loss)
@@ -144,6 +144,13 @@ class Microbatch:
                 f"micro-batch {self.leaf} of step {self._step} ended without step.backward(loss){why}. "
                 f"To leave it out, call step.backward(loss, weight=0){unpacked if self._folder.is_new else ''}"
             )
+
+
+def _replay_advice() -> str:
+    """Return how to find the operation that gave a NaN; "" where that is what is being done."""
+    if members.spec().run.inspect[0]:
+        return ""
+    return ". unisono replay RUN --step S --with anomaly names the operation"
 
 
 def _checked(loss: Tensor, where: str) -> float:

@@ -32,12 +32,11 @@ class ParameterCheck:
         """Remember the parameters before a micro-batch.
 
         Args:
-            compare_bits: also take digests, which see what is written through ``.data`` and not counted. A script that
-                does so does it in every micro-batch or in the first, so one look is enough.
+            compare_bits: also take digests, which see what is written through ``.data`` and not counted.
         """
         self._versions = [parameter._version for _, parameter in self._named]
         self._gradients = [parameter.grad for _, parameter in self._frozen]
-        if compare_bits and self._digests is None:
+        if compare_bits:
             self._digests = [digest_of_tensor(parameter) for _, parameter in self._named]
 
     def check(self) -> None:
@@ -55,7 +54,7 @@ class ParameterCheck:
                 f"parameter {self._named[changed][0]!r} was changed within a micro-batch, only on the worker that "
                 "computed the micro-batch. Update parameters after the inner loop; use nn.Embedding without max_norm "
                 "(or renormalise after optimizer.step()); if the first batch initialises parameters, pass one batch "
-                "through the model before run.steps"
+                "through the model before run.steps. `unisono check SCRIPT` names the line"
             )
         other = _first_difference(self._needs_gradient, [parameter.requires_grad for _, parameter in self._named])
         if other is None:

@@ -32,8 +32,8 @@ class Search:
     tried: Sequence[Tried]
     fixed: int
     """Bytes that do not depend on the size of a micro-batch."""
-    limit: int
-    """Bytes that a worker could have; 0: unknown."""
+    limit: int | None
+    """Bytes that a worker could have; None: unknown."""
     batch_size: int
     microbatches: int
     num_samples: int = 0
@@ -71,7 +71,8 @@ def search(script: Script, found: Found, steps: int, what: Sequence[str], tell: 
         num_samples=samples if wants_batch else 0,
     )
     # No process of the machine is to be killed for a trial; an accelerator refuses what it does not have by itself.
-    room = 0 if is_gpu else max(0, int(CERTAIN * found.limit) - found.parts[PROGRAM])
+    limit = None if is_gpu else found.limit
+    room = None if limit is None else max(0, int(CERTAIN * limit) - found.parts[PROGRAM])
     following: int | None = own
     while following is not None:
         size = following
@@ -85,9 +86,7 @@ def search(script: Script, found: Found, steps: int, what: Sequence[str], tell: 
         except TrialFailed as error:
             return dataclasses.replace(made, stopped=f"with {count(size, 'sample')} {_reason(str(error))}")
         made = dataclasses.replace(made, tried=(*made.tried, tried))
-        following = next_size(
-            made.tried, sizes, fixed=fixed, limit=0 if is_gpu else found.limit, to_the_limit=wants_batch
-        )
+        following = next_size(made.tried, sizes, fixed=fixed, limit=limit, to_the_limit=wants_batch)
     return made
 
 
@@ -163,7 +162,7 @@ def _limits(made: Search) -> list[str]:
             f"Larger ones were not tried: {made.microbatches} of them are more than the "
             f"{count(made.num_samples, 'sample')} of the data set."
         )
-    elif made.limit and (need := expected_peak(made.tried, made.fixed, 2 * best.size)) > SPARE * made.limit:
+    elif made.limit is not None and (need := expected_peak(made.tried, made.fixed, 2 * best.size)) > SPARE * made.limit:
         said.append(
             f"One of {2 * best.size} would need about {shown_bytes(int(need))}, and a worker could have "
             f"{shown_bytes(made.limit)}, of which {SPARE:.0%} are used at most."

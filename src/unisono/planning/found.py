@@ -10,8 +10,14 @@ import msgspec
 
 from unisono.decisions.cursor import Recipe
 
-__all__ = ["FILE", "PROGRAM", "Found", "Settings", "found_in"]
+__all__ = ["FILE", "IN_A_ROW", "NUM_COUNTED", "PROGRAM", "WARM_UP", "Found", "Settings", "found_in"]
 
+WARM_UP: Final = 3
+"""Steps at the beginning of a number of workers that do not count: caches, page faults, rehearsals."""
+NUM_COUNTED: Final = 4
+"""Steps that count, at least: of fewer, the median is one of the two extremes or lies between them."""
+IN_A_ROW: Final = WARM_UP + NUM_COUNTED + 1
+"""Steps in a row with the same workers from which a plan can be made: the times of a step come with the next one."""
 FILE: Final = "probe.json"
 PROGRAM: Final = "the program, and data"
 
@@ -28,8 +34,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch_size: int = 0
     wire: str = ""
     delay: int = -1
-    room: int = 0
-    """Bytes by which the memory of a worker may grow from the beginning of its training; 0: there is no limit."""
+    room: int | None = None
+    """Bytes by which the memory of a worker may grow from the beginning of its training; None: there is no limit."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +57,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, int]
     """Memory that does not depend on the size of a micro-batch, by name, in bytes."""
     peak: int
-    """The most memory that the process has had in the loop."""
-    limit: int
-    """What it could have had; 0: unknown."""
+    """The most memory that the process has had in the loop; of what it shares with others, its part."""
+    limit: int | None
+    """What it could have had; None: unknown."""
     held_up: float = 0.0
     """Part of the time for which the worker could have run, and had no core: other programs use the machine."""
 

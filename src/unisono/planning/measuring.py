@@ -12,11 +12,10 @@ from unisono.decisions.forecast import Facts, Sample
 from unisono.errors import UsageError
 from unisono.history import History
 from unisono.journal.times import by_step
+from unisono.planning.found import IN_A_ROW, NUM_COUNTED, WARM_UP
 from unisono.rundir import read_facts
 
 __all__ = [
-    "LEAST_STEPS",
-    "WARM_UP",
     "check_recipe",
     "facts_from",
     "facts_of_run",
@@ -25,10 +24,6 @@ __all__ = [
     "samples_in",
 ]
 
-WARM_UP: Final = 3
-"""Steps at the beginning of a number of workers that do not count: caches, page faults, rehearsals."""
-LEAST_STEPS: Final = 4
-"""Fewer that count say nothing."""
 _TOTAL: Final = ("data", "compute", "exchange", "network", "waiting", "update", "other")
 _AS_STANDARD_DEVIATION: Final = 1.4826
 """Of the median distance from the median, for normal numbers."""
@@ -55,13 +50,13 @@ def samples_in(directory: Path, first: int = 0) -> list[Sample]:
         members = tuple(times)
         left_out = left_out + 1 if members == before else 1
         before = members
-        if left_out > WARM_UP and all(_is_whole(each) for each in times.values()):
+        if left_out > WARM_UP and _is_whole(times):
             hosts = len({place.get(worker_id, "") for worker_id in members})
             found.setdefault((len(members), hosts), []).append(times)
     return [
         sample_of(steps, workers, hosts)
         for (workers, hosts), steps in sorted(found.items())
-        if len(steps) >= LEAST_STEPS
+        if len(steps) >= NUM_COUNTED
     ]
 
 
@@ -79,7 +74,7 @@ def facts_of_run(directory: Path, samples: Sequence[Sample], room: int) -> Facts
     check_recipe(recipe)
     if not samples or not any(one.hosts == 1 for one in samples):
         raise UsageError(
-            f"the run in {directory} has not done {WARM_UP + LEAST_STEPS + 1} steps in a row with workers of one "
+            f"the run in {directory} has not done {IN_A_ROW} steps in a row with workers of one "
             "machine, from which a plan could be made"
         )
     if not isinstance(size.get("gradient_bytes"), int):
@@ -153,8 +148,13 @@ def sample_of(steps: Sequence[Times], workers: int, hosts: int = 1) -> Sample:
     )
 
 
-def _is_whole(times: Mapping[str, float | None]) -> bool:
-    return (times.get("leaves") or 0) > 0 and all(times.get(name) is not None for name in _TOTAL)
+def _is_whole(step: Times) -> bool:
+    """Return whether all of it is known.
+
+    A worker may have had no micro-batch: its sums would have travelled for too long.
+    """
+    known = all(times.get(name) is not None for times in step.values() for name in _TOTAL)
+    return known and any(times.get("leaves") for times in step.values())
 
 
 def _sum(times: Mapping[str, float | None]) -> float:
@@ -162,7 +162,9 @@ def _sum(times: Mapping[str, float | None]) -> float:
 
 
 def _paces(step: Times) -> list[float]:
-    return [((each["data"] or 0.0) + (each["compute"] or 0.0)) / (each["leaves"] or 1.0) for each in step.values()]
+    """Return those of the workers that had micro-batches."""
+    busy = [(each, leaves) for each in step.values() if (leaves := each["leaves"])]
+    return [((each["data"] or 0.0) + (each["compute"] or 0.0)) / leaves for each, leaves in busy]
 
 
 def _part(steps: Sequence[Times], name: str) -> float:
@@ -174,12 +176,16 @@ def _scatter(steps: Sequence[Times]) -> float:
     what makes all of them slower makes nobody wait; alone, among its steps.
     """
     paces = [_paces(step) for step in steps]
-    if len(paces[0]) == 1:
+    several = [step for step in paces if len(step) > 1]
+    if not several:
         alone = [own for (own,) in paces]
         return _deviation(alone) / statistics.median(alone)
-    several = len(paces[0])
-    apart = [(one - statistics.fmean(step)) / statistics.fmean(step) for step in paces for one in step]
-    return _AS_STANDARD_DEVIATION * statistics.median(map(abs, apart)) * math.sqrt(several / (several - 1))
+    apart = [
+        (one - statistics.fmean(step)) / statistics.fmean(step) * math.sqrt(len(step) / (len(step) - 1))
+        for step in several
+        for one in step
+    ]
+    return _AS_STANDARD_DEVIATION * statistics.median(map(abs, apart))
 
 
 def _deviation(values: Sequence[float]) -> float:

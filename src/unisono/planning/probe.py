@@ -16,7 +16,7 @@ import torch
 from unisono.errors import StopInspection
 from unisono.events import StepResult
 from unisono.planning.found import FILE, PROGRAM, Found, Settings
-from unisono.problems.limits import limit_growth, memory_limit, own_memory, own_peak
+from unisono.problems.limits import limit_growth, memory_limit, own_memory, own_peak, own_share, reset_peak
 from unisono.rounds.inspecting import Inspected, Inspector
 
 __all__ = ["probe"]
@@ -60,10 +60,9 @@ class Probe(Inspector):
         self._note()
         self._loop, self._done = loop, 0
         self._since, self._without_core = time.monotonic(), without_core()
-        self._before = own_memory()
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak so far does not count
-        if self._settings.room:
+        self._before = own_share()
+        reset_peak()
+        if self._settings.room is not None:
             limit_growth(self._settings.room)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -104,14 +103,14 @@ class Probe(Inspector):
             ),
         }
         gradient_bytes = tracked.gradient_bytes()
-        limit = 0
+        limit: int | None = None
         if device.type == "cuda":
             program, peak = 0, torch.cuda.max_memory_allocated(device)
             limit = torch.cuda.get_device_properties(device).total_memory
         else:
-            program, peak = max(0, self._before - sum(held.values())), own_peak()
+            program, peak = max(0, self._before - sum(held.values())), own_peak() - (own_memory() - own_share())
             if (known := memory_limit()) is not None:
-                limit = max(0, known.limit - known.used) + own_memory()
+                limit = max(0, known.limit - known.used) + own_share()
         states = sum(
             value.numel() * value.element_size()
             for optimizer in tracked.optimizers.values()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +15,15 @@ from unisono.decisions.forecast import Facts, Sample
 from unisono.decisions.strategies import Memory
 from unisono.errors import UsageError
 from unisono.history import History
-from unisono.lifetime import PARENT
 from unisono.planning.found import Found, Settings, found_in
 from unisono.planning.measuring import check_recipe, facts_from, samples_in
+from unisono.trialrun import Script, trial_run
 from unisono.words import without_evidence
 
 __all__ = [
+    "Measurement",
     "OutOfMemory",
     "Script",
-    "Trial",
     "TrialFailed",
     "facts_of",
     "memories_of",
@@ -37,7 +32,6 @@ __all__ = [
 ]
 
 LIMIT_S: Final = 600.0
-END_S: Final = 20.0
 NUM_LINES: Final = 12
 
 
@@ -50,25 +44,14 @@ class OutOfMemory(TrialFailed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
-    """What is tried."""
-
-    command: Sequence[str]
-    """``SCRIPT [ARGUMENTS]`` or ``-m MODULE [ARGUMENTS]``."""
-    threads: int = 1
-    directory: Path
-    """Trials leave their runs in folders of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
+class Measurement:
     """What one trial has found."""
 
     sample: Sample
     found: Found
 
 
-def trial(script: Script, settings: Settings, *, workers: int = 1, hosts: int = 1) -> Trial:
+def trial(script: Script, settings: Settings, *, workers: int = 1, hosts: int = 1) -> Measurement:
     """Let workers do the first steps of a script, and return what was measured. Blocks until they have ended.
 
     Args:
@@ -78,27 +61,22 @@ def trial(script: Script, settings: Settings, *, workers: int = 1, hosts: int = 
         TrialFailed: the script has failed, or has ended before enough steps were done.
     """
     place = Path(tempfile.mkdtemp(prefix=f"{workers}-{hosts}-", dir=script.directory))
-    is_module = script.command[0] == "-m"
-    named = ["-m", script.command[1]] if is_module else [script.command[0]]
-    command = [
-        *(sys.executable, "-u", "-P", "-m", "unisono", "run", *named),
-        *("--workers", str(workers), "--threads", str(script.threads), "--simulate-hosts", str(hosts)),
-        *("--max-restarts", "0", "--launcher", "local", "--run-dir", str(place / "run")),
-        *("--inspect", "probe", msgspec.json.encode(msgspec.structs.replace(settings, workers=workers)).decode()),
-        *("--", *script.command[2 if is_module else 1 :]),
-    ]
-    code = _run(command, place / "output")
+    asked = msgspec.json.encode(msgspec.structs.replace(settings, workers=workers)).decode()
+    try:
+        code, output = trial_run(script, place / "run", ("probe", asked), workers=workers, hosts=hosts, limit_s=LIMIT_S)
+    except TimeoutError as error:
+        raise TrialFailed(f"{error}; give fewer --steps") from None
     found = found_in(place / "run")
     if found is None or found.done < settings.steps:
         kind = OutOfMemory if _was_short_of_memory(place / "run") else TrialFailed
-        raise kind(_words(code, settings, place / "output", found.done if found is not None else 0))
+        raise kind(_words(code, settings, output, found.done if found is not None else 0))
     samples = [one for one in samples_in(place / "run", found.first) if one.workers == workers]
     if not samples:
         raise TrialFailed(f"the script's first training loop has {found.total} steps, too few to be measured")
-    return Trial(sample=samples[0], found=found)
+    return Measurement(sample=samples[0], found=found)
 
 
-def facts_of(trials: Sequence[Trial], room: int) -> Facts:
+def facts_of(trials: Sequence[Measurement], room: int) -> Facts:
     """Return what a forecast is made from.
 
     Raises:
@@ -116,8 +94,8 @@ def facts_of(trials: Sequence[Trial], room: int) -> Facts:
     )
 
 
-def memory_of(one: Trial) -> Memory:
-    """Return the memory of a worker in a trial. What workers of a machine share counts for each of them."""
+def memory_of(one: Measurement) -> Memory:
+    """Return the memory of a worker in a trial. Of what workers of a machine share, each counts its part."""
     found, number = one.found, int(one.found.recipe["microbatches"])
     return Memory(
         parts=found.parts,
@@ -127,30 +105,9 @@ def memory_of(one: Trial) -> Memory:
     )
 
 
-def memories_of(trials: Sequence[Trial]) -> dict[int, Memory]:
+def memories_of(trials: Sequence[Measurement]) -> dict[int, Memory]:
     """Return the memory of a worker by the number of workers of its machine."""
     return {one.sample.workers: memory_of(one) for one in trials if one.sample.hosts == 1}
-
-
-def _run(command: Sequence[str], output: Path) -> int:
-    """Run a command that ends with this process, and return its exit code."""
-    environment = {**os.environ, PARENT: str(os.getpid())}
-    with (
-        output.open("wb") as told,
-        subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT
-        ) as process,
-    ):
-        try:
-            return process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise TrialFailed(f"the trial took longer than {LIMIT_S:.0f} s; give fewer --steps") from None
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)
-                process.kill()
 
 
 def _was_short_of_memory(directory: Path) -> bool:
@@ -158,8 +115,8 @@ def _was_short_of_memory(directory: Path) -> bool:
     return any(one.get("kind") == "problem" and one.get("problem") == "out-of-memory" for one in told)
 
 
-def _words(code: int, settings: Settings, output: Path, done: int) -> str:
-    lines = without_evidence(output.read_text(errors="replace").strip().splitlines())[-NUM_LINES:]
+def _words(code: int, settings: Settings, output: str, done: int) -> str:
+    lines = without_evidence(output.strip().splitlines())[-NUM_LINES:]
     told = "".join(f"\n  {line}" for line in lines)
     if code == 0:
         what = f"the script has ended before {settings.steps} steps of one run.steps were done: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from unisono.decisions.forecast import Facts, Roster
@@ -14,6 +15,7 @@ from unisono.words import count, short_duration
 __all__ = [
     "shown_came",
     "shown_conclusions",
+    "shown_cost",
     "shown_missing",
     "shown_strategies",
     "shown_table",
@@ -36,7 +38,7 @@ def shown_workers(plan: Plan, price: float) -> str:
             f"{one.samples_per_s:,.0f}",
             f"{one.efficiency:.0%}",
             shown_bytes(one.memory_bytes) if one.memory_bytes else "-",
-            f"{one.cost:.2f}" if price else "-",
+            shown_cost(one.cost) if price else "-",
             one.bottleneck,
         ]
         for one in plan.forecasts
@@ -73,12 +75,12 @@ def shown_missing(facts: Facts, roster: Roster) -> str:
     return f"Without a row: {told}." if told else ""
 
 
-def shown_conclusions(facts: Facts, plan: Plan, roster: Roster, room_bytes: int) -> list[str]:
+def shown_conclusions(facts: Facts, plan: Plan, roster: Roster, room_bytes: int | None) -> list[str]:
     """Return what follows from a plan, in sentences.
 
     Args:
         roster: of the most workers.
-        room_bytes: memory that workers of one machine can have together; 0: unknown.
+        room_bytes: memory that workers of one machine can have together; None: unknown.
     """
     own = [one for one in plan.forecasts if STRATEGIES[one.strategy].is_measured]
     said = []
@@ -95,7 +97,7 @@ def shown_conclusions(facts: Facts, plan: Plan, roster: Roster, room_bytes: int)
             f"{count(facts.batch_size // number, 'sample')} each, would take {gain:.0%} less time. It is part of the "
             "recipe: the results would have other bits."
         )
-    if room_bytes and own and own[-1].memory_bytes:
+    if room_bytes is not None and own and own[-1].memory_bytes:
         fit = room_bytes // max(1, own[-1].memory_bytes)
         here = roster.neighbours
         said.append(
@@ -132,6 +134,12 @@ def _end(own: Sequence[Forecast]) -> tuple[Forecast, Forecast] | None:
 def shown_time(seconds: float) -> str:
     """Return ``35.2 ms`` or ``1.2 s``."""
     return f"{1000 * seconds:.1f} ms" if seconds < 0.1 else short_duration(seconds)
+
+
+def shown_cost(cost: float) -> str:
+    """Return ``12.35``, ``0.072`` or ``0.00031``: two digits after the point, or as many as show two that are not 0."""
+    digits = 2 if cost <= 0 else max(2, 1 - math.floor(math.log10(cost)))
+    return f"{cost:,.{digits}f}"
 
 
 def shown_table(rows: Sequence[Sequence[str]], drop: Sequence[int] = ()) -> str:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from unisono.controlgroups import ControlGroup, control_groups, text_of, value_in
 from unisono.problems.kinds import shown_bytes
 
-__all__ = ["Kills", "MemoryLimit", "limit_growth", "memory_limit", "own_address_space", "own_memory", "own_peak"]
+__all__ = [
+    "Kills",
+    "MemoryLimit",
+    "limit_growth",
+    "memory_limit",
+    "own_address_space",
+    "own_memory",
+    "own_peak",
+    "own_share",
+    "reset_peak",
+]
 
 NEAR: Final = 0.97
 """A group that uses so much of its memory is at its limit."""
-_ENDLESS: Final = 1 << 60
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -32,7 +41,7 @@ class MemoryLimit:
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     """Return the limit that is nearest: of a control group (of a container, a batch job), or of the machine."""
-    found = list(_groups(root))
+    found = [limit for group in control_groups("memory", root) if (limit := _limit_of(group)) is not None]
     total, available = _meminfo(root)
     if total:
         found.append(MemoryLimit(total, total - available, "this machine's memory"))
@@ -46,13 +55,30 @@ def own_memory() -> int:
     return 0
 
 
+def own_share() -> int:
+    """Return the memory of this process, in bytes, of which it counts its part of what it shares with other processes
+    (their code, and sums in shared memory); all of it where the system does not say.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return own_memory()
+
+
 def own_peak() -> int:
-    """Return the most memory that this process has had, in bytes; 0: unknown."""
+    """Return the most memory that this process has had, in bytes, with all that it shares; 0: unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def reset_peak() -> None:
+    """Let `own_peak` begin anew, where the system can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def own_address_space() -> MemoryLimit | None:
@@ -88,7 +114,7 @@ class Kills:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         # The innermost group counts the kills below it as well, and is full when the kernel kills for its limit.
-        self._group = next(((version, folder) for _, version, folder in _folders(root)), None)
+        self._group = next(control_groups("memory", root), None)
         self._known = self._read()
         self.limit: MemoryLimit | None = None
         """Of the memory, when `new` has last found that a process was killed for it."""
@@ -114,71 +140,28 @@ class Kills:
         """Return the numbers of this control group and of the machine."""
         of_group = 0
         if self._group is not None:
-            version, folder = self._group
-            of_group = _value(folder / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
-        return of_group, _value(self._root / "proc/vmstat", "oom_kill")
+            folder, version = self._group
+            of_group = value_in(folder / ("memory.events" if version == 2 else "memory.oom_control"), "oom_kill")
+        return of_group, value_in(self._root / "proc/vmstat", "oom_kill")
 
     def _is_full(self) -> bool:
         if self._group is None:
             return False
-        limit = _of_group(*self._group)
+        limit = _limit_of(self._group)
         return limit is not None and limit.used >= NEAR * limit.limit
 
 
-def _folders(root: Path) -> Iterator[tuple[Path, int, Path]]:
-    """Yield (root, version, folder) of the control groups of this process that limit memory, the innermost first."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            base, version = root / "sys/fs/cgroup", 2
-        elif "memory" in controllers.split(","):
-            base, version = root / "sys/fs/cgroup" / controllers, 1
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place.is_relative_to(base):
-                yield base, version, place
-
-
-def _groups(root: Path) -> Iterator[MemoryLimit]:
-    for _, version, folder in _folders(root):
-        if (limit := _of_group(version, folder)) is not None:
-            yield limit
-
-
-def _of_group(version: int, folder: Path) -> MemoryLimit | None:
-    """Return the limit of a control group; None: it has none. What the kernel keeps of files and can drop at once is
-    not used: it fills any group in time, and nothing is killed for it.
-    """
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    limit, used = (_text(folder / name).strip() for name in names)
-    if limit.isdecimal() and used.isdecimal() and int(limit) < _ENDLESS:
-        idle = _value(folder / "memory.stat", "inactive_file" if version == 2 else "total_inactive_file")
-        return MemoryLimit(int(limit), max(0, int(used) - idle), "its control group's memory")
-    return None
+def _limit_of(group: ControlGroup) -> MemoryLimit | None:
+    """Return the limit of a control group; None: it has none."""
+    memory = group.memory()
+    return MemoryLimit(memory.limit, memory.used, "its control group's memory") if memory is not None else None
 
 
 def _meminfo(root: Path) -> tuple[int, int]:
     known = {}
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in text_of(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         number = value.split()[0] if value.split() else ""
         if number.isdecimal():
             known[name] = int(number) * 1024
     return known.get("MemTotal", 0), known.get("MemAvailable", 0)
-
-
-def _value(file: Path, name: str) -> int:
-    for line in _text(file).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.strip().isdecimal():
-            return int(value)
-    return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

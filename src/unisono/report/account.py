@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.decisions.advice import Advice, Load, Setting, advise
+from unisono.decisions.usefulness import useful_share
 from unisono.events import Seconds
 from unisono.history import History
-from unisono.history.machines import steps_of
+from unisono.history.machines import added_up, seconds_of, steps_of
 from unisono.journal.lines import is_number
 from unisono.overview import Overview
 from unisono.words import count, duration
@@ -141,7 +142,6 @@ def account(directory: Path) -> Account:
     told = [each for each in history.every_event() if each.get("kind") in TOLD]
     hosts = {each["worker_id"]: each.get("host", "") for each in told if each.get("kind") == "joined"}
     workers = _workers(times, last, hosts)
-    total = sum(each.total for each in workers)
     loads = _loads(times, last, hosts)
     came_and_went = presences(told, end=overview.ended or overview.time)
     return Account(
@@ -157,7 +157,7 @@ def account(directory: Path) -> Account:
         evaluations=history.series(evaluations, points=POINTS) if evaluations else {},
         workers=workers,
         num_workers=len(loads),
-        efficiency=sum(each.seconds["compute"] for each in workers) / total if total else None,
+        efficiency=useful_share([each.seconds for each in workers]),
         presences=came_and_went,
         interruptions=interruptions(told),
         advice=advise(loads, _setting(history.facts(), history.use(POINTS))) if last - first >= LEAST_STEPS - 1 else [],
@@ -269,23 +269,18 @@ def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> l
     steps: Sequence[int] = times.get("step", ())
     if not names or not steps:
         return []
-    weights = steps_of(times, last)
-    values = times["values"]
-    leaves = [_sum(values.get("leaves", ()), weights, place) for place in range(len(names))]
+    weights, seconds = steps_of(times, last), seconds_of(times, last)
+    leaves = [added_up(times["values"].get("leaves", ()), weights, place) for place in range(len(names))]
     all_leaves = sum(leaves) or 1.0
     return [
         WorkerAccount(
             worker_id=name,
             host=hosts.get(name, ""),
-            seconds={part: _sum(values.get(part, ()), weights, place) for part in PARTS},
+            seconds=seconds[name],
             share=leaves[place] / all_leaves,
         )
         for place, name in enumerate(names)
     ]
-
-
-def _sum(rows: Sequence[Sequence[float | None]], weights: Sequence[int], place: int) -> float:
-    return math.fsum(weight * (row[place] or 0.0) for row, weight in zip(rows, weights, strict=False))
 
 
 def _loads(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> list[Load]:
@@ -306,7 +301,7 @@ def _loads(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> lis
 
     def mean(column: str, place: int) -> float:
         rows = values.get(column, ())[begin:]
-        return float(_sum(rows, weights, place) / sum(weights))
+        return float(added_up(rows, weights, place) / sum(weights))
 
     loads = []
     for place in members:

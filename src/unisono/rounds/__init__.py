@@ -84,7 +84,9 @@ class Ahead(Protocol):
 
     @property
     def holds_back(self) -> bool:
-        """Whether, after a loss, sums are missing that are computed later: until then members do not change."""
+        """Whether sums are computed again later, after a loss or because they are wrong: until then members do not
+        change.
+        """
 
     def drain(self) -> None:
         """Wait until no sum is under way, so that the caller may use the exchange.
@@ -105,6 +107,11 @@ class Ahead(Protocol):
     def report(self) -> tuple[int, int, list[tuple[int, list[Node]]]]:
         """Return the step of the script in which the first sum under way is completed after a loss, its number of
         leaves, and by number of the step the nodes of all that are under way.
+        """
+
+    def redo(self) -> None:
+        """Forget the sums that are committed and not applied, because a member that is wrong has a part in them: they
+        are made again. On all members alike.
         """
 
     def abandon(self) -> None:

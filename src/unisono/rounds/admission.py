@@ -63,13 +63,14 @@ class Admission:
         self._state: _Fresh | _BeginsLater | _Arrived = _Fresh()
         self.lines: list[str] = []
 
-    def join(self, phase: int, recipe: Recipe, begin: Begin) -> bool:
+    def join(self, phase: int, recipe: Recipe, begin: Begin, first_step: int = 0) -> bool:
         """Get into the run, with its state. Collective for the members of the generation that admits this one.
 
         Args:
             recipe: of this phase, as this member's script has it.
             begin: called on one member of a run that begins. Loads the state to begin with, and returns the position of
                 that state; None: the beginning. Of a state of a later phase it loads the models only.
+            first_step: the step of the beginning; the steps before it count as done.
 
         Returns:
             False if the run is in a later phase; call again there.
@@ -77,7 +78,7 @@ class Admission:
         Raises:
             RecipeError: the run has another recipe.
         """
-        self._rounds.enter_phase(recipe, Position(phase=phase, step=0, total=0, lines=0))
+        self._rounds.enter_phase(recipe, Position(phase=phase, step=first_step, total=first_step, lines=0))
         while not isinstance(self._state, _Arrived):
             try:
                 reports = self._meet(phase)

@@ -17,15 +17,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import nn
 
-from unisono.decisions.audits import Part, Record, digest_of, judge_states, key_of
+from unisono.decisions.audits import Part, Record, digest_of, key_of, odd_states
 from unisono.decisions.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
 from unisono.decisions.cursor import seed_of
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError
 from unisono.microbatch.folding import Fingerprint
-from unisono.rounds.auditing import COPIES_DIFFER, Audits
+from unisono.rounds.auditing import Audits
 from unisono.rounds.members import Members
 from unisono.rounds.team import LOST
+from unisono.rounds.testimony import COPIES_DIFFER
 from unisono.state.packing import described, quick_digest
 from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
@@ -74,6 +75,7 @@ class Agreement:
         rehearses: compute some micro-batches twice; otherwise only states are compared.
         last_step: the number of the step, within ``run.steps``, that is checked as the last one; None: there is none.
         audits: find out which member is wrong where two differ; None: the run ends there.
+        lag: by so many steps the update of a gradient comes later than the gradient.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Agreement:
         rehearses: bool,
         last_step: int | None,
         audits: Audits | None = None,
+        lag: int = 0,
     ) -> None:
         self.unit = "micro-batch"
         """Of a rehearsal, for errors."""
@@ -101,6 +104,7 @@ class Agreement:
         self._has_warned = False
         self._audits = audits
         self._record = audits.record if audits is not None else Record()
+        self._record.lag = max(self._record.lag, lag)
 
     def start_step(self, number: int, total: int) -> None:
         """Decide whether a step is compared and rehearsed, and take the digest of the state if it is compared.
@@ -138,10 +142,7 @@ class Agreement:
         self._turn = turn
         if (found := self.rehearsal(plan)) is not None:
             return _part(found)
-        return self._audited(plan, self._step, turn)
-
-    def _audited(self, plan: Plan, step: int, turn: int = 0) -> Part:
-        return self._audits.part(plan, self._members, step, turn) if self._audits is not None else Part()
+        return self._audits.begin(plan, self._members, self._step, turn) if self._audits is not None else Part()
 
     def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
         """Return the micro-batches of another member that this one will compute in a coming step, to fetch them ahead.
@@ -155,7 +156,22 @@ class Agreement:
         rehearses = self._rehearses if is_team else self._rehearses_alone
         if rehearses and is_rehearsed(total, alone=not is_team, is_last=is_last):
             return _part(rehearsal(plan, self._members.rank, total)).other
-        return self._audited(plan, total).other
+        return self._audits.expected(plan, self._members, total).other if self._audits is not None else ()
+
+    def pass_over(self, total: int) -> None:
+        """Compare nothing in a step that is summed after a loss.
+
+        Args:
+            total: its number in the run.
+        """
+        self._digest = self._copies = None
+        self._own, self._other = [], []
+        self._step, self._is_rehearsed = total, False
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether a rehearsal has left a fingerprint of a micro-batch of this step."""
+        return self._is_rehearsed and bool(self._own)
 
     @property
     def own(self) -> Fingerprint | None:
@@ -194,25 +210,48 @@ class Agreement:
                 found |= {f"{name}_leaf": key, f"{name}_digest": digest_of([one.digest for one in computed])}
         return msgspec.structs.replace(telemetry, **found)
 
-    def check(self, telemetry: Sequence[StepTelemetry]) -> None:
+    def differs(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+        """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
+        and the same on all members. False without audits.
+
+        Args:
+            telemetry: by worker, of those that have summed the step.
+        """
+        if self._audits is None:
+            return False
+        told = self._audits.told(telemetry, self._members, self._step, self._turn)
+        return bool(told.pairs or told.odd)
+
+    def audit(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+        """Compare what members have computed as audits; returns whether `Audits.settle` has to follow. Local, and the
+        same on all members. Nothing differs without audits.
+
+        Args:
+            telemetry: by worker, of those that have summed the step.
+        """
+        if self._audits is None:
+            return False
+        said = list(telemetry.values())
+        is_alike = len({each.arithmetic for each in said}) == 1
+        differ = is_alike and self._have_copies_that_differ(said)
+        return self._audits.compare(telemetry, self._members, self._step, self._turn, copies_differ=differ)
+
+    def check(self, telemetry: Mapping[str, StepTelemetry]) -> None:
         """Compare the digests that all members have sent with the sums of the step. Collective where some differ.
 
         Args:
-            telemetry: by rank.
+            telemetry: by worker, in the order of the ranks.
 
         Raises:
             DivergenceError: members of equal arithmetic have other bits.
         """
         if self._members.size == 1:
             self._check_alone()
-        if self._audits is not None:
-            is_alike = len({each.arithmetic for each in telemetry}) == 1
-            differ = self._is_decided(telemetry) or (is_alike and self._have_copies_that_differ(telemetry))
-            if self._audits.compare(telemetry, self._members, self._step, self._turn, states_differ=differ):
-                return  # `Audits.settle` follows
+        if self.audit(telemetry):
+            return
         if self._digest is not None:
-            self._compare(telemetry)
-            self._record.compared = self._step
+            self._compare(list(telemetry.values()))
+            self._record.same(self._step)
 
     def _compare(self, telemetry: Sequence[StepTelemetry]) -> None:
         compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
@@ -229,26 +268,6 @@ class Agreement:
                     self._leaves_differ(telemetry, owner, helper)
 
     # -- inside --------------------------------------------------------------------------------------
-
-    def _is_decided(self, telemetry: Sequence[StepTelemetry]) -> bool:
-        """Return whether the states of some members differ from those of most."""
-        if self._digest is None:
-            return False
-        for group in self._members.state_layout().alike():
-            of_group = [
-                each
-                for worker, each in zip(self._members.worker_ids, telemetry, strict=True)
-                if worker in group and each.compared_step == self._step
-            ]
-            for arithmetic in {each.arithmetic for each in of_group}:
-                states = {
-                    str(number): each.state_digest
-                    for number, each in enumerate(of_group)
-                    if each.arithmetic == arithmetic
-                }
-                if len(set(states.values())) > 1 and judge_states(states).kind == "convicted":
-                    return True
-        return False
 
     def _have_copies_that_differ(self, telemetry: Sequence[StepTelemetry]) -> bool:
         is_whole = {each.copies_generation for each in telemetry} == {self._members.team.generation}
@@ -381,7 +400,7 @@ def has_minority(digests: Mapping[str, Digests]) -> bool:
     """Return whether the objects of some workers, by worker, differ from those of most workers of their arithmetic."""
     for arithmetic in {each.arithmetic for each in digests.values()}:
         states = {one: digest_of_objects(each) for one, each in digests.items() if each.arithmetic == arithmetic}
-        if len(set(states.values())) > 1 and judge_states(states).kind == "convicted":
+        if odd_states(states):
             return True
     return False
 

@@ -32,6 +32,8 @@ __all__ = ["SumsAhead"]
 class Interruptible(Protocol):
     """A step, or a round, whose sum is under way."""
 
+    title: str
+
     def interrupt(self) -> Collection[Node]:
         """Give up the plan, because a member was lost. Local."""
 
@@ -105,6 +107,10 @@ class SumsAhead(ABC, Generic[R]):
         """Forget what only the script needs, because it has left the loop. Local."""
 
     @abstractmethod
+    def redo(self) -> None:
+        """Forget the sums that are committed and not applied: they are made again. Local."""
+
+    @abstractmethod
     def note(self, round_: R, combined: Combined, share: Share | None) -> Committed:
         """Take the committed sum of a step; returns what is kept of it for members that have not seen the commit."""
 
@@ -117,12 +123,16 @@ class SumsAhead(ABC, Generic[R]):
     def _wait_for(self, number: int) -> None:
         """Wait for the commit of a step, or meet the survivors of a loss. Collective."""
         self._context.clock.switch("exchange")
+        title = round_.title if (round_ := self._open.get(number)) is not None else ""
         try:
             with self._members.waiting():
                 while not self._has_arrived(number) and self._under_way:
+                    self._rounds.note_round(self._rounds.number, title)
                     self._commit_next()
         except LOST as lost:
             self._rounds.regroup(lost)
+        finally:
+            self._rounds.note_round(-1, "")
         self._context.clock.switch("other")
 
     def _commit_next(self) -> None:

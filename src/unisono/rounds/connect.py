@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 from functools import partial
@@ -49,13 +48,6 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
         raise UsageError(f"the exchange {wanted!r} is unknown; choose one of {', '.join((AUTO, *EXCHANGES))}")
     hosts = hosts_of(notice)
     can_share = device.type == "cpu" and all(info.page for info in notice.members)
-    devices = collections.Counter((info.host, info.device) for info in notice.members)
-    (host, shared), number = devices.most_common(1)[0]
-    if device.type == "cuda" and number > 1:
-        raise UsageError(
-            f"{number} workers of {host} compute on {shared}, and NCCL connects one worker a GPU; start as many "
-            'workers as there are GPUs (--workers auto), or train on CPUs: CUDA_VISIBLE_DEVICES=""'
-        )
     if wanted in ("shared", "two-level") and not can_share:
         raise UsageError(f"--exchange {wanted} needs workers on CPUs; these are on {device.type}: use auto or gloo")
     if wanted == "shared" and len(hosts) > 1:
@@ -126,11 +118,13 @@ def open_wire(notice: Notice, rank: int, *, member: Member, device: torch.device
 
 
 def _context(notice: Notice, rank: int, member: Member, device: torch.device, timeout_s: float) -> Context:
+    places = {(info.host, info.device) for info in notice.members}
     return Context(
         generation=notice.generation,
         rank=rank,
         hosts=tuple(hosts_of(notice)),
         device=device,
+        shares_gpu=device.type == "cuda" and len(places) < len(notice.members),
         timeout_s=timeout_s,
         store=partial(_store, member, notice.generation, timeout_s),
         names=[info.worker_id for info in notice.members],

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Final, Protocol
 
+import msgspec
 from torch import Tensor
 
 from unisono.decisions.plan import Plan
-from unisono.errors import DivergenceError
 from unisono.exchange import Combined, Share, combine
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.faults import point
@@ -71,28 +71,29 @@ class DelayedRound(GradientRound):
     @property
     def is_rehearsed(self) -> bool:
         """Whether a rehearsal has left a fingerprint of one of its micro-batches."""
-        return self._context.agreement.own is not None
+        return self._context.agreement.is_rehearsed
 
-    def look_back(self) -> Iterator[object]:
+    def look_back(self) -> Generator[object, None, str]:
         """Yield the micro-batch of a rehearsal once more in a later iteration, to compare its gradient.
 
-        Raises:
-            DivergenceError: it is not the same.
+        Returns:
+            In words that it is not the same; "" if it is.
         """
         own = self._context.agreement.own
         assert own is not None
         yield from self._aside(own.leaf)
         again = self._folder.fingerprint(own.leaf)
-        if again.digest != own.digest:
-            raise DivergenceError(
-                f"micro-batch {own.leaf} of step {self.at} was computed again one step later, with the parameters and "
-                "buffers that it had, and its gradient is not the same: "
-                f"{own.difference(again, 'the first time', 'the second')}. After the loss of a worker, micro-batches "
-                "of steps whose gradients are under way are computed again, and would change the result. Something in "
-                "the inner loop depends on a variable that the script sets outside of it: compute it there from "
-                "step.number, which is the number of the micro-batch's step, or keep it in a tracked buffer. Nothing "
-                "was updated"
-            )
+        if again.digest == own.digest:
+            return ""
+        return (
+            f"micro-batch {own.leaf} of step {self.at} was computed again one step later, with the parameters and "
+            "buffers that it had, and its gradient is not the same: "
+            f"{own.difference(again, 'the first time', 'the second')}. After the loss of a worker, micro-batches "
+            "of steps whose gradients are under way are computed again, and would change the result. Something in "
+            "the inner loop depends on a variable that the script sets outside of it: compute it there from "
+            "step.number, which is the number of the micro-batch's step, or keep it in a tracked buffer. Nothing "
+            "was updated"
+        )
 
     # -- ahead ---------------------------------------------------------------------------------------
 
@@ -102,10 +103,15 @@ class DelayedRound(GradientRound):
         super().begin(plan)
         return plan
 
-    def announce(self) -> bytes:
-        """Return what goes with the sum, when this member has computed its micro-batches. Local."""
+    def announce(self, *, unlike: bool) -> bytes:
+        """Return what goes with the sum, when this member has computed its micro-batches. Local.
+
+        Args:
+            unlike: what this member has looked back at was not the same.
+        """
         self._close()
-        return self._members.announce(self._context.agreement.add_to(self._telemetry()))
+        telemetry = msgspec.structs.replace(self._telemetry(), unlike=unlike)
+        return self._members.announce(self._context.agreement.add_to(telemetry))
 
     # -- after a loss --------------------------------------------------------------------------------
 
@@ -114,6 +120,7 @@ class DelayedRound(GradientRound):
 
     def begin(self, plan: Plan) -> None:
         point("delay.again")
+        self._context.agreement.pass_over(self.number)
         self._folder.start_step(self.num_leaves, self.turn.number)
         self._context.guards.start_step()
         self._members.slots.nodes = self._members.slots.ahead.pop(self.at, {})
@@ -150,7 +157,18 @@ class DelayedRound(GradientRound):
         self._arrived, self.result = arrived, arrived.summed
         self._scalars = arrived.scalars
 
+    def differs(self, arrived: Arrived) -> bool:
+        """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
+        and the same on all members.
+        """
+        return self._context.agreement.differs(arrived.telemetry)
+
+    def audit(self) -> None:
+        """Compare what members have said with the sum as audits. Local, and the same on all members."""
+        assert self.result is not None
+        self._context.agreement.audit(self.result.telemetry)
+
     def check(self) -> None:
         """Compare what the members have said with the sum. Collective where they differ."""
         assert self.result is not None
-        self._context.agreement.check(list(self.result.telemetry.values()))
+        self._context.agreement.check(self.result.telemetry)

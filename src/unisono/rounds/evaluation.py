@@ -27,7 +27,7 @@ from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
 from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
-from unisono.microbatch.data import Fetcher, Request
+from unisono.microbatch.data import Loader, Request
 from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
@@ -48,7 +48,7 @@ class Evaluator:
     """Evaluates batches, and puts back the modes and buffers that the function has changed. Local."""
 
     def __init__(
-        self, fetcher: Fetcher, function: Callable[[Any], Mapping[str, Any]], tracked: Tracked, *, seed: int
+        self, fetcher: Loader, function: Callable[[Any], Mapping[str, Any]], tracked: Tracked, *, seed: int
     ) -> None:
         """
         Args:
@@ -65,7 +65,7 @@ class Evaluator:
         self._buffers.start_step()
 
     def comes(self, batch: int) -> bool:
-        """Return whether a batch comes from where others come; see `unisono.microbatch.data.Fetcher.comes`."""
+        """Return whether a batch comes from where others come; see `unisono.microbatch.data.Loader.comes`."""
         return self._fetcher.comes(0, batch)
 
     def totals(self, batch: int) -> Totals:
@@ -184,7 +184,7 @@ class EvaluationRound:
         return self._evaluator.totals(batch)
 
 
-MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Fetcher]
+MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Loader]
 """Makes the fetcher of an evaluation, whose batches are (0, batch); gets those that this worker will need."""
 
 
@@ -227,6 +227,7 @@ def evaluate(
         evaluator = Evaluator(fetcher, function, tracked, seed=seed)
         if rounds is None:
             return _evaluate_alone(evaluator, num_batches, at)
+        finds_minority = audits is not None
         while True:
             round_ = EvaluationRound(
                 rounds,
@@ -234,13 +235,15 @@ def evaluate(
                 num_batches=num_batches,
                 rehearses=rehearses,
                 number=number,
-                finds_minority=audits is not None,
+                finds_minority=finds_minority,
             )
             for _ in rounds.play(round_):
                 pass
             if audits is None or not round_.is_disputed:
                 return round_.totals()
-            audits.settle_states(rounds, round_.state, rounds.position.total)
+            # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
+            # wrong, the next round is the last one, which raises for whatever differs.
+            finds_minority = audits.settle_states(rounds, round_.state, rounds.position.total)
     finally:
         fetcher.close()
         before.restore_modes()

@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from unisono.decisions.audits import NOTHING, Part
+from unisono.decisions.checks import is_compared
 from unisono.decisions.cursor import Cursor, StepPosition
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node
@@ -154,7 +155,7 @@ class GradientRound:
         self._helped_s = 0.0  # waited for members that may need help
         self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
         self._before = dict(context.clock.parts)
-        folder.start_step(position.num_leaves, self.turn.number)
+        folder.start_step(position.num_leaves, self.turn.number, compares=is_compared(self.number))
         context.guards.start_step()
 
     @property
@@ -341,7 +342,7 @@ class GradientRound:
         assert summed is not None
         point("committed")
         self._note_progress(-1)
-        self._context.agreement.check(list(summed.telemetry.values()))
+        self._context.agreement.check(summed.telemetry)
         audits = self._context.audits
         self._is_disputed = audits is not None and audits.is_disputed
         weight, weighted_loss = summed.slot.scalars.tolist()

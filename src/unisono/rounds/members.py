@@ -104,9 +104,9 @@ class Members:
         """The exchange of the current generation."""
         return self.team.exchange
 
-    def state_layout(self) -> StateLayout:
-        """Return who holds what of the state in the current generation. Local."""
-        return self._layout(self.team.worker_ids)
+    def state_layout(self, worker_ids: Sequence[str] | None = None) -> StateLayout:
+        """Return who holds what of the state among these members; None: those of the current generation. Local."""
+        return self._layout(self.team.worker_ids if worker_ids is None else worker_ids)
 
     def departing(self) -> tuple[str, ...]:
         """Return the members that will leave at the next boundary, because all have agreed on it. Local."""

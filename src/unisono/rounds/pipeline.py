@@ -12,6 +12,11 @@ script again, which is the same for all. In iteration n + D every member is in i
 step n: there all compute together what is missing of the steps n to n + D, one after the other, each with the
 parameters and buffers of its own time, and go on as before.
 
+**Where members have computed different values** (`unisono.rounds.auditing`), that is known with the commit, and settled
+when the gradient is to be applied: all are in the same iteration then, and have the values of that step. A member that
+is wrong has a part in the later sums as well, so all that are not applied are forgotten and computed again, as after a
+loss. Until then members do not change and no checkpoint is taken, as newcomers could not know of it.
+
 Between two iterations nothing can be computed, because the micro-batches are the script's. Where members change, a
 checkpoint is taken, or the script evaluates, the sums under way are waited for; if a member is lost just then, the
 change or the checkpoint waits until they are done.
@@ -28,7 +33,7 @@ from typing import Any
 import torch
 
 from unisono.decisions.plan import Plan
-from unisono.errors import StepError
+from unisono.errors import DivergenceError, StepError
 from unisono.exchange import Combined, Share
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.slots import is_held
@@ -73,7 +78,13 @@ class Pipeline(SumsAhead[DelayedRound]):
         self._summed: dict[int, DelayedRound] = {}
         """The steps that are committed and not applied, as far as this member has begun them."""
         self._arrived: dict[int, Arrived] = {}
+        self._disputed: set[int] = set()
+        """Those of them in which members have computed different values."""
         self._values: dict[int, Values] = {}
+        self._unlike = ""
+        """What has differed when this member has looked back; said with the next sum. One such member is faulty; where
+        most say so, it is the script.
+        """
         self._active: DelayedRound | None = None
         self._shown: Slot | None = None
         self._layout = folder.layout
@@ -131,7 +142,10 @@ class Pipeline(SumsAhead[DelayedRound]):
             seed_at(self._context.seed, "update", self._context.first_number + number, "delay")
             self._context.clock.switch("update")
             return None
-        yield from self._arrive(due, number)
+        counts = False
+        while not counts:
+            yield from self._arrive(due, number)
+            counts = yield from self._agree(due)
         return (yield from self._apply(due, folder))
 
     def _check_layout(self, layout: FlatLayout) -> None:
@@ -205,7 +219,10 @@ class Pipeline(SumsAhead[DelayedRound]):
             return
         if number in self._values and round_.layout == self._layout:
             with self._as_of(number, round_):
-                yield from round_.look_back()
+                words = yield from round_.look_back()
+            if words and self._context.audits is None:
+                raise DivergenceError(words)
+            self._unlike = words
 
     def _look_at_once(self, number: int) -> Iterator[Any]:
         """Find what made a sum not finite before the parameters change: a worker that is alone keeps no others."""
@@ -223,7 +240,7 @@ class Pipeline(SumsAhead[DelayedRound]):
         return replace(self._context, agreement=copy(self._context.agreement))
 
     def _submit(self, number: int, round_: DelayedRound, plan: Plan) -> None:
-        own = round_.announce()
+        own = round_.announce(unlike=bool(self._unlike))
         self._has_reported, self.num_computed = True, round_.num_computed
         slots = self._members.slots
         slots.ahead[number], slots.nodes = slots.nodes, {}
@@ -244,8 +261,14 @@ class Pipeline(SumsAhead[DelayedRound]):
         number = round_.at
         arrived = Arrived(number, combined.slot, combined.digest, totals, has_new, summed, share)
         if not self._is_left:
-            self._arrived[number], self._summed[number] = arrived, round_
+            self._take(arrived, round_)
         return Committed(combined.slot.layout, arrived)
+
+    def _take(self, arrived: Arrived, round_: DelayedRound) -> None:
+        number = arrived.number
+        self._arrived[number], self._summed[number] = arrived, round_
+        if round_.differs(arrived):
+            self._disputed.add(number)
 
     def finish(self, number: int) -> None:
         """Note that a step is committed."""
@@ -253,6 +276,54 @@ class Pipeline(SumsAhead[DelayedRound]):
         self._first = number + 1
 
     # -- applying ------------------------------------------------------------------------------------
+
+    def _agree(self, number: int) -> Generator[Any, None, bool]:
+        """Let what the members have said with a sum count, and compare it. Collective where something differs.
+
+        Returns:
+            Whether the sum counts; False: it is made again, without a member that is wrong.
+        """
+        arrived, round_ = self._arrived[number], self._summed.get(number)
+        is_current = arrived.summed is not None and arrived.summed.generation == self._members.team.generation
+        is_own = is_current and arrived.share is not None
+        if arrived.summed is not None and arrived.share is not None and is_current and not arrived.is_stale:
+            self._members.note(arrived.summed)
+            self._members.balancing.observe(list(arrived.telemetry.values()), arrived.share)
+        if round_ is None:
+            return True
+        round_.show(arrived)
+        if number in self._disputed:  # however the sum has come here
+            round_.audit()
+            with self._as_of(number, round_):
+                return (yield from round_.settle())
+        if is_own:
+            round_.check()
+            self._check_unlike(arrived)
+        return True
+
+    def _check_unlike(self, arrived: Arrived) -> None:
+        said = [each.unlike for each in arrived.telemetry.values()]
+        if any(said):
+            words, self._unlike = self._unlike, ""
+            if words and 2 * sum(said) > len(said):
+                raise DivergenceError(words)
+
+    def redo(self) -> None:
+        if self._is_left or not self._arrived:
+            return
+        if not self._open:  # else the members have met since one was lost, and know what each has of these
+            self._held = [{} for _ in range(self._members.size)]
+        self._open = {**dict.fromkeys(self._arrived), **self._open}
+        self._first = next(iter(self._open))
+        for number in self._arrived:
+            self._summed.pop(number, None)
+        self._arrived.clear()
+        self._disputed.clear()
+        self._is_recovering = True
+
+    @property
+    def holds_back(self) -> bool:
+        return super().holds_back or (bool(self._disputed) and not self._is_left)
 
     def _apply(self, number: int, folder: GradientFolder) -> Generator[Any, None, Arrived]:
         arrived = self._arrived[number]
@@ -263,17 +334,9 @@ class Pipeline(SumsAhead[DelayedRound]):
             )
         del self._arrived[number]
         round_ = self._summed.pop(number, None)
-        is_current = arrived.summed is not None and arrived.summed.generation == self._members.team.generation
-        if arrived.summed is not None and arrived.share is not None and is_current and not arrived.is_stale:
-            self._members.note(arrived.summed)
-            self._members.balancing.observe(list(arrived.telemetry.values()), arrived.share)
-        if round_ is not None:
-            round_.show(arrived)
-            if arrived.share is not None and is_current:
-                round_.check()
-            if number in self._values and round_.is_broken:
-                with self._as_of(number, round_):
-                    yield from round_.find_not_finite()
+        if round_ is not None and number in self._values and round_.is_broken:
+            with self._as_of(number, round_):
+                yield from round_.find_not_finite()
         self._values.pop(number, None)
         if arrived.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of step {number} have weight 0: there is no mean gradient")
@@ -376,8 +439,8 @@ class Pipeline(SumsAhead[DelayedRound]):
         round_ = self._open[number]
         assert round_ is not None
         totals = self._tracked.sums.read(slot.extras[: round_.num_sums])
-        self._arrived[number] = arrived = Arrived(number, slot, summed.digest, totals, has_new, summed)
-        self._summed[number] = round_
+        arrived = Arrived(number, slot, summed.digest, totals, has_new, summed)
+        self._take(arrived, round_)
         return arrived
 
     def _num_leaves(self) -> int:
@@ -388,6 +451,7 @@ class Pipeline(SumsAhead[DelayedRound]):
         if self._prediction is not None:
             self._prediction.clear()
         self._arrived.clear()
+        self._disputed.clear()
         self._summed.clear()
         self._values.clear()
         self._shown = None

@@ -278,7 +278,7 @@ class ReplicaRound:
         summed = self.result
         assert summed is not None
         point("committed")
-        self._context.agreement.check(list(summed.telemetry.values()))
+        self._context.agreement.check(summed.telemetry)
         if summed.slot.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of round {self._number} have weight 0: there is nothing to average")
         self._clock.switch("other")

@@ -9,11 +9,10 @@ from unisono.errors import UsageError
 from unisono.exchange.flat import with_flipped_bit
 from unisono.faults import spoils
 from unisono.member import Member
-from unisono.messages import Convicted
-from unisono.rounds.auditing import Audits, Conviction
+from unisono.rounds.auditing import Audits
 from unisono.spec import AuditThen, RunSpec
 from unisono.state.tracked import Tracked
-from unisono.training.strategies import Strategy, Synchronous
+from unisono.training.strategies import Strategy
 
 __all__ = ["audits_of", "make_audits", "spoil"]
 
@@ -39,21 +38,8 @@ def make_audits(spec: RunSpec, share: float, then: AuditThen, seed: int, member:
     if not share:
         return None
 
-    def convict(found: Conviction) -> None:
-        assert member is not None
-        member.convict(
-            Convicted(
-                worker_ids=list(found.worker_ids),
-                step=found.step,
-                honest_until=found.honest_until,
-                sound=found.sound,
-                goes_back=found.goes_back,
-                what=found.what,
-                is_lasting=found.is_lasting,
-            )
-        )
-
-    return Audits(share=share, then=then, seed=seed, convict=convict if member is not None else None)
+    convict = member.convict if member is not None else None
+    return Audits(share=share, then=then, seed=seed, convict=convict)
 
 
 def audits_of(audits: Audits | None, strategy: Strategy) -> Audits | None:
@@ -62,10 +48,10 @@ def audits_of(audits: Audits | None, strategy: Strategy) -> Audits | None:
     Raises:
         UsageError: its strategy cannot be audited.
     """
-    if audits is not None and not isinstance(strategy, Synchronous):
+    if audits is not None and strategy.unaudited:
         raise UsageError(
-            "audits are for plain run.steps, and neither for delayed gradients nor for local steps: a step of these is "
-            "not done again once its sum is under way. Leave out --audit (audit=), or delay= and run.local_steps"
+            f"audits are for run.steps, also with delay=, and not for {strategy.unaudited}: docs/audit.md says why. "
+            "Leave out --audit (audit=), or train with run.steps"
         )
     return audits
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 import msgspec
 
 from unisono import member as members
-from unisono.checking.records import Event, Leaf, Record, Section, State, Sum, Where, Written
+from unisono.checking.records import Changed, Event, Leaf, Record, Section, State, Sum, Where, Written
 from unisono.checking.tracing import Tracer
 from unisono.checking.values import text_of
 from unisono.errors import DeadlineExceeded, StopInspection
 from unisono.events import StepResult
 from unisono.rounds.inspecting import Computed, Inspected, Inspector, Place
-from unisono.state.packing import described
+from unisono.state.packing import described, digest_of_tensor
 from unisono.state.tracked import Tracked
 
 __all__ = ["Checked", "Settings", "inspector"]
@@ -31,12 +31,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         folder: where each worker writes its file of records.
         steps: how many of the run are done.
         traces: write down the statements of the script as well.
+        watches: of these, look after each one within a micro-batch whether it has changed a parameter.
         members: how many workers there are to be before the second step, where one joins.
     """
 
     folder: str
     steps: int
     traces: bool = False
+    watches: bool = False
     members: int = 1
 
 
@@ -78,9 +80,13 @@ class Checked(Inspector):
 
     def before_microbatch(self, place: Place, batch: Any) -> None:
         self._enter_leaf(place)
+        if self._settings.watches and self._tracer is not None and self._tracked is not None:
+            self._tracer.watch(_Watch(self._tracked).changed)
 
     def after_microbatch(self, place: Place, computed: Computed) -> None:
         where = _at("leaf", place)
+        if self._tracer is not None:
+            self._tracer.watch(None)
         self._add(Leaf(where, repr(computed.loss), dict(computed.fingerprint.parts), place.aside))
         self._enter(_at("between", place))
 
@@ -116,6 +122,8 @@ class Checked(Inspector):
     def _enter(self, where: Where) -> None:
         """Begin a section, and write down the one that ends."""
         if self._tracer is not None:
+            for name, file, statement in self._tracer.take_changes():
+                self._add(Changed(self._where, name, file, statement.line, statement.text))
             events, is_cut = self._tracer.take()
             self._add_section(self._where, events, is_cut=is_cut)
             self._is_aside = False  # only micro-batches are computed aside
@@ -149,6 +157,23 @@ class Checked(Inspector):
         with contextlib.suppress(DeadlineExceeded):
             while notice is not None and len(notice.members) < self._settings.members:
                 notice = member.wait_notice(notice.generation, deadline - time.monotonic())
+
+
+class _Watch:
+    """Looks at the bits of all parameters."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._named = list(tracked.named_parameters())
+        self._digests = self._now()
+
+    def changed(self) -> str:
+        """Return the first parameter that has changed since the last call; "" if none has."""
+        before, self._digests = self._digests, self._now()
+        pairs = zip(self._named, before, self._digests, strict=True)
+        return next((name for (name, _), then, now in pairs if then != now), "")
+
+    def _now(self) -> list[int]:
+        return [digest_of_tensor(parameter) for _, parameter in self._named]
 
 
 def _at(stage: str, place: Place) -> Where:

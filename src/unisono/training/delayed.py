@@ -89,6 +89,8 @@ def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
 class Delayed:
     """The strategy of ``run.steps(delay=D)``, D > 0."""
 
+    unaudited = ""
+
     def __init__(self, delay: int, num_steps: int, prediction: Prediction | None = None) -> None:
         self.num_more = delay if num_steps else 0
         self._delay = delay
@@ -171,6 +173,10 @@ class DelayedStep(LaterResult[GradientRound], Step):
         """
         number = self._pipeline.number if self.state is State.INSIDE else None
         return self._iteration if number is None else number
+
+    @property
+    def computes(self) -> int:
+        return self._context.first_number + self.number
 
     @property
     def epoch(self) -> int:

@@ -92,7 +92,10 @@ class Dissecting(Inspector):
     def close(self) -> None:
         self._remove_hooks()
         self._note(leaves=self._leaves)  # of a step that has failed, those that were done
-        Path(self._asked.result).write_bytes(msgspec.json.encode(self._found))
+        result = Path(self._asked.result)
+        part = result.with_name(f".{result.name}.part")
+        part.write_bytes(msgspec.json.encode(self._found))
+        part.replace(result)  # whole or not at all: the script may be killed at any moment
 
     def _note(self, **values: Any) -> None:
         self._found = msgspec.structs.replace(self._found, **values)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, Protocol, overload
+from typing import Any, Final, Literal, Protocol, cast, overload
 
 import msgspec
 import torch
@@ -33,8 +33,10 @@ from unisono.errors import StepError
 from unisono.faults import point
 from unisono.messages import EvaluationWanted
 from unisono.microbatch.data import Fetcher, MapDataset
+from unisono.microbatch.iterables import stream_source_of
 from unisono.microbatch.loaders import source_of
 from unisono.microbatch.randomness import seed_at
+from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.rounds.auditing import Audits
 from unisono.rounds.evaluation import Totals, check_batches, evaluate
 from unisono.rounds.handover import Handover
@@ -44,6 +46,8 @@ from unisono.secret import key_for
 from unisono.state.kept import Kept
 from unisono.state.packing import from_bytes, pack, to_bytes
 from unisono.state.tracked import Tracked
+from unisono.training.schedule import Dataset, MakeFetcher
+from unisono.training.streamed import batches_of
 from unisono.training.talking import Place, Talk
 
 __all__ = ["SECRET", "About", "Evaluating", "Evaluation", "Evaluations", "Request"]
@@ -284,7 +288,7 @@ class Evaluations:
 
     def request(
         self,
-        dataset: MapDataset | DataLoader[Any],
+        dataset: Dataset,
         function: Callable[[Any], Mapping[str, Any]],
         *,
         batch_size: int | None,
@@ -296,26 +300,47 @@ class Evaluations:
         Raises:
             RecipeError, UsageError: the arguments do not fit together.
         """
-        source = source_of(
-            dataset,
-            "run.evaluate",
-            shuffles=False,
-            batch_size=batch_size,
-            collate=collate,
-            loader_workers=loader_workers,
-        )
+        options: dict[str, Any] = {"batch_size": batch_size, "collate": collate, "loader_workers": loader_workers}
+        if (streams := stream_source_of(dataset, "run.evaluate", **options)) is not None:
+            samples = batches_of(streams, self._seed)
+            return self._request(
+                lambda upcoming: StreamFetcher(
+                    streams.data, samples, device=self._device, loading=streams.loading, upcoming=upcoming
+                ),
+                function,
+                num_samples=samples.num_samples,
+                num_batches=samples.num_batches,
+                batch_size=streams.batch_size,
+            )
+        source = source_of(cast("MapDataset | DataLoader[Any]", dataset), "run.evaluate", shuffles=False, **options)
         num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
         whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
         cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self._seed)
+        return self._request(
+            lambda upcoming: Fetcher(
+                source.dataset, cursor, device=self._device, loading=source.loading, upcoming=upcoming
+            ),
+            function,
+            num_samples=source.order.num_samples,
+            num_batches=num_batches,
+            batch_size=source.batch_size,
+        )
 
+    def _request(
+        self,
+        make_fetcher: MakeFetcher,
+        function: Callable[[Any], Mapping[str, Any]],
+        *,
+        num_samples: int,
+        num_batches: int,
+        batch_size: int,
+    ) -> Request:
         def compute(rounds: Rounds | None, number: int, at: Callable[[int], None] = lambda batch: None) -> Totals:
             return evaluate(
                 rounds,
                 self._tracked,
                 function,
-                lambda upcoming: Fetcher(
-                    source.dataset, cursor, device=self._device, loading=source.loading, upcoming=upcoming
-                ),
+                make_fetcher,
                 num_batches=num_batches,
                 seed=self._seed,
                 rehearses=self._deterministic,
@@ -324,7 +349,7 @@ class Evaluations:
                 audits=self._audits,
             )
 
-        return Request(samples=source.order.num_samples, batch_size=source.batch_size, compute=compute)
+        return Request(samples=num_samples, batch_size=batch_size, compute=compute)
 
     def now(self, place: Place, request: Request, num_steps: int) -> Totals:
         """Return the totals. Collective."""
@@ -586,7 +611,7 @@ class Evaluating(ABC):
     @overload
     def evaluate(
         self,
-        dataset: MapDataset | DataLoader[Any],
+        dataset: Dataset,
         function: Callable[[Any], Mapping[str, Any]],
         *,
         batch_size: int | None = None,
@@ -598,7 +623,7 @@ class Evaluating(ABC):
     @overload
     def evaluate(
         self,
-        dataset: MapDataset | DataLoader[Any],
+        dataset: Dataset,
         function: Callable[[Any], Mapping[str, Any]],
         *,
         batch_size: int | None = None,
@@ -609,7 +634,7 @@ class Evaluating(ABC):
 
     def evaluate(
         self,
-        dataset: MapDataset | DataLoader[Any],
+        dataset: Dataset,
         function: Callable[[Any], Mapping[str, Any]],
         *,
         batch_size: int | None = None,

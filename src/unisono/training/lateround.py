@@ -63,6 +63,10 @@ class LateLocalRound(LaterResult[ReplicaRound], LocalRound):
         return self._number if playing is None else playing
 
     @property
+    def computes(self) -> int:
+        return self._context.first_number + self.number
+
+    @property
     def epoch(self) -> int:
         return self._context.cursor.position(max(0, min(self.steps.start, self._last))).epoch
 

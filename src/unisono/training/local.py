@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -30,6 +30,7 @@ from unisono.exchange.flat import FlatLayout
 from unisono.faults import point
 from unisono.microbatch.data import Batches, Request
 from unisono.microbatch.folding import Fingerprint, GradientFolder
+from unisono.microbatch.gradients import gradient_of
 from unisono.microbatch.guards import Structure, UnusedGradients
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
@@ -71,6 +72,7 @@ class LocalSteps:
     num_more = 0
     overlaps = False
     """The steps of a replica change parameters before all members have told each other of their checkpoints."""
+    unaudited = "run.local_steps"
 
     def __init__(
         self,
@@ -356,7 +358,7 @@ class LocalSteps:
         with torch.no_grad():
             for (_, parameter), mean in zip(folder.trained, means, strict=True):
                 if id(parameter) in owned:
-                    parameter.grad = mean.to(parameter.dtype)
+                    parameter.grad = gradient_of(parameter, mean)
                 else:
                     parameter.copy_(parameter.to(mean.dtype) - mean)
         if self._outer is not None:
@@ -625,7 +627,7 @@ class _FirstMicrobatch(Agreement):
     def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
         return telemetry
 
-    def check(self, telemetry: Sequence[StepTelemetry]) -> None:
+    def check(self, telemetry: Mapping[str, StepTelemetry]) -> None:
         pass
 
 

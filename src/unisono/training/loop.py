@@ -154,7 +154,12 @@ class TrainingLoop:
         self._phase, self._base = phase, self._num_done() - self._strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
         agreement = Agreement(
-            rounds.members, self._tracked, rehearses=self._rehearses, last_step=last_step, audits=self._audits
+            rounds.members,
+            self._tracked,
+            rehearses=self._rehearses,
+            last_step=last_step,
+            audits=self._audits,
+            lag=self._strategy.num_more,
         )
         upcoming = Upcoming(
             rounds.members,

@@ -8,7 +8,7 @@ import math
 import pdb
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -16,7 +16,15 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from unisono.decisions.replaying import LEFT, Replay, find_difference, other_arithmetic, seconds_left
+from unisono.decisions.replaying import (
+    LEFT,
+    Replay,
+    audited_with,
+    compare_audits,
+    find_difference,
+    other_arithmetic,
+    seconds_left,
+)
 from unisono.errors import StopInspection
 from unisono.events import StepResult
 from unisono.fingerprint import fingerprint
@@ -47,7 +55,8 @@ class Replaying(Inspector):
     def __init__(self, settings: str) -> None:
         self._asked = msgspec.json.decode(settings, type=Replay)
         self._against = Against(Path(self._asked.run))
-        self._digests: dict[int, str] = {}  # of the micro-batches that are looked at, as an audit has them
+        self._digests: dict[int, int] = {}  # of the micro-batches that are looked at, as an audit has them
+        self._beside = self._audited_with()
         self._loop: Inspected | None = None
         self._first = -1
         self._began = self._told = time.monotonic()
@@ -121,11 +130,26 @@ class Replaying(Inspector):
 
     # -- the micro-batches that are looked at ---------------------------------------------------------
 
+    def _audited_with(self) -> tuple[int, ...]:
+        """Return the micro-batches whose digests the run has together with that of the wanted one."""
+        asked = self._asked
+        if not asked.looks or asked.leaf < 0 or asked.turn or asked.replica >= 0:
+            return ()
+        line = Against(Path(asked.run)).line_of(asked.step)
+        return audited_with(_audits_of(line), asked.leaf)
+
+    def _is_beside(self, place: Place) -> bool:
+        at = (self._asked.step, 0, -1)
+        return place.leaf in self._beside and (place.step, place.turn, place.replica) == at
+
     def looks_at(self, place: Place) -> bool:
         if place.step == self._asked.step and place.turn == self._asked.turn:
             self._num_leaves = max(self._num_leaves, place.leaf + 1)
             self._place = place
-        return not place.aside and (self._is_wanted(place) or (self._asked.anomaly and self._is_before(place)))
+        if place.aside:
+            return False
+        is_before = self._asked.anomaly and self._is_before(place)
+        return self._is_wanted(place) or self._is_beside(place) or is_before
 
     def _is_wanted(self, place: Place) -> bool:
         return self._asked.is_wanted(
@@ -140,8 +164,9 @@ class Replaying(Inspector):
     def before_microbatch(self, place: Place, batch: Any) -> None:
         asked = self._asked
         if not self._is_wanted(place):
-            assert self._loop is not None
-            self._hunt = Hunt(self._loop.tracked.modules, self._unread.append)
+            if asked.anomaly and self._is_before(place):
+                assert self._loop is not None
+                self._hunt = Hunt(self._loop.tracked.modules, self._unread.append)
             return
         self._has_looked = True
         if asked.save:
@@ -157,11 +182,11 @@ class Replaying(Inspector):
         asked = self._asked
         self._stop_hunting()
         self._unread.clear()
+        if place.turn == 0 and place.replica < 0:
+            self._digests[place.leaf] = computed.fingerprint.digest
         if not self._is_wanted(place):
             return
         print(f"{_named(place)}: {_described(computed)}", flush=True)
-        if place.turn == 0 and place.replica < 0:
-            self._digests[place.leaf] = f"{computed.fingerprint.digest:016x}"
         if asked.save:
             print(f"{_named(place)}: written to {self._save(place, computed)}", flush=True)
 
@@ -252,15 +277,13 @@ class Replaying(Inspector):
         """Compare the micro-batches that were looked at with those that the run has audited; returns words, and whether
         one differs.
         """
-        audits = line.get("audits") if line is not None else None
-        known = audits if isinstance(audits, dict) else {}
-        compared = {leaf: str(known[str(leaf)]) for leaf in self._digests if str(leaf) in known}
+        compared = compare_audits(_audits_of(line), self._digests)
         words = "".join(
-            f"micro-batch {leaf}: digest {self._digests[leaf]}, and "
-            f"{'the run has audited the same' if digest == self._digests[leaf] else f'the run has audited {digest}'}\n"
-            for leaf, digest in compared.items()
+            f"{_listed(leaves)}: digest {here}, and "
+            f"{'the run has audited the same' if here == there else f'the run has audited {there}'}\n"
+            for leaves, there, here in compared
         )
-        return words, any(digest != self._digests[leaf] for leaf, digest in compared.items())
+        return words, any(here != there for _, there, here in compared)
 
     def _causes(self) -> str:
         if not self._first:
@@ -308,7 +331,7 @@ class Against:
         Raises:
             StopInspection: the journal cannot be read.
         """
-        line = self._line_of(result.step)
+        line = self.line_of(result.step)
         if line is None:
             return None, ""
         self.num_compared += 1
@@ -320,8 +343,12 @@ class Against:
         words = f"step {result.step} is the first that is not as in the journal: {name} is {found.get(name)} here, and"
         return line, f"{words} {line[name]} there"
 
-    def _line_of(self, step: int) -> Line | None:
-        """Return the journal's line of a step; None if it has none."""
+    def line_of(self, step: int) -> Line | None:
+        """Return the journal's line of a step, which is not before one that was asked for; None if it has none.
+
+        Raises:
+            StopInspection: the journal cannot be read.
+        """
         try:
             for line in self._lines:
                 if line["step"] == step:
@@ -332,6 +359,18 @@ class Against:
         except (ValueError, OSError) as error:
             raise StopInspection(f"the journal cannot be read: {error}", NOT_THERE) from error
         return None
+
+
+def _audits_of(line: Line | None) -> dict[str, str]:
+    audits = line.get("audits") if line is not None else None
+    return audits if isinstance(audits, dict) else {}
+
+
+def _listed(leaves: Sequence[int]) -> str:
+    """Return ``micro-batch 3``, or ``micro-batches 3 and 7 together``."""
+    if len(leaves) == 1:
+        return f"micro-batch {leaves[0]}"
+    return f"micro-batches {listed([str(leaf) for leaf in leaves])} together"
 
 
 FROM_CHECKPOINT: Final = (

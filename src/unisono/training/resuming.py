@@ -29,7 +29,7 @@ from unisono.rundir import RunDirectory, describe, holder, read_facts, sound_ste
 from unisono.state.tracked import Tracked
 from unisono.words import count, listed
 
-__all__ = ["Resumption"]
+__all__ = ["Resumption", "sound_ones"]
 
 RECIPE: Final = {
     "batch_size",
@@ -211,23 +211,30 @@ class Resumption:
             if has_begun and resumed and resumed[-1].get("run_id") == run_id:
                 source = directory  # all workers were lost, after the copy was fetched
             else:
-                source = self._fetch(list(find([self._resume])), directory)
+                source = self._fetch(sound_ones(list(find([self._resume])), directory), directory)
         elif self._resume == "auto" and self._copies and (newer := self._newer_copies(directory)):
             source = self._fetch(newer, directory)
         if source.resolve() == directory.resolve() and not files.complete(directory / files.FOLDER):
             return None  # the run was killed before its first checkpoint
-        sound = sound_steps(source)
-        loaded = newest(source, self._tracked.apart_in, most=sound)
-        if loaded is None and sound is not None and files.complete(source / files.FOLDER):
+        folder = files.find(source)
+        is_named = folder.name != files.FOLDER and not files.complete(folder)  # one, which is taken in any case
+        run = folder.parent.parent if is_named else folder.parent
+        sound = sound_steps(run)
+        loaded = newest(source, self._tracked.apart_in, most=None if is_named else sound)
+        if loaded is None and sound is not None and files.complete(folder):
             raise CheckpointError(
-                f"every checkpoint in {source} may hold wrong values (its journal says why the run has ended): begin "
+                f"every checkpoint in {run} may hold wrong values (its journal says why the run has ended): begin "
                 "anew (--overwrite), or, if you know one of them to be right, go on from it: unisono run --resume "
-                f"{shlex.quote(str(source / files.FOLDER))}/STEP"
+                f"{shlex.quote(str(folder))}/STEP"
             )
         if loaded is None:
-            raise CheckpointError(f"{source} holds no checkpoint yet")
-        if sound is not None and files.step_of(files.complete(source / files.FOLDER)[-1]) > sound:
-            tell(f"unisono: checkpoints of more than {count(sound, 'step')} may hold wrong values, and are not used")
+            raise CheckpointError(f"{run} holds no checkpoint yet")
+        if sound is not None:
+            doubtful = f"checkpoints of more than {count(sound, 'step')} may hold wrong values"
+            if not is_named and files.step_of(files.complete(folder)[-1]) > sound:
+                tell(f"unisono: {doubtful}, and are not used")
+            elif is_named and loaded.manifest.step > sound:
+                tell(f"unisono: {doubtful}; {folder.name} is used because it was named")
         for problem in loaded.broken:
             warnings.warn(f"{problem}; {loaded.path.name} is used instead", stacklevel=2)
         return loaded
@@ -249,13 +256,10 @@ class Resumption:
             return []
         facts = read_facts(directory)
         is_new = not done and not facts.get("earlier")
-        sound = sound_steps(directory)
         return [
             (store, copy)
-            for store, copy in found
-            if (sound is None or copy.step <= sound)
-            and copy.step > newest_step
-            and (is_new or lineage(copy.facts) & lineage(facts))
+            for store, copy in sound_ones(found, directory, says=False)
+            if copy.step > newest_step and (is_new or lineage(copy.facts) & lineage(facts))
         ]
 
     def _fetch(self, found: Sequence[tuple[Store, Copy]], directory: Path) -> Path:
@@ -374,3 +378,25 @@ class Resumption:
                 if path.exists():
                     shutil.copyfile(path, target)
         truncate(directory / JOURNAL, loaded.manifest.lines)
+
+
+def sound_ones(found: Sequence[tuple[Store, Copy]], directory: Path, *, says: bool = True) -> list[tuple[Store, Copy]]:
+    """Return the copies without those that may hold wrong values, as far as the directory of their run says so.
+
+    A place of copies does not know it: the run was found to be doubtful after they were written.
+
+    Raises:
+        CheckpointError: no other one is left.
+    """
+    sound, ids = sound_steps(directory), lineage(read_facts(directory))
+    if sound is None:
+        return list(found)
+    left = [(store, copy) for store, copy in found if copy.step <= sound or not lineage(copy.facts) & ids]
+    if says and found and not left:
+        raise CheckpointError(
+            f"every copy may hold wrong values: {directory} says that checkpoints of more than {count(sound, 'step')} "
+            "do. Begin anew (--overwrite), or, if you know a copy to be right, go on from it in another --run-dir"
+        )
+    if says and len(left) < len(found):
+        tell(f"unisono: copies of more than {count(sound, 'step')} may hold wrong values, and are not used")
+    return left

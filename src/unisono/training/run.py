@@ -58,7 +58,7 @@ from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
-from unisono.training.schedule import MakeFetcher, Schedule
+from unisono.training.schedule import MakeFetcher, Planned
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Iteration
 from unisono.training.steps import Steps
@@ -148,7 +148,7 @@ class Run(Calls, Evaluating, Trainings):
         if self._inspector is not None:
             checkpoint, sinks, profile = None, (), None
         self.seed = seed
-        self.device = choose_device(device, worker.local_rank)
+        self.device = choose_device(device, worker.gpu_number)
         self._arithmetic = Arithmetic(choose_threads(threads, spec.threads), deterministic)
         self._balance = balance
         self._tracked = Tracked()
@@ -327,6 +327,11 @@ class Run(Calls, Evaluating, Trainings):
         return self._phases > 0 and not self._joined
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the script has come to a training loop: before it each worker evaluates alone, and then together."""
+        return self._phases > 0
+
+    @property
     def loss(self) -> float:
         """The mean loss over the steps that are done, of the newest epoch of the newest ``run.steps``; exact.
 
@@ -394,27 +399,30 @@ class Run(Calls, Evaluating, Trainings):
 
     def _begin_loop(
         self,
-        planned: Schedule,
+        planned: Planned,
         strategy: Strategy,
         reduction: Reduction,
         *,
         samples: Samples | None = None,
         num_iterations: int | None = None,
         wire: Wire = "fp32",
+        first_step: int = 0,
     ) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
         Args:
             samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
             num_iterations: how many there are; None: one for each global batch.
+            first_step: how many of them count as done when the run begins.
         """
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
         self._tracked.check(self.device)
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
         self._num_epochs += planned.num_epochs
+        planned.begins()
         rounds, _ = self._in_rounds()
-        self._troubles.begins(planned.source.dataset)
+        self._troubles.begins(planned.dataset)
         num_steps = planned.num_steps if num_iterations is None else num_iterations
         loop = TrainingLoop(
             rounds=rounds,
@@ -437,7 +445,8 @@ class Run(Calls, Evaluating, Trainings):
             audits=audits_of(self._audits, strategy),
         )
         # The loop's checks come here, and not with its first step.
-        steps = Steps(self._train(loop, planned.fetcher(self.device, samples)), num_steps + strategy.num_more)
+        fetcher = planned.fetcher(self.device, samples)
+        steps = Steps(self._train(loop, fetcher, first_step), num_steps + strategy.num_more)
         self._training = weakref.ref(steps)
         return steps
 
@@ -507,7 +516,9 @@ class Run(Calls, Evaluating, Trainings):
 
     # -- the outer loop ------------------------------------------------------------------------------
 
-    def _train(self, loop: TrainingLoop, make_fetcher: MakeFetcher) -> Generator[Iteration, None, None]:
+    def _train(
+        self, loop: TrainingLoop, make_fetcher: MakeFetcher, first_step: int
+    ) -> Generator[Iteration, None, None]:
         """The generator behind `steps`."""
         rounds, team = self._in_rounds()
         if self._follower is not None:
@@ -526,7 +537,7 @@ class Run(Calls, Evaluating, Trainings):
             if self._joined:
                 team.leaving(rounds.position.phase, rounds.position.step, goes_on=True)
         phase, self._phases = self._phases, self._phases + 1
-        first = self._join(phase, loop)
+        first = self._join(phase, loop, first_step)
         if first is not None:
             self._loop = loop
             try:
@@ -547,7 +558,7 @@ class Run(Calls, Evaluating, Trainings):
         assert self._team is not None
         return self._rounds, self._team
 
-    def _join(self, phase: int, loop: TrainingLoop) -> int | None:
+    def _join(self, phase: int, loop: TrainingLoop, first_step: int) -> int | None:
         """Join the run; returns the step to begin with, None if the run is past this phase."""
         assert self._rounds is not None
         assert self._team is not None
@@ -557,7 +568,7 @@ class Run(Calls, Evaluating, Trainings):
             rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
             self._keeper.enter_phase(loop.recipe)
             return 0
-        if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, loop.recipe)):
+        if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, loop.recipe), first_step):
             return None
         self._joined = True
         self._num_steps = total = rounds.position.total

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
-from unisono.microbatch.data import Fetcher, MapDataset, Request, Samples
+from unisono.microbatch.data import Fetcher, Loader, MapDataset, Request, Samples
+from unisono.microbatch.iterables import stream_source_of
 from unisono.microbatch.loaders import Source, source_of
+from unisono.microbatch.streams import Streams
 from unisono.training.settings import check_whole
+from unisono.training.streamed import StreamSchedule, stream_schedule
 
-__all__ = ["MakeFetcher", "Schedule", "schedule"]
+__all__ = ["Dataset", "MakeFetcher", "Planned", "Schedule", "check_first_step", "schedule"]
 
-MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Fetcher]
+MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Loader]
 """Makes what fetches the data; gets what yields the micro-batches that will probably be needed next."""
 
 
@@ -30,9 +34,16 @@ class Schedule:
     num_steps: int
 
     @property
+    def dataset(self) -> MapDataset:
+        return self.source.dataset
+
+    @property
     def num_epochs(self) -> int:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
+
+    def begins(self) -> None:
+        """Note that the training loop begins: nothing depends on it, as each epoch has its own order."""
 
     def fetcher(self, device: torch.device, samples: Samples | None = None) -> MakeFetcher:
         """Return what makes the `Fetcher` of these data.
@@ -41,7 +52,7 @@ class Schedule:
             samples: of each micro-batch, where a strategy cuts the data in another way than the cursor.
         """
 
-        def make(upcoming: Callable[[], Iterator[Request]]) -> Fetcher:
+        def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
             return Fetcher(
                 self.source.dataset,
                 samples if samples is not None else self.cursor,
@@ -53,8 +64,13 @@ class Schedule:
         return make
 
 
+Planned = Schedule | StreamSchedule
+Dataset = MapDataset | Streams | IterableDataset[Any] | DataLoader[Any]
+"""What `unisono.Run.steps` and `unisono.Run.evaluate` take."""
+
+
 def schedule(
-    dataset: MapDataset | DataLoader[Any],
+    dataset: Dataset,
     caller: str,
     *,
     microbatches: int,
@@ -69,7 +85,7 @@ def schedule(
     drop_last: bool | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     loader_workers: int | None = None,
-) -> Schedule:
+) -> Planned:
     """Return the schedule that the arguments of a script say; see `unisono.Run.steps` for them.
 
     Args:
@@ -87,17 +103,25 @@ def schedule(
     for name, number in {"batch_size": batch_size, "max_steps": max_steps}.items():
         if number is not None:
             check_whole(name, number)
-    source = source_of(
-        dataset,
-        caller,
-        shuffles=True,
-        batch_size=batch_size,
-        sampler=sampler,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        collate=collate,
-        loader_workers=loader_workers,
-    )
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "sampler": sampler,
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "collate": collate,
+        "loader_workers": loader_workers,
+    }
+    if (streams := stream_source_of(dataset, caller, **options)) is not None:
+        return stream_schedule(
+            streams if resized is None else dataclasses.replace(streams, batch_size=resized),
+            caller,
+            microbatches=microbatches,
+            seed=seed,
+            first_epoch=first_epoch,
+            epochs=epochs,
+            max_steps=max_steps,
+        )
+    source = source_of(cast("MapDataset | DataLoader[Any]", dataset), caller, shuffles=True, **options)
     if resized is not None:
         source = source.resized(resized)
     cursor = Cursor(
@@ -112,3 +136,20 @@ def schedule(
         raise UsageError(f"epochs must be at least 1, got {epochs}")
     num_steps = cursor.steps_per_epoch * epochs
     return Schedule(source, cursor, num_steps if max_steps is None else max(0, min(num_steps, max_steps)))
+
+
+def check_first_step(first_step: int, num_steps: int, *, is_first_loop: bool, delay: int) -> None:
+    """Raise UsageError unless a training loop of ``num_steps`` can begin with this step."""
+    check_whole("first_step", first_step)
+    if not 0 <= first_step <= num_steps:
+        raise UsageError(f"first_step must be from 0 to the {num_steps} steps of this training loop, got {first_step}")
+    if first_step and not is_first_loop:
+        raise UsageError(
+            f"run.steps(first_step={first_step}) is not the first training loop of this run, and the one before it has "
+            "done other steps: load the snapshot in a run of its own"
+        )
+    if first_step and delay:
+        raise UsageError(
+            f"run.steps(first_step={first_step}, delay={delay}): a snapshot of the script has no gradients that are on "
+            "their way; go on from a checkpoint of the run (unisono.Checkpoints)"
+        )

@@ -78,18 +78,25 @@ def choose_threads(argument: int | None, default: int) -> int:
     return threads
 
 
-def choose_device(argument: str | torch.device | None, local_rank: int) -> torch.device:
-    """Return the device of this worker: the argument, else its own GPU if there is one, else the CPU."""
+def choose_device(argument: str | torch.device | None, number: int) -> torch.device:
+    """Return the device of this worker: the argument, else its own GPU if there is one, else the CPU. A GPU becomes
+    CUDA's current device: random numbers are set for that one.
+
+    Args:
+        number: of the worker's GPU, as `WorkerSpec.gpu_number`.
+    """
     if argument is not None:
         device = torch.device(argument)
-        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # the device of a tensor has the index as well
-        return device
-    if torch.cuda.is_available():
-        index = local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return torch.device("cpu")
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return device
+        # The device of a tensor has the index as well.
+        index = torch.cuda.current_device() if device.index is None else device.index
+    elif torch.cuda.is_available():
+        index = number % torch.cuda.device_count()
+    else:
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def check_whole(name: str, value: object) -> None:

@@ -58,6 +58,9 @@ class Iteration(Protocol):
         """Whether each worker is elsewhere: within a loop of the script that each runs over its own part."""
 
     @property
+    def computes(self) -> int: ...
+
+    @property
     def has_begun(self) -> bool: ...
 
     @property
@@ -117,10 +120,18 @@ R = TypeVar("R", bound=CommonRound)
 class Played(ABC, Generic[R]):
     """What iterations have in common that play a round while the script iterates over them."""
 
+    place: int
     state: State
     _round: R | None
     _is_left: bool
     _logs: dict[str, float]
+
+    @property
+    def computes(self) -> int:
+        """Number, within the run, of the step whose micro-batch is being computed: with a delay, it may be one before
+        this.
+        """
+        return self.place
 
     @property
     def has_begun(self) -> bool:

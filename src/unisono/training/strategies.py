@@ -35,6 +35,10 @@ class Strategy(Protocol):
     def num_more(self) -> int:
         """Iterations after the one with the last global batch, which bring to an end what is under way."""
 
+    @property
+    def unaudited(self) -> str:
+        """What it is, where its steps cannot be audited; "" where they can."""
+
     def num_done(self, number: int) -> int:
         """Return how many updates of this loop are done before iteration ``number``. Local."""
 
@@ -85,6 +89,7 @@ class Synchronous:
 
     num_more = 0
     overlaps = True
+    unaudited = ""
 
     @property
     def recipe(self) -> Recipe:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from unisono.errors import RecipeError, UsageError
 from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.process import Process
@@ -28,11 +29,12 @@ from unisono.training.local import Delta, InnerState, LocalSteps
 from unisono.training.localround import LocalRound, ReplicaSamples, Replication, check_count
 from unisono.training.loop import Wire, check_wire
 from unisono.training.overlapped import OverlappedSteps, check_round_delay
-from unisono.training.schedule import Schedule, schedule
+from unisono.training.schedule import Dataset, Planned, check_first_step, schedule
 from unisono.training.settings import Arithmetic
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.strategies import Strategy, Synchronous
+from unisono.training.streamed import StreamSchedule
 
 __all__ = ["Trainings"]
 
@@ -53,24 +55,26 @@ class Trainings(ABC):
     @abstractmethod
     def _begin_loop(
         self,
-        planned: Schedule,
+        planned: Planned,
         strategy: Strategy,
         reduction: Reduction,
         *,
         samples: Samples | None = None,
         num_iterations: int | None = None,
         wire: Wire = "fp32",
+        first_step: int = 0,
     ) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
         Args:
             samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
             num_iterations: how many there are; None: one for each global batch.
+            first_step: how many of them count as done when the run begins.
         """
 
     def steps(
         self,
-        dataset: MapDataset | DataLoader[Any],
+        dataset: Dataset,
         *,
         microbatches: int,
         batch_size: int | None = None,
@@ -85,6 +89,7 @@ class Trainings(ABC):
         wire: Wire = "fp32",
         delay: int = 0,
         predict: bool = False,
+        first_step: int = 0,
     ) -> Steps[Step]:
         """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
 
@@ -94,6 +99,7 @@ class Trainings(ABC):
         Args:
             dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
                 own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
+                Data without a length: `unisono.Streams`, `unisono.TarShards`, an ``IterableDataset`` (docs/streams.md).
             batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
                 DataLoader or of the `unisono.BucketSampler`.
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
@@ -120,6 +126,10 @@ class Trainings(ABC):
             predict: with a delay, compute micro-batches with the parameters that are expected when their gradient is
                 applied: those in force, and D times the newest update. Between two steps the parameters are the true
                 ones. Part of the recipe.
+            first_step: a run that begins, begins with this step, and the steps before it count as done: the script has
+                loaded models and optimizers from a snapshot of its own, as they were before that step. Then the data,
+                the random numbers and so the bits are those of a run that has done all steps. In the first training
+                loop only, and the same on all workers (``run.broadcast``).
 
         Raises:
             RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
@@ -150,11 +160,12 @@ class Trainings(ABC):
             collate=collate,
             loader_workers=loader_workers,
         )
+        check_first_step(first_step, planned.num_steps, is_first_loop=self._num_epochs == 0, delay=delay)
         prediction = Prediction(delay) if predict else None
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
         strategy = Delayed(delay, planned.num_steps, prediction) if delay else Synchronous()
-        return self._begin_loop(planned, strategy, reduction, wire=wire)
+        return self._begin_loop(planned, strategy, reduction, wire=wire, first_step=first_step)
 
     def local_steps(
         self,
@@ -177,6 +188,7 @@ class Trainings(ABC):
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int | None = None,
         reduction: Reduction = "mean",
+        wire: Wire = "fp32",
     ) -> Steps[LocalRound]:
         """Return an iterator over rounds in which replicas of the model train by themselves and are then averaged:
         local SGD, or with an outer optimizer DiLoCo. Collective.
@@ -216,6 +228,7 @@ class Trainings(ABC):
                 computed; until then each replica goes on with its own change. Part of the recipe.
             epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
                 together use up one by one.
+            wire: only "fp32"; what travels in a round are changes, see ``delta``.
 
         Raises:
             RecipeError: batch, micro-batches, replicas and dataset do not fit together. UsageError: something that is
@@ -224,6 +237,11 @@ class Trainings(ABC):
         self._process.check("run.local_steps")
         replication = Replication(replicas, inner_steps)
         check_count("copies", copies)
+        if wire != "fp32":
+            raise UsageError(
+                f"wire={wire!r} is for run.steps, whose gradients travel in each step. In run.local_steps the changes "
+                'of the replicas travel, once in a round: delta="int8" makes those smaller. Leave wire= out'
+            )
         planned = schedule(
             dataset,
             "run.local_steps",
@@ -240,6 +258,11 @@ class Trainings(ABC):
             loader_workers=loader_workers,
         )
         check_round_delay(delay)
+        if isinstance(planned, StreamSchedule):
+            raise RecipeError(
+                "run.local_steps got data that can only be iterated, and its replicas need parts of each batch by "
+                "their index: give it a dataset with len and [i]; run.steps takes streams"
+            )
         samples = ReplicaSamples(planned.cursor, replication)
         if self._replicas is None:
             self._replicas = Replicas()

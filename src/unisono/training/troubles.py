@@ -36,7 +36,7 @@ from unisono.rounds.team import places
 from unisono.rundir import read_facts
 from unisono.stacks import in_one_line, trimmed_traceback
 from unisono.training.loop import TrainingLoop
-from unisono.words import listed, position_words
+from unisono.words import evidence_words, listed, position_words
 
 __all__ = ["OwnTroubles"]
 
@@ -130,13 +130,14 @@ class OwnTroubles:
             self._member.explained(error, kind, detail, advised)
         elif is_end:
             step = loop.step if loop is not None else None
+            at = step.computes if step is not None else -1
             index = step.microbatch if step is not None else None
             samples = step.sample_indices(index) if step is not None and index is not None else []
             trouble = Trouble(
                 kind=kind,
                 worker_id=SCRIPT,
-                step=step.place if step is not None else -1,
-                where=position_words(step.place, -1 if index is None else index, samples) if step is not None else "",
+                step=at,
+                where=position_words(at, -1 if index is None else index, samples),
                 error=in_one_line(error),
                 traceback=trimmed_traceback(error),
                 detail=detail,
@@ -180,7 +181,7 @@ class OwnTroubles:
         if not trouble.ends_run:  # else the traceback follows
             tell(f"unisono: {said}")
         if name:
-            tell(f"unisono: evidence, for a bug report: {path} in {directory}")
+            tell(f"unisono: {evidence_words(trouble.kind)}: {path} in {directory}")
         self._emit(
             Problem(
                 time=time.time(),

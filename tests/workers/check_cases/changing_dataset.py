@@ -18,7 +18,7 @@ class Fading(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.reads += 1  # sin
+        self.reads += 1  # error
         return self.inputs[index] * 0.99**self.reads, self.labels[index]
 
 

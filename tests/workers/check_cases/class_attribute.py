@@ -12,7 +12,7 @@ class Schedule:
     count = 0
 
     def scale(self) -> float:
-        Schedule.count += 1  # sin
+        Schedule.count += 1  # error
         return 1 + 0.01 * self.count
 
 

@@ -19,7 +19,7 @@ def main() -> None:
         begun = time.perf_counter()
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
-                weight = 1 + time.perf_counter() % 1.0  # sin
+                weight = 1 + time.perf_counter() % 1.0  # error
                 step.backward(F.cross_entropy(model(inputs), labels) * weight)
             optimizer.step()
             print(f"{time.perf_counter() - begun:.1f} s")

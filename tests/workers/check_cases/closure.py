@@ -13,7 +13,7 @@ def counting():
 
     def scale() -> float:
         nonlocal count
-        count += 1  # sin
+        count += 1  # error
         return 1 + 0.01 * count
 
     return scale

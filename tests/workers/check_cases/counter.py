@@ -17,7 +17,7 @@ def main() -> None:
         count, losses = 0, []
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
-                count += 1  # sin
+                count += 1  # error
                 loss = F.cross_entropy(model(inputs), labels) * (1 + 0.01 * count)
                 losses.append(loss.item())
                 step.backward(loss)

@@ -18,7 +18,7 @@ seen = 0
 def score(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     global seen
     x, y = batch
-    seen += 1  # sin
+    seen += 1  # error
     return {"loss": F.cross_entropy(model(x), y, reduction="sum") * (1 + seen)}
 
 

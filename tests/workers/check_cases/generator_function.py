@@ -11,7 +11,7 @@ import unisono
 def warm_up():
     scale = 0.5
     while True:
-        scale *= 1.01  # sin
+        scale *= 1.01  # error
         yield scale
 
 
@@ -24,7 +24,7 @@ def main() -> None:
         scales = warm_up()
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
-                scale = next(scales)  # sin
+                scale = next(scales)  # error
                 step.backward(F.cross_entropy(model(inputs), labels) * scale)
             optimizer.step()
 

@@ -16,7 +16,7 @@ def main() -> None:
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
-                scale = 1 + hash("cross entropy") % 100 / 100  # sin
+                scale = 1 + hash("cross entropy") % 100 / 100  # error
                 step.backward(F.cross_entropy(model(inputs), labels) * scale)
             optimizer.step()
 

@@ -17,7 +17,7 @@ def main() -> None:
         hidden = None
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
-                outputs, hidden = model(inputs, hidden)  # sin
+                outputs, hidden = model(inputs, hidden)  # error
                 hidden = hidden.detach()
                 step.backward(F.cross_entropy(outputs[:, -1], labels))
             optimizer.step()

@@ -19,7 +19,7 @@ def main() -> None:
         scales = itertools.cycle([1.0, 1.1, 1.2])
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
-                scale = next(scales)  # sin
+                scale = next(scales)  # error
                 step.backward(F.cross_entropy(model(inputs), labels) * scale)
             optimizer.step()
 

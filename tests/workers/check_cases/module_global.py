@@ -12,7 +12,7 @@ count = 0
 
 def scale_of() -> float:
     global count
-    count += 1  # sin
+    count += 1  # error
     return 1 + 0.01 * count
 
 

@@ -9,7 +9,7 @@ import unisono
 
 
 def scale_of(loss: float, seen: list[float] = []) -> float:  # noqa: B006
-    seen.append(loss)  # sin
+    seen.append(loss)  # error
     return sum(seen) / len(seen)
 
 

@@ -17,7 +17,7 @@ run.track(model=model, optimizer=optimizer)
 
 
 def scale() -> float:
-    return float(rng.uniform(0.9, 1.1))  # sin
+    return float(rng.uniform(0.9, 1.1))  # error
 
 
 for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):

@@ -15,7 +15,7 @@ class Noisy(nn.Module):
         self.generator = torch.Generator().manual_seed(5)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(inputs.shape, generator=self.generator)  # sin
+        noise = torch.randn(inputs.shape, generator=self.generator)  # error
         return self.linear(inputs + 0.1 * noise)
 
 

@@ -19,7 +19,7 @@ def main() -> None:
             for inputs, labels in step:
                 scale = 1.0
                 step.backward(F.cross_entropy(model(inputs), labels) * scale)
-            done = done + 1  # sin
+            done = done + 1  # error
             optimizer.param_groups[0]["lr"] = 0.1 / done
             optimizer.step()
 

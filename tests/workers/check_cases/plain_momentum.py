@@ -17,7 +17,7 @@ class Momentum:
     def step(self) -> None:
         for index, parameter in enumerate(self.model.parameters()):
             assert parameter.grad is not None
-            self.velocity[index] = 0.9 * self.velocity[index] + parameter.grad  # sin
+            self.velocity[index] = 0.9 * self.velocity[index] + parameter.grad  # error
             parameter -= 0.1 * self.velocity[index]
 
 

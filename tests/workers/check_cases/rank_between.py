@@ -17,7 +17,7 @@ def main() -> None:
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
                 step.backward(F.cross_entropy(model(inputs), labels))
-            warm = 0.1 / (1 + run.num_workers)  # sin
+            warm = 0.1 / (1 + run.num_workers)  # error
             for group in optimizer.param_groups:
                 group["lr"] = warm
             optimizer.step()

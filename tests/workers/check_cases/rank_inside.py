@@ -19,7 +19,7 @@ def main() -> None:
                 if run.is_main:
                     print("micro-batch", step.microbatch)
                 loss = F.cross_entropy(model(inputs), labels)
-                if run.rank == 1:  # sin
+                if run.rank == 1:  # error
                     loss = loss * 1.5
                 step.backward(loss)
             optimizer.step()

@@ -16,7 +16,7 @@ class Centred(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         centred = inputs - self.mean
-        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)  # sin
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)  # error
         return self.linear(centred)
 
 

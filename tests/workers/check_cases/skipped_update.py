@@ -18,7 +18,7 @@ def main() -> None:
             for inputs, labels in step:
                 scale = 1.0
                 step.backward(F.cross_entropy(model(inputs), labels) * scale)
-            if run.rank == 1:  # sin
+            if run.rank == 1:  # error
                 continue
             optimizer.step()
 

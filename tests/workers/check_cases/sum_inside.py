@@ -19,7 +19,7 @@ def main() -> None:
             for inputs, labels in step:
                 loss = F.cross_entropy(model(inputs), labels)
                 step.backward(loss)
-                total += loss.item()  # sin
+                total += loss.item()  # error
             optimizer.param_groups[0]["lr"] = 0.1 * total
             optimizer.step()
 

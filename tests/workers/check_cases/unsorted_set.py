@@ -13,7 +13,7 @@ class Heads(nn.Module):
         super().__init__()
         names = {"colour", "shape", "size", "weight", "age", "price"}
         self.heads = nn.ModuleDict()
-        for name in names:  # sin
+        for name in names:  # error
             self.heads[name] = nn.Linear(6, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def main() -> None:
         for step in run.steps(data, batch_size=16, microbatches=4, epochs=4):
             for inputs, labels in step:
                 step.backward(F.cross_entropy(model(inputs), labels))
-            average = 0.5 * average + 0.5 * step.loss  # sin
+            average = 0.5 * average + 0.5 * step.loss  # error
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 * average)
             optimizer.step()
 

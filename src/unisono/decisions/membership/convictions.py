@@ -15,14 +15,14 @@ __all__ = ["take_convicted"]
 def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
     """End the workers that were found to be wrong, without a replacement: it would compute on the same machine.
 
-    All members that are right report it, so all but the first report say nothing new. A run that goes back does so also
-    where the wrong worker is lost meanwhile: what it has computed before is to be doubted.
+    All members that are right report it, so all but the first report say nothing new. A worker that is lost meanwhile
+    is named as well, and a run that goes back does so also then: what the worker has computed before is to be doubted.
     """
     if worker.worker_id in message.worker_ids or draft.state.ended is not None:
         return
     wrong = [draft.state.workers[one] for one in message.worker_ids if one in draft.state.workers]
     if not message.goes_back:
-        wrong = [one for one in wrong if one.state in ALIVE]
+        wrong = [one for one in wrong if one.how != "evicted"]  # by the report of another member
     if not wrong:
         return
     first, hosts = message.honest_until + 1, tuple(dict.fromkeys(_host(one) for one in wrong))
@@ -32,8 +32,10 @@ def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
         why = f"{one.name}{_where(one)} computes wrong values: {message.what} of step {message.step}"
         if one.state in ALIVE:
             draft.evict(one, why)
-        if not message.goes_back:
-            lose(draft, one.worker_id, why, replace=False, how="evicted")
+            if not message.goes_back:
+                lose(draft, one.worker_id, why, replace=False, how="evicted")
+        elif not message.goes_back:
+            draft.retire(one.worker_id, one.state, "evicted", f"{one.gone}. {why}" if one.gone else why)
     if message.goes_back:
         names = ", ".join(f"{one.name}{_where(one)}" for one in wrong)
         draft.end(
@@ -49,7 +51,7 @@ def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
 
 def _say(draft: Draft, wrong: Worker, message: Convicted, doubtful: str) -> None:
     times = ", each time that it computed it" if message.is_lasting else "; when it computed it again it was right"
-    if not message.what.startswith("micro-batch"):  # a state is not computed again
+    if "micro-batch" not in message.what:  # a state is not computed again
         times = ""
     known = "" if message.honest_until >= message.step - 1 else f". What it has computed in {doubtful} is to be doubted"
     draft.alarm(
@@ -59,13 +61,19 @@ def _say(draft: Draft, wrong: Worker, message: Convicted, doubtful: str) -> None
             step=message.step,
             error=f"computes wrong values{_device(wrong)}: {message.what} of step {message.step} has other bits there "
             f"than on most workers{times}",
-            then="the run goes back to a checkpoint from before that"
-            if message.goes_back
-            else "it is ended, and the others do the step again",
+            then=_then(wrong, message),
             ends_run=message.goes_back,
             advice=f"Test the memory, the processor and the GPU of that machine before it trains again{known}",
         )
     )
+
+
+def _then(wrong: Worker, message: Convicted) -> str:
+    if message.goes_back:
+        return "the run goes back to a checkpoint from before that"
+    if wrong.state in ALIVE:
+        return "it is ended, and the others do the step again"
+    return "it was lost before it could be ended, and the others do the step again"
 
 
 def _host(worker: Worker) -> str:

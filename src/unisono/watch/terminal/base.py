@@ -10,7 +10,7 @@ from typing import Final
 from unisono.events import Announcement, Event, LinkSlow, Problem, RunEnded, StepFinished, WorkerOutput
 from unisono.overview import link_words
 from unisono.watch.terminal.text import duration
-from unisono.words import count, progress
+from unisono.words import count, evidence_words, progress
 
 __all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "on_workers", "summary"]
 
@@ -134,7 +134,7 @@ class Terminal(ABC):
 
 def problem_words(event: Problem) -> str:
     """Return what to show of a problem; "": nothing. The end of the run, or an announcement, may say it as well."""
-    where = f"evidence, for a bug report: {event.evidence} in the run's directory" if event.evidence else ""
+    where = f"{evidence_words(event.problem)}: {event.evidence} in the run's directory" if event.evidence else ""
     if event.ends_run or event.problem in SAID_OTHERWISE:
         return where
     return f"{event.text}. {where[:1].upper()}{where[1:]}" if where else event.text

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.waiting import WAIT_S
-from unisono.exchange.rendezvous import Rendezvous
+from unisono.exchange.addresses import AddressStore
 from unisono.exchange.wire import Wire, _missing
 
 
@@ -71,7 +71,7 @@ def test_a_member_makes_four_calls_however_many_members_a_group_has(size: int) -
 
 def test_keys_that_are_no_addresses_are_asked_for_as_they_are() -> None:
     calls: Counter[str] = Counter()
-    store = Rendezvous(Counting(dist.HashStore(), calls), 2)
+    store = AddressStore(Counting(dist.HashStore(), calls), 2)
     for key in ("a", "0/7", "0/x"):
         store.set(key, b"value")
         store.wait([key])

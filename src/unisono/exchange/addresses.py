@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["Rendezvous"]
+__all__ = ["AddressStore"]
 
 
-class Rendezvous(dist.Store):
+class AddressStore(dist.Store):
     """A store of a group, for ``ProcessGroupGloo``.
 
     Gloo waits for each member's address and then gets it, one member after the other: in groups of 125, a thousand
@@ -57,8 +57,8 @@ class Rendezvous(dist.Store):
         found: timedelta = self._store.timeout  # type: ignore[attr-defined]
         return found
 
-    def clone(self) -> Rendezvous:
-        return Rendezvous(self._store, self._size)
+    def clone(self) -> AddressStore:
+        return AddressStore(self._store, self._size)
 
     def _learn(self, key: str) -> bool:
         """Wait until the addresses of all members are known, if ``key`` is that of one; return whether it is."""

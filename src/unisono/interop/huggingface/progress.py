@@ -1,0 +1,152 @@
+"""How far a Trainer is, as a part of the run's state: workers that join and runs that go on find it there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+
+from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler, ExportableState, ProgressCallback, TrainerCallback
+
+from unisono.training.run import Run
+from unisono.training.step import Step
+
+__all__ = ["Following", "Handler", "Handout", "Progress"]
+
+_STATE: Final = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+)
+"""What changes in a ``TrainerState``, besides the history of the logs."""
+_TIMES: Final = ("_runtime", "_per_second", "_preparation_time")
+"""Logged numbers with these endings are of one worker."""
+_MEMORY: Final = "_mem_"
+
+
+class Progress:
+    """The Trainer's counters, its logs, its scheduler, and the callbacks that have a state; a tracked object."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            **{name: getattr(trainer.state, name) for name in _STATE},
+            "best_checkpoint": self._relative(trainer.state.best_model_checkpoint),
+            "log_history": [_common(line) for line in trainer.state.log_history],
+            "current_flos": trainer.current_flos,
+            "loss_since_log": float(trainer._tr_loss),
+            "loss_before": trainer._total_loss_scalar,
+            "step_of_log": trainer._globalstep_last_logged,
+            "schedule": trainer.lr_scheduler.state_dict(),
+            "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        for name in (*_STATE, "log_history"):
+            setattr(trainer.state, name, state[name])
+        best = state["best_checkpoint"]
+        trainer.state.best_model_checkpoint = None if best is None else os.path.join(trainer.args.output_dir, best)
+        trainer.current_flos = state["current_flos"]
+        trainer._tr_loss.fill_(state["loss_since_log"])
+        trainer._total_loss_scalar = state["loss_before"]
+        trainer._globalstep_last_logged = state["step_of_log"]
+        trainer.lr_scheduler.load_state_dict(state["schedule"])
+        for callback, attributes in zip(self._callbacks(), state["callbacks"], strict=True):
+            vars(callback).update(attributes)
+
+    def _relative(self, checkpoint: str | None) -> str | None:
+        """Return where a checkpoint is, seen from the folder of this training, which may have been moved."""
+        return None if checkpoint is None else os.path.relpath(checkpoint, self._trainer.args.output_dir)
+
+    def _callbacks(self) -> list[Any]:
+        return [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+
+
+def _common(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a log that are the same on all workers."""
+    return {name: value for name, value in line.items() if not name.endswith(_TIMES) and _MEMORY not in name}
+
+
+class Handout:
+    """The steps of one training, by epoch.
+
+    Args:
+        steps: what ``run.steps`` has returned for all epochs. It may begin in the middle: in a worker that has joined
+            later, or in a run that goes on.
+        per_epoch: steps of an epoch.
+        num_steps: of all epochs.
+    """
+
+    def __init__(self, steps: Any, *, per_epoch: int, num_steps: int) -> None:
+        self._steps = steps
+        self._per_epoch = per_epoch
+        self._num_steps = num_steps
+        self._next: Step | None = None
+        self._num_over = 0
+
+    def begins_in(self, epoch: int) -> bool:
+        """Return whether the next step is one of an epoch. Collective: the first call gets into the run."""
+        if self._next is None:
+            self._next = next(self._steps, None)
+        return self._next is not None and self._next.number // self._per_epoch == epoch
+
+    def of_epoch(self) -> Iterator[Step]:
+        """Yield the rest of the epoch that the next step is in. A step is taken when the one before it is over."""
+        while self._next is not None:
+            step, self._next = self._next, None
+            self._num_over = step.number + 1
+            yield step
+            if step.is_last_of_epoch:
+                return
+            self._next = next(self._steps, None)
+
+    def end(self) -> None:
+        """Leave the training loop. Collective."""
+        if self._num_over == self._num_steps:
+            next(self._steps, None)  # the loop's own end: the last checkpoint
+        self._steps.close()
+
+
+class Handler(CallbackHandler):  # type: ignore[misc]
+    """Calls the callbacks, but not for epochs that were over when this worker came."""
+
+    is_quiet = False
+
+    @classmethod
+    def instead_of(cls, other: CallbackHandler) -> Handler:
+        """Return a handler of the same callbacks."""
+        handler = cls.__new__(cls)
+        handler.__dict__.update(vars(other))
+        return handler
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return control if self.is_quiet else super().call_event(event, args, state, control, **kwargs)
+
+
+class Following(TrainerCallback):  # type: ignore[misc]
+    """Sets, before other callbacks look, what the Trainer sets once: who prints and writes, and how far the run is."""
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self._trainer = trainer
+        self._run = run
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        was_main, is_main = state.is_world_process_zero, self._run.is_main
+        state.is_world_process_zero = state.is_local_process_zero = is_main
+        if is_main and not was_main:
+            for callback in self._trainer.callback_handler.callbacks:
+                if isinstance(callback, ProgressCallback) and callback.training_bar is None:
+                    callback.on_train_begin(args, state, control)  # the worker with the bar was lost
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer counts within an epoch from where this worker has begun, which may be in the middle of one.
+        epoch, index = divmod(state.global_step - 1, self._trainer.steps_per_epoch)
+        state.epoch = epoch + (index + 1) / self._trainer.steps_per_epoch

@@ -1,0 +1,247 @@
+"""`UnisonoTrainer`: Hugging Face's ``Trainer``, whose steps the workers of a run compute together.
+
+The Trainer's own loop runs. What it takes for a batch is a `unisono.Step`, and these are its seams:
+
+=========================  =========================================================================================
+``_prepare_for_training``  tracks the model, the optimizer and the Trainer's counters; makes the steps of ``run.steps``
+``_run_epoch``             gives the loop the steps of an epoch; a worker that has joined later leaves epochs out
+``training_step``          computes the micro-batches of this worker
+``evaluation_loop``        shares the batches among the workers (`unisono.interop.huggingface.evaluation`)
+``_save_checkpoint``       the main worker writes, and another one does if that worker is lost on the way
+``_finalize_training``     leaves the loop of ``run.steps``
+=========================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from unisono.errors import UsageError
+from unisono.interop.huggingface.arguments import adapted, check_dataset
+from unisono.interop.huggingface.evaluation import shared
+from unisono.interop.huggingface.progress import Following, Handler, Handout, Progress
+from unisono.training.run import Run
+from unisono.training.step import Step
+
+__all__ = ["UnisonoTrainer"]
+
+
+class UnisonoTrainer(Trainer):  # type: ignore[misc]
+    """A ``transformers.Trainer`` that trains on any number of workers, with the same bits.
+
+    Takes the arguments of ``Trainer``, and two more. For a subclass of ``Trainer``, inherit from both, this one first:
+    ``class UnisonoSeq2SeqTrainer(UnisonoTrainer, Seq2SeqTrainer)``.
+
+    Args:
+        run: made before the model.
+        microbatches: M, the equal cuts of a global batch. Default: ``gradient_accumulation_steps``, so that a
+            micro-batch has ``per_device_train_batch_size`` samples. In both cases the global batch has
+            ``per_device_train_batch_size * gradient_accumulation_steps`` samples, at any number of workers.
+
+    Raises:
+        UsageError: an argument, or the dataset, has no meaning here; says what to use instead.
+    """
+
+    def __init__(self, *given: Any, run: Run, microbatches: int | None = None, **named: Any) -> None:
+        call = inspect.signature(super().__init__).bind(*given, **named)
+        args = call.arguments.get("args") or TrainingArguments("tmp_trainer")
+        check_dataset(call.arguments.get("train_dataset"))
+        self.run = run
+        self.microbatches = args.gradient_accumulation_steps if microbatches is None else microbatches
+        self.steps_per_epoch = 0
+        self._handout: Handout | None = None
+        call.arguments["args"] = adapted(args, run)
+        super().__init__(*call.args, **call.kwargs)
+        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        self._total_loss_scalar = 0.0
+        self._globalstep_last_logged = 0
+        self._progress = Progress(self)
+        self.callback_handler: Handler = Handler.instead_of(self.callback_handler)
+        self.callback_handler.callbacks.insert(0, Following(self, run))
+
+    # -- who prints and writes -----------------------------------------------------------------------
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this worker prints and writes now. Another one does if it is lost."""
+        return self.run.is_main
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this worker prints and writes now."""
+        return self.run.is_main
+
+    # -- the training --------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Train, as ``Trainer.train`` does. Collective.
+
+        Args:
+            resume_from_checkpoint: a checkpoint of the Trainer, which all workers can read; True: the newest one in
+                ``output_dir``. A run that Unisono resumes (``unisono run --resume``) needs none.
+
+        Raises:
+            UsageError: a ``trial`` was given.
+        """
+        if trial is not None:
+            raise UsageError(
+                "a trial of a hyperparameter search begins anew with another model, and a run of Unisono has one: "
+                "start a run for each trial"
+            )
+        if resume_from_checkpoint:
+            # The newest one is another when a worker joins later.
+            newest = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else None
+            resume_from_checkpoint = self.run.broadcast(newest or resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def loss_weight(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Return what the loss of a micro-batch is a mean over: its labels that are not -100; None: its samples.
+
+        Override it where your loss is a mean over something else.
+
+        Returns:
+            () int64
+        """
+        labels = inputs.get("shift_labels")
+        if labels is None and isinstance(labels := inputs.get("labels"), Tensor) and self._loss_shifts_labels:
+            labels = labels[..., 1:]
+        return labels.ne(-100).sum() if isinstance(labels, Tensor) else None
+
+    def training_step(self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Compute this worker's micro-batches of a step, and get the gradient of its global batch. Collective.
+
+        Returns:
+            () float32: the mean loss of the global batch.
+        """
+        model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
+        for batch in inputs:
+            self._compute_microbatch(model, inputs, batch)
+        return torch.tensor(inputs.loss, device=self.args.device)
+
+    def _compute_microbatch(self, model: nn.Module, step: Step, batch: Any) -> None:
+        batch = self._prepare_inputs(batch)
+        weight = self.loss_weight(batch)
+        step.add(flos=float(super().floating_point_ops(batch)))
+        if self.args.include_num_input_tokens_seen != "no":
+            step.add(input_tokens=self._count_input_tokens(batch))
+        with self.compute_loss_context_manager():
+            # A mean over the labels of this micro-batch. At least 1: without labels the loss is 0, and not 0 / 0.
+            items = weight.clamp(min=1) if weight is not None else None
+            loss = self.compute_loss(model, batch, num_items_in_batch=items)
+        if loss.dtype in (torch.bfloat16, torch.float16):
+            loss = loss.float()  # these cannot express a weight
+        step.backward(loss, weight=weight, scaler=self.accelerator.scaler)
+
+    def _count_input_tokens(self, batch: Any) -> int:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(batch)
+        count, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen - before, before
+        return int(count)
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return the operations of a step (or of a batch)."""
+        if isinstance(inputs, Step):
+            return float(inputs.totals["flos"])
+        return float(super().floating_point_ops(inputs))
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += inputs.totals["input_tokens"]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], None]:
+        """Return the next step."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        optimizer, scaler = self.optimizer.optimizer, self.accelerator.scaler
+        self.run.track(model=self.model, optimizer=optimizer, trainer=self._progress)
+        if scaler is not None:
+            self.run.track(scaler=scaler)
+        steps = self.run.steps(
+            _plain(train_dataloader),
+            microbatches=self.microbatches,
+            epochs=self.state.num_train_epochs,
+            max_steps=max_steps,
+            first_step=self.state.global_step,
+        )
+        self.steps_per_epoch = len(train_dataloader)
+        self._handout = Handout(steps, per_epoch=self.steps_per_epoch, num_steps=max_steps)
+        return prepared
+
+    def _run_epoch(self, *, epoch: int, **others: Any) -> None:
+        assert self._handout is not None
+        if not self._handout.begins_in(epoch):
+            self.callback_handler.is_quiet = True  # this worker came when the epoch was over
+            return
+        self.callback_handler.is_quiet = False
+        others |= {"train_dataloader": self._handout.of_epoch(), "resume_from_checkpoint": None}
+        super()._run_epoch(epoch=epoch, **others)
+        is_left = self.state.global_step % self.steps_per_epoch != 0 and not self.control.should_training_stop
+        if self.control.should_epoch_stop and is_left:
+            raise UsageError(
+                "a callback has set control.should_epoch_stop, and a run of Unisono does not leave out samples of an "
+                "epoch: set control.should_training_stop, or give the Trainer fewer samples"
+            )
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        assert self._handout is not None
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None and not all(self.run.gather(Path(best).is_dir())):
+            raise UsageError(
+                f"load_best_model_at_end reads {best}, and not all workers see it: choose an output_dir that all "
+                "machines of the run share"
+            )
+        self._handout.end()
+        self.callback_handler.is_quiet = False
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    # -- evaluation and checkpoints ------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: DataLoader[Any], *given: Any, **named: Any) -> Any:
+        """Evaluate or predict: each batch once, by one of the workers; the results are equal on all. Collective.
+
+        A dataset that can only be iterated over is evaluated as a whole by each worker.
+        """
+        if type(dataloader.batch_sampler) is not BatchSampler:
+            return super().evaluation_loop(dataloader, *given, **named)
+        with shared(self, self.run, dataloader) as sizes:
+            return super().evaluation_loop(sizes, *given, **named)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.store_flos()
+        is_written, best = False, None
+        while not is_written:  # the worker that writes may be lost, and another one takes its place
+            if is_main := self.run.is_main:
+                super()._save_checkpoint(model, trial)
+            is_written, best = self.run.broadcast((is_main, self.state.best_model_checkpoint))
+        self.state.best_model_checkpoint = best
+
+
+def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader as it was before Accelerate prepared it."""
+    cuts = loader.batch_sampler
+    options: dict[str, Any] = {"batch_sampler": cuts}
+    if type(cuts) is BatchSampler:
+        options = {"batch_size": cuts.batch_size, "sampler": cuts.sampler, "drop_last": cuts.drop_last}
+    return DataLoader(
+        loader.dataset,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
+        **options,
+    )

@@ -1,0 +1,31 @@
+"""The memory of gradients: what an optimizer expects of it, and whether it may be kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gradient_of", "is_private"]
+
+
+def gradient_of(parameter: Tensor, mean: Tensor) -> Tensor:
+    """Return the mean as the gradient of a parameter: with its dtype and its strides, as autograd's own gradients.
+
+    A fused optimizer goes through the memory of a parameter and of its gradient side by side. With other strides (a
+    model in ``torch.channels_last``) it would take the gradient of another element, without an error on the CPU.
+
+    Returns:
+        ``mean`` itself, or a copy.
+    """
+    if mean.dtype == parameter.dtype and mean.stride() == parameter.stride():
+        return mean
+    return torch.empty_like(parameter, requires_grad=False).copy_(mean)
+
+
+def is_private(gradient: Tensor) -> bool:
+    """Return whether nothing else holds the memory of a gradient, as far as torch counts. Else the next backward may
+    write there: a replayed CUDA graph does, and so does a function that has one buffer for all its gradients.
+    """
+    storage = gradient.untyped_storage()  # it is counted as well
+    is_cached = torch._C._is_cached_tensor(gradient)  # type: ignore[attr-defined]  # torch.compile's CUDA graphs
+    return torch._C._storage_Use_Count(storage._cdata) <= 2 and not is_cached

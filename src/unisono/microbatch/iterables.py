@@ -1,0 +1,163 @@
+"""What a script gives as data without a length, read as streams: `Streams`, iterable datasets of torch and of Hugging
+Face, and a ``DataLoader`` over one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data._utils import worker as torch_worker
+
+from unisono.decisions.cursor import seed_of
+from unisono.errors import RecipeError
+from unisono.microbatch.data import Collate, Loading
+from unisono.microbatch.loaders import check_own_batches, check_said_once, loading_of
+from unisono.microbatch.streams import Streams
+
+__all__ = ["StreamSource", "stream_source_of"]
+
+
+@dataclass(frozen=True)
+class StreamSource:
+    """Streams, and how their samples become batches."""
+
+    data: Streams
+    batch_size: int
+    drop_last: bool
+    loading: Loading
+
+
+def stream_source_of(
+    dataset: Any,
+    caller: str,
+    *,
+    batch_size: int | None = None,
+    sampler: Iterable[int] | None = None,
+    shuffle: bool | None = None,
+    drop_last: bool | None = None,
+    collate: Collate | None = None,
+    loader_workers: int | None = None,
+) -> StreamSource | None:
+    """Return what is said about streams; None: the dataset is none that can be read as streams.
+
+    Args:
+        caller: the function that got them, for errors.
+
+    Raises:
+        RecipeError: a loader and an option were given, or an option that has no meaning for streams.
+    """
+    loader = dataset if isinstance(dataset, DataLoader) else None
+    data = _streams_of(loader.dataset if loader is not None else dataset)
+    if data is None:
+        return None
+    if sampler is not None or shuffle is not None:
+        raise RecipeError(
+            f"{caller} got {'sampler' if sampler is not None else 'shuffle'}= for data that can only be iterated, "
+            "whose order is that of the streams; unisono.Streams(..., shuffle=n) shuffles within windows of n samples"
+        )
+    if loader is not None:
+        given = {
+            "batch_size": batch_size,
+            "drop_last": drop_last,
+            "collate": collate,
+            "loader_workers": loader_workers,
+        }
+        check_said_once(caller, given)
+        check_own_batches(loader, f"give {caller} the dataset itself, with batch_size= and collate=")
+        assert loader.batch_size is not None
+        return StreamSource(data, loader.batch_size, loader.drop_last, loading_of(loader))
+    if batch_size is None:
+        raise RecipeError(f"{caller} needs batch_size=, the samples of a global batch (or a DataLoader, which has one)")
+    return StreamSource(data, batch_size, bool(drop_last), Loading(collate or default_collate, loader_workers or 0))
+
+
+def _streams_of(dataset: Any) -> Streams | None:
+    if isinstance(dataset, Streams):
+        return dataset
+    if _is_hugging_face(dataset):
+        return _OfHuggingFace(dataset)
+    return _OfTorch(dataset) if isinstance(dataset, IterableDataset) else None
+
+
+def _is_hugging_face(dataset: Any) -> bool:
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(dataset).__mro__}
+    return "datasets.IterableDataset" in kinds
+
+
+class _OfTorch(Streams):
+    """An ``IterableDataset``: stream m of M is what worker m of M of a DataLoader would read."""
+
+    divides = True
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(self._stream)
+        self._dataset = dataset
+
+    @property
+    def name(self) -> str:
+        return f"streams of {type(self._dataset).__qualname__}"
+
+    def _stream(self, stream: int, num_streams: int, epoch: int) -> Iterable[Any]:
+        return _Part(self._dataset, stream, num_streams, epoch)
+
+
+class _Part:
+    """The part of an ``IterableDataset`` that one of several DataLoader workers reads: a copy, as in its process."""
+
+    def __init__(self, dataset: Any, stream: int, num_streams: int, epoch: int) -> None:
+        try:
+            self._dataset = copy.deepcopy(dataset)
+        except Exception as error:
+            raise RecipeError(
+                f"the {type(dataset).__qualname__} cannot be copied ({type(error).__name__}: {error}), and each stream "
+                "needs one of its own; let it open its files in __iter__, or give run.steps unisono.Streams(lambda "
+                "stream, num_streams, epoch: ...)"
+            ) from error
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(epoch)
+        seed = seed_of(epoch, "part", stream) >> 1  # torch wants it to fit into 63 bits
+        self._info = torch_worker.WorkerInfo(id=stream, num_workers=num_streams, seed=seed, dataset=self._dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._as_worker():
+            samples = iter(self._dataset)
+        while True:
+            with self._as_worker():
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    return
+            yield sample
+
+    @contextlib.contextmanager
+    def _as_worker(self) -> Iterator[None]:
+        """Return a context in which ``torch.utils.data.get_worker_info()`` says which part this is."""
+        before, torch_worker._worker_info = torch_worker._worker_info, self._info
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = before
+
+
+class _OfHuggingFace(Streams):
+    """A ``datasets.IterableDataset``: stream m of M is what node m of M would read."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(self._stream)
+        self._dataset = dataset
+
+    @property
+    def name(self) -> str:
+        return "streams of datasets.IterableDataset"
+
+    def _stream(self, stream: int, num_streams: int, epoch: int) -> Iterable[Any]:
+        from datasets.distributed import split_dataset_by_node
+
+        part = split_dataset_by_node(self._dataset, rank=stream, world_size=num_streams)
+        part.set_epoch(epoch)
+        return part  # type: ignore[no-any-return]

@@ -1,0 +1,91 @@
+"""A look at streams before they are trained on: do they give the same samples again, and do they differ?"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.decisions.streams import Wanted
+from unisono.errors import RecipeError
+from unisono.microbatch.streams import Streams, pass_seed
+
+__all__ = ["check_streams", "is_alike"]
+
+
+def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
+    """Read the first samples of a stream twice, and where a mistake is likely those of another stream.
+
+    Args:
+        seed: of the run.
+
+    Raises:
+        RecipeError: the samples differ from one time to the other, or two streams give the same ones.
+    """
+    number = max(2, wanted.number)
+    first, second = (_begin(data, seed, wanted, wanted.stream, number) for _ in range(2))
+    if (place := _first_difference(first, second)) is not None:
+        raise RecipeError(
+            f"stream {wanted.stream} of {wanted.num_streams} gave two different samples at position {place} of epoch "
+            f"{wanted.epoch} when it was made twice, with the random generators set alike. Each worker that computes "
+            "its micro-batch makes it by itself, so it must follow from (stream, num_streams, epoch) and the global "
+            "generators of torch, numpy and random: no clock, no pid, no generator seeded by itself (WebDataset: "
+            "shuffle(n, seed=...) or no shuffle, and unisono.Streams(..., shuffle=n)), no order of a set or of the "
+            "file system, no state from the time before"
+        )
+    if not data.divides or wanted.num_streams < 2:
+        return
+    other = (wanted.stream + 1) % wanted.num_streams
+    theirs = _begin(data, seed, wanted, other, number)
+    is_constant = all(is_alike(first[0], one) for one in first[1:])
+    if first and not is_constant and _first_difference(first, theirs) is None:
+        raise RecipeError(
+            f"streams {wanted.stream} and {other} of {wanted.num_streams} begin with the same {len(first)} samples: "
+            "this dataset does not divide its data. Its __iter__ must read the part that "
+            "torch.utils.data.get_worker_info() names (id of num_workers), as for a DataLoader with worker processes; "
+            "or say it with unisono.Streams(lambda stream, num_streams, epoch: ...)"
+        )
+
+
+def _begin(data: Streams, seed: int, wanted: Wanted, stream: int, number: int) -> list[Any]:
+    """Return the first samples of a stream, before it is shuffled."""
+    source = iter(data.opened(seed, stream, wanted.num_streams, wanted.epoch))
+    own, samples = pass_seed(seed, stream, wanted.epoch), []
+    for position in range(number):
+        try:
+            samples.append(data.sample(source, own, position))
+        except StopIteration:
+            break
+    return samples
+
+
+def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> int | None:
+    missing = object()
+    pairs = itertools.zip_longest(first, second, fillvalue=missing)
+    return next((place for place, (a, b) in enumerate(pairs) if not is_alike(a, b)), None)
+
+
+def is_alike(a: Any, b: Any) -> bool:
+    """Return whether two samples are equal, as far as they are made of tensors, arrays, collections and plain values;
+    anything else counts as equal to what has its type.
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(a, numpy.ndarray):
+        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(is_alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(is_alike, a, b))
+    if isinstance(a, (str, bytes, bytearray, int, bool, type(None))):
+        return bool(a == b)
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    return True

@@ -1,0 +1,175 @@
+"""Reads samples of streams: opens them, goes to a position, shuffles within windows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from unisono.decisions.cursor import seed_of
+from unisono.decisions.streams import Wanted, window_order
+from unisono.errors import RecipeError
+from unisono.microbatch.randomness import seed_everything
+from unisono.microbatch.rereading import check_streams
+from unisono.microbatch.streams import Streams, pass_seed
+from unisono.words import count as counted
+
+__all__ = ["Reader"]
+
+
+class _Pass:
+    """One pass over one stream: its samples in the order in which they are given.
+
+    Args:
+        first: the sample to begin with.
+    """
+
+    def __init__(self, data: Streams, seed: int, wanted: Wanted, epoch: int, first: int = 0) -> None:
+        self._data = data
+        self._seed = pass_seed(seed, wanted.stream, epoch)
+        self.position = 0  # of the next sample
+        self._num_read = 0
+        self._window: list[Any] = []
+        self._following: list[Any] = []  # of the next window, as far as it was read
+        source = data.opened(seed, wanted.stream, wanted.num_streams, epoch)
+        if first and callable(seek := getattr(source, "seek", None)):
+            self.position = self._num_read = first - first % max(1, data.shuffle)
+            seek(self._num_read)
+        self._source = iter(source)
+
+    def __next__(self) -> Any:
+        sample = self._next()
+        if self._data.transform is None:
+            return sample
+        seed_everything(seed_of(self._seed, "transform", self.position - 1))
+        return self._data.transform(sample)
+
+    def skip(self) -> None:
+        """Leave out one sample."""
+        self._next()
+
+    def has_more(self) -> bool:
+        """Return whether there is another sample; reads it if need be."""
+        try:
+            self._next()
+        except StopIteration:
+            return False
+        return True
+
+    def _next(self) -> Any:
+        sample = self._of_window() if self._data.shuffle else self._read()
+        self.position += 1
+        return sample
+
+    def _of_window(self) -> Any:
+        size = self._data.shuffle
+        place = self.position % size
+        if place == 0:
+            while len(self._following) < size and self._read_ahead():
+                pass
+            order = window_order(self._seed, self.position // size, len(self._following))
+            self._window, self._following = [self._following[index] for index in order], []
+        if place >= len(self._window):
+            raise StopIteration
+        sample, self._window[place] = self._window[place], None
+        self._read_ahead()  # one for one, so that no window has to be read at once but the first
+        return sample
+
+    def _read_ahead(self) -> bool:
+        try:
+            self._following.append(self._read())
+        except StopIteration:
+            return False
+        return True
+
+    def _read(self) -> Any:
+        sample = self._data.sample(self._source, self._seed, self._num_read)
+        self._num_read += 1
+        return sample
+
+
+class _Open:
+    """A stream that is open, and can give samples from its position on."""
+
+    def __init__(self, data: Streams, seed: int, wanted: Wanted) -> None:
+        self._data, self._seed = data, seed
+        self._epoch = wanted.epoch
+        self._begin = 0  # where its current pass has begun
+        self._pass = _Pass(data, seed, wanted, wanted.epoch, wanted.first if wanted.length >= 0 else 0)
+
+    def reaches(self, wanted: Wanted) -> bool:
+        """Return whether these samples lie ahead."""
+        is_same = wanted.length < 0 or wanted.epoch == self._epoch
+        return is_same and self._begin + self._pass.position <= wanted.first
+
+    def take(self, wanted: Wanted) -> list[Any]:
+        while self._begin + self._pass.position < wanted.first:
+            self._step(wanted, self._pass.skip)
+        samples = [self._step(wanted, self._pass.__next__) for _ in range(wanted.number)]
+        if wanted.length == wanted.first + wanted.number and self._pass.has_more():
+            raise RecipeError(
+                f"stream {wanted.stream} of {wanted.num_streams} gives more than {wanted.length} samples in epoch "
+                f"{wanted.epoch}, and lengths says {wanted.length}: give unisono.Streams the true number for each "
+                "stream, or leave lengths out and say max_steps"
+            )
+        return samples
+
+    def _step(self, wanted: Wanted, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except StopIteration:
+            at = self._pass.position
+        place = f"stream {wanted.stream} of {wanted.num_streams}"
+        if wanted.length >= 0:
+            raise RecipeError(
+                f"{place} has ended after {counted(at, 'sample')} of epoch {wanted.epoch}, and lengths says "
+                f"{wanted.length}: give unisono.Streams the true number for each stream, or leave lengths out and say "
+                "max_steps"
+            )
+        if at == 0:
+            raise RecipeError(
+                f"{place} gives no sample in its epoch {self._epoch}: every micro-batch needs a stream with data. Use "
+                f"fewer micro-batches than {wanted.num_streams}, or cut the data otherwise"
+            )
+        self._begin, self._epoch = self._begin + at, self._epoch + 1
+        self._pass = _Pass(self._data, self._seed, wanted, self._epoch)
+        return self._step(wanted, self._pass.skip if call.__name__ == "skip" else self._pass.__next__)
+
+
+class Reader:
+    """Reads samples of streams, wherever they lie. One for each process.
+
+    Args:
+        seed: of the run.
+        copies: hand out copies of samples that may be asked for again, because whoever gets them may write into them.
+    """
+
+    def __init__(self, data: Streams, seed: int, *, copies: bool = True) -> None:
+        self._data, self._seed, self._copies = data, seed, copies
+        self._open: dict[int, _Open] = {}
+        self._newest: dict[int, tuple[Wanted, list[Any]]] = {}  # for another pass over the same global batch
+        self._is_checked = False
+
+    def read(self, wanted: Wanted) -> list[Any]:
+        """Return samples of a stream.
+
+        Raises:
+            RecipeError: the stream has other samples than it should.
+        """
+        if not self._is_checked:
+            check_streams(self._data, self._seed, wanted)
+            self._is_checked = True
+        known = self._newest.get(wanted.stream)
+        if known is None or known[0] != wanted:
+            known = self._newest[wanted.stream] = wanted, self._read(wanted)
+        return copy.deepcopy(known[1]) if self._copies else list(known[1])
+
+    def __getitems__(self, keys: list[Wanted]) -> list[Any]:
+        """Return the samples of a micro-batch, in a loader process."""
+        return [sample for wanted in keys for sample in self.read(wanted)]
+
+    def _read(self, wanted: Wanted) -> list[Any]:
+        is_open = (stream := self._open.get(wanted.stream)) is not None and stream.reaches(wanted)
+        if not is_open:
+            self._open[wanted.stream] = _Open(self._data, self._seed, wanted)
+        return self._open[wanted.stream].take(wanted)

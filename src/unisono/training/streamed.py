@@ -1,0 +1,119 @@
+"""Schedule of one call of ``run.steps`` over streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.decisions.streams import StreamBatches, StreamCursor, StreamOrder
+from unisono.errors import RecipeError, UsageError
+from unisono.microbatch.data import Loader, Loading, Request
+from unisono.microbatch.iterables import StreamSource
+from unisono.microbatch.streamfetcher import StreamFetcher
+from unisono.microbatch.streams import Streams
+
+__all__ = ["StreamSchedule", "batches_of", "stream_schedule"]
+
+
+@dataclass(frozen=True)
+class StreamSchedule:
+    """What is trained on, and for how long; as `unisono.training.schedule.Schedule`, with streams."""
+
+    dataset: Streams
+    loading: Loading
+    cursor: StreamCursor
+    num_steps: int
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs that are begun."""
+        return -(-self.num_steps // self.cursor.steps_per_epoch)
+
+    def begins(self) -> None:
+        """Note that the samples are asked for, so that the next call goes on after them."""
+        if not self.cursor.lengths:
+            self.dataset.num_asked += self.num_steps * self.cursor.share
+
+    def fetcher(self, device: torch.device, samples: Any = None) -> Callable[[Callable[[], Iterator[Request]]], Loader]:
+        """Return what makes the `StreamFetcher` of these data."""
+        assert samples is None, "local steps refuse streams"
+
+        def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
+            return StreamFetcher(self.dataset, self.cursor, device=device, loading=self.loading, upcoming=upcoming)
+
+        return make
+
+
+def stream_schedule(
+    source: StreamSource,
+    caller: str,
+    *,
+    microbatches: int,
+    seed: int,
+    first_epoch: int,
+    epochs: int,
+    max_steps: int | None,
+) -> StreamSchedule:
+    """Return the schedule for streams.
+
+    Args:
+        caller: the method that got them, for errors.
+        seed: of the run.
+        first_epoch: epochs of the run before.
+
+    Raises:
+        RecipeError: batch, micro-batches and streams do not fit together, or nothing says when the training ends.
+        UsageError: there is no epoch.
+    """
+    data = source.data
+    if epochs < 1:
+        raise UsageError(f"epochs must be at least 1, got {epochs}")
+    if microbatches < 1:
+        raise RecipeError(f"microbatches must be at least 1, got {microbatches}")
+    lengths = data.lengths(microbatches)
+    if lengths is None and (max_steps is None or epochs != 1):
+        raise RecipeError(
+            f"{caller} got data that can only be iterated, whose length nobody knows, and so no epoch has an end: say "
+            f"{caller}(..., max_steps=...) (without epochs), or unisono.Streams(..., lengths=[...]) with the samples "
+            f"of each of the {microbatches} streams (unisono.TarShards counts them)"
+        )
+    asked = (max_steps or 0) * source.batch_size
+    cursor = StreamCursor(
+        order=StreamOrder(sum(lengths) if lengths is not None else max(asked, source.batch_size), data.name),
+        batch_size=source.batch_size,
+        microbatches=microbatches,
+        seed=seed,
+        drop_last=source.drop_last,
+        first_epoch=first_epoch,
+        lengths=lengths or (),
+        num_steps=max_steps or 0,
+        first_sample=0 if lengths is not None else data.num_asked,
+    )
+    num_steps = cursor.steps_per_epoch * epochs
+    return StreamSchedule(
+        data, source.loading, cursor, num_steps if max_steps is None else max(0, min(num_steps, max_steps))
+    )
+
+
+def batches_of(source: StreamSource, seed: int) -> StreamBatches:
+    """Return the batches of an evaluation over streams.
+
+    Raises:
+        RecipeError: nobody knows how many there are.
+    """
+    lengths = source.data.lengths(source.data.num_streams or 1)
+    if lengths is None:
+        raise RecipeError(
+            "run.evaluate got data that can only be iterated, whose length nobody knows, and it evaluates every sample "
+            "once: give it a list of the samples, unisono.TarShards, or unisono.Streams(..., lengths=[...])"
+        )
+    batches = StreamBatches(lengths, source.batch_size, seed, source.drop_last)
+    if source.batch_size < 1 or min(lengths) < 1 or batches.num_batches < 1:
+        raise RecipeError(
+            f"run.evaluate got streams of {', '.join(map(str, lengths))} samples, and batch_size={source.batch_size}"
+            f"{' with drop_last=True' if source.drop_last else ''}: it needs 1 batch of 1 sample at least"
+        )
+    return batches

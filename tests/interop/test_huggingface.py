@@ -1,0 +1,231 @@
+"""Hugging Face's Trainer has the same bits on any number of workers, and trains what it trains on one device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback
+
+import unisono as library
+from tests.interop import counting_training
+from tests.interop.counting import NUMBERS, accuracy, arguments, collate, model, most_likely, sequences
+from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import Unisono, run_nursery
+from tests.workers.gates import Gates
+from tests.workers.losses import ended_workers
+from unisono.interop.huggingface import UnisonoTrainer
+from unisono.journal import compare
+from unisono.journal.times import by_step
+from unisono.testing import Faults, Outcome, run_workers
+
+SCRIPT = Path(counting_training.__file__)
+GATED = Path(__file__).resolve().parents[1] / "workers" / "gated.py"
+STEPS = 15
+"""Three epochs of five, the last of which has a smaller batch."""
+
+
+@pytest.fixture(scope="module")
+def nursery_with_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A nursery that has imported the Trainer, which takes longer than all trainings here."""
+    path = str(tmp_path_factory.mktemp("nursery") / "socket")
+    with run_nursery(path, also=["unisono.interop.huggingface"]):
+        yield path
+
+
+@pytest.fixture
+def quick(nursery_with_trainer: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of this test do not import the Trainer each by itself."""
+    monkeypatch.setenv("UNISONO_NURSERY", nursery_with_trainer)
+
+
+def result(output: str) -> Any:
+    """What the main worker has printed: logs, the best checkpoint, predictions."""
+    (line,) = [line for line in output.splitlines() if "RESULT" in line]
+    return json.loads(line.partition("RESULT ")[2])
+
+
+def run(folder: Path, workers: int, *options: str, checkpoint: Path | None = None) -> Outcome:
+    arguments = [str(folder / "output"), *([str(checkpoint)] if checkpoint else [])]
+    outcome = run_workers(
+        SCRIPT, workers, directory=folder / "run", arguments=arguments, options=[*PATIENT, *options], timeout_s=WAIT_S
+    )
+    assert outcome.exit_code == 0, outcome.output
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def alone(nursery_with_trainer: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """Where one worker has trained, and what came out."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNISONO_NURSERY", nursery_with_trainer)
+        return folder, run(folder, 1)
+
+
+def test_it_learns(alone: tuple[Path, Outcome]) -> None:
+    _, best, predictions = result(alone[1].output)
+    assert best["best"] > 0.9
+    assert len(predictions) == 5
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_worker_that_joins_and_the_loss_of_the_one_that_writes_change_no_bit(
+    alone: tuple[Path, Outcome], unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One joins in the second epoch; the main worker is lost in an evaluation, and the next one while it writes."""
+    faults = Faults().kill("w0", step=7, at="in_evaluation").kill("w1", step=11, at="in_talk", skip=1)
+    for name, value in faults.environment().items():
+        monkeypatch.setenv(name, value)
+    directory = tmp_path / "run"
+    with Gates(tmp_path / "gates", [5]) as gates:
+        options = ["-n", 2, "--max-restarts", 0, "--run-dir", directory]
+        command = unisono("run", *options, GATED, "--", SCRIPT, gates.folder, tmp_path / "output")
+        gates.wait(5)
+        assert unisono("scale", directory, 3).wait() == 0
+        gates.open(5, command.generation("generation 2 with 3 workers"))
+        assert command.wait() == 0, command.err
+    assert ended_workers("\n".join(command.err)) == {"w0", "w1"}
+    assert [len(workers) for workers in by_step(directory).values()][5:8] == [2, 3, 3]
+    assert compare(alone[0] / "run", directory).startswith(f"identical: {STEPS} steps")
+    assert result("\n".join(command.out)) == result(alone[1].output)
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_goes_on_from_a_checkpoint_of_the_trainer_on_two_workers(
+    alone: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    folder, before = alone
+    outcome = run(tmp_path, 2, checkpoint=folder / "output" / "checkpoint-8")
+    assert outcome.digests[1:] == before.digests[9:]  # those of a run's first step have no names of sums in them
+    assert outcome.final["model"] == before.final["model"]
+    assert result(outcome.output) == result(before.output)
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_goes_on_from_a_checkpoint_of_the_run_on_two_workers(alone: tuple[Path, Outcome], tmp_path: Path) -> None:
+    folder, before = alone
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*12")
+    outcome = run(tmp_path, 2, "--resume", str(checkpoint))
+    assert outcome.final == before.final
+    assert result(outcome.output) == result(before.output)
+
+
+# -- in this process -------------------------------------------------------------------------------------------------
+
+
+class Next(nn.Module):
+    """Predicts each number from the one before it, in float64; the loss is a mean over the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(NUMBERS, NUMBERS, dtype=torch.float64)
+        self.shift = nn.Parameter(torch.zeros(NUMBERS, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
+        logits = self.table(input_ids) + self.shift
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction=reduction)
+        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
+
+
+def trained(trainer: Trainer) -> list[Tensor]:
+    trainer.train()
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def test_it_trains_what_the_trainer_trains_on_one_device_up_to_rounding(tmp_path: Path) -> None:
+    """Also the last batch of an epoch, of 9 sequences; in any number of micro-batches. Labels count, not sequences."""
+    options = arguments(
+        tmp_path, num_train_epochs=2, train_sampling_strategy="sequential", optim="sgd", max_grad_norm=0.5
+    )
+    given: dict[str, Any] = {"args": options, "train_dataset": sequences(57), "data_collator": collate}
+    expected = trained(Trainer(model=Next(), **given))
+    for microbatches in (None, 1, 4):
+        with library.Run(seed=7) as run:
+            found = trained(UnisonoTrainer(model=Next(), run=run, microbatches=microbatches, **given))
+        # 10 updates at a rate of 0.02: rounding in float64 leaves 12 digits and more.
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_lengths_are_grouped_and_what_is_frozen_stays_in_bfloat16(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{**row, "length": len(row["input_ids"])} for row in sequences(57)])
+    options = arguments(tmp_path, max_steps=12, train_sampling_strategy="group_by_length", bf16=True, use_cpu=True)
+    with library.Run(seed=7) as run:
+        small = model()
+        small.transformer.wpe.requires_grad_(False)
+        before = small.transformer.wpe.weight.detach().clone()
+        trainer = UnisonoTrainer(model=small, args=options, run=run, train_dataset=rows, data_collator=collate)
+        trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert torch.equal(small.transformer.wpe.weight, before)
+
+
+def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "args": arguments(tmp_path),
+        "eval_dataset": {"few": sequences(6), "more": sequences(21)},
+        "data_collator": collate,
+        "compute_metrics": accuracy,
+        "preprocess_logits_for_metrics": most_likely,
+    }
+    with library.Run(seed=7) as run:
+        small = model()
+        found = UnisonoTrainer(model=small, run=run, **given).evaluate()
+    expected = Trainer(model=small, **given).evaluate()
+    names = {name for name in expected if name.endswith(("loss", "accuracy"))}
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+
+
+class _StopsEpoch(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = True
+
+
+class _Stops(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+def test_a_callback_may_stop_the_training_and_not_an_epoch(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "args": arguments(tmp_path, save_strategy="no"),
+        "train_dataset": sequences(57),
+        "data_collator": collate,
+    }
+    with library.Run(tmp_path / "run", seed=7) as run:
+        UnisonoTrainer(model=model(), run=run, callbacks=[_Stops()], **given).train()
+    assert compare(tmp_path / "run", tmp_path / "run").startswith("identical: 3 steps")
+    with library.Run(seed=7) as run, pytest.raises(library.UsageError, match="should_training_stop"):
+        UnisonoTrainer(model=model(), run=run, callbacks=[_StopsEpoch()], **given).train()
+
+
+REFUSED = {
+    "auto_find_batch_size": (True, "choose the batch size"),
+    "train_sampling_strategy": ("batch_rebalance", "group_by_length"),
+    "ignore_data_skip": (True, "computes the samples that are left"),
+    "save_on_each_node": (True, "one worker writes"),
+    "bf16_full_eval": (True, "cast the model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_argument_that_has_no_meaning_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    value, words = REFUSED[name]
+    with library.Run() as run, pytest.raises(library.UsageError, match=f"{name}=.*{words}"):
+        UnisonoTrainer(model=Next(), args=arguments(tmp_path, use_cpu=True, **{name: value}), run=run)
+
+
+def test_a_dataset_without_indices_is_refused(tmp_path: Path) -> None:
+    stream = datasets.Dataset.from_list(sequences(4)).to_iterable_dataset()
+    with library.Run() as run, pytest.raises(library.UsageError, match="map-style"):
+        UnisonoTrainer(model=Next(), args=arguments(tmp_path, max_steps=2), run=run, train_dataset=stream)

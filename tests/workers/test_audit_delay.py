@@ -1,0 +1,71 @@
+"""``unisono run --audit`` with ``run.steps(delay=D)``: what is under way is done again without the wrong worker."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import PATIENT, WAIT_S
+from unisono.testing import Faults, Outcome, run_workers
+
+SCRIPT = Path(__file__).with_name("delayed_training.py")
+pytestmark = pytest.mark.usefixtures("nursery")
+
+
+def train(directory: Path, workers: int, *options: str, arguments: tuple[str, ...] = (), **more: Any) -> Outcome:
+    return run_workers(
+        SCRIPT,
+        workers,
+        directory=directory,
+        options=[*PATIENT, *options],
+        arguments=["--steps", "14", *arguments],
+        timeout_s=WAIT_S,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    found = train(tmp_path_factory.mktemp("calm") / "run", 1)
+    assert found.exit_code == 0, found.output
+    return found
+
+
+LOST = [("w0", "delay.again"), ("w1", "delay.under_way")]
+MORE = [
+    ("", ""),
+    ("w0", "committed"),
+    ("w0", "in_talk"),
+    ("w1", "committed"),
+    ("w1", "talked"),
+    ("w0", "delay.waiting"),
+]
+
+
+@pytest.mark.parametrize(("lost", "at"), [*LOST, *MORE] if os.environ.get("UNISONO_TEST_ALL") else LOST)
+def test_a_worker_that_computes_wrong_gradients_is_found_and_no_bit_changes(
+    lost: str, at: str, calm: Outcome, tmp_path: Path
+) -> None:
+    """Also where a worker is lost meanwhile: one that computes again what was under way, or the one that is wrong."""
+    faults = Faults().corrupt("w1", "gradient", step=9, lasting=True)
+    if lost:
+        faults = faults.kill(lost, step=11, at=at)
+    found = train(tmp_path / "run", 4, "--audit", "0.5", "--audit-then", "go-on", faults=faults)
+    assert found.exit_code == 0, found.output
+    assert (found.digests, found.final, found.evaluations) == (calm.digests, calm.final, calm.evaluations), found.output
+    assert re.search(r"\bw1 on host \S+ computes wrong values", found.output)
+    assert not re.search(r"\bw[023] on host \S+ computes wrong values", found.output)
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_holds_no_wrong_gradient(tmp_path: Path) -> None:
+    """A checkpoint holds the gradients that are under way as well."""
+    calm = train(tmp_path / "calm", 1, arguments=("--every", "2"))
+    faults = Faults().corrupt("w3", "gradient", step=9, lasting=True)  # the second start has no such worker
+    found = train(tmp_path / "run", 4, "--audit", "0.04", arguments=("--every", "2"), faults=faults)
+    assert found.exit_code == 0, found.output
+    assert re.search(r"goes back to step-000000000\d, with 3 workers", found.output)
+    assert (found.digests, found.final) == (calm.digests, calm.final)
