@@ -48,7 +48,10 @@ def files() -> list[Path]:
     return [
         path
         for path in found
-        if path.is_file() and path.suffix not in BINARY and "__pycache__" not in path.parts and RECORDED not in str(path)
+        if path.is_file()
+        and path.suffix not in BINARY
+        and "__pycache__" not in path.parts
+        and RECORDED not in str(path)
     ]
 
 
