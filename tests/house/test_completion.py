@@ -55,7 +55,7 @@ def test_bash_offers_commands_options_runs_and_steps(project: Path) -> None:
         "--exchange",
         "two-level",
         "runs/a runs/b/seed-1",
-        "9 11",
+        "10 11",
         "0 1 2 3",
         "",
     ], done.stderr
