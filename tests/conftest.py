@@ -34,6 +34,7 @@ SKIPS = {
     r"^(mount|remount) is not permitted": "it takes the right to mount, which a container cannot give itself",
     r"^network namespaces are not permitted here": "it takes root outside of a container",
     r"cannot be delayed here": "it takes /dev/net/tun, which a container cannot give itself",
+    r"^no (second )?CUDA device here": "the machine has none; `make gpu-check` tries what needs one",
     r"^no IPv6 here": "it is the machine's kernel that has none",
 }
 """What may be skipped where CI is set, by the reason that is given, and why. Any other skip is a failure there."""
