@@ -64,5 +64,7 @@ def spoil(tracked: Tracked) -> None:
             parameter.copy_(with_flipped_bit(parameter, bit))
         if (bit := spoils("optimizer")) is not None:
             states = (state for one in tracked.optimizers.values() for state in one.state.values())
-            found = next(value for state in states for value in state.values() if value.numel() > 1)
+            found = next((value for state in states for value in state.values() if value.numel() > 1), None)
+            if found is None:
+                raise UsageError("the optimizers have no state yet that a fault could spoil: choose a later step")
             found.copy_(with_flipped_bit(found, bit))
