@@ -50,8 +50,8 @@ def audits_of(audits: Audits | None, strategy: Strategy) -> Audits | None:
     """
     if audits is not None and strategy.unaudited:
         raise UsageError(
-            f"audits are for run.steps, also with delay=, and not for {strategy.unaudited}: docs/audit.md says why. "
-            "Leave out --audit (audit=), or train with run.steps"
+            f"audits are for run.steps, also with delay=, and for run.local_steps, and not for {strategy.unaudited}: "
+            "docs/audit.md says why. Leave out --audit (audit=), or delay="
         )
     return audits
 

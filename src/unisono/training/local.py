@@ -215,6 +215,12 @@ class LocalSteps:
     def _warn_of(self, team: Team) -> None:
         """Say where workers exchange more than they would with other replicas."""
         num_replicas, num_hosts = self.num_replicas, len(set(team.hosts))
+        if self._context.audits is not None and team.size > num_replicas:
+            warnings.warn(
+                f"audit: {team.size} workers share {num_replicas} replicas, and where several workers compute a replica "
+                "together nothing of it is audited; use at least as many replicas as workers",
+                stacklevel=3,
+            )
         if num_hosts > num_replicas > 1:
             warnings.warn(
                 f"{num_hosts} hosts share {num_replicas} replicas: workers of several hosts compute a replica "
