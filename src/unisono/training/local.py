@@ -217,8 +217,8 @@ class LocalSteps:
         num_replicas, num_hosts = self.num_replicas, len(set(team.hosts))
         if self._context.audits is not None and team.size > num_replicas:
             warnings.warn(
-                f"audit: {team.size} workers share {num_replicas} replicas, and where several workers compute a replica "
-                "together nothing of it is audited; use at least as many replicas as workers",
+                f"audit: {team.size} workers share {num_replicas} replicas, and where several compute one together "
+                "nothing of it is audited; use at least as many replicas as workers",
                 stacklevel=3,
             )
         if num_hosts > num_replicas > 1:
