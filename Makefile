@@ -15,7 +15,7 @@ LONG := $(addprefix tests/workers/test_, \
 	sharding.py sharding_elastic.py sharding_faults.py sharding_optimizers.py sharding_rounds.py \
 	shared_checkpoints.py shared_states.py local_steps.py local_delay.py delay.py delay_faults.py delay_left.py \
 	delay_predicted.py wire.py evaluators.py unlike.py local_leaving.py union_rounds.py sums.py carried.py spent.py nursery.py \
-	audit.py audit_delay.py local_groups.py replay.py inspecting.py planning.py check.py turns.py streams.py) \
+	audit.py audit_delay.py audit_local.py local_groups.py replay.py inspecting.py planning.py check.py turns.py streams.py) \
 	tests/house/toys
 # What the tests beyond `make test` need besides.
 MORE := $(addprefix $(VENV)/., cluster-installed watch-installed interop-installed docs-installed)
