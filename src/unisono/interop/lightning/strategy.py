@@ -250,7 +250,8 @@ class UnisonoStrategy(SingleDeviceStrategy):
     # -- a step ----------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Check what is known only now."""
+        """Check what is known only now, and let the run, not Lightning, decide what follows at SIGTERM."""
+        self.trainer._signal_connector.teardown()
         loader = self.trainer.fit_loop._combined_loader
         if loader is not None and len(loader.flattened) > 1:
             raise UsageError(
