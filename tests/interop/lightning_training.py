@@ -99,7 +99,7 @@ class Gate(pl.Callback):
 
 
 def train(root: Path, gates: Path) -> None:
-    strategy = UnisonoStrategy(microbatches=MICROBATCHES, seed=3)
+    strategy = UnisonoStrategy(microbatches=MICROBATCHES, seed=3, checkpoint=unisono.Checkpoints(every_steps=4))
     module = Digits()
     checkpoints = ModelCheckpoint(monitor="val_loss", save_last=True, save_top_k=2)
     trainer = pl.Trainer(

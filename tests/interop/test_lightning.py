@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning import pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 
-from tests.interop.lightning_training import STEPS
+from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
+from unisono.errors import UsageError
+from unisono.interop.lightning.data import stretches
+from unisono.interop.lightning.logs import Entry, Place, Taken, extreme
+from unisono.interop.lightning.refusals import check
 from unisono.journal import compare, times
 from unisono.testing import Faults, Outcome, run_workers
 
 __all__ = ["mark", "unisono"]
+
 
 SCRIPT = Path(__file__).with_name("lightning_training.py")
 LOGS = Path("log/version_0/metrics.csv")
@@ -27,34 +36,123 @@ def lightning_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         yield path
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nursery(lightning_nursery: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_NURSERY", lightning_nursery)
 
 
-def run(folder: Path, workers: int, *arguments: str) -> Outcome:
-    outcome = run_workers(SCRIPT, workers, directory=folder / "run", arguments=["--root", str(folder), *arguments])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, lightning_nursery: str) -> tuple[Path, Outcome]:
+    """The folder of a training of one worker, all the time."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("UNISONO_NURSERY", lightning_nursery)
+        return folder, run(folder, 1)
+
+
+def run(folder: Path, workers: int, *arguments: str, options: tuple[str, ...] = ()) -> Outcome:
+    given = ["--root", str(folder), *arguments]
+    outcome = run_workers(SCRIPT, workers, directory=folder / "run", arguments=given, options=options)
     assert outcome.exit_code == 0, outcome.output
     return outcome
 
 
-def test_workers_that_are_lost_and_replaced_change_no_bit_and_no_logged_value(
-    tmp_path: Path, unisono: Unisono, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = run(tmp_path / "plain", 1, "--plain")
-    alone = run(tmp_path / "alone", 1)
-    assert {name: alone.final[name] for name in plain.final} == plain.final
-    assert set(plain.final) == {"model", "optimizer", "scheduler"}
+@pytest.mark.usefixtures("nursery")
+def test_it_is_the_training_of_a_plain_loop(alone: tuple[Path, Outcome], tmp_path: Path) -> None:
+    plain = run(tmp_path, 1, "--plain").final
+    assert set(plain) == {"model", "optimizer", "scheduler"}
+    assert {name: alone[1].final[name] for name in plain} == plain
 
+
+@pytest.mark.usefixtures("nursery")
+def test_workers_that_are_lost_and_replaced_change_no_bit_and_no_logged_value(
+    alone: tuple[Path, Outcome], tmp_path: Path, unisono: Unisono, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults = Faults().kill("w1", step=4, at="after_backward").kill("w2", step=8, at="in_evaluation")
     for name, value in faults.environment().items():
         monkeypatch.setenv(name, value)
-    folder = tmp_path / "hurt"
     with Gates(tmp_path / "gates", [12]) as gates:
-        options = ("-n", 3, "--run-dir", folder / "run")
-        command = unisono("run", SCRIPT, *options, "--", "--root", folder, "--gates", gates.folder)
+        options = ("-n", 3, "--run-dir", tmp_path / "run")
+        command = unisono("run", SCRIPT, *options, "--", "--root", tmp_path, "--gates", gates.folder)
         gates.open(12, command.generation("w3 joins"))
         assert command.wait() == 0, command.err
-    assert compare(tmp_path / "alone" / "run", folder / "run").startswith(f"identical: {STEPS} steps")
-    assert "w3" in times.by_step(folder / "run")[STEPS - 1]
-    assert (folder / LOGS).read_text() == (tmp_path / "alone" / LOGS).read_text()
+    assert compare(alone[0] / "run", tmp_path / "run").startswith(f"identical: {STEPS} steps")
+    assert "w3" in times.by_step(tmp_path / "run")[STEPS - 1]
+    assert (tmp_path / LOGS).read_text() == (alone[0] / LOGS).read_text()
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_that_was_killed_goes_on_within_the_epoch(
+    alone: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for name, value in Faults().kill_run("w0", step=10, at="after_backward").environment().items():
+            patch.setenv(name, value)
+        killed = run_workers(SCRIPT, 1, directory=tmp_path / "run", arguments=["--root", str(tmp_path)])
+    assert len(killed.digests) == 10
+    run(tmp_path, 2, options=("--resume", "auto"))
+    assert compare(alone[0] / "run", tmp_path / "run").startswith(f"identical: {STEPS} steps")
+
+
+# -- without a process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("done", "max_epochs", "max_steps", "found"),
+    [
+        (0, 3, -1, [(3, 15)]),
+        (0, -1, 7, [(2, 7)]),
+        (0, 2, 100, [(2, 10)]),
+        (7, 3, -1, [(1, 3), (1, 5)]),
+        (5, 3, -1, [(2, 10)]),
+        (7, 3, 8, [(1, 1)]),
+        (15, 3, -1, []),
+    ],
+)
+def test_a_training_is_cut_where_the_epochs_of_the_trainer_begin(
+    done: int, max_epochs: int, max_steps: int, found: list[tuple[int, int]]
+) -> None:
+    assert stretches(done=done, per_epoch=5, max_epochs=max_epochs, max_steps=max_steps) == found
+
+
+def test_the_name_of_a_sum_says_how_it_is_logged() -> None:
+    for entry in (
+        Entry("train_loss", "training_step", "mean", ("bar", "step", "epoch")),
+        Entry("a [b] c", "test_step", "metric", (), "net.accuracy"),
+    ):
+        assert Entry.parse(entry.key) == entry
+    assert Entry.parse("right") is None
+    assert Entry.parse("net.accuracy.tp [torchmetrics]") is None
+
+
+def test_a_worker_without_a_value_does_not_change_an_extreme() -> None:
+    totals = torch.zeros(2, 3, dtype=torch.float64)
+    for number, value in ((0, -3.0), (2, -5.0)):
+        taken = Taken(Place(number, 3, 1))
+        taken.spread("x", "max", torch.tensor(value - 1.0, dtype=torch.float64))
+        taken.spread("x", "max", torch.tensor(value, dtype=torch.float64))
+        totals += taken.sums["x"]
+    assert extreme("max", totals) == -3.0
+    assert extreme("min", totals) == -5.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"accumulate_grad_batches": 4}, "Give the DataLoader 4 times the batch size"),
+        ({"max_time": "00:01:00:00"}, "max_steps="),
+        ({"val_check_interval": "00:00:01:00"}, "60 seconds"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "call trainer.fit once"),
+        ({"devices": 2}, "unisono run --workers N"),
+        ({"callbacks": pl.callbacks.StochasticWeightAveraging(0.1)}, "AveragedModel"),
+        ({}, "automatic_optimization=False"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(arguments: dict[str, Any], words: str) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **arguments)
+    trainer.state.fn = TrainerFn.FITTING
+    module = Digits()
+    module.automatic_optimization = bool(arguments)
+    with pytest.raises(UsageError, match=words):
+        check(trainer, module)

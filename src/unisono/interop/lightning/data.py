@@ -18,10 +18,28 @@ from unisono.errors import StepError, UsageError
 from unisono.training.run import Run
 from unisono.training.step import Step
 
-__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "stretches"]
+__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "checked", "stretches"]
 
 ENDLESS = 1 << 20
 """Epochs of a training without ``max_epochs`` and ``max_steps``, which ends by ``trainer.should_stop``."""
+
+
+def checked(loader: object, what: str) -> DataLoader[Any]:
+    """Return a loader whose samples have numbers, by which the workers share them.
+
+    Args:
+        what: what it is for, for errors.
+
+    Raises:
+        UsageError: it is of another kind.
+    """
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return loader
+    of = f" of a {type(loader.dataset).__qualname__}" if isinstance(loader, DataLoader) else ""
+    raise UsageError(
+        f"UnisonoStrategy shares out the samples of {what} by their numbers, and a {type(loader).__qualname__}{of} "
+        "has none: give a torch DataLoader of a dataset with __len__ and __getitem__"
+    )
 
 
 class GlobalBatch:
@@ -222,17 +240,9 @@ class EvaluationLoader:
     Args:
         find_limit: returns how many batches are to be evaluated at most.
 
-    Raises:
-        UsageError: the loader has no length.
     """
 
     def __init__(self, loader: DataLoader[Any], find_limit: Callable[[EvaluationLoader], float]) -> None:
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            raise UsageError(
-                f"UnisonoStrategy shares out the batches of an evaluation by their numbers, and got a "
-                f"{type(loader).__qualname__} without a known order: use a torch DataLoader of a dataset with __len__ "
-                "and __getitem__"
-            )
         self._loader = loader
         self._find_limit = find_limit
 

@@ -25,10 +25,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from unisono.errors import UsageError
-from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, stretches
+from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, checked, stretches
 from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
 from unisono.interop.lightning.metrics import Metrics, Rows
 from unisono.interop.lightning.refusals import check
@@ -190,14 +189,9 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if stage == RunningStage.PREDICTING:
             return dataloader
         if stage != RunningStage.TRAINING:
-            return EvaluationLoader(dataloader, self._find_limit)  # type: ignore[arg-type]
-        if not isinstance(dataloader, DataLoader):
-            raise UsageError(
-                f"UnisonoStrategy cuts the batches of a torch DataLoader, and got a {type(dataloader).__qualname__}: "
-                "give trainer.fit a DataLoader of a dataset with __len__ and __getitem__"
-            )
-        length = len(dataloader)
-        per_epoch = int(_parse_num_batches(RunningStage.TRAINING, length, trainer.limit_train_batches))
+            return EvaluationLoader(checked(dataloader, "an evaluation"), self._find_limit)
+        loader = checked(dataloader, "the training")
+        per_epoch = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
 
         def find_stretches() -> list[tuple[int, int]]:
             max_epochs = trainer.fit_loop.max_epochs
@@ -210,7 +204,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
 
         self._loader = StepLoader(
             self.run,
-            dataloader,
+            loader,
             microbatches=self._microbatches,
             per_epoch=per_epoch,
             find_stretches=find_stretches,
@@ -250,7 +244,8 @@ class UnisonoStrategy(SingleDeviceStrategy):
     # -- a step ----------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Check what is known only now."""
+        """Check what is known only now, and let the run, not Lightning, decide what follows at SIGTERM."""
+        self.trainer._signal_connector.teardown()
         loader = self.trainer.fit_loop._combined_loader
         if loader is not None and len(loader.flattened) > 1:
             raise UsageError(
