@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import re
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", type=Path, help="add each round's figures, one object a line")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what it has started ends
     workers = [int(each) for each in options.workers.split(",")]
     found = []
     for number in range(options.rounds):

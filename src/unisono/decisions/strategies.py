@@ -30,6 +30,9 @@ ROUNDED_NODES: Final = 8
 """The lowest level of which nodes are rounded has so many at most."""
 LATE_SLOTS: Final = 10
 """Gradients' worth of memory that a delay of one step takes besides, in a team (measured: docs/plan.md)."""
+ROUND: Final = 1.25
+"""What the bytes of a round take, over what the link would take for them: they leave when the round is complete, and
+nothing is computed beside them (measured on 100 Mbit/s: docs/plan.md)."""
 LOCAL_SLOTS: Final = 5
 """Gradients' worth of memory that local steps take besides, without the copies of states (measured: docs/plan.md)."""
 HANDING_OVER: Final = 0.5
@@ -174,7 +177,7 @@ def _local(facts: Facts, roster: Roster, options: Options) -> Parts:
     if roster.hosts > 1 and roster.link is not None:
         traffic = Traffic(hosts=roster.hosts, nbytes=facts.parameter_bytes, link=roster.link)
         states = 2 * facts.parameter_bytes * (options.copies - 1) * roster.per_host / roster.link.bytes_per_s
-        network = (seconds_of(traffic, 1) + states) / options.inner_steps
+        network = ROUND * (seconds_of(traffic, 1) + states) / options.inner_steps
     # Replicas wait for each other once in a round, and what makes steps uneven averages out over it.
     waiting = base.waiting / options.inner_steps**0.5
     return dataclasses.replace(base, waiting=waiting, exchange=base.exchange / options.inner_steps, network=network)
