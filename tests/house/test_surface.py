@@ -31,6 +31,8 @@ PUBLIC = [
     "StateLost",
     "Step",
     "StepError",
+    "Streams",
+    "TarShards",
     "UnisonoError",
     "UsageError",
     "launch",
