@@ -11,7 +11,9 @@ import click
 
 from tests.docs.pages import Block
 from tests.house.rooms import ROOT
+from unisono.capacity import parse_workers
 from unisono.cli import COMMANDS, _group
+from unisono.cli.run import Options
 
 __all__ = ["check_inline", "check_words", "commands"]
 
@@ -54,7 +56,8 @@ def check_words(words: Sequence[str]) -> None:
     Runs that it names are made in the current folder.
 
     Raises:
-        click.ClickException: unisono has no such command or option, or refuses a value.
+        click.ClickException: unisono has no such command or option.
+        UsageError: it refuses a value.
         FileNotFoundError: a file, module or target of this project is not there.
     """
     line = " ".join(words)
@@ -76,7 +79,9 @@ def check_words(words: Sequence[str]) -> None:
         for name in words[at + 1 :]:
             if name.startswith("runs/"):  # `compare` wants two that are there
                 Path(name).mkdir(parents=True, exist_ok=True)
-        _command(words[at]).make_context(words[at], list(words[at + 1 :]))
+        given = _command(words[at]).make_context(words[at], list(words[at + 1 :])).params
+        if words[at] == "run":
+            parse_workers(Options(**given).workers, threads=1)
 
 
 def check_inline(text: str) -> list[str]:

@@ -8,6 +8,7 @@ A mark is an HTML comment on the line above a block, which no reader sees: ``<!-
 - ``in a step``: the body of ``for step in run.steps(...)``.
 - ``in a micro-batch``: the body of the inner loop.
 - ``with runs``: finished runs are in ``runs/digits``, ``runs/a`` and ``runs/b``.
+- ``with shards``: 128 tar files are in ``data``.
 - ``not run: REASON``: it has to compile (Python), or is no command (anything else).
 """
 
@@ -23,7 +24,7 @@ from tests.house.rooms import ROOT
 __all__ = ["MARKS", "PAGES", "Block", "blocks", "inline_commands"]
 
 PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARKS: Final = ("", "script", "goes on", "in a step", "in a micro-batch", "with runs", "not run: ")
+MARKS: Final = ("", "script", "goes on", "in a step", "in a micro-batch", "with runs", "with shards", "not run: ")
 FENCE: Final = re.compile(
     r"(?:^ *<!-- block: (?P<mark>.*?) -->\n\n?)?^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *```$",
     re.DOTALL | re.MULTILINE,

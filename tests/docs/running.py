@@ -14,6 +14,7 @@ import io
 import os
 import shutil
 import sys
+import tarfile
 import tempfile
 import textwrap
 import traceback
@@ -92,9 +93,12 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     if block.mark.startswith("not run: ") or block.mark == "script":
         return
     if block.mark != "goes on":
+        _close(names)
         names.clear()
     if block.mark == "with runs":
         _make_runs()
+    if block.mark == "with shards":
+        _make_shards()
     names["__name__"] = "__main__"
     wanted = names_read(code) - set(names)
     if "run" in wanted:
@@ -115,8 +119,20 @@ def _make_runs() -> None:
         shutil.copytree("runs/digits", f"runs/{name}")
 
 
+def _make_shards() -> None:
+    """Write tar files of 4 samples each, as WebDataset does."""
+    Path("data").mkdir()
+    for shard in range(128):
+        with tarfile.open(f"data/train-{shard:03}.tar", "w") as tar:
+            for sample in range(4):
+                for ending, content in (("jpg", b"picture"), ("cls", b"%d" % sample)):
+                    entry = tarfile.TarInfo(f"{shard:03}-{sample}.{ending}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+
+
 def _close(names: dict[str, Any]) -> None:
-    """End the page's last run before its folder goes."""
+    """End the run of a block: nothing else would, before the folder goes."""
     for value in names.values():
         if isinstance(value, unisono.Run):
             value.close()

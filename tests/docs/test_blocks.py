@@ -13,6 +13,7 @@ from tests.docs.commands import check_inline, check_words, commands
 from tests.docs.pages import PAGES, blocks, inline_commands
 from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
+from unisono import UsageError
 
 
 def page_id(page: Path) -> str:
@@ -54,8 +55,8 @@ def test_commands_in_blocks_are_right(page: Path, tmp_path: Path, monkeypatch: p
         for words in commands(block):
             try:
                 check_words(words)
-            except click.ClickException as error:
-                wrong.append(f"{block}: {' '.join(words)}: {error.format_message()}")
+            except (click.ClickException, UsageError) as error:
+                wrong.append(f"{block}: {' '.join(words)}: {getattr(error, 'message', error)}")
             except FileNotFoundError as error:
                 wrong.append(f"{block}: {' '.join(words)}: {error} is not there")
     assert not wrong, "\n".join(wrong)
@@ -68,11 +69,12 @@ def test_commands_within_sentences_have_their_options(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["unisono", "run", "train.py", "--no-such-option"], ["python", "examples/none.py"], ["make", "nothing"]]
+    "command",
+    ["unisono run a.py --no-such-option", "unisono run a.py --workers 0", "python examples/none.py", "make nothing"],
 )
-def test_a_wrong_command_is_found(words: list[str]) -> None:
-    with pytest.raises((click.ClickException, FileNotFoundError)):
-        check_words(words)
+def test_a_wrong_command_is_found(command: str) -> None:
+    with pytest.raises((click.ClickException, UsageError, FileNotFoundError)):
+        check_words(command.split())
 
 
 def test_there_is_something_to_check() -> None:

@@ -111,6 +111,18 @@ def test() -> Any:
     return lambda: None
 
 
+def decode_jpeg() -> Any:
+    return lambda content: torch.full((NUM_FEATURES,), float(len(content)))
+
+
+def augment() -> Any:
+    return lambda image: image
+
+
+def decode(decode_jpeg: Any) -> Any:
+    return lambda sample: (decode_jpeg(sample["jpg"]), int(sample["cls"]))
+
+
 def texts() -> list[str]:
     return ["x" * (1 + 7 * index % 40) for index in range(NUM_SAMPLES)]
 
