@@ -15,7 +15,7 @@ LONG := $(addprefix tests/workers/test_, \
 	sharding.py sharding_elastic.py sharding_faults.py sharding_optimizers.py sharding_rounds.py \
 	shared_checkpoints.py shared_states.py local_steps.py local_delay.py delay.py delay_faults.py delay_left.py \
 	delay_predicted.py wire.py evaluators.py unlike.py local_leaving.py union_rounds.py sums.py carried.py spent.py nursery.py \
-	audit.py audit_delay.py local_groups.py replay.py inspecting.py planning.py check.py turns.py) \
+	audit.py audit_delay.py audit_local.py local_groups.py replay.py inspecting.py planning.py check.py turns.py streams.py) \
 	tests/house/toys
 # What the tests beyond `make test` need besides.
 MORE := $(addprefix $(VENV)/., cluster-installed watch-installed interop-installed docs-installed)
@@ -23,13 +23,14 @@ SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more soak check needs clusters format docs figures notebook data dist clean
+.PHONY: help demo test test-more soak gpu-check check needs clusters format docs figures notebook data dist clean
 
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
 	@echo "make test    all checks, and all tests that need no more than this"
 	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray; a browser) or more time"
 	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
+	@echo "make gpu-check  on a machine with GPUs: what has to be tried there, and one report to send back"
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
 	@echo "make docs    build the site of the documentation into ./site"
@@ -43,7 +44,7 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/python examples/demo.py --directory $(DEMO)
 
 test: check
-	$(PYTEST) tests/house tests/pure tests/workers tests/docs/test_blocks.py $(LONG:%=--ignore=%)
+	$(PYTEST) tests/house tests/pure tests/gpu tests/workers tests/docs/test_blocks.py $(LONG:%=--ignore=%)
 
 test-more: $(MORE) needs
 	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/interop tests/docs $(LONG)
@@ -53,6 +54,9 @@ soak: $(VENV)/.test-installed
 	UNISONO_TEST_ALL=1 UNISONO_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -n auto --dist load --maxschedchunk 1 \
 	    tests/workers/test_soak.py tests/workers/test_faults.py tests/workers/test_checkpoint.py \
 	    tests/workers/test_same_bits.py tests/workers/test_examples_elastic.py tests/patterns
+
+gpu-check: $(VENV)/.test-installed
+	$(BIN)/python -m benchmarks.gpu
 
 needs:
 	@tests/needs.sh

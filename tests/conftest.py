@@ -34,6 +34,7 @@ SKIPS = {
     r"^(mount|remount) is not permitted": "it takes the right to mount, which a container cannot give itself",
     r"^network namespaces are not permitted here": "it takes root outside of a container",
     r"cannot be delayed here": "it takes /dev/net/tun, which a container cannot give itself",
+    r"^no (second )?CUDA device here": "the machine has none; `make gpu-check` tries what needs one",
     r"^no IPv6 here": "it is the machine's kernel that has none",
 }
 """What may be skipped where CI is set, by the reason that is given, and why. Any other skip is a failure there."""
@@ -52,6 +53,13 @@ def pytest_collection_finish() -> None:
     """Take modules and tests, which stay to the end, out of each later search for garbage: it would take a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Where the summary is written, a plugin of hypothesis warns of an object to which it finds no reference."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        gc.unfreeze()
 
 
 def is_permitted(reason: str) -> bool:

@@ -16,19 +16,39 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-__all__ = ["cells", "on_files", "on_page_content", "on_page_markdown"]
+__all__ = ["cells", "on_config", "on_files", "on_page_content", "on_page_markdown"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+BESIDE: Final = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+"""Pages of the site, and the files that they are elsewhere."""
 NOTEBOOK: Final = re.compile(r"<!-- cells of (\S+\.ipynb) -->")
 PICTURE: Final = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*(assets/[\w.-]+\.svg)" ?/>')
+CODE: Final = re.compile(r"<code>[^<]*</code>")
+NAMED: Final = re.compile(r"\[(docs/)?([\w]+\.md)\]\(\2")
+"""A link whose text is the name of the page."""
 OUTSIDE: Final = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Leave out of the navigation what is not written yet. A page that it does not name ends the build anyhow."""
+    config.nav = _there(config.nav or [])
+    return config
+
+
+def _there(part: Any) -> Any:
+    """Return the entries of a part of the navigation whose pages exist; None where nothing is left."""
+    if isinstance(part, str):
+        return part if part in BESIDE or (ROOT / "docs" / part).exists() else None
+    if isinstance(part, list):
+        return [entry for entry in map(_there, part) if entry]
+    return {title: left for title, entry in part.items() if (left := _there(entry))}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that stand beside docs/."""
     from mkdocs.structure.files import File
 
-    for name, source in {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}.items():
+    for name, source in BESIDE.items():
         text = (ROOT / source).read_text().replace("](docs/", "](").replace("](CITATION.cff)", "](#)")
         top = "---\nhide: [navigation]\n---\n\n" if name == "index.md" else ""
         files.append(File.generated(config, name, content=top + text))
@@ -36,14 +56,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the cells of notebooks; name files of the project without a link, which are not part of the site."""
+    """Show the cells of notebooks; name pages by their titles, and files outside of the site without a link."""
+    markdown = NAMED.sub(lambda match: f"[{_title(match[2], files)}]({match[2]}", markdown)
     markdown = OUTSIDE.sub(r"`\1`", markdown)
     return NOTEBOOK.sub(lambda match: cells(ROOT / "docs" / match[1]), markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put pictures into the page itself, and end the sentences of docstrings that lead to an example."""
-    return PICTURE.sub(lambda match: (ROOT / "docs" / match[1]).read_text(), html).replace("::</p>", ":</p>")
+    html = PICTURE.sub(lambda match: (ROOT / "docs" / match[1]).read_text(), html).replace("::</p>", ":</p>")
+    return CODE.sub(lambda match: match[0].replace("\\|", "|"), html)  # which only GitHub does in a table
+
+
+def _title(name: str, files: Files) -> str:
+    file = files.get_file_from_path(name)
+    title = re.search(r"^# (.+)$", file.content_string if file is not None else "", re.MULTILINE)
+    return title[1] if title is not None else name
 
 
 def cells(notebook: Path) -> str:

@@ -41,8 +41,7 @@ def train(run: unisono.Run, steps: int) -> Sum:
     data = TensorDataset(inputs)
     model = Sum()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-6, momentum=0.5)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
-    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    run.track(model=model, optimizer=optimizer)
 
     def count(batch: list[Tensor]) -> dict[str, Tensor]:
         return {"positive": (model(batch[0]) > 0).sum()}
@@ -52,7 +51,6 @@ def train(run: unisono.Run, steps: int) -> Sum:
             step.backward(model(samples).mean(), weight=len(samples))
             step.add(samples=len(samples))
         optimizer.step()
-        scheduler.step()
         if step.number % 4 == 3:
             step.log(positive=run.evaluate(data, count, batch_size=16)["positive"])
     return model

@@ -29,6 +29,7 @@ FLOORS = {
     "decisions.cursor": 1,
     "decisions.delivery": 1,
     "decisions.orders": 1,
+    "decisions.streams": 1,
     "decisions.following": 1,
     "decisions.membership": 1,
     "decisions.balance": 1,
@@ -129,6 +130,7 @@ FLOORS = {
     "training.evaluator": 4,
     "training.step": 4,
     "training.steps": 4,
+    "training.streamed": 4,
     "training.schedule": 4,
     "training.sharing": 4,
     "training.strategies": 4,
@@ -181,7 +183,7 @@ FLOORS = {
     "planning": 5,
     "cli": 5,
     "kubernetes": 5,
-    "interop.huggingface": 5,
+    "interop": 5,
     "__main__": 5,
     # Wings: they stand beside the house and see floors 0 and 1 and the journal.
     "watch": WINGS,
@@ -194,6 +196,7 @@ NEIGHBOURS = {
     "decisions.plan": {"decisions.tree"},
     "decisions.orders": {"decisions.cursor"},
     "decisions.replaying": {"decisions.audits"},
+    "decisions.streams": {"decisions.cursor"},
     "decisions.balance": {"decisions.plan", "decisions.tree"},
     "decisions.advice": {"decisions.balance", "decisions.plan"},
     "decisions.forecast": {"decisions.advice", "decisions.balance", "decisions.plan", "decisions.wires"},
@@ -290,7 +293,6 @@ NEIGHBOURS = {
     "training.loop": {
         "rounds",
         "training.keeping",
-        "training.schedule",
         "training.step",
         "training.strategies",
         "training.upcoming",
@@ -317,6 +319,7 @@ NEIGHBOURS = {
         "training.schedule",
         "training.step",
         "training.steps",
+        "training.streamed",
         "training.strategies",
     },
     "training.checked": {"rounds"},
@@ -326,6 +329,7 @@ NEIGHBOURS = {
     "training.inspecting": {"rounds"},
     "training.replaying": {"rounds"},
     "training.dissecting": {"rounds", "training.replaying"},
+    "training.schedule": {"training.streamed"},  # the same for streams
     "training.run": {
         "rounds",
         "training.audited",

@@ -31,6 +31,8 @@ PUBLIC = [
     "StateLost",
     "Step",
     "StepError",
+    "Streams",
+    "TarShards",
     "UnisonoError",
     "UsageError",
     "launch",
@@ -50,6 +52,11 @@ def test_each_public_name_is_there_and_documented(name: str) -> None:
     assert callable(value)
     assert value.__doc__
     assert name in dir(unisono)
+
+
+def test_the_reference_has_all_public_names() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in PUBLIC if f"\n::: unisono.{name}\n" not in reference] == []
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

@@ -138,6 +138,21 @@ def test_fewer_bytes_delay_and_local_steps_each_help_on_a_slow_link() -> None:
     assert times["delay"] < times["replicated"]
 
 
+def test_replicas_on_hosts_of_their_own_share_no_machine() -> None:
+    """Four hosts have room for one worker each: nobody takes turns, as four workers of one such machine would."""
+    alone = facts(sample(1, 0.090, 0.010), room=1)
+    slow = Roster(workers=4, per_host=1, link=Link(bits_per_s=1e8))
+    local = STRATEGIES["local"].parts(alone, slow, Options(inner_steps=10))
+    assert (local.compute, local.crowded) == (pytest.approx(2 * 0.010), 0.0)
+
+
+def test_a_delayed_sum_leaves_when_backward_is_over() -> None:
+    slow = Roster(workers=4, per_host=1, link=Link(bits_per_s=1e8))
+    late, plain = (STRATEGIES[name].parts(facts(), slow, Options()) for name in ("delay", "replicated"))
+    own = late.compute + late.update + late.other + late.exchange - plain.exchange
+    assert late.network + own == pytest.approx(plain.network + plain.waiting + 0.5 * 0.010, rel=0.05)
+
+
 def test_the_bottleneck_is_named() -> None:
     slow = Roster(workers=4, per_host=1, link=Link(bits_per_s=1e8))
     assert forecast(facts(), slow).bottleneck == "the network"

@@ -41,7 +41,7 @@ def test_what_a_lost_member_has_told_with_the_sums_still_counts() -> None:
     found = first_difference(said)
     assert found is not None
     assert (found[0], found[1].digests) == ([3, 7], {"w0": 1, "w1": 2})
-    assert named(found[0]) == "one of the micro-batches 3 and 7"
+    assert named(found[0]) == "micro-batch 3 or 7"
 
 
 def test_where_all_are_there_and_remember_the_same_nothing_is_known() -> None:

@@ -130,6 +130,7 @@ def test_a_server_that_is_not_there_is_said_once(run_dir: Path, capfd: pytest.Ca
 
     def is_said() -> bool:
         nonlocal said
+        sink.emit(step(0))  # the next one finds that its process has ended
         said += capfd.readouterr().err
         return "gets no more events" in said
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb.proto import wandb_internal_pb2  # here: it makes folders that stay, and a test may leave none
 
 from tests.pure.test_journal import end, evaluation, step
 from tests.waiting import wait_until
@@ -44,8 +45,6 @@ def records(path: Path) -> list[Any]:
     """What is in a file, which is a log in the format of LevelDB. A record that was not complete when its writer was
     killed is left out, as `wandb sync` does.
     """
-    from wandb.proto import wandb_internal_pb2  # takes a second, which every process that collects tests would need
-
     data, found, whole, place = path.read_bytes(), [], b"", FILE_HEADER
     while place + HEADER.size <= len(data):
         if BLOCK - place % BLOCK < HEADER.size:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.workers.processes import Seat, Team
+from unisono.training import life
 
 __all__ = ["run_script"]
 
@@ -38,13 +39,15 @@ def _run(seat: Seat, script: Path, arguments: list[str], output: Path) -> int:
     sys.argv = [os.fspath(script), *arguments]
     sys.path.insert(0, os.fspath(script.parent))
     with output.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        code, error = 0, None
         try:
             runpy.run_path(os.fspath(script), run_name="__main__")
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=file)
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException as raised:
             traceback.print_exc(file=file)
-            return 1
-    return 0
+            code, error = 1, raised
+        life.end_all(error)
+    return code

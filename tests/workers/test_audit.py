@@ -297,12 +297,14 @@ def test_the_journal_has_the_digests_of_the_first_pass() -> None:
     assert audits.take_digests() == {}
 
 
-def test_local_steps_are_refused_by_name(tmp_path: Path) -> None:
+def test_local_steps_with_a_delay_are_refused_by_name(tmp_path: Path) -> None:
     with AloneRun(tmp_path, audit=0.1) as run:
         model = nn.Linear(3, 2)
         run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(UsageError, match=r"audits are for run\.steps, .* not for run\.local_steps"):
-            run.local_steps(vectors(), batch_size=24, microbatches=6, replicas=2, inner_steps=2)
+        with pytest.raises(UsageError, match=r"and not for run\.local_steps\(delay=1\)"):
+            run.local_steps(
+                vectors(), batch_size=24, microbatches=6, replicas=2, inner_steps=2, drop_last=True, delay=1
+            )
 
 
 def test_a_copy_that_may_hold_wrong_values_is_not_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_its_bits_are_those_of_today(earlier: Path, tmp_path: Path) -> None:
 def test_it_is_gone_on_with(earlier: Path, tmp_path: Path) -> None:
     """From its newest checkpoint, in its directory and in another one."""
     train(tmp_path / "today", STEPS + 4)
-    train(tmp_path / "elsewhere", STEPS + 4, resume=str(earlier / "checkpoints" / "step-0000000009"))
+    train(tmp_path / "elsewhere", STEPS + 4, resume=str(earlier / "checkpoints" / "step-0000000010"))
     train(earlier, STEPS + 4, resume="auto")
     for directory in (tmp_path / "elsewhere", earlier):
         assert f"identical: {STEPS + 4} steps" in compare(tmp_path / "today", directory)
@@ -74,7 +74,7 @@ def test_it_is_computed_again(earlier: Path) -> None:
     command += [DATA / "exact_training.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "were computed again and compared with the journal: 3 equal" in done.stdout
+    assert "were computed again and compared with the journal: 2 equal" in done.stdout
 
 
 @pytest.mark.parametrize(

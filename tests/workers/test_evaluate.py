@@ -58,19 +58,36 @@ def _counts(seat: Seat, place: Place, num_samples: int, batch_size: int) -> list
     return [seen, {name: type(value).__name__ for name, value in totals.items()}, bits_of(totals), totals["samples"]]
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(53, 8), (40, 8), (3, 8), (1, 1), (2, 1)])
-def test_every_sample_counts_once(num_samples: int, batch_size: int) -> None:
+SIZES = ((53, 8), (40, 8), (3, 8), (1, 1), (2, 1))
+"""Of a data set, and of a batch."""
+
+
+def _counts_of_all(seat: Seat, place: Place) -> list[list[Any]]:
+    return [_counts(seat, place, *sizes) for sizes in SIZES]
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[list[Any]]:
+    """What one worker counts, for each of `SIZES`."""
+    (found,) = train_on("shared", 1, _counts_of_all)
+    for (num_samples, _), (_, kinds, _, samples) in zip(SIZES, found, strict=True):
+        assert samples == num_samples
+        assert kinds == {
+            "samples": "int", "sum": "int", "any": "int", "by": "Tensor",
+            "thirds": "float", "tenth": "float", "numpy": "float",
+        }  # fmt: skip
+    return list(found)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shared", 3), ("gloo", 2), ("two-level", 4)])
+def test_every_sample_counts_once(kind: str, size: int, counted: list[list[Any]]) -> None:
     """No padding and no duplicates, also where members have nothing to do; bits as those of one worker."""
-    ((_, kinds, bits, samples),) = train_on("shared", 1, _counts, num_samples, batch_size)
-    assert samples == num_samples
-    assert kinds == {
-        "samples": "int", "sum": "int", "any": "int", "by": "Tensor",
-        "thirds": "float", "tenth": "float", "numpy": "float",
-    }  # fmt: skip
-    for kind, size in (("shared", 3), ("gloo", 2), ("two-level", 4)):
-        by_rank = train_on(kind, size, _counts, num_samples, batch_size)
-        assert sorted(index for seen, _, _, _ in by_rank for index in seen) == list(range(num_samples))
-        assert {other for _, _, other, _ in by_rank} == {bits}
+    members = train_on(kind, size, _counts_of_all)
+    for number, (num_samples, batch_size) in enumerate(SIZES):
+        by_rank = [found[number] for found in members]
+        seen = sorted(index for indices, *_ in by_rank for index in indices)
+        assert seen == list(range(num_samples)), f"batches of {batch_size}"
+        assert {bits for _, _, bits, _ in by_rank} == {counted[number][2]}
 
 
 def test_an_evaluation_in_which_nobody_is_found_wrong_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from tests.workers.models import bits_of
-from unisono.errors import UsageError
+from unisono.errors import StepError, UsageError
 from unisono.exchange.alone import Alone
 from unisono.rounds.transfer import broadcast_state
 from unisono.state.packing import digest_of_state, digest_of_tensor, grouped, pack, unpack
@@ -277,6 +277,31 @@ def test_a_newcomer_knows_how_often_backward_is_called() -> None:
     gone.calls.known[1] = 2
     fresh.load(gone.state())
     assert fresh.calls.known == {1: 2}
+
+
+def test_a_scheduler_of_another_version_of_torch_is_loaded() -> None:
+    """Its state is all that it has, private notes among it, and these change from version to version."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    tracked = Tracked()
+    tracked.add({"scheduler": MultiStepLR(optimizer, [3])})
+    state = tracked.state()
+    state["objects"]["scheduler"] |= {"_of_another_version": False}
+    del state["objects"]["scheduler"]["_step_count"]
+    tracked.load(state)
+
+    class Forgetful:
+        def state_dict(self) -> dict[str, int]:
+            return {"count": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    tracked = Tracked()
+    tracked.add({"own": Forgetful()})
+    state = tracked.state()
+    state["objects"]["own"] = {}
+    with pytest.raises(StepError, match=r"own .* is not the same after load_state_dict"):
+        tracked.load(state)
 
 
 def test_a_state_whose_first_tensors_are_empty_travels() -> None:

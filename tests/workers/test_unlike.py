@@ -62,3 +62,32 @@ def test_a_call_that_not_all_workers_make_ends_the_run_within_seconds(
     said = "\n".join(command.err)
     assert re.search(rf"the workers do different things at step \d: w0 is at {re.escape(others)}", said), said
     assert re.search(rf"w1 is at {re.escape(own)}", said), said
+
+
+DELAYED = """
+    import torch
+    import unisono
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from unisono import member
+
+    with unisono.Run("run", seed=3) as run:
+        data = TensorDataset(torch.arange(48.0))
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(data, batch_size=24, microbatches=4, epochs=9, delay=2):
+            for inputs, in step:
+                step.backward(model(inputs[:, None]).mean())
+            optimizer.step()
+            if step.number == 3 and member.current().worker_id == "w1":
+                run.gather(1)
+    """
+
+
+def test_with_a_delay_too_although_sums_are_under_way(unisono: Unisono, script: Script) -> None:
+    command = unisono("run", script(DELAYED), "--workers", 2, "--timeout-s", 3000)
+    assert command.wait() == 1
+    said = "\n".join(command.err)
+    assert re.search(r"do different things at step \d: w0 is at the sum of an earlier step", said), said
+    assert re.search(r"w1 is at run\.gather", said), said

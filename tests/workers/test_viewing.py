@@ -203,7 +203,7 @@ def test_where_the_head_does_not_see_the_directory_it_answers_from_what_it_has_k
         times = watching.ask({"get": "times", "points": 100})["times"]
         assert times["workers"] == ["w0", "w1"]
         assert times["values"]["leaves"][0] == [4, 4]
-        assert times["waits_for"][0] == ["", "w0"]
+        assert times["waits_for"][0] == [None, "w0"]
         assert watching.ask({"get": "events"})["events"] == {"events": [], "next": 0}
         assert watching.ask({"get": "use"})["use"] == {"time": [], "machines": {}}
 

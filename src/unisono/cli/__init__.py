@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "checkpoints": ("unisono.cli.checkpoints:checkpoints", "List, check or export the checkpoints of a run."),
     "replay": ("unisono.cli.replay:replay", "Compute a run again up to a step, and look into its micro-batches."),
     "audit": ("unisono.cli.audit:audit", "Compute one micro-batch of a run again, and check its digest."),
+    "completion": ("unisono.cli.completion:completion", "Print what lets a shell complete this command."),
     "compare": ("unisono.cli.compare:compare", "Say whether two runs are identical, or where they part."),
 }
 
@@ -48,6 +49,10 @@ class _Commands(click.Group):
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
+        if ctx.resilient_parsing:  # a shell asks
+            from unisono.cli.completing import complete
+
+            complete(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -6,8 +6,10 @@ The base is a plain `run.steps`, which was measured. What another strategy does 
   it: within a host as fast as a sum is copied, between hosts as bytes of the parameters, once to each host that lacks
   them.
 - **bf16**: half the bytes between hosts; each node that is rounded is read and written once more.
-- **delay**: bytes and waiting go on beside the next step's computation; what is longer counts.
-- **local**: a replica for each worker; changes travel once in H steps, with the copies of the replicas' states.
+- **delay**: bytes and waiting go on beside the next step's computation; what is longer counts. Nothing is sent before
+  backward is over, and each worker copies the sum and the parameters once more.
+- **local**: a replica for each worker, on the hosts where the workers are; changes travel once in H steps, with the
+  copies of the replicas' states.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from unisono.decisions.forecast import Facts, Parts, Roster, forecast
+from unisono.decisions.forecast import BACKWARD, Facts, Parts, Roster, forecast
 from unisono.decisions.wires import Traffic, seconds_of
 
 __all__ = ["STRATEGIES", "Memory", "Options", "Strategy"]
@@ -26,10 +28,14 @@ ROUNDING_S: Final = 2e-10
 """For each parameter of a node that is rounded to bfloat16 and back (docs/network.md)."""
 ROUNDED_NODES: Final = 8
 """The lowest level of which nodes are rounded has so many at most."""
-LATE_SLOTS: Final = 5
-"""Gradients' worth of memory that a delay of one step takes besides (docs/delay.md)."""
+LATE_SLOTS: Final = 10
+"""Gradients' worth of memory that a delay of one step takes besides, in a team (measured: docs/plan.md)."""
+LOCAL_SLOTS: Final = 5
+"""Gradients' worth of memory that local steps take besides, without the copies of states (measured: docs/plan.md)."""
 HANDING_OVER: Final = 0.5
 """Of what sums within a host take: copying them, without adding."""
+LATE_COPIES: Final = 2
+"""With a delay: of the sum, which the script may write to, and of the parameters, with which losses are repaired."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +148,17 @@ def _delay(facts: Facts, roster: Roster, options: Options) -> Parts:
     if roster.workers == 1:
         return base
     behind = base.waiting + _late_network(facts, roster, base)
-    own = base.compute + base.update + base.other
-    return dataclasses.replace(base, waiting=0.0, network=max(0.0, behind - own))
+    copying = LATE_COPIES * HANDING_OVER * base.exchange
+    own = base.compute + base.update + base.other + copying
+    return dataclasses.replace(base, waiting=0.0, exchange=base.exchange + copying, network=max(0.0, behind - own))
 
 
 def _late_network(facts: Facts, roster: Roster, base: Parts) -> float:
     """Return what the network takes where nothing is sent before backward is over."""
-    if roster.hosts < 2 or roster.link is None:
-        return 0.0
-    return base.network
+    if not base.network or (roster.per_host > 1 and roster.workers > roster.hosts):
+        return base.network
+    pace = (base.compute - base.uneven) * roster.workers / facts.microbatches
+    return base.network + BACKWARD * pace
 
 
 def _delay_memory(memory: Memory, roster: Roster, options: Options, leaves: int) -> float:
@@ -161,7 +169,7 @@ def _local(facts: Facts, roster: Roster, options: Options) -> Parts:
     """A round of H steps, divided by H. As many replicas as workers, each with its part of the micro-batches."""
     if roster.workers == 1:
         return forecast(facts, roster)
-    base = forecast(facts, dataclasses.replace(roster, link=None, per_host=roster.workers))
+    base = forecast(facts, dataclasses.replace(roster, link=None))
     network = 0.0
     if roster.hosts > 1 and roster.link is not None:
         traffic = Traffic(hosts=roster.hosts, nbytes=facts.parameter_bytes, link=roster.link)
@@ -173,9 +181,8 @@ def _local(facts: Facts, roster: Roster, options: Options) -> Parts:
 
 
 def _local_memory(memory: Memory, roster: Roster, options: Options, leaves: int) -> float:
-    sums = 2 * memory.gradient_bytes
     states = memory.of("optimizer state") * (min(options.copies, roster.workers) - 1)
-    return memory.total(leaves) + memory.gradient_bytes + sums + states
+    return memory.total(leaves) + LOCAL_SLOTS * memory.gradient_bytes + states
 
 
 STRATEGIES: Final = {

@@ -42,6 +42,7 @@ __all__ = [
     "Fetcher",
     "Loader",
     "Loading",
+    "MakeFetcher",
     "MapDataset",
     "Request",
     "Samples",
@@ -92,6 +93,10 @@ class Loader(Batches, Protocol):
 
     def close(self) -> None:
         """End the loader processes."""
+
+
+MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Loader]
+"""Makes what fetches the data; gets what yields the micro-batches that will probably be needed next."""
 
 
 @dataclass(frozen=True)

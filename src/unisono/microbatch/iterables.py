@@ -4,8 +4,8 @@ Face, and a ``DataLoader`` over one of these.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,16 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from unisono.decisions.cursor import seed_of
+from unisono.decisions.streams import StreamBatches
 from unisono.errors import RecipeError
-from unisono.microbatch.data import Collate, Loading
+from unisono.microbatch.data import Collate, Loading, MapDataset
 from unisono.microbatch.loaders import check_own_batches, check_said_once, loading_of
-from unisono.microbatch.streams import Streams
+from unisono.microbatch.streams import Streams, as_torch_worker
 
-__all__ = ["StreamSource", "stream_source_of"]
+__all__ = ["Dataset", "StreamSource", "batches_of", "stream_source_of"]
+
+Dataset = MapDataset | Streams | IterableDataset[Any] | DataLoader[Any]
+"""What `unisono.Run.steps` and `unisono.Run.evaluate` take."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,27 @@ def stream_source_of(
     return StreamSource(data, batch_size, bool(drop_last), Loading(collate or default_collate, loader_workers or 0))
 
 
+def batches_of(source: StreamSource, seed: int) -> StreamBatches:
+    """Return the batches of an evaluation over streams.
+
+    Raises:
+        RecipeError: nobody knows how many there are.
+    """
+    lengths = source.data.lengths(source.data.num_streams or 1)
+    if lengths is None:
+        raise RecipeError(
+            "run.evaluate got data that can only be iterated, whose length nobody knows, and it evaluates every sample "
+            "once: give it a list of the samples, unisono.TarShards, or unisono.Streams(..., lengths=[...])"
+        )
+    batches = StreamBatches(lengths, source.batch_size, seed, source.drop_last)
+    if source.batch_size < 1 or min(lengths) < 1 or batches.num_batches < 1:
+        raise RecipeError(
+            f"run.evaluate got streams of {', '.join(map(str, lengths))} samples, and batch_size={source.batch_size}"
+            f"{' with drop_last=True' if source.drop_last else ''}: it needs 1 batch of 1 sample at least"
+        )
+    return batches
+
+
 def _streams_of(dataset: Any) -> Streams | None:
     if isinstance(dataset, Streams):
         return dataset
@@ -124,24 +149,15 @@ class _Part:
         self._info = torch_worker.WorkerInfo(id=stream, num_workers=num_streams, seed=seed, dataset=self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._as_worker():
+        with as_torch_worker(self._info):
             samples = iter(self._dataset)
         while True:
-            with self._as_worker():
+            with as_torch_worker(self._info):
                 try:
                     sample = next(samples)
                 except StopIteration:
                     return
             yield sample
-
-    @contextlib.contextmanager
-    def _as_worker(self) -> Iterator[None]:
-        """Return a context in which ``torch.utils.data.get_worker_info()`` says which part this is."""
-        before, torch_worker._worker_info = torch_worker._worker_info, self._info
-        try:
-            yield
-        finally:
-            torch_worker._worker_info = before
 
 
 class _OfHuggingFace(Streams):
@@ -156,8 +172,7 @@ class _OfHuggingFace(Streams):
         return "streams of datasets.IterableDataset"
 
     def _stream(self, stream: int, num_streams: int, epoch: int) -> Iterable[Any]:
-        from datasets.distributed import split_dataset_by_node
-
-        part = split_dataset_by_node(self._dataset, rank=stream, world_size=num_streams)
-        part.set_epoch(epoch)
-        return part  # type: ignore[no-any-return]
+        divided = importlib.import_module("datasets.distributed").split_dataset_by_node
+        part: Iterable[Any] = divided(self._dataset, rank=stream, world_size=num_streams)
+        part.set_epoch(epoch)  # type: ignore[attr-defined]
+        return part

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.decisions.streams import Wanted
 from unisono.errors import RecipeError
-from unisono.microbatch.streams import Streams, pass_seed
+from unisono.microbatch.streams import Streams
 
 __all__ = ["check_streams", "is_alike"]
 
@@ -54,10 +54,10 @@ def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
 def _begin(data: Streams, seed: int, wanted: Wanted, stream: int, number: int) -> list[Any]:
     """Return the first samples of a stream, before it is shuffled."""
     source = iter(data.opened(seed, stream, wanted.num_streams, wanted.epoch))
-    own, samples = pass_seed(seed, stream, wanted.epoch), []
+    samples: list[Any] = []
     for position in range(number):
         try:
-            samples.append(data.sample(source, own, position))
+            samples.append(data.sample(source, seed, stream, wanted.epoch, position))
         except StopIteration:
             break
     return samples

@@ -11,7 +11,7 @@ from unisono.decisions.streams import Wanted, window_order
 from unisono.errors import RecipeError
 from unisono.microbatch.randomness import seed_everything
 from unisono.microbatch.rereading import check_streams
-from unisono.microbatch.streams import Streams, pass_seed
+from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed
 from unisono.words import count as counted
 
 __all__ = ["Reader"]
@@ -26,6 +26,7 @@ class _Pass:
 
     def __init__(self, data: Streams, seed: int, wanted: Wanted, epoch: int, first: int = 0) -> None:
         self._data = data
+        self._run_seed, self._stream, self._epoch = seed, wanted.stream, epoch
         self._seed = pass_seed(seed, wanted.stream, epoch)
         self.position = 0  # of the next sample
         self._num_read = 0
@@ -83,7 +84,7 @@ class _Pass:
         return True
 
     def _read(self) -> Any:
-        sample = self._data.sample(self._source, self._seed, self._num_read)
+        sample = self._data.sample(self._source, self._run_seed, self._stream, self._epoch, self._num_read)
         self._num_read += 1
         return sample
 
@@ -156,12 +157,14 @@ class Reader:
         Raises:
             RecipeError: the stream has other samples than it should.
         """
-        if not self._is_checked:
-            check_streams(self._data, self._seed, wanted)
-            self._is_checked = True
         known = self._newest.get(wanted.stream)
         if known is None or known[0] != wanted:
-            known = self._newest[wanted.stream] = wanted, self._read(wanted)
+            # In a loader process torch would say that it is worker 0 of 1, and in the worker itself nothing.
+            with as_torch_worker(None):
+                if not self._is_checked:
+                    check_streams(self._data, self._seed, wanted)
+                    self._is_checked = True
+                known = self._newest[wanted.stream] = wanted, self._read(wanted)
         return copy.deepcopy(known[1]) if self._copies else list(known[1])
 
     def __getitems__(self, keys: list[Wanted]) -> list[Any]:

@@ -5,19 +5,22 @@ the micro-batches that it computes. When a micro-batch moves to another worker, 
 to the same sample: it seeks, it loads a state of the iterable, or it counts.
 
 Random numbers are those of a position, as for a map-style dataset: the global generators are set from (seed, epoch)
-before a stream is made, and from (seed, epoch, stream, position) before each of its samples.
+before a stream is made and before its first sample, and from (seed, epoch, stream, position) before each further one.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from torch.utils.data._utils import worker as torch_worker
 
 from unisono.decisions.cursor import seed_of
 from unisono.errors import UsageError
 from unisono.microbatch.randomness import seed_everything
 
-__all__ = ["Streams", "pass_seed"]
+__all__ = ["Streams", "as_torch_worker", "pass_seed"]
 
 Make = Callable[[int, int, int], Iterable[Any]]
 """(stream, number of streams, epoch) -> an iterable over the samples of this stream."""
@@ -42,9 +45,9 @@ class Streams:
 
     Args:
         make: (stream, number of streams, epoch) -> an iterable. It must give the same samples whenever it is asked: its
-            random numbers come from the global generators, which are the same for all streams of an epoch when it is
-            called. An iterable with ``seek(n)`` (the next iteration begins with sample n), or with ``state_dict`` and
-            ``load_state_dict``, is opened in the middle; any other is read from its beginning when it moves.
+            random numbers come from the global generators, which up to the first sample are the same for all streams
+            of an epoch. Where the lengths are known, an iterable with ``seek(n)`` (the next iteration begins with
+            sample n) is opened in the middle; any other is read from its beginning when it moves.
         lengths: samples of each stream in an epoch, M numbers; needed for ``run.steps(epochs=...)``. None: unknown; a
             stream that ends begins again with its next epoch, and ``max_steps`` says how long the training is.
         shuffle: shuffle the samples of a stream within windows of this many, as a shuffle buffer of that size does in
@@ -105,18 +108,27 @@ class Streams:
         seed_everything(seed_of(seed, "streams", epoch))
         return self.make(stream, num_streams, epoch)
 
-    def sample(self, source: Iterator[Any], seed: int, position: int) -> Any:
+    def sample(self, source: Iterator[Any], seed: int, stream: int, epoch: int, position: int) -> Any:
         """Return the next sample of a stream.
-
-        Args:
-            seed: of the pass over the stream.
 
         Raises:
             StopIteration: there is none.
         """
-        if self.draws:
-            seed_everything(seed_of(seed, "sample", position))
+        if self.draws and position:
+            seed_everything(seed_of(pass_seed(seed, stream, epoch), "sample", position))
+        elif self.draws:  # the body of a generator begins now, and it may shuffle the files of the epoch
+            seed_everything(seed_of(seed, "streams", epoch))
         return next(source)
+
+
+@contextlib.contextmanager
+def as_torch_worker(info: Any) -> Iterator[None]:
+    """Return a context in which ``torch.utils.data.get_worker_info()`` is ``info``; None: there are no workers."""
+    before, torch_worker._worker_info = torch_worker._worker_info, info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
 
 
 def pass_seed(seed: int, stream: int, epoch: int) -> int:

@@ -169,6 +169,13 @@ class Agreement:
         self._step, self._is_rehearsed = total, False
 
     @property
+    def may_be_disputed(self) -> bool:
+        """Whether it may be found out, after this step is summed, that a member is wrong. Local, and equal on all."""
+        if self._audits is None:
+            return False
+        return self._is_rehearsed or self._digest is not None or self._audits.is_audited(self._step, self._turn)
+
+    @property
     def is_rehearsed(self) -> bool:
         """Whether a rehearsal has left a fingerprint of a micro-batch of this step."""
         return self._is_rehearsed and bool(self._own)

@@ -103,6 +103,10 @@ class Audits:
         self._begun[step, turn] = {key_of(one.own): one.own for one in found if one.own}
         return found[members.rank]
 
+    def is_audited(self, step: int, turn: int) -> bool:
+        """Return whether a step that has begun has an audit. Local."""
+        return bool(self._begun.get((step, turn)))
+
     def expected(self, plan: Plan, members: Members, step: int) -> Part:
         """Return this member's part in the audit of a coming step, whose plan is a forecast. Local."""
         return self._parts(plan, members, step, 0)[members.rank]
@@ -221,12 +225,12 @@ class Audits:
             yield from rounds.play(trial)
             again = {one.worker: one.digest for one in trial.results if one.arithmetic == pair.arithmetic}
             verdict = judge(pair.digests, again)
-            what = named(disputed)
+            what = named(disputed, round_.unit)
             if verdict.kind != "convicted":
                 doubt = self._doubt([*members, *pair.digests], round_.number)
                 lost = [one for one in pair.digests if one not in again]
                 raise DivergenceError(
-                    undecided(verdict, disputed, round_.number, pair, lost, doubt),
+                    undecided(verdict, what, round_.number, pair, lost, doubt),
                     sound=self.record.sound([*members, *pair.digests]),
                 )
         self._act(rounds, verdict, round_.number, what)

@@ -27,7 +27,7 @@ from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
 from unisono.errors import DivergenceError, RecipeError, UsageError
 from unisono.faults import point
-from unisono.microbatch.data import Loader, Request
+from unisono.microbatch.data import Loader, MakeFetcher
 from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
 from unisono.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
@@ -182,10 +182,6 @@ class EvaluationRound:
         self._team.check()
         self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
         return self._evaluator.totals(batch)
-
-
-MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Loader]
-"""Makes the fetcher of an evaluation, whose batches are (0, batch); gets those that this worker will need."""
 
 
 def evaluate(

@@ -125,6 +125,7 @@ class GradientRound:
     """
 
     kind: Final = "step"
+    unit: Final = "micro-batch"
 
     def __init__(
         self, context: StepContext, position: StepPosition, folder: GradientFolder, turn: Pass | None = None

@@ -26,6 +26,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from unisono.decisions.audits import NOTHING
 from unisono.decisions.copies import deliveries
 from unisono.decisions.groups import Grouping
 from unisono.decisions.plan import Plan
@@ -109,7 +110,7 @@ class LateRound(ReplicaRound):
         plan = super().first_plan()
         super().begin(plan)
         if self.at > 0:  # a replica begins with its own change, which only its worker has
-            self._rehearsal = None
+            self._compared = NOTHING
         return plan
 
     def place(self, plan: Plan) -> None:
@@ -133,12 +134,7 @@ class LateRound(ReplicaRound):
         for replica in plan.ranges[self._members.rank]:
             self._context.rounds.team.check()
             yield from self._compute(replica, keeps=False)
-        rehearsal = self._rehearsal
-        if rehearsal is not None and rehearsal.other is not None:
-            found = yield from self._trainer.rehearse(rehearsal.other)
-            self._late_trainer.return_to_boundary()
-            if found is not None:
-                self._context.agreement.note_other(msgspec.structs.replace(found, leaf=rehearsal.other))
+        yield from self._compute_others()
 
     def announce(self) -> bytes:
         """Return what goes with the sum, when this member has computed its replicas. Local."""
@@ -168,7 +164,7 @@ class LateRound(ReplicaRound):
 
     def begin(self, plan: Plan) -> None:
         point("delay.again")
-        self._rehearsal = None
+        self._compared = NOTHING
         self._members.slots.nodes = self._members.slots.ahead.pop(self.at, {})
 
     def compute(self, plan: Plan) -> Iterator[object]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.decisions.checks import Rehearsal
+from unisono.decisions.audits import NOTHING, Part
 from unisono.decisions.copies import deliveries, holders_after, keepers
 from unisono.decisions.groups import Grouping, groups_of
 from unisono.decisions.plan import Plan
@@ -100,8 +100,11 @@ class Trainer(Protocol):
             PeerLost, DeadlineExceeded: a member of the group was lost.
         """
 
-    def rehearse(self, replica: int) -> Generator[object, None, Fingerprint | None]:
+    def rehearse(self, replica: int, *, fetches: bool = False) -> Generator[object, None, Fingerprint | None]:
         """Compute the first step of a replica of another member, and forget it.
+
+        Args:
+            fetches: wherever its batch comes from.
 
         Returns:
             The fingerprint of its first micro-batch; None: its batch does not come from where others come.
@@ -121,6 +124,8 @@ class CommittedRound:
     copies: int
     changes: Changes
     groups: Groups
+    is_disputed: Callable[[], bool]
+    """Returns whether members have computed different values, so that the round will be done again."""
 
     def stand_by(self, plan: Plan) -> None:
         shelf = self.replicas.before if self.copies else None
@@ -129,10 +134,11 @@ class CommittedRound:
         if self.copies:
             copy_states(self.members, self.replicas.now, self.copies)
         self.changes.average(self.members, plan, weights(self.ended))
-        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
+        is_disputed = self.is_disputed()
+        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry(disputed=is_disputed))
         self.members.release(summed.slot)
         digest = self.changes.digest(summed.digest)
-        if digest != self.digest:
+        if digest != self.digest and not is_disputed:
             raise DivergenceError(
                 f"round {self.step} was computed again after a loss, and the mean of its replicas has digest "
                 f"{digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
@@ -158,6 +164,7 @@ class ReplicaRound:
     """
 
     kind: Final = "local"
+    unit: Final = "the first micro-batch of replica"
 
     def __init__(
         self,
@@ -184,7 +191,12 @@ class ReplicaRound:
         self._number = number
         self._replicas = replicas
         self._trainer = trainer
-        self._rehearsal: Rehearsal | None = None
+        self._compared: Part = NOTHING
+        self._keeps = False
+        self._is_disputed = False
+        self._first: dict[
+            int, Fingerprint
+        ] = {}  # of the first micro-batches that are computed to find out who is wrong
         self._changes = changes
         self._folder = folder
         self._start = start
@@ -214,7 +226,8 @@ class ReplicaRound:
         agreement = self._context.agreement
         agreement.start_step(self._number, self.number)
         # The members of a group compare what they compute among themselves.
-        self._rehearsal = agreement.rehearsal(plan) if 1 < self._members.size <= self.num_leaves else None
+        self._compared = agreement.compared(plan, 0) if 1 < self._members.size <= self.num_leaves else NOTHING
+        self._keeps = agreement.may_be_disputed
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
@@ -229,13 +242,16 @@ class ReplicaRound:
         for replica in placed.replicas(rank):
             if not placed.group_of(rank):
                 self._context.rounds.team.check()
-            yield from self._compute(replica, keeps=rank in keepers.get(replica, ()))
-        rehearsal = self._rehearsal
-        if rehearsal is not None and rehearsal.other is not None:
-            found = yield from self._trainer.rehearse(rehearsal.other)
-            if found is not None:
-                self._context.agreement.note_other(msgspec.structs.replace(found, leaf=rehearsal.other))
+            yield from self._compute(replica, keeps=self._keeps or rank in keepers.get(replica, ()))
+        yield from self._compute_others()
         self._clock.switch("exchange")
+
+    def _compute_others(self) -> Iterator[object]:
+        """Yield the first steps of replicas of another member, whose first micro-batches are compared."""
+        for other in self._compared.other:
+            found = yield from self._trainer.rehearse(other)
+            if found is not None:
+                self._context.agreement.note_other(msgspec.structs.replace(found, leaf=other))
 
     def combine(self, plan: Plan) -> CommittedRound:
         """Exchange what the replicas ended with, and sum what they have changed: the commit of the round."""
@@ -266,11 +282,12 @@ class ReplicaRound:
             self._copies,
             self._changes,
             self._groups,
+            lambda: self._is_disputed,
         )
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._rehearsal = None
+        self._compared = NOTHING
         self._groups.leave()
         return list(self._members.slots.nodes)
 
@@ -279,16 +296,45 @@ class ReplicaRound:
         assert summed is not None
         point("committed")
         self._context.agreement.check(summed.telemetry)
+        audits = self._context.audits
+        self._is_disputed = audits is not None and audits.is_disputed
         if summed.slot.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of round {self._number} have weight 0: there is nothing to average")
         self._clock.switch("other")
         self._clock.note(summed.spent, summed.generation)
 
+    # -- where members have computed different values -----------------------------------------------------
+
+    def settle(self) -> Generator[object, None, bool]:
+        """Find out who is wrong, where members have computed different values. Returns whether the result counts; if
+        not, the states are those of the boundary again. Yields steps to the script. Collective.
+
+        Raises:
+            DivergenceError: nobody can say who is wrong. RunStopped: the run goes back.
+        """
+        audits, agreement = self._context.audits, self._context.agreement
+        if audits is None:
+            return True
+        counts = yield from audits.settle(self._context.rounds, self, agreement.leaves, agreement.state_digest)
+        if not counts:
+            self._replicas.now, self._replicas.before = self._replicas.before, Shelf()
+        return counts
+
+    def compute_apart(self, leaf: int) -> Iterator[object]:
+        """Yield the first step of a replica, of which nothing is summed."""
+        found = yield from self._trainer.rehearse(leaf, fetches=True)
+        assert found is not None
+        self._first[leaf] = found
+
+    def fingerprint(self, leaf: int) -> Fingerprint:
+        """Return the fingerprint of that step's first micro-batch."""
+        return self._first[leaf]
+
     # -- one replica ---------------------------------------------------------------------------------
 
     def _compute(self, replica: int, *, keeps: bool) -> Iterator[object]:
         began = time.perf_counter()
-        compares = self._rehearsal is not None and self._rehearsal.own == replica
+        compares = replica in self._compared.own
         trained = yield from self._trainer.train(replica, compares=compares, keeps=keeps)
         if trained.first is not None:
             self._context.agreement.note_own(msgspec.structs.replace(trained.first, leaf=replica))

@@ -50,6 +50,10 @@ class Repeats(Protocol):
     """A round of a step, as an audit needs it (`unisono.rounds.gradient.GradientRound`)."""
 
     @property
+    def unit(self) -> str:
+        """What is computed again: "micro-batch"."""
+
+    @property
     def number(self) -> int:
         """Number of the step within the run."""
 
@@ -156,7 +160,7 @@ class Trial(TalkRound):
     """All members compute micro-batches again, and say what has come out."""
 
     def __init__(self, rounds: Rounds, round_: Repeats, leaves: Sequence[int]) -> None:
-        super().__init__(rounds, f"the trial of {named(leaves)} of step {round_.number}", self._said)
+        super().__init__(rounds, f"the trial of {named(leaves, round_.unit)} of step {round_.number}", self._said)
         self._round = round_
         self._leaves = leaves
         self._digests: list[int] = []
@@ -247,11 +251,11 @@ def _told(said: Sequence[Testimony]) -> Told:
     return next((one.told for one in said if one.told is not None), Told())
 
 
-def named(leaves: Sequence[int]) -> str:
+def named(leaves: Sequence[int], unit: str = "micro-batch") -> str:
     """Return in words which micro-batch differs, which is one of these."""
     if len(leaves) == 1:
-        return f"micro-batch {leaves[0]}"
-    return f"one of the micro-batches {listed([str(leaf) for leaf in leaves])}"
+        return f"{unit} {leaves[0]}"
+    return f"{unit} {' or '.join(str(leaf) for leaf in leaves)}"
 
 
 CAUSES: Final = (
@@ -261,15 +265,16 @@ CAUSES: Final = (
 )
 
 
-def undecided(verdict: Verdict, leaves: Sequence[int], step: int, pair: Pair, lost: Sequence[str], doubt: str) -> str:
+def undecided(verdict: Verdict, disputed: str, step: int, pair: Pair, lost: Sequence[str], doubt: str) -> str:
     """Return in words that nobody can say who is wrong.
 
     Args:
+        disputed: the micro-batch, in words.
         lost: members that are lost meanwhile.
         doubt: what is to be doubted.
     """
     first = sorted(pair.digests)
-    what = f"{named(leaves)} of step {step} was computed by {listed(first)}, and its gradient is not the same"
+    what = f"{disputed} of step {step} was computed by {listed(first)}, and its gradient is not the same"
     if verdict.kind == "many":
         return (
             f"{what}; when all workers computed it again, there were so many results that not one machine is wrong: "

@@ -50,8 +50,8 @@ def audits_of(audits: Audits | None, strategy: Strategy) -> Audits | None:
     """
     if audits is not None and strategy.unaudited:
         raise UsageError(
-            f"audits are for run.steps, also with delay=, and not for {strategy.unaudited}: docs/audit.md says why. "
-            "Leave out --audit (audit=), or train with run.steps"
+            f"audits are for run.steps, also with delay=, and for run.local_steps, and not for {strategy.unaudited}: "
+            "docs/audit.md says why. Leave out --audit (audit=), or delay="
         )
     return audits
 
@@ -64,5 +64,7 @@ def spoil(tracked: Tracked) -> None:
             parameter.copy_(with_flipped_bit(parameter, bit))
         if (bit := spoils("optimizer")) is not None:
             states = (state for one in tracked.optimizers.values() for state in one.state.values())
-            found = next(value for state in states for value in state.values() if value.numel() > 1)
+            found = next((value for state in states for value in state.values() if value.numel() > 1), None)
+            if found is None:
+                raise UsageError("the optimizers have no state yet that a fault could spoil: choose a later step")
             found.copy_(with_flipped_bit(found, bit))

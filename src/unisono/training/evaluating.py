@@ -32,8 +32,8 @@ from unisono.decisions.plan import Plan
 from unisono.errors import StepError
 from unisono.faults import point
 from unisono.messages import EvaluationWanted
-from unisono.microbatch.data import Fetcher, MapDataset
-from unisono.microbatch.iterables import stream_source_of
+from unisono.microbatch.data import Fetcher, MakeFetcher, MapDataset
+from unisono.microbatch.iterables import Dataset, batches_of, stream_source_of
 from unisono.microbatch.loaders import source_of
 from unisono.microbatch.randomness import seed_at
 from unisono.microbatch.streamfetcher import StreamFetcher
@@ -46,8 +46,6 @@ from unisono.secret import key_for
 from unisono.state.kept import Kept
 from unisono.state.packing import from_bytes, pack, to_bytes
 from unisono.state.tracked import Tracked
-from unisono.training.schedule import Dataset, MakeFetcher
-from unisono.training.streamed import batches_of
 from unisono.training.talking import Place, Talk
 
 __all__ = ["SECRET", "About", "Evaluating", "Evaluation", "Evaluations", "Request"]

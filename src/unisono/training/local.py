@@ -72,7 +72,7 @@ class LocalSteps:
     num_more = 0
     overlaps = False
     """The steps of a replica change parameters before all members have told each other of their checkpoints."""
-    unaudited = "run.local_steps"
+    unaudited = ""
 
     def __init__(
         self,
@@ -216,6 +216,12 @@ class LocalSteps:
     def _warn_of(self, team: Team) -> None:
         """Say where workers exchange more than they would with other replicas."""
         num_replicas, num_hosts = self.num_replicas, len(set(team.hosts))
+        if self._context.audits is not None and team.size > num_replicas:
+            warnings.warn(
+                f"audit: {team.size} workers share {num_replicas} replicas, and where several compute one together "
+                "nothing of it is audited; use at least as many replicas as workers",
+                stacklevel=3,
+            )
         if num_hosts > num_replicas > 1:
             warnings.warn(
                 f"{num_hosts} hosts share {num_replicas} replicas: workers of several hosts compute a replica "
@@ -333,6 +339,10 @@ class LocalSteps:
         self._changes = Plain(folder) if self._delta == "fp32" else Coded(folder)
         return folder
 
+    def undo(self) -> None:
+        """Go back to the boundary: the round is done again. Local."""
+        self._forget()
+
     def apply(self, done: ReplicaRound) -> None:
         """Make the new global model of the mean over the replicas. The same on all members."""
         restore(self._objects, done.ended[0].common)
@@ -403,11 +413,11 @@ class LocalSteps:
         first = context.agreement.own if isinstance(context.agreement, _FirstMicrobatch) else None
         return Trained(weighted_loss, state, ended, start, first)
 
-    def rehearse(self, replica: int) -> Generator[InnerStep, None, Fingerprint | None]:
+    def rehearse(self, replica: int, *, fetches: bool = False) -> Generator[InnerStep, None, Fingerprint | None]:
         """Compute the first step of a replica of another member, and forget it."""
         self._meet_group()
         context = self._inner_context(replica, compares=True, aside=True)
-        if not context.fetcher.comes(self._steps.start, 0):
+        if not fetches and not context.fetcher.comes(self._steps.start, 0):
             return None
         self._go_to_boundary({})
         yield from self._step(context, self._steps.start, replica)
@@ -553,6 +563,7 @@ class LocalSteps:
             agreement=agreement,
             tracked=self._tracked,
             inspector=inspector,
+            audits=None,
         )
 
     def _note(self, number: int, replica: int) -> None:

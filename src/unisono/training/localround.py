@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,6 +125,9 @@ class Replicating(Protocol):
     def begin_round(self, now: LocalRound) -> ReplicaRound:
         """Remember the boundary from which all replicas of the round begin. Local."""
 
+    def undo(self) -> None:
+        """Go back to the boundary: the round is done again. Local."""
+
     def apply(self, done: ReplicaRound) -> None:
         """Make the new global model of the mean over the replicas. The same on all members."""
 
@@ -237,11 +240,8 @@ class LocalRound(Played[ReplicaRound]):
     def _run(self) -> Iterator[InnerStep]:
         self.state = State.INSIDE
         context, strategy = self._context, self._strategy
-        self._round = current = strategy.begin_round(self)
         try:
-            for inner in context.rounds.play(current):
-                assert isinstance(inner, InnerStep)
-                yield inner
+            current = yield from self._play()
         except GeneratorExit:
             self._is_left = True
             raise
@@ -252,6 +252,25 @@ class LocalRound(Played[ReplicaRound]):
         known.note_loss(self._loss, self._scalars[0], context.phase, self.epoch)
         known.note(known.begin_step(context.phase, self.epoch), self._totals, context.phase)
         self._complete(context.inspector)
+
+    def _play(self) -> Generator[InnerStep, None, ReplicaRound]:
+        """Yield the steps of this worker's replicas; returns the round, once its result counts. Collective."""
+        while True:
+            self._round = current = self._strategy.begin_round(self)
+            for inner in self._context.rounds.play(current):
+                assert isinstance(inner, InnerStep)
+                yield inner
+            settling = current.settle()
+            while True:
+                try:
+                    inner = next(settling)
+                except StopIteration as ended:
+                    if ended.value:
+                        return current
+                    self._strategy.undo()
+                    break
+                assert isinstance(inner, InnerStep)
+                yield inner
 
     def enter(self, inner: InnerStep | None) -> None:
         """Note the step that the script gets."""

@@ -16,6 +16,7 @@ from unisono.errors import StepError, UsageError
 from unisono.exchange.flat import SUM_DTYPE, Extra
 from unisono.faults import at_step, point
 from unisono.journal import Journal
+from unisono.microbatch.data import MakeFetcher
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
 from unisono.microbatch.losses import Microbatch, Reduction
@@ -32,7 +33,6 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
-from unisono.training.schedule import MakeFetcher
 from unisono.training.step import Iteration, State
 from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming

@@ -97,6 +97,8 @@ class OverlappedSteps(LocalSteps):
         arguments: of `LocalSteps`.
     """
 
+    unaudited = "run.local_steps(delay=1)"
+
     def __init__(self, late: Late, copies: int, **arguments: Any) -> None:
         super().__init__(copies=copies, **arguments)
         self._num_copies = copies  # a replica's own change is a part of its state in any case
@@ -300,8 +302,8 @@ class OverlappedSteps(LocalSteps):
         ended = msgspec.structs.replace(trained.ended, changed=changed)
         return Trained(trained.weighted_loss, trained.state, ended, trained.start, trained.first)
 
-    def rehearse(self, replica: int) -> Generator[InnerStep, None, Fingerprint | None]:
-        found = yield from super().rehearse(replica)
+    def rehearse(self, replica: int, *, fetches: bool = False) -> Generator[InnerStep, None, Fingerprint | None]:
+        found = yield from super().rehearse(replica, fetches=fetches)
         self.return_to_boundary()
         return found
 

@@ -27,7 +27,7 @@ from unisono.decisions.cadence import Checkpoints
 from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
-from unisono.microbatch.data import Samples
+from unisono.microbatch.data import MakeFetcher, Samples
 from unisono.microbatch.losses import Reduction
 from unisono.microbatch.randomness import seed_at
 from unisono.process import Process
@@ -58,7 +58,7 @@ from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
-from unisono.training.schedule import MakeFetcher, Planned
+from unisono.training.schedule import Planned
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Iteration
 from unisono.training.steps import Steps

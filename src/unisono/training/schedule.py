@@ -8,21 +8,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from unisono.decisions.cursor import Cursor
 from unisono.errors import UsageError
-from unisono.microbatch.data import Fetcher, Loader, MapDataset, Request, Samples
-from unisono.microbatch.iterables import stream_source_of
+from unisono.microbatch.data import Fetcher, Loader, MakeFetcher, MapDataset, Request, Samples
+from unisono.microbatch.iterables import Dataset, stream_source_of
 from unisono.microbatch.loaders import Source, source_of
-from unisono.microbatch.streams import Streams
 from unisono.training.settings import check_whole
 from unisono.training.streamed import StreamSchedule, stream_schedule
 
-__all__ = ["Dataset", "MakeFetcher", "Planned", "Schedule", "check_first_step", "schedule"]
-
-MakeFetcher = Callable[[Callable[[], Iterator[Request]]], Loader]
-"""Makes what fetches the data; gets what yields the micro-batches that will probably be needed next."""
+__all__ = ["Planned", "Schedule", "check_first_step", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,6 @@ class Schedule:
 
 
 Planned = Schedule | StreamSchedule
-Dataset = MapDataset | Streams | IterableDataset[Any] | DataLoader[Any]
-"""What `unisono.Run.steps` and `unisono.Run.evaluate` take."""
 
 
 def schedule(

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from unisono.decisions.streams import StreamBatches, StreamCursor, StreamOrder
+from unisono.decisions.streams import StreamCursor, StreamOrder
 from unisono.errors import RecipeError, UsageError
-from unisono.microbatch.data import Loader, Loading, Request
+from unisono.microbatch.data import Loader, Loading, MakeFetcher, Request
 from unisono.microbatch.iterables import StreamSource
 from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.microbatch.streams import Streams
 
-__all__ = ["StreamSchedule", "batches_of", "stream_schedule"]
+__all__ = ["StreamSchedule", "stream_schedule"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StreamSchedule:
         if not self.cursor.lengths:
             self.dataset.num_asked += self.num_steps * self.cursor.share
 
-    def fetcher(self, device: torch.device, samples: Any = None) -> Callable[[Callable[[], Iterator[Request]]], Loader]:
+    def fetcher(self, device: torch.device, samples: Any = None) -> MakeFetcher:
         """Return what makes the `StreamFetcher` of these data."""
         assert samples is None, "local steps refuse streams"
 
@@ -96,24 +96,3 @@ def stream_schedule(
     return StreamSchedule(
         data, source.loading, cursor, num_steps if max_steps is None else max(0, min(num_steps, max_steps))
     )
-
-
-def batches_of(source: StreamSource, seed: int) -> StreamBatches:
-    """Return the batches of an evaluation over streams.
-
-    Raises:
-        RecipeError: nobody knows how many there are.
-    """
-    lengths = source.data.lengths(source.data.num_streams or 1)
-    if lengths is None:
-        raise RecipeError(
-            "run.evaluate got data that can only be iterated, whose length nobody knows, and it evaluates every sample "
-            "once: give it a list of the samples, unisono.TarShards, or unisono.Streams(..., lengths=[...])"
-        )
-    batches = StreamBatches(lengths, source.batch_size, seed, source.drop_last)
-    if source.batch_size < 1 or min(lengths) < 1 or batches.num_batches < 1:
-        raise RecipeError(
-            f"run.evaluate got streams of {', '.join(map(str, lengths))} samples, and batch_size={source.batch_size}"
-            f"{' with drop_last=True' if source.drop_last else ''}: it needs 1 batch of 1 sample at least"
-        )
-    return batches

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from unisono.errors import RecipeError, UsageError
 from unisono.microbatch.data import MapDataset, Samples
+from unisono.microbatch.iterables import Dataset
 from unisono.microbatch.losses import Reduction
 from unisono.process import Process
 from unisono.rounds.inspecting import Inspector
@@ -29,7 +30,7 @@ from unisono.training.local import Delta, InnerState, LocalSteps
 from unisono.training.localround import LocalRound, ReplicaSamples, Replication, check_count
 from unisono.training.loop import Wire, check_wire
 from unisono.training.overlapped import OverlappedSteps, check_round_delay
-from unisono.training.schedule import Dataset, Planned, check_first_step, schedule
+from unisono.training.schedule import Planned, check_first_step, schedule
 from unisono.training.settings import Arithmetic
 from unisono.training.step import Step
 from unisono.training.steps import Steps

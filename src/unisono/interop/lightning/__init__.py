@@ -1,0 +1,7 @@
+"""PyTorch Lightning on Unisono: ``Trainer(strategy=UnisonoStrategy(microbatches=8))``. See docs/lightning.md."""
+
+from __future__ import annotations
+
+from unisono.interop.lightning.strategy import UnisonoStrategy
+
+__all__ = ["UnisonoStrategy"]

@@ -1,0 +1,243 @@
+"""Data loaders of a Trainer, as Lightning's loops see them.
+
+What Lightning takes for a batch of the training is a step of the run, a `GlobalBatch`; the strategy loops over its
+micro-batches. What it takes for the only batch of an evaluation is the whole set, a `WholeSet`, which all workers
+evaluate together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from unisono.errors import StepError, UsageError
+from unisono.training.run import Run
+from unisono.training.step import Step
+
+__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "stretches"]
+
+ENDLESS = 1 << 20
+"""Epochs of a training without ``max_epochs`` and ``max_steps``, which ends by ``trainer.should_stop``."""
+
+
+class GlobalBatch:
+    """One step of the run, in the place of a batch. It cannot be iterated over: `UnisonoStrategy` does that.
+
+    Attributes:
+        step: the `unisono.Step`.
+        is_computed: its micro-batches are done.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.is_computed = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the whole step, on all workers together."""
+        return self.step.num_samples
+
+    def __repr__(self) -> str:
+        return f"<global batch of {self.num_samples} samples, step {self.step.number}>"
+
+
+def stretches(*, done: int, per_epoch: int, max_epochs: int, max_steps: int) -> list[tuple[int, int]]:
+    """Return what is left of a training, as pairs (epochs, steps) for calls of ``run.steps``.
+
+    Args:
+        done: steps that a checkpoint of Lightning has behind it; the rest of its epoch is a stretch of its own, so that
+            the epochs of the data and those of the Trainer begin together.
+        per_epoch: steps of an epoch.
+        max_epochs, max_steps: of the Trainer; -1: no limit.
+    """
+    epochs = ENDLESS if max_epochs < 0 else max_epochs
+    last = epochs * per_epoch if max_steps < 0 else min(max_steps, epochs * per_epoch)
+    found = []
+    if done % per_epoch and done < last:
+        end = min(last, (done // per_epoch + 1) * per_epoch)
+        found.append((1, end - done))
+        done = end
+    if done < last:
+        found.append((-(-(last - done) // per_epoch), last - done))
+    return found
+
+
+class _Limited(Sampler[int]):
+    """The first samples of each epoch of another sampler."""
+
+    def __init__(self, sampler: Any, num_samples: int) -> None:
+        self.sampler = sampler
+        self.num_samples = num_samples
+        self.generator = getattr(sampler, "generator", None)  # is found here, to be set before each epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(iter(self.sampler), self.num_samples)
+
+
+class StepLoader:
+    """The training ``DataLoader`` as an iterator over the steps of the run, epoch after epoch.
+
+    Args:
+        loader: of global batches.
+        per_epoch: steps of an epoch; fewer than the loader has batches with ``limit_train_batches``.
+        find_stretches: returns what is to be trained; called when the first step is asked for.
+        on_step: called with each step, before Lightning gets it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        loader: DataLoader[Any],
+        *,
+        microbatches: int,
+        per_epoch: int,
+        find_stretches: Callable[[], Sequence[tuple[int, int]]],
+        on_step: Callable[[Step], None],
+    ) -> None:
+        self._run = run
+        self._loader = loader
+        self._microbatches = microbatches
+        self._per_epoch = per_epoch
+        self._find_stretches = find_stretches
+        self._on_step = on_step
+        self._steps: Generator[Step, None, None] | None = None
+        self._is_last = False
+        self._current: GlobalBatch | None = None
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> StepLoader:
+        return self
+
+    def __next__(self) -> GlobalBatch:
+        """Begin the next step. Collective."""
+        if self._steps is None:
+            self._steps = self._begin()
+        if self._current is not None and not self._current.is_computed:
+            raise StepError(
+                f"step {self._current.step.number} was not trained: did on_train_batch_start return -1? All steps of "
+                "an epoch are trained; to end the training early, set trainer.should_stop = True"
+            )
+        try:
+            step = next(self._steps)
+        except StopIteration:
+            if self._current is None:  # the run is past this training, and this worker came later
+                raise _TunerExitException from None
+            raise
+        self._on_step(step)
+        self._current = GlobalBatch(step)
+        return self._current
+
+    def _begin(self) -> Generator[Step, None, None]:
+        plan = list(self._find_stretches())
+        for number, (epochs, max_steps) in enumerate(plan, 1):
+            steps = self._run.steps(
+                **self._source(), microbatches=self._microbatches, epochs=epochs, max_steps=max_steps
+            )
+            try:
+                for step in steps:
+                    self._is_last = number == len(plan) and step.number + 1 == len(steps)
+                    yield step
+            finally:
+                steps.close()
+
+    def _source(self) -> dict[str, Any]:
+        loader = self._loader
+        if self._per_epoch >= len(loader) or type(loader.batch_sampler).__name__ != "BatchSampler":
+            return {"dataset": loader}
+        assert loader.batch_size is not None
+        return {
+            "dataset": loader.dataset,
+            "sampler": _Limited(loader.sampler, self._per_epoch * loader.batch_size),
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "collate": loader.collate_fn,
+            "loader_workers": loader.num_workers,
+        }
+
+    def end(self) -> None:
+        """End the training loop of the run, at its last step or before. Collective."""
+        if self._steps is None:
+            return
+        if self._is_last:
+            next(self._steps, None)
+        self._steps.close()
+        self._steps = self._current = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a `StepLoader` is resumed where `trainer.global_step` says."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class WholeSet:
+    """All batches of an evaluation, in the place of one batch: ``[i]`` is (i, batch).
+
+    Args:
+        num_batches: those after the first ones are left out.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num_batches: int) -> None:
+        self._dataset: Any = loader.dataset
+        self._collate = loader.collate_fn
+        self.loader_workers = loader.num_workers
+        # Without a batch size the samples are batches already.
+        cuts: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        self._cuts = list(itertools.islice(cuts, num_batches))
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        cut = self._cuts[index]
+        if not isinstance(cut, (list, tuple)):
+            return index, self._collate(self._dataset[cut])
+        if callable(fetch := getattr(self._dataset, "__getitems__", None)):
+            return index, self._collate(fetch(list(cut)))
+        return index, self._collate([self._dataset[i] for i in cut])
+
+    def num_samples(self, index: int) -> int:
+        """Return the samples of a batch; 1 where the loader has no batch size."""
+        cut = self._cuts[index]
+        return len(cut) if isinstance(cut, (list, tuple)) else 1
+
+
+class EvaluationLoader:
+    """A ``DataLoader`` of an evaluation, which gives one `WholeSet`.
+
+    Args:
+        find_limit: returns how many batches are to be evaluated at most.
+
+    Raises:
+        UsageError: the loader has no length.
+    """
+
+    def __init__(self, loader: DataLoader[Any], find_limit: Callable[[EvaluationLoader], float]) -> None:
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            raise UsageError(
+                f"UnisonoStrategy shares out the batches of an evaluation by their numbers, and got a "
+                f"{type(loader).__qualname__} without a known order: use a torch DataLoader of a dataset with __len__ "
+                "and __getitem__"
+            )
+        self._loader = loader
+        self._find_limit = find_limit
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[WholeSet]:
+        yield WholeSet(self._loader, int(min(len(self), self._find_limit(self))))

@@ -1,0 +1,217 @@
+"""torchmetrics within micro-batches: each has an empty state there, and the states are added up over all workers.
+
+A metric is defined by its states and how states of different processes are reduced to one (``dist_reduce_fx``). So a
+step is exact: before each micro-batch the states are empty, after it they are added to sums, and when the sums are
+known every worker has the states of the whole global batch, and adds these to those of the steps before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from unisono.errors import UsageError
+from unisono.interop.lightning.logs import Taken, extreme
+
+__all__ = ["Metrics", "Rows"]
+
+State = dict[str, Any]
+"""States of a metric by name: a tensor, or a list of tensors."""
+Rows = dict[int, dict[str, Tensor]]
+"""By batch, then by path of a metric and name of a state: its rows."""
+
+_KINDS: Final[dict[Any, str]] = {
+    dim_zero_sum: "sum",
+    dim_zero_mean: "mean",
+    dim_zero_max: "max",
+    dim_zero_min: "min",
+    dim_zero_cat: "rows",
+}
+
+
+class Metrics:
+    """The metrics of a module.
+
+    Attributes:
+        found: by path.
+        rows: of the batches of an evaluation that this worker has computed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.found = {path: one for path, one in module.named_modules() if isinstance(one, Metric)}
+        self.rows: Rows = {}
+        self._before: dict[str, tuple[int, State]] = {}
+        for one in module.modules():
+            if isinstance(one, MetricCollection):  # its groups share states, which only spares time
+                one._enable_compute_groups = False
+                one._groups = {}
+
+    def begin(self) -> None:
+        """Remember the states before a step or an evaluation."""
+        self._before = {path: (metric._update_count, _states(metric)) for path, metric in self.found.items()}
+        self.rows = {}
+
+    def empty(self) -> None:
+        """Empty all states, before a micro-batch."""
+        for metric in self.found.values():
+            for name, default in metric._defaults.items():
+                if isinstance(default, list):
+                    setattr(metric, name, [])  # `reset` would clear the list that is remembered
+            metric.reset()
+
+    def take(self, taken: Taken, *, keeps_rows: bool) -> None:
+        """Add the states after a micro-batch to its sums.
+
+        Args:
+            keeps_rows: lists of rows are kept, in `rows`; otherwise they are refused.
+
+        Raises:
+            UsageError: states of different workers cannot be made one.
+        """
+        rows: dict[str, Tensor] = {}
+        for path, metric in self.found.items():
+            if not (count := metric._update_count):
+                continue
+            taken.add(_key(path, "updates"), torch.tensor(count))
+            for name, kind in _kinds(path, metric).items():
+                value, key = getattr(metric, name), _key(path, name)
+                if kind == "rows":
+                    if not keeps_rows:
+                        raise UsageError(
+                            f"the metric {path!r} ({type(metric).__qualname__}) keeps the rows of all batches "
+                            f"({name!r}), which are on different workers, and the training adds up numbers only. Give "
+                            "it thresholds= if it has them, use it in validation_step or test_step instead, or log "
+                            "the sums that it is made of"
+                        )
+                    if len(value):
+                        rows[key] = dim_zero_cat(value).detach().cpu()
+                elif kind in ("max", "min"):
+                    taken.spread(key, kind, value.detach().to(torch.float64))
+                elif kind == "mean":
+                    taken.add(key, value.detach().to(torch.float64) * count)
+                else:
+                    taken.add(key, value.detach())
+        self.rows[taken.place.number] = rows
+
+    def finish(self, totals: Mapping[str, Any], rows: Rows, on_step: Collection[str]) -> None:
+        """Give every metric the states of all micro-batches, added to those before.
+
+        Args:
+            on_step: paths of the metrics whose value over these micro-batches alone is wanted.
+        """
+        for path, metric in self.found.items():
+            before_count, before = self._before[path]
+            metric._computed = None
+            count = int(totals.get(_key(path, "updates"), 0))
+            if not count:
+                metric._update_count = before_count
+                _set(metric, before)
+                continue
+            now: State = {}
+            for name, kind in _kinds(path, metric).items():
+                key = _key(path, name)
+                if kind == "rows":
+                    now[name] = [rows[number][key] for number in sorted(rows) if key in rows[number]]
+                    continue
+                total = torch.as_tensor(totals[key])
+                now[name] = (
+                    extreme(kind, total) if kind in ("max", "min") else total / count if kind == "mean" else total
+                )
+            if path in on_step:
+                metric._update_count = count
+                _set(metric, now)
+                metric._forward_cache = metric.compute()
+                metric._computed = None
+            metric._update_count = before_count + count
+            _set(metric, _joined(metric, before_count, before, count, now) if before_count else now)
+        self._before = {}
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a metric that an evaluation may use keeps rows. Equal on all workers."""
+        return any("rows" in map(_kind_of(metric), metric._defaults) for metric in self.found.values())
+
+    # -- a part of the state of the run ----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        # Within a step or an evaluation each worker has other states; those of before are equal.
+        now = {path: (metric._update_count, _states(metric)) for path, metric in self.found.items()}
+        return {path: [*one] for path, one in (self._before or now).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for path, (count, states) in state.items():
+            metric = self.found[path]
+            metric._update_count, metric._computed = count, None
+            _set(metric, states)
+
+
+def _key(path: str, name: str) -> str:
+    return f"{path}.{name} [torchmetrics]"
+
+
+def _states(metric: Metric) -> State:
+    found: State = {}
+    for name in metric._defaults:
+        value = getattr(metric, name)
+        found[name] = list(value) if isinstance(value, list) else value.detach().clone()
+    return found
+
+
+def _set(metric: Metric, states: Mapping[str, Any]) -> None:
+    for name, value in states.items():
+        default = metric._defaults[name]
+        if isinstance(default, Tensor):
+            setattr(metric, name, value.to(dtype=getattr(metric, name).dtype, device=metric.device))
+        else:
+            setattr(metric, name, [one.to(metric.device) for one in value])
+
+
+def _kind_of(metric: Metric) -> Callable[[str], str]:
+    def kind(name: str) -> str:
+        default, how = metric._defaults[name], _KINDS.get(metric._reductions[name], "")
+        if isinstance(default, list):
+            return "rows" if how == "rows" or metric._reductions[name] is None else ""
+        return "" if how == "rows" or (how == "sum" and bool(default.any())) else how
+
+    return kind
+
+
+def _kinds(path: str, metric: Metric) -> dict[str, str]:
+    """Return how each state of a metric is reduced.
+
+    Raises:
+        UsageError: in a way of its own.
+    """
+    found = {name: _kind_of(metric)(name) for name in metric._defaults}
+    own = next((name for name, kind in found.items() if not kind), None)
+    if own is not None:
+        raise UsageError(
+            f"the state {own!r} of the metric {path!r} ({type(metric).__qualname__}) is reduced in a way of its own "
+            "(dist_reduce_fx), and UnisonoStrategy knows sums, means, maxima, minima and, in evaluations, lists of "
+            "rows: log the sums that the metric is made of"
+        )
+    return found
+
+
+def _joined(metric: Metric, before_count: int, before: State, count: int, now: State) -> State:
+    """Return the states of the batches before together with those of now."""
+    found: State = {}
+    for name in metric._defaults:
+        kind, old, new = _kind_of(metric)(name), before[name], now[name]
+        if kind == "rows":
+            found[name] = [*old, *new]
+            continue
+        new = new.to(old.device)
+        if kind == "sum":
+            found[name] = old + new.to(old.dtype)
+        elif kind == "mean":
+            found[name] = (old.to(torch.float64) * before_count + new * count) / (before_count + count)
+        else:
+            wide = old.to(torch.float64)
+            found[name] = torch.maximum(wide, new) if kind == "max" else torch.minimum(wide, new)
+    return found

@@ -1,0 +1,81 @@
+"""What a Trainer may ask for that has no meaning, or another one, on workers that share a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from lightning import pytorch as pl
+from lightning.pytorch import callbacks
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from unisono.errors import UsageError
+
+__all__ = ["check"]
+
+_CALLBACKS: Final[dict[type[pl.Callback], str]] = {
+    callbacks.GradientAccumulationScheduler: "it changes how many batches a step has: the global batch is that of the "
+    "DataLoader, in every step",
+    callbacks.Timer: "clocks of workers differ, so they would end at different steps; use max_steps=",
+    callbacks.StochasticWeightAveraging: "a worker that joins does not get its averages; average in the module, in a "
+    "torch.optim.swa_utils.AveragedModel that is one of its submodules",
+    callbacks.WeightAveraging: "a worker that joins does not get its averages; average in the module, in a "
+    "torch.optim.swa_utils.AveragedModel that is one of its submodules",
+    callbacks.BaseFinetuning: "it adds groups to the optimizer while it trains, which a worker that joins does not "
+    "know of; give the optimizer all groups from the start, and call trainer.fit again for each phase",
+    callbacks.LearningRateFinder: "it trains and goes back; find the rate without this strategy, then give it",
+    callbacks.BatchSizeFinder: "it trains and goes back; `unisono plan --find batch` finds what fits",
+}
+
+
+def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise UsageError if the Trainer or the module asks for something that UnisonoStrategy does not do."""
+    for words in _refusals(trainer, module):
+        raise UsageError(f"UnisonoStrategy: {words}")
+
+
+def _refusals(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
+    devices: Any = trainer._accelerator_connector._devices_flag
+    if isinstance(devices, (list, tuple)):
+        devices = len(devices)
+    if trainer.num_nodes > 1 or (str(devices).isdecimal() and int(devices) > 1):
+        yield (
+            f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): each worker is one process with one device. "
+            "Leave devices= and num_nodes= out, and say `unisono run --workers N train.py`"
+        )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if not module.automatic_optimization:
+        yield (
+            f"{type(module).__name__} has automatic_optimization=False: its training_step would update the model "
+            "within a micro-batch. Use automatic optimization, or write the loop with unisono.Run (step.again() is "
+            "another pass, for a second optimizer)"
+        )
+    if (count := trainer.accumulate_grad_batches) != 1:
+        yield (
+            f"accumulate_grad_batches={count}: a step has one global batch, cut into micro-batches. Give the "
+            f"DataLoader {count} times the batch size, and UnisonoStrategy(microbatches=...) a multiple of {count}: "
+            "then it computes in pieces as large as before, or smaller"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        yield "training_step(self, dataloader_iter) takes batches itself; write training_step(self, batch, batch_idx)"
+    if epochs := _given(trainer, "reload_dataloaders_every_n_epochs"):
+        yield (
+            f"reload_dataloaders_every_n_epochs={epochs}: the order of the data is "
+            "fixed for the whole training; call trainer.fit once for each set of data"
+        )
+    if isinstance(seconds := _given(trainer, "_val_check_time_interval"), (int, float)):
+        yield (
+            f"val_check_interval of {seconds:g} seconds: clocks of workers differ, so they would validate at different "
+            "steps; give a number of steps, or a share of an epoch"
+        )
+    for callback in _given(trainer, "callbacks"):
+        why = next((words for kind, words in _CALLBACKS.items() if isinstance(callback, kind)), None)
+        if why is not None:
+            yield f"the callback {type(callback).__name__}: {why}"
+
+
+def _given(trainer: pl.Trainer, name: str) -> Any:
+    """Return what a Trainer was made with, as its connectors keep it, undeclared."""
+    return getattr(trainer, name, None)

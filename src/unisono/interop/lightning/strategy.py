@@ -1,0 +1,422 @@
+"""`UnisonoStrategy`: a Trainer of Lightning as a script of Unisono.
+
+Each worker looks to Lightning like a training on one device. What Lightning takes for a batch is a step of the run,
+whose micro-batches the workers share. Lightning's closure calls ``training_step``, ``zero_grad`` and ``backward``, one
+after the other, so the loop over the micro-batches, each with its ``training_step`` and its backward pass, is in
+`UnisonoStrategy.backward`, and what Lightning calls for ``training_step`` only remembers its arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning import pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.loops.optimization.closure import AbstractClosure
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from unisono.errors import UsageError
+from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, stretches
+from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
+from unisono.interop.lightning.metrics import Metrics, Rows
+from unisono.interop.lightning.refusals import check
+from unisono.interop.lightning.state import TrainerState, install_results
+from unisono.training.run import Run
+from unisono.training.step import Step
+
+__all__ = ["UnisonoStrategy"]
+
+
+class UnisonoStrategy(SingleDeviceStrategy):
+    """Trains with ``lightning.pytorch.Trainer`` on any number of workers, with the same bits whatever their number::
+
+        strategy = UnisonoStrategy(microbatches=8, directory="runs/digits", seed=7)
+        trainer = Trainer(strategy=strategy, max_epochs=10)
+        trainer.fit(LitDigits(), DataLoader(digits, batch_size=256, shuffle=True))
+
+    Started by ``unisono run --workers 4 train.py``, or alone by ``python train.py``. Make it before the module, because
+    it begins the run, which sets the seed. See docs/lightning.md.
+
+    Args:
+        run: the run; None: one is made, with the further arguments.
+        microbatches: M, the equal cuts of a batch of the training ``DataLoader``, which is the global batch of a step.
+        accelerator, checkpoint_io, precision_plugin: as of Lightning's strategies.
+        options: arguments of `unisono.Run`; ``seed`` is that of ``lightning.seed_everything``, if that was called.
+
+    Raises:
+        UsageError: a run and arguments for one were given.
+    """
+
+    strategy_name = "unisono"
+
+    def __init__(
+        self,
+        run: Run | None = None,
+        *,
+        microbatches: int,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **options: Any,
+    ) -> None:
+        if run is not None and options:
+            raise UsageError(
+                f"UnisonoStrategy got a run and {', '.join(f'{name}=' for name in options)}, which are arguments of "
+                "unisono.Run: give them there"
+            )
+        if run is None:
+            options.setdefault("seed", int(os.environ.get("PL_GLOBAL_SEED", "0")))
+            run = Run(**options)
+        self.run = run
+        super().__init__(run.device, accelerator, checkpoint_io, precision_plugin)
+        self._microbatches = microbatches
+        self._has_begun = False
+        self._loader: StepLoader | None = None
+        self._batch: tuple[GlobalBatch, tuple[Any, ...]] | None = None
+        self._loss = torch.zeros(())
+        self._follow_rank()
+
+    # -- this worker among the others ------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker is the one that logs, prints and writes. It can change."""
+        return self.run.is_main
+
+    @property
+    def global_rank(self) -> int:
+        """Position of this worker: for printing, never for deciding."""
+        return self.run.rank
+
+    @global_rank.setter
+    def global_rank(self, rank: int) -> None:
+        pass  # of the class above, which has one process
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all workers. Collective."""
+        # Lightning asks for its loaders where it first needs them, which a worker that joins later has not done yet.
+        if not (name or "").endswith("_dataloader()"):
+            self.run.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the value of the main worker on all. Collective."""
+        return self.run.broadcast(obj)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Return whether all workers say so, or any. Collective."""
+        votes = set(self.run.gather(bool(decision)))
+        return False not in votes if all else True in votes
+
+    def _follow_rank(self) -> None:
+        """Let Lightning's loggers and messages be those of the main worker, which another one may become."""
+        rank_zero_only.rank = 0 if self.run.is_main else max(1, self.run.rank)  # type: ignore[attr-defined]
+
+    # -- set up ----------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer that uses this strategy."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """See ``Strategy.connect``.
+
+        Raises:
+            UsageError: the Trainer or the module asks for what this strategy does not do.
+        """
+        super().connect(model)
+        check(model.trainer, model)
+        install_results(model.trainer)
+
+    def setup_environment(self) -> None:
+        """Prepare what the workers must agree on before Lightning's hooks. Collective."""
+        super().setup_environment()
+        self._follow_rank()
+        for logger in self.trainer.loggers:
+            # Each finds the next free number of a directory by itself, which the first one has made by then.
+            if getattr(logger, "_version", 0) is None:
+                logger._version = self.run.broadcast(logger.version)  # type: ignore[attr-defined]
+        connector = self.trainer._data_connector
+        prepare = type(connector).prepare_data
+
+        def prepare_data() -> None:
+            with self.run.main_first():
+                prepare(connector)
+
+        connector.prepare_data = prepare_data  # type: ignore[method-assign]
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Place the model, make the optimizers, and let the run track them."""
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        object.__setattr__(module, "_on_before_batch_transfer", self._before_transfer)
+        self._metrics = Metrics(module)
+        _track(self.run, "model", module)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        for optimizer in self.optimizers:
+            _track(self.run, "optimizer", optimizer)
+        for config in self.lr_scheduler_configs:
+            _track(self.run, "scheduler", config.scheduler)
+        if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+            _track(self.run, "scaler", scaler)
+        _track(self.run, "trainer", TrainerState(trainer, self._metrics))
+
+    def teardown(self) -> None:
+        """See ``Strategy.teardown``."""
+        if (module := self.lightning_module) is not None:
+            vars(module).pop("_on_before_batch_transfer", None)
+        super().teardown()
+
+    # -- data ------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> Any:
+        """Return what Lightning's loop iterates over in the place of a loader."""
+        trainer, stage = self.trainer, self.trainer.state.stage
+        if stage == RunningStage.PREDICTING:
+            return dataloader
+        if stage != RunningStage.TRAINING:
+            return EvaluationLoader(dataloader, self._find_limit)  # type: ignore[arg-type]
+        if not isinstance(dataloader, DataLoader):
+            raise UsageError(
+                f"UnisonoStrategy cuts the batches of a torch DataLoader, and got a {type(dataloader).__qualname__}: "
+                "give trainer.fit a DataLoader of a dataset with __len__ and __getitem__"
+            )
+        length = len(dataloader)
+        per_epoch = int(_parse_num_batches(RunningStage.TRAINING, length, trainer.limit_train_batches))
+
+        def find_stretches() -> list[tuple[int, int]]:
+            max_epochs = trainer.fit_loop.max_epochs
+            return stretches(
+                done=trainer.global_step,
+                per_epoch=per_epoch,
+                max_epochs=-1 if max_epochs is None else max_epochs,
+                max_steps=trainer.max_steps,
+            )
+
+        self._loader = StepLoader(
+            self.run,
+            dataloader,
+            microbatches=self._microbatches,
+            per_epoch=per_epoch,
+            find_stretches=find_stretches,
+            on_step=self._begin_step,
+        )
+        return self._loader
+
+    def _find_limit(self, loader: EvaluationLoader) -> float:
+        """Return how many batches Lightning's loop wants of a loader."""
+        loop = self.trainer._evaluation_loop
+        assert loop._combined_loader is not None
+        number = next(i for i, one in enumerate(loop._combined_loader.flattened) if one is loader)
+        return float(loop.max_batches[number])
+
+    def _begin_step(self, step: Step) -> None:
+        self._has_begun = True
+        self._follow_rank()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """See ``Strategy.batch_to_device``; global batches and whole sets have their data moved part by part."""
+        if isinstance(batch, (GlobalBatch, WholeSet)):
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, (GlobalBatch, WholeSet)):
+            return batch
+        module = self.lightning_module
+        assert module is not None
+        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
+
+    def _placed(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Return a micro-batch after all of Lightning's hooks."""
+        batch = self.precision_plugin.convert_input(batch)
+        return self.batch_to_device(self._before_transfer(batch, dataloader_idx), dataloader_idx=dataloader_idx)
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Check what is known only now."""
+        loader = self.trainer.fit_loop._combined_loader
+        if loader is not None and len(loader.flattened) > 1:
+            raise UsageError(
+                f"UnisonoStrategy: trainer.fit got {len(loader.flattened)} training loaders, and a step has one global "
+                "batch: use one DataLoader of a torch.utils.data.StackDataset(a, b), or of a ConcatDataset([a, b])"
+            )
+
+    def on_train_end(self) -> None:
+        """End the training loop of the run. Collective."""
+        if self._loader is not None:
+            self._loader.end()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Remember the arguments for `backward`; returns a stand-in for the loss."""
+        batch, *rest = args
+        self._batch = batch, tuple(rest)
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the micro-batches of a step: ``training_step`` and the backward pass of each. Collective."""
+        assert self._batch is not None
+        batch, rest = self._batch
+        module, step = self.lightning_module, batch.step
+        assert module is not None
+        self._metrics.begin()
+        hook, module._current_fx_name = module._current_fx_name, "training_step"
+        for data in step.again() if batch.is_computed else step:
+            assert step.microbatch is not None
+            count = self._microbatches
+            place = Place(step.microbatch, count, len(step.sample_indices(step.microbatch)))
+            with self._taking(place, self._placed(data), keeps_rows=False) as (taken, placed):
+                self._backward_of(step, super().training_step(placed, *rest), optimizer)
+            for name, value in taken.sums.items():
+                step.add(**{name: value})
+        module._current_fx_name = hook
+        batch.is_computed = True
+        numbers = self._log(step.totals, {})
+        step.log(**numbers)
+        self._loss = torch.tensor(step.loss, device=self.root_device)
+        return self.precision_plugin.post_backward(self._loss, module)
+
+    def _backward_of(self, step: Step, output: Any, optimizer: Optimizer | None) -> None:
+        """Run the backward pass of a micro-batch, of which ``training_step`` has returned the output."""
+        loss, weight = output, None
+        if isinstance(output, Mapping):
+            loss, weight = output.get("loss"), output.get("weight")
+        if loss is None:
+            step.backward(torch.zeros((), requires_grad=True), weight=0)
+            return
+        module = self.lightning_module
+        assert module is not None
+        scaled = self.precision_plugin.pre_backward(loss, module)
+        if weight is None:
+            self.precision_plugin.backward(scaled, module, optimizer)
+        else:
+            step.backward(loss, weight, scaler=getattr(self.precision_plugin, "scaler", None))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Compute the step, then let the optimizer apply it."""
+
+        def compute() -> Any:
+            loss = closure()
+            if not isinstance(closure, AbstractClosure):
+                return loss
+            result: Any = closure._result  # it has the stand-in
+            result.loss = self._loss.clone()
+            return result.loss
+
+        # Before `optimizer.step`, which may be called when there is a gradient; LBFGS calls it again, for other passes.
+        first = [compute()]
+        return super().optimizer_step(optimizer, lambda: first.pop() if first else compute(), model, **kwargs)
+
+    # -- an evaluation ---------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> None:
+        """Validate with all batches of a loader. Collective."""
+        self._evaluate(super().validation_step, *args)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> None:
+        """Test with all batches of a loader. Collective."""
+        self._evaluate(super().test_step, *args)
+
+    def _evaluate(self, compute: Callable[..., Any], whole: WholeSet, *rest: int) -> None:
+        """
+        Args:
+            compute: calls ``validation_step`` or ``test_step`` with a batch, and with the other arguments.
+            rest: the number of the batch and that of the loader, as far as the module asks for them.
+        """
+
+        def function(item: tuple[int, Any]) -> Mapping[str, Any]:
+            index, data = item
+            place = Place(index, len(whole), whole.num_samples(index))
+            with self._taking(place, self._placed(data, *rest[1:]), keeps_rows=True) as (taken, placed):
+                compute(placed, *((index, *rest[1:]) if rest else ()))
+            return taken.sums
+
+        def evaluate(dataset: Any) -> Mapping[str, Any]:
+            return self.run.evaluate(
+                dataset, function, batch_size=1, collate=_only, loader_workers=whole.loader_workers
+            )
+
+        with torch.inference_mode(False), torch.no_grad():
+            self._metrics.begin()
+            totals = evaluate(whole)
+            rows = self._gathered_rows(whole, evaluate) if self._metrics.has_rows else {}
+            self._log(totals, rows)
+        self.trainer._evaluation_loop.batch_progress.is_last_batch = True
+
+    def _gathered_rows(self, whole: WholeSet, evaluate: Callable[[Any], Any]) -> Rows:
+        """Return the rows of all batches. Collective."""
+        have = dict(self._metrics.rows)
+        while self._has_begun:  # before, each worker evaluates all batches
+            for part in self.run.gather(have):
+                have.update(part)
+            missing = [index for index in range(len(whole)) if index not in have]
+            if not missing:
+                break
+            evaluate(torch.utils.data.Subset(whole, missing))  # type: ignore[arg-type] # of a worker that was lost
+            have.update(self._metrics.rows)
+        return have
+
+    # -- what is logged --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _taking(self, place: Place, batch: Any, *, keeps_rows: bool) -> Iterator[tuple[Taken, Any]]:
+        """Return a context in which the module computes a micro-batch or batch, and what it logs is taken."""
+        results, connector, taken = self._results(), self.trainer._logger_connector, Taken(place)
+        outside = results.batch, connector._current_fx, connector._first_loop_iter
+        self._metrics.empty()
+        results.taking, results.batch, results.batch_size = taken, batch, None
+        connector._first_loop_iter = False  # `self.log` resets nothing, which would be done on this worker only
+        try:
+            yield taken, batch
+        finally:
+            results.taking, results.batch_size = None, None
+            results.batch, connector._current_fx, connector._first_loop_iter = outside
+        self._metrics.take(taken, keeps_rows=keeps_rows)
+
+    def _log(self, totals: Mapping[str, Any], rows: Rows) -> dict[str, float]:
+        """Log what all micro-batches or batches have logged; returns the numbers by name."""
+        module = self.lightning_module
+        assert module is not None
+        on_step = {entry.metric for entry, _ in logged(totals) if "step" in entry.flags}
+        self._metrics.finish(totals, rows, on_step)
+        return replay(self._results(), self.trainer._logger_connector, module, totals)
+
+    def _results(self) -> Results:
+        results = self.trainer._results
+        assert isinstance(results, Results)
+        return results
+
+
+_tracked: WeakKeyDictionary[Run, dict[str, Any]] = WeakKeyDictionary()
+"""By run: what strategies have tracked, by name."""
+
+
+def _track(run: Run, kind: str, value: Any) -> None:
+    """Let a run track an object, by the next free name of its kind, if it does not yet."""
+    known = _tracked.setdefault(run, {})
+    if any(one is value for one in known.values()):
+        return
+    count = sum(name.rstrip("0123456789") == kind for name in known)
+    name = kind if count == 0 else f"{kind}{count + 1}"
+    run.track(**{name: value})
+    known[name] = value
+
+
+def _only(items: list[Any]) -> Any:
+    return items[0]

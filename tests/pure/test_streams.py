@@ -1,0 +1,229 @@
+"""Streams as decisions: which samples a micro-batch has, how shards are cut, and samples in tar files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.decisions.streams import StreamBatches, StreamCursor, StreamOrder, cut, window_order
+from unisono.errors import RecipeError
+from unisono.microbatch.rereading import is_alike
+from unisono.microbatch.shards import TarShards
+from unisono.microbatch.streamreader import Reader
+from unisono.microbatch.streams import Streams
+from unisono.microbatch.tarfiles import count_samples, samples_of
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+def cursor(lengths: list[int], share: int, *, drop_last: bool = False) -> StreamCursor:
+    return StreamCursor(
+        order=StreamOrder(sum(lengths), "streams"),
+        batch_size=share * len(lengths),
+        microbatches=len(lengths),
+        seed=1,
+        lengths=tuple(lengths),
+        drop_last=drop_last,
+    )
+
+
+@given(LENGTHS, st.integers(1, 7))
+def test_an_epoch_has_every_sample_once(lengths: list[int], share: int) -> None:
+    where = cursor(lengths, share)
+    indices: list[int] = []
+    for step in range(where.steps_per_epoch):
+        position = where.position(step)
+        assert position.num_leaves >= 1
+        assert position.num_samples == sum(len(position.leaf(leaf)) for leaf in range(position.num_leaves))
+        for leaf in range(position.num_leaves):
+            wanted = where.wanted(step, leaf)
+            assert wanted.stream == where.stream(step, leaf)
+            assert len(where.indices(step, leaf)) == wanted.number >= 1
+            indices += where.indices(step, leaf)
+    assert len(indices) == sum(lengths)
+    assert {(index % len(lengths), index // len(lengths)) for index in indices} == {
+        (stream, sample) for stream, length in enumerate(lengths) for sample in range(length)
+    }
+
+
+@given(LENGTHS, st.integers(1, 7))
+def test_without_the_rest_every_batch_is_full(lengths: list[int], share: int) -> None:
+    if min(lengths) < share:
+        with pytest.raises(RecipeError, match="drop_last=True leaves nothing"):
+            cursor(lengths, share, drop_last=True)
+        return
+    where = cursor(lengths, share, drop_last=True)
+    assert {where.position(step).num_samples for step in range(where.steps_per_epoch)} == {where.batch_size}
+
+
+def test_where_lengths_are_unknown_all_streams_go_on() -> None:
+    where = StreamCursor(
+        order=StreamOrder(80, "streams"), batch_size=8, microbatches=4, seed=1, num_steps=10, first_sample=6
+    )
+    assert where.wanted(3, 2)[:5] == (2, 4, 0, 12, 2)
+    assert where.steps_per_epoch == 10
+    assert "num_samples" not in where.recipe  # another max_steps is no other recipe
+    assert where.recipe["order"] == "streams, from sample 6 on"
+
+
+@given(LENGTHS, st.integers(1, 9), st.booleans())
+def test_an_evaluation_has_every_batch_once(lengths: list[int], size: int, drop_last: bool) -> None:
+    batches = StreamBatches(tuple(lengths), size, 1, drop_last)
+    wanted = [batches.wanted(0, leaf) for leaf in range(batches.num_batches)]
+    assert sum(one.number for one in wanted) == batches.num_samples
+    for stream, length in enumerate(lengths):
+        own = [one for one in wanted if one.stream == stream]
+        assert [one.first for one in own] == [place * size for place in range(len(own))]
+        assert sum(one.number for one in own) == (length - length % size if drop_last else length)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 9))
+def test_shards_are_cut_into_streams_of_equal_length(lengths: list[int], num_streams: int) -> None:
+    if sum(lengths) < num_streams:
+        with pytest.raises(
+            RecipeError, match=f"{sum(lengths)} samples in all cannot be cut into {num_streams} streams"
+        ):
+            cut(lengths, num_streams)
+        return
+    streams = cut(lengths, num_streams)
+    sizes = [sum(piece.stop - piece.first for piece in pieces) for pieces in streams]
+    assert max(sizes) - min(sizes) <= 1
+    samples = Counter((p.shard, n) for pieces in streams for p in pieces for n in range(p.first, p.stop))
+    assert samples == Counter((shard, n) for shard, length in enumerate(lengths) for n in range(length))
+
+
+@given(st.integers(0, 200), st.integers(0, 2**63))
+def test_a_window_is_shuffled(size: int, seed: int) -> None:
+    assert sorted(window_order(seed, 3, size)) == list(range(size))
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+class Sought:
+    """The numbers of one stream; counts what is read."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        self.first, self.stop = first, stop
+
+    def seek(self, sample: int) -> None:
+        self.first += sample
+
+    def __iter__(self) -> Any:
+        return iter(range(self.first, self.stop))
+
+
+@pytest.mark.parametrize("shuffle", [0, 1, 7])
+@pytest.mark.parametrize("seekable", [False, True])
+def test_a_position_has_the_same_sample_however_it_is_reached(shuffle: int, seekable: bool) -> None:
+    """In a row, or by a reader that begins there, or goes back."""
+
+    def make(stream: int, num_streams: int, epoch: int) -> Any:
+        numbers = Sought(stream * 50, stream * 50 + 50)
+        return numbers if seekable else iter(numbers)
+
+    data = Streams(make, lengths=[50, 50], shuffle=shuffle)
+    where = cursor([50, 50], 5)
+    wanted = [where.wanted(step, leaf) for step in range(2 * where.steps_per_epoch) for leaf in range(2)]
+    whole = Reader(data, 1)
+    in_a_row = {one: whole.read(one) for one in wanted}
+    for epoch in range(2):
+        seen = sorted(number for one in wanted if one.epoch == epoch for number in in_a_row[one])
+        assert seen == list(range(100))
+    other = Reader(data, 1)
+    for one in (*wanted[::-3], *wanted[::4]):
+        assert other.read(one) == in_a_row[one]
+
+
+# -- tar files ---------------------------------------------------------------------------------------
+
+
+def write(path: Path, samples: list[dict[str, bytes]], kind: int = tarfile.PAX_FORMAT, prefix: str = "") -> Path:
+    with tarfile.open(path, "w", format=kind) as archive:
+        folder = tarfile.TarInfo("a")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for number, sample in enumerate(samples):
+            for ending, content in sample.items():
+                entry = tarfile.TarInfo(f"{prefix}a/{number:04}.{ending}")
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
+SAMPLES = [{"jpg": bytes([number]) * (500 + number), "Seg.png": b"x" * number} for number in range(30)]
+
+
+@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize("prefix", ["", "long/" * 25])
+def test_samples_are_files_with_one_name_up_to_the_dot(kind: int, prefix: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", SAMPLES, kind, prefix)
+    expected = [
+        {"__key__": f"{prefix}a/{number:04}", "jpg": sample["jpg"], "seg.png": sample["Seg.png"]}
+        for number, sample in enumerate(SAMPLES)
+    ]
+    assert list(samples_of(str(path))) == expected
+    assert list(samples_of(str(path), 17)) == expected[17:]
+    assert count_samples(str(path)) == 30
+    packed = tmp_path / "a.tar.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert list(samples_of(str(packed), 3)) == expected[3:]
+
+
+@pytest.mark.parametrize("size", [0, 700, 1024, 5000, 20480])
+def test_a_shard_that_was_cut_is_found(size: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", SAMPLES)
+    path.write_bytes(path.read_bytes()[:size])
+    for read in (count_samples, lambda name: list(samples_of(name))):
+        with pytest.raises(RecipeError, match=r"a\.tar was cut: .* after byte \d+"):
+            read(str(path))
+
+
+def test_shards_that_cannot_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "0.tar", SAMPLES)
+    (tmp_path / "1.tar").write_bytes(b"no tar " * 1000)
+    data = TarShards(str(tmp_path / "{0..1}.tar"))
+    with pytest.raises(RecipeError, match=r"1\.tar is no tar archive: byte 0"):
+        data.lengths(2)
+    with pytest.raises(RecipeError, match=r"2\.tar cannot be opened \(FileNotFoundError"):
+        TarShards(tmp_path / "2.tar").lengths(2)
+    with pytest.raises(RecipeError, match=r"2 shards and 3 lengths"):
+        TarShards(str(tmp_path / "{0,1}.tar"), lengths=[1, 2, 3])
+    with pytest.raises(RecipeError, match="got no shard"):
+        TarShards([])
+
+
+@pytest.mark.parametrize(("said", "words"), [(31, "has 30 samples, not 31"), (29, "has more than 29 samples")])
+def test_a_shard_of_another_length_is_found(said: int, words: str, tmp_path: Path) -> None:
+    data = TarShards(write(tmp_path / "0.tar", SAMPLES), lengths=said, shuffle=0)
+    where = cursor([said], said)
+    with pytest.raises(RecipeError, match=words):
+        Reader(data, 1).read(where.wanted(0, 0))
+
+
+def test_numbers_in_braces_stand_for_shards() -> None:
+    assert TarShards("s3://b/{a,b}-{08..10}.tar", lengths=1).shards == [
+        f"s3://b/{part}-{number}.tar" for part in "ab" for number in ("08", "09", "10")
+    ]
+
+
+def test_samples_are_compared_by_what_they_hold() -> None:
+    torch = pytest.importorskip("torch")
+    pairs: list[tuple[Any, Any, bool]] = [
+        ({"a": [1, 2.0, "x"]}, {"a": [1, 2.0, "x"]}, True),
+        ({"a": [1, 2.0, "x"]}, {"a": [1, 2.5, "x"]}, False),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.ones(2), torch.ones(3), False),
+        (b"a", "a", False),
+        (object(), object(), True),
+    ]
+    for a, b, expected in pairs:
+        assert is_alike(a, b) is expected

@@ -1,0 +1,47 @@
+"""``unisono run --audit`` with ``run.local_steps``: a round is done again without the wrong worker."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import PATIENT, WAIT_S
+from unisono.testing import Faults, Outcome, run_workers
+
+SCRIPT = Path(__file__).with_name("local_training.py")
+pytestmark = pytest.mark.usefixtures("nursery")
+
+
+def train(directory: Path, workers: int, *options: str, arguments: tuple[str, ...] = (), **more: Any) -> Outcome:
+    return run_workers(
+        SCRIPT,
+        workers,
+        directory=directory,
+        options=[*PATIENT, *options],
+        arguments=["--rounds", "5", *arguments],
+        timeout_s=WAIT_S,
+        **more,
+    )
+
+
+CASES = [("kept", "gradient", ""), ("kept", "parameter", "local.placed")]
+MORE = [("fresh", "gradient", ""), ("kept", "gradient", "committed"), ("kept", "gradient", "talked")]
+
+
+@pytest.mark.parametrize(("state", "value", "at"), [*CASES, *MORE] if os.environ.get("UNISONO_TEST_ALL") else CASES)
+def test_a_wrong_worker_is_found_and_the_round_done_again(state: str, value: str, at: str, tmp_path: Path) -> None:
+    """Also where another worker is lost while the round is done again."""
+    arguments = ("--inner-state", state, "--replicas", "6")
+    calm = train(tmp_path / "calm", 1, arguments=arguments)
+    faults = Faults().corrupt("w1", value, step=2, lasting=value == "gradient")
+    if at:
+        faults = faults.kill("w0", step=2, at=at, skip=1)
+    found = train(tmp_path / "run", 4, "--audit", "0.5", "--audit-then", "go-on", arguments=arguments, faults=faults)
+    assert found.exit_code == 0, found.output
+    assert (found.digests, found.final, found.evaluations) == (calm.digests, calm.final, calm.evaluations), found.output
+    assert re.search(r"\bw1 on host \S+ computes wrong values", found.output)
+    assert not re.search(r"\bw[023] on host \S+ computes wrong values", found.output)

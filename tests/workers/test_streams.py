@@ -1,0 +1,216 @@
+"""Streams: each sample once, the same bits at any number of workers, and over losses, joins and a resumed run."""
+
+# ruff: noqa: PT012 (a whole loop is what raises)
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import unisono
+from tests.waiting import PATIENT, WAIT_S
+from tests.workers.models import bits_of
+from tests.workers.processes import Seat
+from tests.workers.static_team import AloneRun, Place, train_on
+from tests.workers.stream_training import (
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    Iterated,
+    collate,
+    decode,
+    made,
+    shards,
+    train,
+    write_shards,
+)
+from unisono.errors import RecipeError
+from unisono.testing import Faults, Outcome, run_workers
+
+SCRIPT = Path(__file__).with_name("stream_training.py")
+
+
+@pytest.fixture(scope="module")
+def pattern(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+def data_of(kind: str, pattern: str, processes: int) -> tuple[Any, dict[str, Any]]:
+    """Data of a kind, and what to say with them."""
+    if kind == "shards":
+        return shards(pattern), {"epochs": 2, "loader_workers": processes}
+    if kind == "function":
+        return unisono.Streams(made, shuffle=5, transform=decode), {"loader_workers": processes}
+    loader = DataLoader(Iterated(), batch_size=8, num_workers=processes, collate_fn=collate)
+    return loader, {"batch_size": None}
+
+
+def _trained(seat: Seat, place: Place, kind: str, pattern: str, processes: int) -> tuple[list[list[int]], str]:
+    data, options = data_of(kind, pattern, processes)
+    with place.run(seed=3) as run:
+        found, model = train(run, data, max_steps=9, **options)
+    assert multiprocessing.active_children() == []
+    return found, bits_of(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["shards", "function", "loader"])
+def test_the_number_of_workers_and_of_loader_processes_changes_no_bit(kind: str, pattern: str) -> None:
+    (alone,) = train_on("shared", 1, _trained, kind, pattern, 0)
+    for size, processes in ((1, 2), (2, 0), (3, 1)):
+        assert train_on("shared", size, _trained, kind, pattern, processes) == [alone] * size
+    by_step, _ = alone
+    counts = Counter(number for step in by_step[:STEPS_PER_EPOCH] for number in step)
+    assert set(counts) == set(range(NUM_SAMPLES))
+    # Where the lengths are not known, the stream of 11 samples has begun again for its twelfth.
+    assert counts.total() == NUM_SAMPLES + (kind != "shards")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, pattern: str) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run(tmp_path_factory.mktemp("calm") / "run", 1, pattern)
+    assert outcome.exit_code == 0, outcome.output
+    seen = [line["totals"]["seen"] for line in outcome.lines if line["kind"] == "step"]
+    for epoch in (seen[:STEPS_PER_EPOCH], seen[STEPS_PER_EPOCH:]):
+        assert [sum(times) for times in zip(*epoch, strict=True)] == [1] * NUM_SAMPLES
+    return outcome
+
+
+def run(directory: Path, workers: int, pattern: str, faults: Faults | None = None, *also: str) -> Outcome:
+    return run_workers(
+        SCRIPT,
+        workers,
+        arguments=["--shards", pattern],
+        directory=directory,
+        options=[*PATIENT, *also],
+        faults=faults,
+        timeout_s=WAIT_S,
+    )
+
+
+def assert_same(hurt: Outcome, calm: Outcome) -> None:
+    """The same gradients, the same state, the same samples in each step."""
+    assert hurt.exit_code == 0, hurt.output
+    assert (hurt.digests, hurt.final) == (calm.digests, calm.final), hurt.output
+    assert [line.get("totals") for line in hurt.lines] == [line.get("totals") for line in calm.lines], hurt.output
+
+
+@pytest.mark.usefixtures("nursery")
+def test_losses_and_joins_change_no_bit_and_no_sample(calm: Outcome, pattern: str, tmp_path: Path) -> None:
+    """Whoever comes for a lost worker opens its streams in the middle of an epoch."""
+    faults = Faults().kill("w1", step=2, at="after_backward").kill("w0", step=7, at="before_combine")
+    assert_same(run(tmp_path / "run", 3, pattern, faults), calm)
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_run_goes_on_at_another_number_of_workers(calm: Outcome, pattern: str, tmp_path: Path) -> None:
+    cut = run(
+        tmp_path / "run", 2, pattern, Faults().kill_run("w0", step=8, at="step_head"), "--checkpoint-every", "3 steps"
+    )
+    assert cut.exit_code != 0
+    assert_same(run(tmp_path / "run", 3, pattern), calm)
+
+
+def test_a_call_goes_on_where_the_one_before_has_ended() -> None:
+    """Where the lengths are not known, which is where an epoch would begin anew."""
+    with AloneRun(seed=3) as one:
+        whole, _ = train(one, unisono.Streams(made, transform=decode), max_steps=9)
+    with AloneRun(seed=3) as two:
+        data = unisono.Streams(made, transform=decode)
+        parts = [found for steps in (4, 5) for found in train_more(two, data, steps)]
+    assert parts == whole
+
+
+def train_more(run: unisono.Run, data: Any, steps: int) -> list[list[int]]:
+    model = torch.nn.Linear(1, 1)
+    run.track(**{f"model{steps}": model})
+    found: list[list[int]] = []
+    for step in run.steps(data, batch_size=8, microbatches=4, max_steps=steps):
+        ids: list[int] = []
+        for number, _ in step:
+            model(torch.ones(1)).sum().backward()
+            ids += number.tolist()
+        found.append(sorted(ids))
+    return found
+
+
+def _evaluated(seat: Seat, place: Place, pattern: str) -> dict[str, Any]:
+    with place.run(seed=3) as run:
+        model = torch.nn.Linear(1, 1)
+        run.track(model=model)
+        for step in run.steps(shards(pattern), batch_size=8, microbatches=4, max_steps=1):
+            for _ in step:
+                model(torch.ones(1)).sum().backward()
+        totals = run.evaluate(
+            shards(pattern), lambda batch: {"seen": len(batch[0]), "ids": batch[0].sum()}, batch_size=3
+        )
+    return {name: int(value) for name, value in totals.items()}
+
+
+def test_an_evaluation_sees_each_sample_once(pattern: str) -> None:
+    for size in (1, 3):
+        expected = {"seen": NUM_SAMPLES, "ids": sum(range(NUM_SAMPLES))}
+        assert train_on("shared", size, _evaluated, pattern) == [expected] * size
+
+
+def test_other_passes_over_a_batch_get_the_same_samples(pattern: str) -> None:
+    with AloneRun(seed=3) as run:
+        model = torch.nn.Linear(1, 1)
+        run.track(model=model)
+        for step in run.steps(shards(pattern), batch_size=8, microbatches=4, max_steps=2, loader_workers=1):
+            passes: list[list[Any]] = []
+            for batches in (step, step.again()):
+                passes.append([])
+                for number, row in batches:
+                    passes[-1].append((number.tolist(), row.tolist()))
+                    row.zero_()
+                    model(torch.ones(1)).sum().backward()
+            half = len(passes[0])
+            assert passes[0] == passes[1][:half]
+
+
+class Undivided(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+
+def _unsteady(stream: int, num_streams: int, epoch: int) -> Any:
+    return iter(os.urandom(8) for _ in range(100))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "words"),
+    [
+        (Undivided(), {}, "streams 0 and 1 of 4 begin with the same 2 samples.*get_worker_info"),
+        (unisono.Streams(_unsteady), {}, "gave two different samples at position 0 of epoch 0 when it was made twice"),
+        (unisono.Streams(lambda *_: iter(())), {}, "stream 0 of 4 gives no sample in its epoch 0"),
+        (unisono.Streams(made), {"shuffle": True}, "shuffle= for data that can only be iterated"),
+        (unisono.Streams(made), {"epochs": 2}, "max_steps=.*without epochs"),
+        (unisono.Streams(made, lengths=[12, 12, 12]), {}, "3 lengths, and microbatches is 4"),
+        (unisono.Streams(made, lengths=[12, 12, 12, 0]), {}, "stream 3 of 4 has 0 samples"),
+        (unisono.Streams(made, lengths=[14, 14, 14, 14]), {}, "stream 3 of 4 has ended after 11 samples of epoch 0"),
+        (unisono.Streams(made, lengths=[8, 8, 8, 8]), {}, "stream 0 of 4 gives more than 8 samples in epoch 0"),
+        (DataLoader(Iterated(), batch_size=None), {"batch_size": None}, "batch_size=None"),
+        (DataLoader(Iterated(), batch_size=8), {}, r"got a DataLoader and batch_size="),
+    ],
+)
+def test_streams_that_cannot_be_trained_on(data: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words), AloneRun(seed=3) as run:
+        model = torch.nn.Linear(1, 1)
+        run.track(model=model)
+        for step in run.steps(data, **{"batch_size": 8, "microbatches": 4, "max_steps": 9, **options}):
+            for _ in step:
+                model(torch.ones(1)).sum().backward()
+
+
+def test_local_steps_refuse_streams() -> None:
+    with pytest.raises(RecipeError, match=r"run.local_steps got data that can only be iterated"), AloneRun() as run:
+        run.track(model=torch.nn.Linear(1, 1))
+        run.local_steps(unisono.Streams(made), batch_size=8, microbatches=4, replicas=2, inner_steps=2, max_steps=4)
