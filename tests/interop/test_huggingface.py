@@ -112,7 +112,7 @@ def test_it_goes_on_from_a_checkpoint_of_the_trainer_on_two_workers(
 @pytest.mark.usefixtures("quick")
 def test_it_goes_on_from_a_checkpoint_of_the_run_on_two_workers(alone: tuple[Path, Outcome], tmp_path: Path) -> None:
     folder, before = alone
-    (checkpoint,) = (folder / "run" / "checkpoints").glob("*12")
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*11")
     outcome = run(tmp_path, 2, "--resume", str(checkpoint))
     assert outcome.final == before.final
     assert result(outcome.output) == result(before.output)
