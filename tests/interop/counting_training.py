@@ -18,7 +18,7 @@ TIMES = ("runtime", "second", "time")
 
 def main() -> None:
     folder, checkpoint = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
-    run = unisono.Run(seed=7, checkpoint=unisono.Checkpoints(every_steps=6))
+    run = unisono.Run(seed=7, checkpoint=unisono.Checkpoints(every_steps=11))
     trainer = UnisonoTrainer(
         run=run,
         model=model(),

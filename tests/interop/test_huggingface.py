@@ -112,7 +112,7 @@ def test_it_goes_on_from_a_checkpoint_of_the_trainer_on_two_workers(
 @pytest.mark.usefixtures("quick")
 def test_it_goes_on_from_a_checkpoint_of_the_run_on_two_workers(alone: tuple[Path, Outcome], tmp_path: Path) -> None:
     folder, before = alone
-    (checkpoint,) = (folder / "run" / "checkpoints").glob("*12")
+    (checkpoint,) = (folder / "run" / "checkpoints").glob("*11")
     outcome = run(tmp_path, 2, "--resume", str(checkpoint))
     assert outcome.final == before.final
     assert result(outcome.output) == result(before.output)
@@ -225,7 +225,25 @@ def test_an_argument_that_has_no_meaning_is_refused_with_what_to_do(name: str, t
         UnisonoTrainer(model=Next(), args=arguments(tmp_path, use_cpu=True, **{name: value}), run=run)
 
 
-def test_a_dataset_without_indices_is_refused(tmp_path: Path) -> None:
-    stream = datasets.Dataset.from_list(sequences(4)).to_iterable_dataset()
-    with library.Run() as run, pytest.raises(library.UsageError, match="map-style"):
-        UnisonoTrainer(model=Next(), args=arguments(tmp_path, max_steps=2), run=run, train_dataset=stream)
+def test_a_dataset_that_can_be_read_once_is_refused(tmp_path: Path) -> None:
+    with library.Run() as run, pytest.raises(library.UsageError, match="a list of the samples"):
+        UnisonoTrainer(model=Next(), args=arguments(tmp_path), run=run, train_dataset=iter(sequences(4)))
+
+
+def test_a_stream_is_read_in_as_many_parts_as_micro_batches(tmp_path: Path) -> None:
+    """It ends in the fourth step, and begins again."""
+    read: set[int] = set()
+
+    def noted(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        read.update(row["index"] for row in rows)
+        return collate(rows)
+
+    rows = [{**row, "index": index} for index, row in enumerate(sequences(42))]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=6)
+    args = arguments(tmp_path, max_steps=6, remove_unused_columns=False)
+    with library.Run(tmp_path / "run", seed=7) as run:
+        trainer = UnisonoTrainer(model=model(), args=args, run=run, train_dataset=stream, data_collator=noted)
+        trainer.train()
+        assert read == set(range(42))
+        assert trainer.evaluate(stream)["eval_loss"] == pytest.approx(trainer.evaluate(rows)["eval_loss"])
+    assert compare(tmp_path / "run", tmp_path / "run").startswith("identical: 6 steps")

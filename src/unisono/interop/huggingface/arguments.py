@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from accelerate import PartialState
+from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from unisono.errors import UsageError
@@ -111,11 +112,12 @@ def check_dataset(dataset: Any) -> None:
     """Check a training dataset.
 
     Raises:
-        UsageError: it can only be iterated over.
+        UsageError: its samples cannot be read a second time, by another worker.
     """
-    if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return
+    if dataset is not None:
         raise UsageError(
-            f"train_dataset is a {type(dataset).__qualname__}, which can only be iterated over: which worker computes "
-            "which samples is known by their index. Give a map-style dataset: of datasets, load without "
-            "streaming=True, or Dataset.from_list(list(stream.take(n))); of torch, a list of the samples"
+            f"train_dataset is a {type(dataset).__qualname__}: each worker reads the samples that it computes, so give "
+            "a dataset with len and [i], or an IterableDataset of torch or datasets; a list of the samples will do"
         )

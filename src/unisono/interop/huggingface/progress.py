@@ -98,13 +98,18 @@ class Handout:
             self._next = next(self._steps, None)
         return self._next is not None and self._next.number // self._per_epoch == epoch
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left; known after `begins_in`."""
+        return self._next is None
+
     def of_epoch(self) -> Iterator[Step]:
         """Yield the rest of the epoch that the next step is in. A step is taken when the one before it is over."""
         while self._next is not None:
             step, self._next = self._next, None
             self._num_over = step.number + 1
             yield step
-            if step.is_last_of_epoch:
+            if self._num_over % self._per_epoch == 0:
                 return
             self._next = next(self._steps, None)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from unisono.errors import UsageError
 from unisono.interop.huggingface.arguments import adapted, check_dataset
@@ -171,21 +171,24 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self.run.track(model=self.model, optimizer=optimizer, trainer=self._progress)
         if scaler is not None:
             self.run.track(scaler=scaler)
+        is_stream = not has_length(train_dataloader)
+        per_epoch = max_steps if is_stream else len(train_dataloader)
         steps = self.run.steps(
             _plain(train_dataloader),
             microbatches=self.microbatches,
-            epochs=self.state.num_train_epochs,
+            epochs=1 if is_stream else self.state.num_train_epochs,
             max_steps=max_steps,
             first_step=self.state.global_step,
         )
-        self.steps_per_epoch = len(train_dataloader)
-        self._handout = Handout(steps, per_epoch=self.steps_per_epoch, num_steps=max_steps)
+        self.steps_per_epoch = per_epoch
+        self._handout = Handout(steps, per_epoch=per_epoch, num_steps=max_steps)
         return prepared
 
     def _run_epoch(self, *, epoch: int, **others: Any) -> None:
         assert self._handout is not None
         if not self._handout.begins_in(epoch):
             self.callback_handler.is_quiet = True  # this worker came when the epoch was over
+            self.control.should_training_stop |= self._handout.is_over
             return
         self.callback_handler.is_quiet = False
         others |= {"train_dataloader": self._handout.of_epoch(), "resume_from_checkpoint": None}
@@ -214,9 +217,10 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
     def evaluation_loop(self, dataloader: DataLoader[Any], *given: Any, **named: Any) -> Any:
         """Evaluate or predict: each batch once, by one of the workers; the results are equal on all. Collective.
 
-        A dataset that can only be iterated over is evaluated as a whole by each worker.
+        A dataset that can only be iterated over is evaluated as a whole by each worker, and so is one with batches of
+        a kind of its own.
         """
-        if type(dataloader.batch_sampler) is not BatchSampler:
+        if isinstance(dataloader.dataset, IterableDataset) or type(dataloader.batch_sampler) is not BatchSampler:
             return super().evaluation_loop(dataloader, *given, **named)
         with shared(self, self.run, dataloader) as sizes:
             return super().evaluation_loop(sizes, *given, **named)
@@ -235,7 +239,9 @@ def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader as it was before Accelerate prepared it."""
     cuts = loader.batch_sampler
     options: dict[str, Any] = {"batch_sampler": cuts}
-    if type(cuts) is BatchSampler:
+    if isinstance(loader.dataset, IterableDataset):
+        options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif type(cuts) is BatchSampler:
         options = {"batch_size": cuts.batch_size, "sampler": cuts.sampler, "drop_last": cuts.drop_last}
     return DataLoader(
         loader.dataset,
