@@ -22,7 +22,8 @@ def train(directory: Path, workers: int, *options: str, arguments: tuple[str, ..
         workers,
         directory=directory,
         options=[*PATIENT, *options],
-        arguments=["--steps", "14", *arguments],
+        # Else a worker that is late is given nothing to compute, which could be wrong.
+        arguments=["--steps", "14", "--even", *arguments],
         timeout_s=WAIT_S,
         **more,
     )
