@@ -122,16 +122,16 @@ def overhead_of(outcome: Outcome) -> float:
     return 1 + part * (statistics.median(audited) / statistics.median(plain) - 1)
 
 
-def cost(folder: Path, repeats: int, num_steps: int, names: Sequence[str]) -> dict[str, float]:
+def cost(folder: Path, share: float, repeats: int, num_steps: int, names: Sequence[str]) -> dict[str, float]:
     found: dict[tuple[str, str], list[float]] = {}
     for turn in range(repeats):
         for case in names:
             for exchange in ("shared", "gloo"):
-                options = ["--exchange", exchange, "--audit", str(SHARE)]
+                options = ["--exchange", exchange, "--audit", str(share)]
                 outcome = started(case, folder / f"{case}-{exchange}-{turn}", 3, num_steps, 0, *options)
                 found.setdefault((case, exchange), []).append(overhead_of(outcome))
     rows = [[*names_, str(median_interval(values))] for names_, values in found.items()]
-    print_table(["case", "exchange", f"audit {SHARE}"], rows)
+    print_table(["case", "exchange", f"audit {share:g}"], rows)
     return {f"cost.{case}.{exchange}": statistics.median(values) for (case, exchange), values in found.items()}
 
 
@@ -143,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--size", type=int, default=0)
+    parser.add_argument("--share", type=float, default=SHARE, help="whose cost is measured")
     parser.add_argument("--only", choices=["alarms", "cost"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--be", help=argparse.SUPPRESS)
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.only != "cost":
             figures |= false_alarms(Path(folder), given.leaves, given.cases.split(","), given.seed)
         if given.only != "alarms":
-            figures |= cost(Path(folder), given.repeats, given.steps, given.cases.split(","))
+            figures |= cost(Path(folder), given.share, given.repeats, given.steps, given.cases.split(","))
     print(figures)
     if given.json:
         write_json(given.json, figures, [{"command": sys.argv}])

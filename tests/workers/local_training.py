@@ -35,10 +35,11 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--average", action="store_true")
     parser.add_argument("--every", type=int, default=0)
+    parser.add_argument("--even", action="store_true", help="all workers compute as much")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     policy = unisono.Checkpoints(every_steps=arguments.every, keep=100) if arguments.every else None
-    with unisono.Run(seed=3, checkpoint=policy) as run:
+    with unisono.Run(seed=3, checkpoint=policy, balance=not arguments.even) as run:
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(
             torch.randn(NUM_SAMPLES, 12, generator=draw), torch.randint(0, 4, (NUM_SAMPLES,), generator=draw)

@@ -22,7 +22,8 @@ def train(directory: Path, workers: int, *options: str, arguments: tuple[str, ..
         workers,
         directory=directory,
         options=[*PATIENT, *options],
-        arguments=["--steps", "14", *arguments],
+        # Else a worker that is late is given nothing to compute, which could be wrong.
+        arguments=["--steps", "14", "--even", *arguments],
         timeout_s=WAIT_S,
         **more,
     )
@@ -35,15 +36,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return found
 
 
-LOST = [("w0", "delay.again"), ("w1", "delay.under_way")]
-MORE = [
-    ("", ""),
-    ("w0", "committed"),
-    ("w0", "in_talk"),
-    ("w1", "committed"),
-    ("w1", "talked"),
-    ("w0", "delay.waiting"),
-]
+LOST = [("w0", "delay.again"), ("w1", "talked")]
+MORE = [("", ""), ("w0", "committed"), ("w0", "in_talk"), ("w0", "delay.waiting")]
 
 
 @pytest.mark.parametrize(("lost", "at"), [*LOST, *MORE] if os.environ.get("UNISONO_TEST_ALL") else LOST)

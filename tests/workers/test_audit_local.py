@@ -22,7 +22,8 @@ def train(directory: Path, workers: int, *options: str, arguments: tuple[str, ..
         workers,
         directory=directory,
         options=[*PATIENT, *options],
-        arguments=["--rounds", "5", *arguments],
+        # Else a worker that is late is given nothing to compute, which could be wrong; and two may be lost in a round.
+        arguments=["--rounds", "5", "--even", "--copies", "3", *arguments],
         timeout_s=WAIT_S,
         **more,
     )
