@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given
@@ -233,6 +234,16 @@ def test_shards_that_cannot_be_read(tmp_path: Path) -> None:
         TarShards(str(tmp_path / "{0,1}.tar"), lengths=[1, 2, 3])
     with pytest.raises(RecipeError, match="got no shard"):
         TarShards([])
+
+
+def test_shards_are_urls_as_well(tmp_path: Path) -> None:
+    content = write(tmp_path / "0.tar", SAMPLES).read_bytes()
+    with fsspec.open("memory://streams/0.tar", "wb") as file:
+        file.write(content)
+    data = TarShards("memory://streams/{0..0}.tar", shuffle=0)
+    where = cursor([30], 10)
+    keys = [sample["__key__"] for step in (2, 0) for sample in Reader(data, 1).read(where.wanted(step, 0))]
+    assert keys == [f"a/{number:04}" for number in (*range(20, 30), *range(10))]
 
 
 @pytest.mark.parametrize(("said", "words"), [(31, "has 30 samples, not 31"), (29, "has more than 29 samples")])
