@@ -5,18 +5,24 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.decisions.streams import StreamBatches, StreamCursor, StreamOrder, cut, window_order
 from unisono.errors import RecipeError
+from unisono.microbatch.data import Loading
 from unisono.microbatch.rereading import is_alike
 from unisono.microbatch.shards import TarShards
+from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.microbatch.streamreader import Reader
 from unisono.microbatch.streams import Streams
 from unisono.microbatch.tarfiles import count_samples, samples_of
@@ -109,16 +115,16 @@ def test_a_window_is_shuffled(size: int, seed: int) -> None:
 
 
 class Sought:
-    """The numbers of one stream; counts what is read."""
+    """The numbers of one stream, which can be opened in the middle."""
 
-    def __init__(self, first: int, stop: int) -> None:
-        self.first, self.stop = first, stop
+    def __init__(self, first: int, stop: int, tell: Callable[[int], int] = int) -> None:
+        self.first, self.stop, self._tell = first, stop, tell
 
     def seek(self, sample: int) -> None:
         self.first += sample
 
     def __iter__(self) -> Any:
-        return iter(range(self.first, self.stop))
+        return map(self._tell, range(self.first, self.stop))
 
 
 @pytest.mark.parametrize("shuffle", [0, 1, 7])
@@ -141,6 +147,35 @@ def test_a_position_has_the_same_sample_however_it_is_reached(shuffle: int, seek
     other = Reader(data, 1)
     for one in (*wanted[::-3], *wanted[::4]):
         assert other.read(one) == in_a_row[one]
+
+
+@pytest.mark.parametrize("seekable", [False, True])
+def test_nobody_reads_far_only_to_compare(seekable: bool) -> None:
+    """Unless the stream can be sought, or lies near because this worker reads it."""
+    num_read = [0]
+
+    def counted(number: int) -> int:
+        num_read[0] += 1
+        return number
+
+    def make(stream: int, num_streams: int, epoch: int) -> Any:
+        return Sought(0, 50_000, counted) if seekable else map(counted, range(50_000))
+
+    where = cursor([50_000, 50_000], 2)
+    fetcher = StreamFetcher(
+        Streams(make, lengths=[50_000, 50_000]), where, device=torch.device("cpu"), loading=Loading()
+    )
+    assert fetcher.comes(2000, 1)
+    assert fetcher.comes(12_000, 1) is seekable
+    assert fetcher.comes(3000, 0) is seekable
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert fetcher.fetch(12_000, 1).tolist() == [24_000, 24_001]
+    assert ["is read over 24000 samples" in str(one.message) for one in told] == ([] if seekable else [True])
+    assert fetcher.comes(12_001, 1)
+    before = num_read[0]
+    assert fetcher.fetch(20_000, 1).tolist() == [40_000, 40_001]
+    assert (num_read[0] - before < 10) is seekable
 
 
 # -- tar files ---------------------------------------------------------------------------------------
@@ -201,6 +236,16 @@ def test_shards_that_cannot_be_read(tmp_path: Path) -> None:
         TarShards([])
 
 
+def test_shards_are_urls_as_well(tmp_path: Path) -> None:
+    content = write(tmp_path / "0.tar", SAMPLES).read_bytes()
+    with fsspec.open("memory://streams/0.tar", "wb") as file:
+        file.write(content)
+    data = TarShards("memory://streams/{0..0}.tar", shuffle=0)
+    where = cursor([30], 10)
+    keys = [sample["__key__"] for step in (2, 0) for sample in Reader(data, 1).read(where.wanted(step, 0))]
+    assert keys == [f"a/{number:04}" for number in (*range(20, 30), *range(10))]
+
+
 @pytest.mark.parametrize(("said", "words"), [(31, "has 30 samples, not 31"), (29, "has more than 29 samples")])
 def test_a_shard_of_another_length_is_found(said: int, words: str, tmp_path: Path) -> None:
     data = TarShards(write(tmp_path / "0.tar", SAMPLES), lengths=said, shuffle=0)
@@ -216,7 +261,6 @@ def test_numbers_in_braces_stand_for_shards() -> None:
 
 
 def test_samples_are_compared_by_what_they_hold() -> None:
-    torch = pytest.importorskip("torch")
     pairs: list[tuple[Any, Any, bool]] = [
         ({"a": [1, 2.0, "x"]}, {"a": [1, 2.0, "x"]}, True),
         ({"a": [1, 2.0, "x"]}, {"a": [1, 2.5, "x"]}, False),

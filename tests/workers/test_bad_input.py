@@ -127,7 +127,7 @@ class NoLength(Dataset[int]):
 @pytest.mark.parametrize(
     ("data", "parts"),
     [
-        (Stream(), ("can only be iterated", "no epoch has an end", "max_steps", "unisono.Streams")),
+        (Stream(), ("can only be iterated", "whose length nobody knows", "max_steps", "unisono.Streams")),
         (iter(range(8)), ("range_iterator", "can only be iterated")),
         (NoLength(), ("NoLength", "__len__")),
         (DataLoader(vectors()), ("got a DataLoader", "batch_size=", "has these itself")),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from unisono.decisions.streams import StreamSamples
+from unisono.decisions.streams import StreamSamples, Wanted
 from unisono.microbatch.data import Ahead, Loading, Request, one_thread, to_device
 from unisono.microbatch.streamreader import Reader
 from unisono.microbatch.streams import Streams
@@ -25,6 +25,10 @@ __all__ = ["StreamFetcher"]
 
 LOOK_AHEAD = 4
 """Steps of a full batch that are searched for something that a loader process can do."""
+
+
+FAR = 4096
+"""Samples over which a stream is not read only to compare a micro-batch."""
 
 
 class StreamFetcher:
@@ -44,10 +48,14 @@ class StreamFetcher:
         upcoming: Callable[[], Iterator[Request]] | None = None,
     ) -> None:
         self._samples = samples
+        self._data = data
         self._device = device
+        self._positions: dict[int, int] = {}
+        """By stream, where the batch that was fetched last ends."""
         self._collate = loading.collate
         # What torch stacks is a copy already.
         self._reader = Reader(data, samples.seed, copies=loading.collate is not default_collate)
+        self._can_seek: bool | None = None  # not looked at
         self._num_processes = min(loading.processes, samples.microbatches)
         self._aheads: list[Ahead] = []
         if loading.processes > 0:
@@ -71,12 +79,18 @@ class StreamFetcher:
         Args:
             turn: counts the passes over the same global batch.
         """
+        wanted = self._samples.wanted(step, leaf)
+        self._positions[wanted.stream] = wanted.first + wanted.number
         ahead = self._ahead_of(step, leaf)
         batch = ahead.take((step, turn, leaf)) if ahead is not None else self.fetch_here(step, leaf)
         return to_device(batch, self._device)
 
     def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
-        """Return whether `fetch` takes this batch from a loader process, if there are any."""
+        """Return whether `fetch` takes this batch from a loader process, if there are any, and finds it without reading
+        far for it.
+        """
+        if self._is_far(step, leaf):
+            return False
         ahead = self._ahead_of(step, leaf)
         return ahead is None or ahead.comes((step, turn, leaf))
 
@@ -95,8 +109,22 @@ class StreamFetcher:
         """Return the loader process that reads the stream of a micro-batch."""
         return self._aheads[self._samples.stream(step, leaf) % self._num_processes] if self._aheads else None
 
+    def _is_far(self, step: int, leaf: int) -> bool:
+        """Return whether this worker would have to read far to come to a micro-batch.
+
+        Then it is no micro-batch of its own, but one to compare; or it is the first one of a stream that has moved to
+        this worker, which is fetched here, and those after it are near.
+        """
+        wanted = self._samples.wanted(step, leaf)
+        return wanted.first - self._positions.get(wanted.stream, 0) > FAR and not self._seeks(wanted)
+
+    def _seeks(self, wanted: Wanted) -> bool:
+        if self._can_seek is None:
+            self._can_seek = self._data.seeks(self._samples.seed, wanted)
+        return self._can_seek
+
     def _upcoming_of(self, number: int, upcoming: Callable[[], Iterator[Request]]) -> Iterator[Request]:
         """Yield what is needed next of the streams of one loader process."""
         for step, turn, leaf in itertools.islice(upcoming(), LOOK_AHEAD * self._samples.microbatches):
-            if self._samples.stream(step, leaf) % self._num_processes == number:
+            if self._samples.stream(step, leaf) % self._num_processes == number and not self._is_far(step, leaf):
                 yield step, turn, leaf

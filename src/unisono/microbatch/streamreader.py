@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,11 @@ from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed
 from unisono.words import count as counted
 
 __all__ = ["Reader"]
+
+NEAR = 64
+"""Samples that are read over rather than sought."""
+MANY = 10_000
+"""Samples; whoever has to pass over more is told so."""
 
 
 class _Pass:
@@ -33,7 +39,9 @@ class _Pass:
         self._window: list[Any] = []
         self._following: list[Any] = []  # of the next window, as far as it was read
         source = data.opened(seed, wanted.stream, wanted.num_streams, epoch)
-        if first and callable(seek := getattr(source, "seek", None)):
+        seek = getattr(source, "seek", None)
+        self.can_seek = wanted.length >= 0 and callable(seek)
+        if first and callable(seek):
             self.position = self._num_read = first - first % max(1, data.shuffle)
             seek(self._num_read)
         self._source = iter(source)
@@ -99,11 +107,19 @@ class _Open:
         self._pass = _Pass(data, seed, wanted, wanted.epoch, wanted.first if wanted.length >= 0 else 0)
 
     def reaches(self, wanted: Wanted) -> bool:
-        """Return whether these samples lie ahead."""
+        """Return whether these samples lie ahead, and not so far that it is better to open the stream anew there."""
         is_same = wanted.length < 0 or wanted.epoch == self._epoch
-        return is_same and self._begin + self._pass.position <= wanted.first
+        gap = wanted.first - self._begin - self._pass.position
+        return is_same and gap >= 0 and (not self._pass.can_seek or gap <= NEAR + 2 * self._data.shuffle)
 
     def take(self, wanted: Wanted) -> list[Any]:
+        if (gap := wanted.first - self._begin - self._pass.position) > MANY:
+            warnings.warn(
+                f"stream {wanted.stream} of {wanted.num_streams} is read over {gap} samples to come to the one that is "
+                "needed, because it cannot be opened in the middle: give its iterable a method seek(n), and "
+                "unisono.Streams the lengths; or use unisono.TarShards",
+                stacklevel=2,
+            )
         while self._begin + self._pass.position < wanted.first:
             self._step(wanted, self._pass.skip)
         samples = [self._step(wanted, self._pass.__next__) for _ in range(wanted.number)]

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data._utils import worker as torch_worker
 
 from unisono.decisions.cursor import seed_of
+from unisono.decisions.streams import Wanted
 from unisono.errors import UsageError
 from unisono.microbatch.randomness import seed_everything
 
@@ -107,6 +108,11 @@ class Streams:
         """Return the iterable of a stream, made with the random numbers of its epoch."""
         seed_everything(seed_of(seed, "streams", epoch))
         return self.make(stream, num_streams, epoch)
+
+    def seeks(self, seed: int, wanted: Wanted) -> bool:
+        """Return whether the streams can be opened in the middle."""
+        source = self.opened(seed, wanted.stream, wanted.num_streams, wanted.epoch)
+        return wanted.length >= 0 and callable(getattr(source, "seek", None))
 
     def sample(self, source: Iterator[Any], seed: int, stream: int, epoch: int, position: int) -> Any:
         """Return the next sample of a stream.
