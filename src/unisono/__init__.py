@@ -25,6 +25,7 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
+from unisono.platforms import check_platform
 
 if TYPE_CHECKING:
     from unisono.checkpoint.loading import load_model as load_model
@@ -88,6 +89,7 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    check_platform()
     value = getattr(importlib.import_module(_LATER[name]), name)
     globals()[name] = value
     return value

@@ -21,6 +21,7 @@ FLOORS = {
     "events": 0,
     "messages": 0,
     "words": 0,
+    "platforms": 0,
     "spec": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
     "problems": 1,

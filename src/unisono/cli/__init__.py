@@ -12,6 +12,7 @@ from typing import Final
 import click
 
 from unisono.errors import UnisonoError
+from unisono.platforms import check_platform
 
 __all__ = ["COMMANDS", "main"]
 
@@ -47,6 +48,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        check_platform()
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         if ctx.resilient_parsing:  # a shell asks

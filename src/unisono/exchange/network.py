@@ -39,7 +39,7 @@ class Network(PrivateSlots):
         self.rank = wire.rank
         self.size = wire.size
         self._courier = Courier(wire.rank, [range(rank, rank + 1) for rank in range(wire.size)], wire=wire)
-        self._kind: type[Reduction | Stream] = Reduction if wire.device.type == "cuda" else Stream
+        self._kind: type[Reduction | Stream] = Stream if wire.device.type == "cpu" else Reduction
         self._offered: _Sums | None = None
 
     def offer(self, share: Share, rows_ready: int) -> None:

@@ -502,7 +502,8 @@ class _Agent:
         loop = asyncio.get_running_loop()
         try:
             engine = os.pidfd_open(os.getppid())
-        except OSError:  # it has ended already, and the agent has another parent; or it is not to be seen from here
+        # It has ended already, and the agent has another parent; or it is not to be seen from here; or this is macOS.
+        except (AttributeError, OSError):
             return
 
         def on_gone() -> None:

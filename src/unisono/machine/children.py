@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -253,14 +255,24 @@ def watch(child: Child, wait: Callable[[], int]) -> None:
     except (AttributeError, OSError):
 
         def block() -> None:
-            with contextlib.suppress(ChildProcessError):  # it was reaped meanwhile
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            _wait_unreaped(pid)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(reap)
 
         threading.Thread(target=block, name=f"wait-{child.name}", daemon=True).start()
     else:
         loop.add_reader(pidfd, reap)
+
+
+def _wait_unreaped(pid: int) -> None:
+    """Block until a child of this process has ended; it is still to be reaped."""
+    if sys.platform == "darwin":  # has os.waitid from Python 3.13 on
+        with contextlib.suppress(OSError):  # it has ended already
+            ended = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+            select.kqueue().control([ended], 1)
+        return
+    with contextlib.suppress(ChildProcessError):  # it was reaped meanwhile
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def leave_to_others(pid: int) -> None:
@@ -291,7 +303,7 @@ def exit_code_of(pid: int) -> int:
     """Reap a child that has ended; return its exit code."""
     try:
         _, status, used = os.wait4(pid, 0)
-        _peaks[pid] = used.ru_maxrss * 1024
+        _peaks[pid] = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return os.waitstatus_to_exitcode(status)
     except ChildProcessError:  # the child was killed and reaped before this process knew it
         return -signal.SIGKILL

@@ -8,6 +8,7 @@ process ends with its caller.
 from __future__ import annotations
 
 import bdb
+import contextlib
 import os
 import signal
 import subprocess
@@ -70,6 +71,10 @@ def _wait_for(child: subprocess.Popen[bytes]) -> int:
     to a debugger, which goes on.
     """
     while (code := child.poll()) is None:
+        if not hasattr(signal, "sigtimedwait"):  # macOS: what is sent to this process alone waits for the end
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(POLL_S)
+            continue
         found = signal.sigtimedwait(ENDINGS, POLL_S)
         if found is not None and found.si_signo == signal.SIGINT and found.si_pid:
             child.send_signal(signal.SIGINT)

@@ -84,9 +84,17 @@ def choose_device(argument: str | torch.device | None, number: int) -> torch.dev
 
     Args:
         number: of the worker's GPU, as `WorkerSpec.gpu_number`.
+
+    Raises:
+        UsageError: the argument is another kind of device than "cpu" or "cuda".
     """
     if argument is not None:
         device = torch.device(argument)
+        if device.type not in ("cpu", "cuda"):
+            raise UsageError(
+                f'device={str(argument)!r}: workers compute on "cpu" or "cuda". (Sums need float64, which "mps" does '
+                "not have; other devices were not tried.)"
+            )
         if device.type != "cuda" or not torch.cuda.is_available():
             return device
         # The device of a tensor has the index as well.

@@ -1,0 +1,40 @@
+"""What is said on other systems than Linux. The tests run on Linux: its name is exchanged, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import unisono
+from unisono.cli import _group
+from unisono.errors import UsageError
+from unisono.machine import inspected
+from unisono.training.settings import choose_device
+
+
+def test_on_windows_names_and_commands_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delitem(vars(unisono), "Run", raising=False)
+    with pytest.raises(UsageError, match=r"unisono needs Linux .* install it in WSL 2"):
+        unisono.Run  # noqa: B018
+    with pytest.raises(UsageError, match="install it in WSL 2"):
+        CliRunner().invoke(_group, ["status", "runs/one"], catch_exceptions=False, standalone_mode=False)
+    assert "Usage: " in CliRunner().invoke(_group, ["--help"]).output
+    assert unisono.UsageError is UsageError
+
+
+@pytest.mark.parametrize("device", ["mps", torch.device("xpu", 0)])
+def test_other_devices_are_refused_in_words(device: str | torch.device) -> None:
+    with pytest.raises(UsageError, match='workers compute on "cpu" or "cuda"'):
+        choose_device(device, 0)
+
+
+def test_a_system_without_timed_waits_for_signals_waits_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.delattr("signal.sigtimedwait")
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"]) as child:
+        assert inspected._wait_for(child) == 7
