@@ -55,13 +55,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish() -> None:
-    """Where the summary is written, a plugin of hypothesis warns of an object to which it finds no reference."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        gc.unfreeze()
-
-
 def is_permitted(reason: str) -> bool:
     """Whether a test with this reason may be skipped also where CI is set."""
     return any(re.search(pattern, reason) for pattern in SKIPS)

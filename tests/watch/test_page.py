@@ -45,7 +45,9 @@ def browser(chromium: WebDriver) -> Iterator[Browser]:
     found = Browser(chromium)
     yield found
     origin = found.run("return location.host")
-    errors, asked = found.errors(), found.asked_for()
+    asked = found.asked_for()
+    # A test may have ended its server before the page is left, which calls it again then.
+    errors = [error for error in found.errors() if "net::ERR_CONNECTION_REFUSED" not in error]
     chromium.get("about:blank")
     assert errors == []
     foreign = [url for url in asked if not re.match(rf"(https?|wss?)://{re.escape(origin)}/|about:blank", url)]
@@ -279,7 +281,7 @@ def test_a_real_run_is_followed_to_its_end(browser: Browser, unisono: Unisono, t
             browser.open(serving.url)
             browser.loaded()
             browser.until("return document.getElementById('progress-text').textContent === '3 of 8 steps'")
-            assert browser.text("#state") == "training"
+            browser.until("return document.getElementById('state').innerText === 'training'")
             gates.open(3)
             gates.wait(6, workers=2)
             browser.until("return document.getElementById('progress-text').textContent === '6 of 8 steps'")
