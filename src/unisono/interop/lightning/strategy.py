@@ -120,7 +120,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
 
     def _follow_rank(self) -> None:
         """Let Lightning's loggers and messages be those of the main worker, which another one may become."""
-        rank_zero_only.rank = 0 if self.run.is_main else max(1, self.run.rank)  # type: ignore[attr-defined]
+        rank_zero_only.rank = 0 if self.run.is_main else max(1, self.run.rank)
 
     # -- set up ----------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         for logger in self.trainer.loggers:
             # Each finds the next free number of a directory by itself, which the first one has made by then.
             if getattr(logger, "_version", 0) is None:
-                logger._version = self.run.broadcast(logger.version)  # type: ignore[attr-defined]
+                logger._version = self.run.broadcast(logger.version)
         connector = self.trainer._data_connector
         prepare = type(connector).prepare_data
 
@@ -155,7 +155,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
             with self.run.main_first():
                 prepare(connector)
 
-        connector.prepare_data = prepare_data  # type: ignore[method-assign]
+        connector.prepare_data = prepare_data
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Place the model, make the optimizers, and let the run track them."""
@@ -178,7 +178,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """See ``Strategy.teardown``."""
         if (module := self.lightning_module) is not None:
-            vars(module).pop("_on_before_batch_transfer", None)
+            module.__dict__.pop("_on_before_batch_transfer", None)
         super().teardown()
 
     # -- data ------------------------------------------------------------------------------------------
