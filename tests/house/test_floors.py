@@ -21,7 +21,6 @@ FLOORS = {
     "events": 0,
     "messages": 0,
     "words": 0,
-    "platforms": 0,
     "spec": 0,
     # 1, decisions: values in, values out. No I/O, no clock, no torch.
     "problems": 1,
@@ -98,6 +97,7 @@ FLOORS = {
     "lifetime": 2,
     "trialrun": 2,
     "controlgroups": 2,
+    "platforms": 2,
     "training.settings": 2,
     "training.life": 2,
     "process": 2,
