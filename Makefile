@@ -27,8 +27,8 @@ SOAK_S ?= 3600
 
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
-	@echo "make test    all checks, and all tests that need no more than this"
-	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray; a browser) or more time"
+	@echo "make test    all checks, and the tests that need no more than this and do not take long"
+	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray; a browser), other packages, or more time"
 	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
 	@echo "make gpu-check  on a machine with GPUs: what has to be tried there, and one report to send back"
 	@echo "make check   the checks only: ruff and mypy"

@@ -1,6 +1,6 @@
 """Log a training to MLflow: loss, times, logged numbers and evaluations; one MLflow run, whichever workers come and go.
 
-pip install 'unisono[mlflow]'
+pip install '.[mlflow]'
 unisono run examples/log_to_mlflow.py --workers 4
 mlflow ui --backend-store-uri runs/log_to_mlflow/mlruns      # `mlflow` has the page, `mlflow-skinny` has not
 MLFLOW_TRACKING_URI=http://127.0.0.1:5000 unisono run examples/log_to_mlflow.py --workers 4     # to a server

@@ -1,6 +1,6 @@
 """Log a training to Weights & Biases: one run there, whichever workers come and go.
 
-pip install 'unisono[wandb]'
+pip install '.[wandb]'
 WANDB_MODE=offline unisono run examples/log_to_wandb.py --workers 4
 wandb sync runs/log_to_wandb/wandb/offline-run-*     # later, with an account: without it, nothing leaves this machine
 """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-__all__ = ["cells", "on_config", "on_files", "on_page_content", "on_page_markdown"]
+__all__ = ["cells", "on_files", "on_page_content", "on_page_markdown"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 BESIDE: Final = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
@@ -29,27 +29,12 @@ NAMED: Final = re.compile(r"\[(docs/)?([\w]+\.md)\]\(\2")
 OUTSIDE: Final = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out of the navigation what is not written yet. A page that it does not name ends the build anyhow."""
-    config.nav = _there(config.nav or [])
-    return config
-
-
-def _there(part: Any) -> Any:
-    """Return the entries of a part of the navigation whose pages exist; None where nothing is left."""
-    if isinstance(part, str):
-        return part if part in BESIDE or (ROOT / "docs" / part).exists() else None
-    if isinstance(part, list):
-        return [entry for entry in map(_there, part) if entry]
-    return {title: left for title, entry in part.items() if (left := _there(entry))}
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that stand beside docs/."""
     from mkdocs.structure.files import File
 
     for name, source in BESIDE.items():
-        text = (ROOT / source).read_text().replace("](docs/", "](").replace("](CITATION.cff)", "](#)")
+        text = (ROOT / source).read_text().replace("](docs/", "](").replace("](CITATION.cff)", "](../CITATION.cff)")
         top = "---\nhide: [navigation]\n---\n\n" if name == "index.md" else ""
         files.append(File.generated(config, name, content=top + text))
     return files

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.gpu import checks, speed
 from benchmarks.gpu.report import Report, machine, text_of, write
+from benchmarks.gpu.training import CASES
 
 PARTS = ("exchanges", "same-bits", "speed")
 
@@ -24,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS)
-    parser.add_argument("--cases", nargs="*", help="of same-bits; default: all")
+    parser.add_argument("--cases", choices=CASES, nargs="*", help="of same-bits; default: all")
     parser.add_argument("--teams", type=int, default=0, help="so many numbers of workers of each case; default: all")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the report")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of one check")

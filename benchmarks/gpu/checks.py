@@ -23,6 +23,8 @@ from unisono.testing import Faults
 __all__ = ["ROOT", "Place", "exchanges", "same_bits"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+INTERRUPTED: Final = ("plain", "compiled graphs")
+"""Cases in which a worker is killed as well, and which are resumed."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,7 @@ class Place:
 def exchanges(place: Place) -> Iterator[Result]:
     """Run ``tests/gpu``: every exchange, on this device."""
     if missing := [name for name in ("pytest", "pytest_timeout") if not _has(name)]:
-        yield Result(
-            "exchanges", "skipped", words=f"{' and '.join(missing)} is not installed: pip install unisono[test]"
-        )
+        yield Result("exchanges", "skipped", words=f"{' and '.join(missing)} is not installed: pip install '.[test]'")
         return
     found = place.folder / "exchanges.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={found}"]
@@ -115,10 +115,13 @@ def _same(place: Place, name: str, teams: Mapping[str, int]) -> Iterator[Result]
     if code:
         return
     tries: dict[str, tuple[int, str, dict[str, str]]] = {team: (number, "", {}) for team, number in teams.items()}
-    if name == next(iter(CASES)) and len(teams) > 1:
-        middle = next(iter(sorted((folder / "alone" / "checkpoints").glob("step-*"))), "")
+    if name in INTERRUPTED and len(teams) > 1:
         kill = Faults().kill("w1", step=3, at="after_backward").environment()
-        tries |= {"a worker is killed": (2, "", kill), "resumed": (2, str(middle), {})}
+        tries["a worker is killed"] = 2, "", kill
+        if earlier := sorted((folder / "alone" / "checkpoints").glob("step-*"))[:-1]:
+            tries["resumed"] = 2, str(earlier[-1]), {}
+        else:
+            yield Result(f"{title}: resumed", "failed", words="the run alone left no checkpoint before its last step")
     for number, (team, (workers, resume, environment)) in enumerate(tries.items()):
         began, directory = time.monotonic(), folder / str(number)
         code, output = _train(place, name, directory, workers, resume, environment)

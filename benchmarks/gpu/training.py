@@ -1,6 +1,6 @@
-"""A training of a moment, whose bits have to be the same on any number of workers::
+"""A training of a moment, whose bits have to be the same on any number of workers.
 
-unisono run -m benchmarks.gpu.training --workers 2 --run-dir RUN -- channels-last --device cuda``.
+``unisono run -m benchmarks.gpu.training --workers 2 --run-dir RUN -- channels-last --device cuda`` runs one.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _scaled(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimize
 
 
 def train(case: Case, steps: int, device: str) -> None:
-    policy = unisono.Checkpoints(every_steps=max(1, steps // 2), keep=1)
+    policy = unisono.Checkpoints(every_steps=max(1, steps // 2), keep=2)
     with unisono.Run(seed=7, device=device if device == "cpu" else None, checkpoint=policy) as run:
         model = case.model().to(run.device)
         if case.channels_last:

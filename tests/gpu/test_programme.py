@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.report import Report, Result, text_of, without_names
@@ -64,8 +65,31 @@ def test_runs_that_differ_are_a_failure(tmp_path: Path) -> None:
             (directory / "journal.jsonl").write_text(json.dumps(line) + "\n")
             return 0, ""
 
-    found = [result for each in checks.same_bits(Unlike("cpu", 0, tmp_path, 1.0), ["fused"]) for result in each]
+    place = Unlike("cpu", 0, tmp_path, 1.0)
+    found = [result for each in checks.same_bits(place, ["fused"]) for result in each]
     assert [result.outcome for result in found] == ["passed", "failed", "failed"]
+    found = [result for each in checks.same_bits(place, ["plain"]) for result in each]
+    assert [(result.name.rpartition(": ")[2], result.outcome) for result in found][1] == ("resumed", "failed")
+    assert "no checkpoint before its last step" in found[1].words
+
+
+def test_a_run_is_resumed_from_before_its_last_step(tmp_path: Path) -> None:
+    class Kept(checks.Place):
+        """Leaves the checkpoints of a run, and writes down from which one another run is resumed."""
+
+        resumed: ClassVar[list[str]] = []
+
+        def run(self, *command: str | Path, environment: dict[str, str] | None = None) -> tuple[int, str]:
+            directory = Path(str(command[command.index("--run-dir") + 1]))
+            for step in (4, 8):
+                (directory / "checkpoints" / f"step-{step:010}").mkdir(parents=True)
+            if "--resume" in command:
+                Kept.resumed.append(Path(str(command[command.index("--resume") + 1])).name)
+            return 0, ""
+
+    for each in checks.same_bits(Kept("cpu", 0, tmp_path, 1.0), ["plain"]):
+        assert len(list(each)) == 5
+    assert Kept.resumed == ["step-0000000004"]
 
 
 def test_with_several_gpus_each_worker_has_one() -> None:

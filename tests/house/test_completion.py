@@ -16,7 +16,7 @@ from tests.waiting import WAIT_S
 from unisono.cli import COMMANDS, completing
 from unisono.cli.completion import VARIABLE, completion
 
-BASH = shutil.which("bash") or ""
+BASH = shutil.which("bash") or "bash"
 ASK = """
 eval "$(unisono completion bash)"
 ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _unisono_completion unisono; echo "${COMPREPLY[@]}"; }
