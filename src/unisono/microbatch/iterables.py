@@ -31,6 +31,8 @@ class StreamSource:
     """Streams, and how their samples become batches."""
 
     data: Streams
+    given: Any
+    """The script's own dataset, which is the same object in each call."""
     batch_size: int
     drop_last: bool
     loading: Loading
@@ -56,7 +58,8 @@ def stream_source_of(
         RecipeError: a loader and an option were given, or an option that has no meaning for streams.
     """
     loader = dataset if isinstance(dataset, DataLoader) else None
-    data = _streams_of(loader.dataset if loader is not None else dataset)
+    given = loader.dataset if loader is not None else dataset
+    data = _streams_of(given)
     if data is None:
         return None
     if sampler is not None or shuffle is not None:
@@ -65,19 +68,20 @@ def stream_source_of(
             "whose order is that of the streams; unisono.Streams(..., shuffle=n) shuffles within windows of n samples"
         )
     if loader is not None:
-        given = {
+        said = {
             "batch_size": batch_size,
             "drop_last": drop_last,
             "collate": collate,
             "loader_workers": loader_workers,
         }
-        check_said_once(caller, given)
+        check_said_once(caller, said)
         check_own_batches(loader, f"give {caller} the dataset itself, with batch_size= and collate=")
         assert loader.batch_size is not None
-        return StreamSource(data, loader.batch_size, loader.drop_last, loading_of(loader))
+        return StreamSource(data, given, loader.batch_size, loader.drop_last, loading_of(loader))
     if batch_size is None:
         raise RecipeError(f"{caller} needs batch_size=, the samples of a global batch (or a DataLoader, which has one)")
-    return StreamSource(data, batch_size, bool(drop_last), Loading(collate or default_collate, loader_workers or 0))
+    loading = Loading(collate or default_collate, loader_workers or 0)
+    return StreamSource(data, given, batch_size, bool(drop_last), loading)
 
 
 def batches_of(source: StreamSource, seed: int) -> StreamBatches:

@@ -78,8 +78,6 @@ class Streams:
         self.make = make
         self.shuffle = shuffle
         self.transform = transform
-        self.num_asked = 0
-        """Samples that calls of ``run.steps`` have asked of each stream, where the lengths are unknown."""
         self._lengths = tuple(lengths) if lengths is not None else None
 
     # What a subclass says about itself.
