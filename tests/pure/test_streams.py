@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 import tarfile
 import warnings
 from collections import Counter
@@ -147,6 +148,29 @@ def test_a_position_has_the_same_sample_however_it_is_reached(shuffle: int, seek
     other = Reader(data, 1)
     for one in (*wanted[::-3], *wanted[::4]):
         assert other.read(one) == in_a_row[one]
+
+
+@pytest.mark.parametrize("kind", ["function", "shards"])
+def test_a_batch_draws_the_same_numbers_however_it_is_reached(kind: str, tmp_path: Path) -> None:
+    """In a row, once more, or as the first one that is read; also where no sample draws any."""
+    lengths = [15, 15]
+    data = (
+        Streams(lambda stream, num_streams, epoch: iter(range(15)), lengths=lengths)
+        if kind == "function"
+        else TarShards(write(tmp_path / "0.tar", SAMPLES), lengths=30)
+    )
+    loading = Loading(collate=lambda samples: (torch.rand(2).tolist(), random.random()))
+
+    def fetcher() -> StreamFetcher:
+        return StreamFetcher(data, cursor(lengths, 5), device=torch.device("cpu"), loading=loading)
+
+    whole = fetcher()
+    in_a_row = {(step, leaf): whole.fetch(step, leaf) for step in range(3) for leaf in range(2)}
+    assert len(set(map(str, in_a_row.values()))) == 6
+    assert whole.fetch(2, 1, 1) == in_a_row[2, 1]
+    for step, leaf in reversed(in_a_row):
+        torch.manual_seed(step)
+        assert fetcher().fetch(step, leaf) == in_a_row[step, leaf]
 
 
 @pytest.mark.parametrize("seekable", [False, True])

@@ -168,7 +168,7 @@ class Reader:
         self._is_checked = False
 
     def read(self, wanted: Wanted) -> list[Any]:
-        """Return samples of a stream.
+        """Return samples of a stream, with the random generators set for what makes a batch of them.
 
         Raises:
             RecipeError: the stream has other samples than it should.
@@ -181,7 +181,10 @@ class Reader:
                     check_streams(self._data, self._seed, wanted)
                     self._is_checked = True
                 known = self._newest[wanted.stream] = wanted, self._read(wanted)
-        return copy.deepcopy(known[1]) if self._copies else list(known[1])
+        samples = copy.deepcopy(known[1]) if self._copies else list(known[1])
+        # However they were reached, and whatever was drawn for that.
+        seed_everything(seed_of(pass_seed(self._seed, wanted.stream, wanted.epoch), "collate", wanted.first))
+        return samples
 
     def __getitems__(self, keys: list[Wanted]) -> list[Any]:
         """Return the samples of a micro-batch, in a loader process."""
