@@ -81,6 +81,10 @@ def test_where_lengths_are_unknown_all_streams_go_on() -> None:
     assert where.recipe["order"] == "streams, from sample 6 on"
 
 
+def test_a_recipe_has_the_length_of_each_stream() -> None:
+    assert cursor([10, 20], 2).recipe == cursor([10, 20], 2).recipe != cursor([20, 10], 2).recipe
+
+
 @given(LENGTHS, st.integers(1, 9), st.booleans())
 def test_an_evaluation_has_every_batch_once(lengths: list[int], size: int, drop_last: bool) -> None:
     batches = StreamBatches(tuple(lengths), size, 1, drop_last)
@@ -148,6 +152,19 @@ def test_a_position_has_the_same_sample_however_it_is_reached(shuffle: int, seek
     other = Reader(data, 1)
     for one in (*wanted[::-3], *wanted[::4]):
         assert other.read(one) == in_a_row[one]
+
+
+def test_a_file_is_no_stream_that_can_be_sought() -> None:
+    def file(*_: int) -> Any:
+        return io.StringIO("0\n1\n2\n3\n")
+
+    def lines(*_: int) -> Any:
+        yield from file()
+
+    where = cursor([4], 1)
+    with pytest.raises(RecipeError, match="is a StringIO, which is a file"):
+        Reader(Streams(file, lengths=[4]), 1).read(where.wanted(0, 0))
+    assert Reader(Streams(lines, lengths=[4]), 1).read(where.wanted(2, 0)) == ["2\n"]
 
 
 @pytest.mark.parametrize("kind", ["function", "shards"])

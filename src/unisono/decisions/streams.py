@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from unisono.decisions.cursor import Cursor, Permutation, Places, Recipe, StepPosition, seed_of
+from unisono.decisions.orders import digest
 from unisono.errors import RecipeError
 from unisono.words import count
 
@@ -142,6 +143,8 @@ class StreamCursor(Cursor):
         if not self.lengths:
             del recipe["num_samples"]  # it follows from the number of steps, which may change
             recipe["order"] = f"{self.order.name}, from sample {self.first_sample} on"
+        else:
+            recipe["order"] = f"{self.order.name}, lengths {digest(self.lengths)}"
         return recipe
 
     @property

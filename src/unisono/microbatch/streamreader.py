@@ -12,7 +12,7 @@ from unisono.decisions.streams import Wanted, window_order
 from unisono.errors import RecipeError
 from unisono.microbatch.randomness import seed_everything
 from unisono.microbatch.rereading import check_streams
-from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed
+from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed, seek_of
 from unisono.words import count as counted
 
 __all__ = ["Reader"]
@@ -39,9 +39,9 @@ class _Pass:
         self._window: list[Any] = []
         self._following: list[Any] = []  # of the next window, as far as it was read
         source = data.opened(seed, wanted.stream, wanted.num_streams, epoch)
-        seek = getattr(source, "seek", None)
-        self.can_seek = wanted.length >= 0 and callable(seek)
-        if first and callable(seek):
+        seek = seek_of(source, wanted)
+        self.can_seek = seek is not None
+        if first and seek is not None:
             self.position = self._num_read = first - first % max(1, data.shuffle)
             seek(self._num_read)
         self._source = iter(source)
