@@ -214,6 +214,11 @@ def test_nobody_reads_far_only_to_compare(seekable: bool) -> None:
         assert fetcher.fetch(12_000, 1).tolist() == [24_000, 24_001]
     assert ["is read over 24000 samples" in str(one.message) for one in told] == ([] if seekable else [True])
     assert fetcher.comes(12_001, 1)
+    assert fetcher.is_near(12_000, 1)  # read last
+    assert fetcher.is_near(11_999, 1) is seekable  # behind
+    assert fetcher.is_near(100, 1)
+    assert fetcher.is_near(25_001, 1)
+    assert fetcher.is_near(25_000 + 12_001, 1) is seekable  # in the next epoch, which has 25,000 steps as well
     before = num_read[0]
     assert fetcher.fetch(20_000, 1).tolist() == [40_000, 40_001]
     assert (num_read[0] - before < 10) is seekable
