@@ -154,6 +154,31 @@ def test_a_position_has_the_same_sample_however_it_is_reached(shuffle: int, seek
         assert other.read(one) == in_a_row[one]
 
 
+def test_a_stream_that_has_moved_away_is_closed() -> None:
+    opened = Counter[int]()
+    closed: list[int] = []
+
+    def numbers(stream: int, num_streams: int, epoch: int) -> Any:
+        opened[stream] += 1
+        try:
+            yield from range(200)
+        finally:
+            closed.append(stream)
+
+    where = cursor([200] * 8, 1)
+    reader = Reader(Streams(numbers, lengths=[200] * 8), 1)
+    for step in range(20):
+        for leaf in range(8):
+            reader.read(where.wanted(step, leaf))
+    assert opened.total() == 8 + 2  # two to compare
+    closed.clear()
+    for step in range(20, 60):
+        for leaf in (0, 5):
+            reader.read(where.wanted(step, leaf))
+    assert sorted(closed) == [1, 2, 3, 4, 6, 7]
+    assert opened.total() == 8 + 2
+
+
 def test_a_file_is_no_stream_that_can_be_sought() -> None:
     def file(*_: int) -> Any:
         return io.StringIO("0\n1\n2\n3\n")
