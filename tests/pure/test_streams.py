@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -284,6 +285,16 @@ def test_samples_are_files_with_one_name_up_to_the_dot(kind: int, prefix: str, t
     assert list(samples_of(str(packed), 3)) == expected[3:]
 
 
+def test_files_that_belong_to_no_sample_are_passed_over(tmp_path: Path) -> None:
+    with tarfile.open(path := tmp_path / "a.tar", "w") as archive:
+        for name in ("README", "__meta__", "a.b/0.txt", "a.b/LICENSE", "__all__/x.txt", "a.b/._0.txt", "a.b/0.cls"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(name)
+            archive.addfile(entry, io.BytesIO(name.encode()))
+    assert list(samples_of(str(path))) == [{"__key__": "a.b/0", "txt": b"a.b/0.txt", "cls": b"a.b/0.cls"}]
+    assert count_samples(str(path)) == 1
+
+
 @pytest.mark.parametrize("size", [0, 700, 1024, 5000, 20480])
 def test_a_shard_that_was_cut_is_found(size: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", SAMPLES)
@@ -305,6 +316,8 @@ def test_shards_that_cannot_be_read(tmp_path: Path) -> None:
         TarShards(str(tmp_path / "{0,1}.tar"), lengths=[1, 2, 3])
     with pytest.raises(RecipeError, match="got no shard"):
         TarShards([])
+    with pytest.raises(RecipeError, match=r"\{127\.\.000\} counts from 127 to 0"):
+        TarShards("train-{127..000}.tar")
 
 
 def test_shards_are_urls_as_well(tmp_path: Path) -> None:
@@ -338,7 +351,12 @@ def test_samples_are_compared_by_what_they_hold() -> None:
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
         (torch.ones(2), torch.ones(3), False),
         (b"a", "a", False),
+        (torch.tensor(1.0, dtype=torch.float8_e5m2), torch.tensor(1.0, dtype=torch.float8_e5m2), True),
+        (torch.tensor(1.0, dtype=torch.float8_e5m2), torch.tensor(2.0, dtype=torch.float8_e5m2), False),
+        (numpy.float32(1), numpy.float32(1), True),
+        (numpy.float32(1), numpy.float32(2), False),
         (object(), object(), True),
     ]
     for a, b, expected in pairs:
         assert is_alike(a, b) is expected
+    assert not is_alike({"a": [object()]}, {"a": [object()]}, unknown=False)

@@ -206,7 +206,7 @@ def _unsteady(stream: int, num_streams: int, epoch: int) -> Any:
 @pytest.mark.parametrize(
     ("data", "options", "words"),
     [
-        (Undivided(), {}, "streams 0 and 1 of 4 begin with the same 2 samples.*get_worker_info"),
+        (Undivided(), {}, "streams 0 and 1 of 4 begin with the same 16 samples.*get_worker_info"),
         (unisono.Streams(_unsteady), {}, "gave two different samples at position 0 of epoch 0 when it was made twice"),
         (unisono.Streams(lambda *_: iter(())), {}, "stream 0 of 4 gives no sample in its epoch 0"),
         (unisono.Streams(made), {"shuffle": True}, "shuffle= for data that can only be iterated"),
@@ -217,6 +217,11 @@ def _unsteady(stream: int, num_streams: int, epoch: int) -> Any:
         (unisono.Streams(made, lengths=[8, 8, 8, 8]), {}, "stream 0 of 4 gives more than 8 samples in epoch 0"),
         (DataLoader(Iterated(), batch_size=None), {"batch_size": None}, "batch_size=None"),
         (DataLoader(Iterated(), batch_size=8), {}, r"got a DataLoader and batch_size="),
+        (
+            DataLoader(Iterated(), batch_size=8, num_workers=1, worker_init_fn=print),
+            {"batch_size": None},
+            "worker_init_fn over an IterableDataset.*get_worker_info",
+        ),
     ],
 )
 def test_streams_that_cannot_be_trained_on(data: Any, options: dict[str, Any], words: str) -> None:
