@@ -34,7 +34,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 def cursor(lengths: list[int], share: int, *, drop_last: bool = False) -> StreamCursor:
     return StreamCursor(
-        order=StreamOrder(sum(lengths), "streams"),
+        order=StreamOrder(sum(lengths), max(lengths) * len(lengths), "streams"),
         batch_size=share * len(lengths),
         microbatches=len(lengths),
         seed=1,
@@ -57,6 +57,7 @@ def test_an_epoch_has_every_sample_once(lengths: list[int], share: int) -> None:
             assert len(where.indices(step, leaf)) == wanted.number >= 1
             indices += where.indices(step, leaf)
     assert len(indices) == sum(lengths)
+    assert max(indices) < where.order.num_indices
     assert {(index % len(lengths), index // len(lengths)) for index in indices} == {
         (stream, sample) for stream, length in enumerate(lengths) for sample in range(length)
     }
@@ -74,7 +75,7 @@ def test_without_the_rest_every_batch_is_full(lengths: list[int], share: int) ->
 
 def test_where_lengths_are_unknown_all_streams_go_on() -> None:
     where = StreamCursor(
-        order=StreamOrder(80, "streams"), batch_size=8, microbatches=4, seed=1, num_steps=10, first_sample=6
+        order=StreamOrder(80, 104, "streams"), batch_size=8, microbatches=4, seed=1, num_steps=10, first_sample=6
     )
     assert where.wanted(3, 2)[:5] == (2, 4, 0, 12, 2)
     assert where.steps_per_epoch == 10

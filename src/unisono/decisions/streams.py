@@ -70,15 +70,12 @@ class StreamOrder:
     """The order of streams, which they alone decide about."""
 
     num_samples: int
+    num_indices: int
     name: str
     repeats: bool = False
 
-    @property
-    def num_indices(self) -> int:
-        return self.num_samples
-
     def epoch(self, seed: int, epoch: int) -> Places:
-        """Return the order of an epoch by position: each sample has the index of its position."""
+        """Return the order of an epoch by position: a sample has the index that its stream gives it."""
         return range(self.num_samples)
 
 

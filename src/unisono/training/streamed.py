@@ -120,9 +120,14 @@ def stream_schedule(
             f"{caller}(..., max_steps=...) (without epochs), or unisono.Streams(..., lengths=[...]) with the samples "
             f"of each of the {microbatches} streams (unisono.TarShards counts them)"
         )
-    num_samples = sum(lengths) if lengths is not None else max(max_steps or 0, 1) * source.batch_size
+    first_sample = 0 if lengths is not None else asked.of(source.given, microbatches)
+    if lengths is not None:
+        num_samples, num_indices = sum(lengths), max(lengths, default=0) * microbatches
+    else:
+        num_samples = max(max_steps or 0, 1) * source.batch_size
+        num_indices = first_sample * microbatches + num_samples
     cursor = StreamCursor(
-        order=StreamOrder(num_samples, data.name),
+        order=StreamOrder(num_samples, num_indices, data.name),
         batch_size=source.batch_size,
         microbatches=microbatches,
         seed=seed,
@@ -130,7 +135,7 @@ def stream_schedule(
         first_epoch=first_epoch,
         lengths=lengths or (),
         num_steps=max_steps or 0,
-        first_sample=0 if lengths is not None else asked.of(source.given, microbatches),
+        first_sample=first_sample,
     )
     num_steps = cursor.steps_per_epoch * epochs
     if max_steps is not None:
