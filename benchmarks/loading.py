@@ -1,4 +1,5 @@
-"""Samples per second from tar shards: streams of Unisono beside torch's DataLoader and mosaicml-streaming.
+"""Samples per second from tar shards: streams of Unisono beside torch's DataLoader, WebDataset and
+mosaicml-streaming.
 
 python -m benchmarks.loading                # a minute or two
 python -m benchmarks.loading --quick
@@ -59,7 +60,11 @@ def with_unisono(shards: list[str], batch: int, processes: int) -> Iterator[Any]
     data = unisono.TarShards(shards, shuffle=WINDOW // M, transform=decode)
     lengths = data.lengths(M)
     cursor = StreamCursor(
-        order=StreamOrder(sum(lengths), "streams"), batch_size=batch * M, microbatches=M, seed=1, lengths=lengths
+        order=StreamOrder(sum(lengths), max(lengths) * M, "streams"),
+        batch_size=batch * M,
+        microbatches=M,
+        seed=1,
+        lengths=lengths,
     )
 
     def requests() -> Iterator[tuple[int, int, int]]:

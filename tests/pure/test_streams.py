@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 import tarfile
 import warnings
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +34,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 def cursor(lengths: list[int], share: int, *, drop_last: bool = False) -> StreamCursor:
     return StreamCursor(
-        order=StreamOrder(sum(lengths), "streams"),
+        order=StreamOrder(sum(lengths), max(lengths) * len(lengths), "streams"),
         batch_size=share * len(lengths),
         microbatches=len(lengths),
         seed=1,
@@ -55,6 +57,7 @@ def test_an_epoch_has_every_sample_once(lengths: list[int], share: int) -> None:
             assert len(where.indices(step, leaf)) == wanted.number >= 1
             indices += where.indices(step, leaf)
     assert len(indices) == sum(lengths)
+    assert max(indices) < where.order.num_indices
     assert {(index % len(lengths), index // len(lengths)) for index in indices} == {
         (stream, sample) for stream, length in enumerate(lengths) for sample in range(length)
     }
@@ -72,12 +75,16 @@ def test_without_the_rest_every_batch_is_full(lengths: list[int], share: int) ->
 
 def test_where_lengths_are_unknown_all_streams_go_on() -> None:
     where = StreamCursor(
-        order=StreamOrder(80, "streams"), batch_size=8, microbatches=4, seed=1, num_steps=10, first_sample=6
+        order=StreamOrder(80, 104, "streams"), batch_size=8, microbatches=4, seed=1, num_steps=10, first_sample=6
     )
     assert where.wanted(3, 2)[:5] == (2, 4, 0, 12, 2)
     assert where.steps_per_epoch == 10
     assert "num_samples" not in where.recipe  # another max_steps is no other recipe
     assert where.recipe["order"] == "streams, from sample 6 on"
+
+
+def test_a_recipe_has_the_length_of_each_stream() -> None:
+    assert cursor([10, 20], 2).recipe == cursor([10, 20], 2).recipe != cursor([20, 10], 2).recipe
 
 
 @given(LENGTHS, st.integers(1, 9), st.booleans())
@@ -149,6 +156,67 @@ def test_a_position_has_the_same_sample_however_it_is_reached(shuffle: int, seek
         assert other.read(one) == in_a_row[one]
 
 
+def test_a_stream_that_has_moved_away_is_closed() -> None:
+    opened = Counter[int]()
+    closed: list[int] = []
+
+    def numbers(stream: int, num_streams: int, epoch: int) -> Any:
+        opened[stream] += 1
+        try:
+            yield from range(200)
+        finally:
+            closed.append(stream)
+
+    where = cursor([200] * 8, 1)
+    reader = Reader(Streams(numbers, lengths=[200] * 8), 1)
+    for step in range(20):
+        for leaf in range(8):
+            reader.read(where.wanted(step, leaf))
+    assert opened.total() == 8 + 2  # two to compare
+    closed.clear()
+    for step in range(20, 60):
+        for leaf in (0, 5):
+            reader.read(where.wanted(step, leaf))
+    assert sorted(closed) == [1, 2, 3, 4, 6, 7]
+    assert opened.total() == 8 + 2
+
+
+def test_a_file_is_no_stream_that_can_be_sought() -> None:
+    def file(*_: int) -> Any:
+        return io.StringIO("0\n1\n2\n3\n")
+
+    def lines(*_: int) -> Any:
+        yield from file()
+
+    where = cursor([4], 1)
+    with pytest.raises(RecipeError, match="is a StringIO, which is a file"):
+        Reader(Streams(file, lengths=[4]), 1).read(where.wanted(0, 0))
+    assert Reader(Streams(lines, lengths=[4]), 1).read(where.wanted(2, 0)) == ["2\n"]
+
+
+@pytest.mark.parametrize("kind", ["function", "shards"])
+def test_a_batch_draws_the_same_numbers_however_it_is_reached(kind: str, tmp_path: Path) -> None:
+    """In a row, once more, or as the first one that is read; also where no sample draws any."""
+    lengths = [15, 15]
+    data = (
+        Streams(lambda stream, num_streams, epoch: iter(range(15)), lengths=lengths)
+        if kind == "function"
+        else TarShards(write(tmp_path / "0.tar", SAMPLES), lengths=30)
+    )
+    loading = Loading(collate=lambda samples: (torch.rand(2).tolist(), random.random()))
+
+    def fetcher() -> StreamFetcher:
+        return StreamFetcher(data, cursor(lengths, 5), device=torch.device("cpu"), loading=loading)
+
+    whole = fetcher()
+    in_a_row = {(step, leaf): whole.fetch(step, leaf) for step in range(3) for leaf in range(2)}
+    assert len(set(map(str, in_a_row.values()))) == 6
+    assert whole.fetch(2, 1, 1) == in_a_row[2, 1]
+    for step, leaf in reversed(in_a_row):
+        torch.manual_seed(step)
+        assert fetcher().fetch(step, leaf) == in_a_row[step, leaf]
+
+
 @pytest.mark.parametrize("seekable", [False, True])
 def test_nobody_reads_far_only_to_compare(seekable: bool) -> None:
     """Unless the stream can be sought, or lies near because this worker reads it."""
@@ -173,6 +241,11 @@ def test_nobody_reads_far_only_to_compare(seekable: bool) -> None:
         assert fetcher.fetch(12_000, 1).tolist() == [24_000, 24_001]
     assert ["is read over 24000 samples" in str(one.message) for one in told] == ([] if seekable else [True])
     assert fetcher.comes(12_001, 1)
+    assert fetcher.is_near(12_000, 1)  # read last
+    assert fetcher.is_near(11_999, 1) is seekable  # behind
+    assert fetcher.is_near(100, 1)
+    assert fetcher.is_near(25_001, 1)
+    assert fetcher.is_near(25_000 + 12_001, 1) is seekable  # in the next epoch, which has 25,000 steps as well
     before = num_read[0]
     assert fetcher.fetch(20_000, 1).tolist() == [40_000, 40_001]
     assert (num_read[0] - before < 10) is seekable
@@ -213,6 +286,16 @@ def test_samples_are_files_with_one_name_up_to_the_dot(kind: int, prefix: str, t
     assert list(samples_of(str(packed), 3)) == expected[3:]
 
 
+def test_files_that_belong_to_no_sample_are_passed_over(tmp_path: Path) -> None:
+    with tarfile.open(path := tmp_path / "a.tar", "w") as archive:
+        for name in ("README", "__meta__", "a.b/0.txt", "a.b/LICENSE", "__all__/x.txt", "a.b/._0.txt", "a.b/0.cls"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(name)
+            archive.addfile(entry, io.BytesIO(name.encode()))
+    assert list(samples_of(str(path))) == [{"__key__": "a.b/0", "txt": b"a.b/0.txt", "cls": b"a.b/0.cls"}]
+    assert count_samples(str(path)) == 1
+
+
 @pytest.mark.parametrize("size", [0, 700, 1024, 5000, 20480])
 def test_a_shard_that_was_cut_is_found(size: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", SAMPLES)
@@ -234,6 +317,8 @@ def test_shards_that_cannot_be_read(tmp_path: Path) -> None:
         TarShards(str(tmp_path / "{0,1}.tar"), lengths=[1, 2, 3])
     with pytest.raises(RecipeError, match="got no shard"):
         TarShards([])
+    with pytest.raises(RecipeError, match=r"\{127\.\.000\} counts from 127 to 0"):
+        TarShards("train-{127..000}.tar")
 
 
 def test_shards_are_urls_as_well(tmp_path: Path) -> None:
@@ -267,7 +352,12 @@ def test_samples_are_compared_by_what_they_hold() -> None:
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
         (torch.ones(2), torch.ones(3), False),
         (b"a", "a", False),
+        (torch.tensor(1.0, dtype=torch.float8_e5m2), torch.tensor(1.0, dtype=torch.float8_e5m2), True),
+        (torch.tensor(1.0, dtype=torch.float8_e5m2), torch.tensor(2.0, dtype=torch.float8_e5m2), False),
+        (numpy.float32(1), numpy.float32(1), True),
+        (numpy.float32(1), numpy.float32(2), False),
         (object(), object(), True),
     ]
     for a, b, expected in pairs:
         assert is_alike(a, b) is expected
+    assert not is_alike({"a": [object()]}, {"a": [object()]}, unknown=False)

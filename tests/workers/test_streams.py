@@ -118,26 +118,44 @@ def test_a_run_goes_on_at_another_number_of_workers(calm: Outcome, pattern: str,
     assert_same(run(tmp_path / "run", 3, pattern), calm)
 
 
-def test_a_call_goes_on_where_the_one_before_has_ended() -> None:
-    """Where the lengths are not known, which is where an epoch would begin anew."""
+@pytest.mark.parametrize("kind", ["function", "loader"])
+def test_a_call_goes_on_where_the_one_before_has_ended(kind: str) -> None:
+    """Where the lengths are not known, which is where an epoch would begin anew. Each run begins at the first sample,
+    and counts what a call asks for.
+    """
+    data = unisono.Streams(made, transform=decode) if kind == "function" else Iterated()
+
+    def call() -> tuple[Any, dict[str, Any]]:
+        if kind == "function":
+            return data, {}
+        return DataLoader(data, batch_size=8, collate_fn=collate), {"batch_size": None}
+
     with AloneRun(seed=3) as one:
-        whole, _ = train(one, unisono.Streams(made, transform=decode), max_steps=9)
-    with AloneRun(seed=3) as two:
-        data = unisono.Streams(made, transform=decode)
-        parts = [found for steps in (4, 5) for found in train_more(two, data, steps)]
-    assert parts == whole
+        given, options = call()
+        whole, _ = train(one, given, max_steps=9, **options)
+    for num_done in (4, 1):
+        with AloneRun(seed=3) as two:
+            parts = [train_more(two, *call(), steps=4, num_done=num_done), train_more(two, *call(), steps=5)]
+            with pytest.raises(RecipeError, match="as 4 streams, and microbatches is 2 now"):
+                train_more(two, *call(), steps=3, microbatches=2)
+        assert parts == [whole[:num_done], whole[4:]]
 
 
-def train_more(run: unisono.Run, data: Any, steps: int) -> list[list[int]]:
+def train_more(
+    run: unisono.Run, data: Any, options: dict[str, Any], *, steps: int, microbatches: int = 4, num_done: int = -1
+) -> list[list[int]]:
+    """By step, the ids of the samples; leaves the loop after ``num_done`` steps."""
     model = torch.nn.Linear(1, 1)
     run.track(**{f"model{steps}": model})
     found: list[list[int]] = []
-    for step in run.steps(data, batch_size=8, microbatches=4, max_steps=steps):
+    for step in run.steps(data, **{"batch_size": 8, "microbatches": microbatches, "max_steps": steps, **options}):
         ids: list[int] = []
         for number, _ in step:
             model(torch.ones(1)).sum().backward()
             ids += number.tolist()
         found.append(sorted(ids))
+        if len(found) == num_done:
+            break
     return found
 
 
@@ -188,7 +206,7 @@ def _unsteady(stream: int, num_streams: int, epoch: int) -> Any:
 @pytest.mark.parametrize(
     ("data", "options", "words"),
     [
-        (Undivided(), {}, "streams 0 and 1 of 4 begin with the same 2 samples.*get_worker_info"),
+        (Undivided(), {}, "streams 0 and 1 of 4 begin with the same 16 samples.*get_worker_info"),
         (unisono.Streams(_unsteady), {}, "gave two different samples at position 0 of epoch 0 when it was made twice"),
         (unisono.Streams(lambda *_: iter(())), {}, "stream 0 of 4 gives no sample in its epoch 0"),
         (unisono.Streams(made), {"shuffle": True}, "shuffle= for data that can only be iterated"),
@@ -199,6 +217,11 @@ def _unsteady(stream: int, num_streams: int, epoch: int) -> Any:
         (unisono.Streams(made, lengths=[8, 8, 8, 8]), {}, "stream 0 of 4 gives more than 8 samples in epoch 0"),
         (DataLoader(Iterated(), batch_size=None), {"batch_size": None}, "batch_size=None"),
         (DataLoader(Iterated(), batch_size=8), {}, r"got a DataLoader and batch_size="),
+        (
+            DataLoader(Iterated(), batch_size=8, num_workers=1, worker_init_fn=print),
+            {"batch_size": None},
+            "worker_init_fn over an IterableDataset.*get_worker_info",
+        ),
     ],
 )
 def test_streams_that_cannot_be_trained_on(data: Any, options: dict[str, Any], words: str) -> None:

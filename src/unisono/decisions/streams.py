@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from unisono.decisions.cursor import Cursor, Permutation, Places, Recipe, StepPosition, seed_of
+from unisono.decisions.orders import digest
 from unisono.errors import RecipeError
 from unisono.words import count
 
@@ -69,15 +70,12 @@ class StreamOrder:
     """The order of streams, which they alone decide about."""
 
     num_samples: int
+    num_indices: int
     name: str
     repeats: bool = False
 
-    @property
-    def num_indices(self) -> int:
-        return self.num_samples
-
     def epoch(self, seed: int, epoch: int) -> Places:
-        """Return the order of an epoch by position: each sample has the index of its position."""
+        """Return the order of an epoch by position: a sample has the index that its stream gives it."""
         return range(self.num_samples)
 
 
@@ -142,6 +140,8 @@ class StreamCursor(Cursor):
         if not self.lengths:
             del recipe["num_samples"]  # it follows from the number of steps, which may change
             recipe["order"] = f"{self.order.name}, from sample {self.first_sample} on"
+        else:
+            recipe["order"] = f"{self.order.name}, lengths {digest(self.lengths)}"
         return recipe
 
     @property

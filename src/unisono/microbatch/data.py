@@ -87,6 +87,9 @@ class Batches(Protocol):
     def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
         """Return whether `fetch` takes this batch from a loader process, if there are any."""
 
+    def is_near(self, step: int, leaf: int) -> bool:
+        """Return whether this process can make a batch without reading far for it."""
+
 
 class Loader(Batches, Protocol):
     """Micro-batches of a training loop, and the processes that load them (`Fetcher`)."""
@@ -176,6 +179,10 @@ class Fetcher:
         A dataset that opens its files where it is first read must not be read in two processes that share them.
         """
         return self._ahead is None or self._ahead.comes((step, turn, leaf))
+
+    def is_near(self, step: int, leaf: int) -> bool:
+        """Return True: samples are found by their index."""
+        return True
 
     def close(self) -> None:
         """End the loader processes."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
@@ -31,6 +32,8 @@ class StreamSource:
     """Streams, and how their samples become batches."""
 
     data: Streams
+    given: Any
+    """The script's own dataset, which is the same object in each call."""
     batch_size: int
     drop_last: bool
     loading: Loading
@@ -56,7 +59,8 @@ def stream_source_of(
         RecipeError: a loader and an option were given, or an option that has no meaning for streams.
     """
     loader = dataset if isinstance(dataset, DataLoader) else None
-    data = _streams_of(loader.dataset if loader is not None else dataset)
+    given = loader.dataset if loader is not None else dataset
+    data = _streams_of(given)
     if data is None:
         return None
     if sampler is not None or shuffle is not None:
@@ -65,19 +69,26 @@ def stream_source_of(
             "whose order is that of the streams; unisono.Streams(..., shuffle=n) shuffles within windows of n samples"
         )
     if loader is not None:
-        given = {
+        said = {
             "batch_size": batch_size,
             "drop_last": drop_last,
             "collate": collate,
             "loader_workers": loader_workers,
         }
-        check_said_once(caller, given)
+        check_said_once(caller, said)
         check_own_batches(loader, f"give {caller} the dataset itself, with batch_size= and collate=")
+        if loader.worker_init_fn is not None and loader.num_workers:
+            raise RecipeError(
+                f"{caller} got a DataLoader with worker_init_fn over an IterableDataset: that function is called in "
+                "loader processes, which are no workers that divide the data. Let __iter__ of the dataset read the "
+                "part that torch.utils.data.get_worker_info() names, and leave worker_init_fn out"
+            )
         assert loader.batch_size is not None
-        return StreamSource(data, loader.batch_size, loader.drop_last, loading_of(loader))
+        return StreamSource(data, given, loader.batch_size, loader.drop_last, loading_of(loader))
     if batch_size is None:
         raise RecipeError(f"{caller} needs batch_size=, the samples of a global batch (or a DataLoader, which has one)")
-    return StreamSource(data, batch_size, bool(drop_last), Loading(collate or default_collate, loader_workers or 0))
+    loading = Loading(collate or default_collate, loader_workers or 0)
+    return StreamSource(data, given, batch_size, bool(drop_last), loading)
 
 
 def batches_of(source: StreamSource, seed: int) -> StreamBatches:
@@ -135,6 +146,8 @@ class _Part:
     """The part of an ``IterableDataset`` that one of several DataLoader workers reads: a copy, as in its process."""
 
     def __init__(self, dataset: Any, stream: int, num_streams: int, epoch: int) -> None:
+        # Of the run and the epoch, as the global generator was set with it; torch wants it to fit into 63 bits.
+        seed = seed_of(torch.initial_seed(), "part", stream) >> 1
         try:
             self._dataset = copy.deepcopy(dataset)
         except Exception as error:
@@ -145,7 +158,6 @@ class _Part:
             ) from error
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
-        seed = seed_of(epoch, "part", stream) >> 1  # torch wants it to fit into 63 bits
         self._info = torch_worker.WorkerInfo(id=stream, num_workers=num_streams, seed=seed, dataset=self._dataset)
 
     def __iter__(self) -> Iterator[Any]:

@@ -16,6 +16,9 @@ from unisono.microbatch.streams import Streams
 
 __all__ = ["check_streams", "is_alike"]
 
+COMPARED = 16
+"""Samples of two streams, at least, that are alike only by mistake."""
+
 
 def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
     """Read the first samples of a stream twice, and where a mistake is likely those of another stream.
@@ -26,7 +29,7 @@ def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
     Raises:
         RecipeError: the samples differ from one time to the other, or two streams give the same ones.
     """
-    number = max(2, wanted.number)
+    number = max(COMPARED if data.divides else 2, wanted.number)
     first, second = (_begin(data, seed, wanted, wanted.stream, number) for _ in range(2))
     if (place := _first_difference(first, second)) is not None:
         raise RecipeError(
@@ -42,7 +45,7 @@ def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
     other = (wanted.stream + 1) % wanted.num_streams
     theirs = _begin(data, seed, wanted, other, number)
     is_constant = all(is_alike(first[0], one) for one in first[1:])
-    if first and not is_constant and _first_difference(first, theirs) is None:
+    if first and not is_constant and _first_difference(first, theirs, unknown=False) is None:
         raise RecipeError(
             f"streams {wanted.stream} and {other} of {wanted.num_streams} begin with the same {len(first)} samples: "
             "this dataset does not divide its data. Its __iter__ must read the part that "
@@ -63,29 +66,39 @@ def _begin(data: Streams, seed: int, wanted: Wanted, stream: int, number: int) -
     return samples
 
 
-def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> int | None:
+def _first_difference(first: Sequence[Any], second: Sequence[Any], *, unknown: bool = True) -> int | None:
     missing = object()
     pairs = itertools.zip_longest(first, second, fillvalue=missing)
-    return next((place for place, (a, b) in enumerate(pairs) if not is_alike(a, b)), None)
+    return next((place for place, (a, b) in enumerate(pairs) if not is_alike(a, b, unknown=unknown)), None)
 
 
-def is_alike(a: Any, b: Any) -> bool:
-    """Return whether two samples are equal, as far as they are made of tensors, arrays, collections and plain values;
-    anything else counts as equal to what has its type.
+def is_alike(a: Any, b: Any, *, unknown: bool = True) -> bool:
+    """Return whether two samples are equal, as far as they are made of tensors, arrays, collections and plain values.
+
+    Args:
+        unknown: whether anything else counts as equal to what has its type.
     """
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        if a.layout is not torch.strided or a.is_quantized:
+            return unknown
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(a, numpy.ndarray):
+    if numpy is not None and isinstance(a, (numpy.ndarray, numpy.generic)):
+        if a.dtype.hasobject:
+            return unknown
         return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(is_alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(is_alike(a[key], b[key], unknown=unknown) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(is_alike, a, b))
+        return len(a) == len(b) and all(is_alike(*pair, unknown=unknown) for pair in zip(a, b, strict=True))
     if isinstance(a, (str, bytes, bytearray, int, bool, type(None))):
         return bool(a == b)
     if isinstance(a, float):
         return a == b or (a != a and b != b)
-    return True
+    return unknown
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

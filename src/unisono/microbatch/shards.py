@@ -135,10 +135,19 @@ class _Pieces:
 
 
 def _expanded(path: str) -> list[str]:
-    """Return the paths that ``{000..127}`` stands for, and ``{a,b}``."""
+    """Return the paths that ``{000..127}`` stands for, and ``{a,b}``.
+
+    Raises:
+        RecipeError: the first number is larger than the last.
+    """
     found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", path)
     if found is None:
         return [path]
     first, last, choices = found.groups()
+    if not choices and int(first) > int(last):
+        raise RecipeError(
+            f"unisono.TarShards got {path}: {found.group()} counts from {int(first)} to {int(last)}, which names no "
+            "shard; say the smaller number first"
+        )
     texts = choices.split(",") if choices else [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return [each for text in texts for each in _expanded(path[: found.start()] + text + path[found.end() :])]

@@ -7,6 +7,7 @@ share out its streams, and more of them than it has streams have nothing to do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -50,8 +51,8 @@ class StreamFetcher:
         self._samples = samples
         self._data = data
         self._device = device
-        self._positions: dict[int, int] = {}
-        """By stream, where the batch that was fetched last ends."""
+        self._positions: dict[int, tuple[int, int]] = {}
+        """By stream, (epoch, position) where the batch that was fetched last ends."""
         self._collate = loading.collate
         # What torch stacks is a copy already.
         self._reader = Reader(data, samples.seed, copies=loading.collate is not default_collate)
@@ -80,7 +81,7 @@ class StreamFetcher:
             turn: counts the passes over the same global batch.
         """
         wanted = self._samples.wanted(step, leaf)
-        self._positions[wanted.stream] = wanted.first + wanted.number
+        self._positions[wanted.stream] = wanted.epoch, wanted.first + wanted.number
         ahead = self._ahead_of(step, leaf)
         batch = ahead.take((step, turn, leaf)) if ahead is not None else self.fetch_here(step, leaf)
         return to_device(batch, self._device)
@@ -89,7 +90,7 @@ class StreamFetcher:
         """Return whether `fetch` takes this batch from a loader process, if there are any, and finds it without reading
         far for it.
         """
-        if self._is_far(step, leaf):
+        if not self.is_near(step, leaf):
             return False
         ahead = self._ahead_of(step, leaf)
         return ahead is None or ahead.comes((step, turn, leaf))
@@ -101,22 +102,28 @@ class StreamFetcher:
 
     def close(self) -> None:
         """End the loader processes."""
-        for ahead in self._aheads:
-            ahead.close()
+        with contextlib.ExitStack() as stack:
+            for ahead in self._aheads:
+                stack.callback(ahead.close)
         self._aheads = []
 
     def _ahead_of(self, step: int, leaf: int) -> Ahead | None:
         """Return the loader process that reads the stream of a micro-batch."""
         return self._aheads[self._samples.stream(step, leaf) % self._num_processes] if self._aheads else None
 
-    def _is_far(self, step: int, leaf: int) -> bool:
-        """Return whether this worker would have to read far to come to a micro-batch.
+    def is_near(self, step: int, leaf: int) -> bool:
+        """Return whether this worker comes to a micro-batch without reading far.
 
-        Then it is no micro-batch of its own, but one to compare; or it is the first one of a stream that has moved to
-        this worker, which is fetched here, and those after it are near.
+        If not, it is no micro-batch of its own, but one to compare; or it is the first one of a stream that has moved
+        to this worker, which is fetched here, and those after it are near.
         """
         wanted = self._samples.wanted(step, leaf)
-        return wanted.first - self._positions.get(wanted.stream, 0) > FAR and not self._seeks(wanted)
+        epoch, end = self._positions.get(wanted.stream, (wanted.epoch, 0))
+        if (epoch, end) == (wanted.epoch, wanted.first + wanted.number):
+            return True  # it was read last
+        # What lies behind, or in another epoch, is read from the beginning.
+        begin = end if epoch == wanted.epoch and end <= wanted.first else 0
+        return wanted.first - begin <= FAR or self._seeks(wanted)
 
     def _seeks(self, wanted: Wanted) -> bool:
         if self._can_seek is None:
@@ -126,5 +133,5 @@ class StreamFetcher:
     def _upcoming_of(self, number: int, upcoming: Callable[[], Iterator[Request]]) -> Iterator[Request]:
         """Yield what is needed next of the streams of one loader process."""
         for step, turn, leaf in itertools.islice(upcoming(), LOOK_AHEAD * self._samples.microbatches):
-            if self._samples.stream(step, leaf) % self._num_processes == number and not self._is_far(step, leaf):
+            if self._samples.stream(step, leaf) % self._num_processes == number and self.is_near(step, leaf):
                 yield step, turn, leaf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from unisono.decisions.cursor import seed_of
@@ -12,13 +11,15 @@ from unisono.decisions.streams import Wanted, window_order
 from unisono.errors import RecipeError
 from unisono.microbatch.randomness import seed_everything
 from unisono.microbatch.rereading import check_streams
-from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed
+from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed, seek_of
 from unisono.words import count as counted
 
 __all__ = ["Reader"]
 
 NEAR = 64
 """Samples that are read over rather than sought."""
+PATIENCE = 4
+"""A stream is closed when so many times as many batches as streams are open have come from other ones."""
 MANY = 10_000
 """Samples; whoever has to pass over more is told so."""
 
@@ -39,9 +40,9 @@ class _Pass:
         self._window: list[Any] = []
         self._following: list[Any] = []  # of the next window, as far as it was read
         source = data.opened(seed, wanted.stream, wanted.num_streams, epoch)
-        seek = getattr(source, "seek", None)
-        self.can_seek = wanted.length >= 0 and callable(seek)
-        if first and callable(seek):
+        seek = seek_of(source, wanted)
+        self.can_seek = seek is not None
+        if first and seek is not None:
             self.position = self._num_read = first - first % max(1, data.shuffle)
             seek(self._num_read)
         self._source = iter(source)
@@ -121,8 +122,8 @@ class _Open:
                 stacklevel=2,
             )
         while self._begin + self._pass.position < wanted.first:
-            self._step(wanted, self._pass.skip)
-        samples = [self._step(wanted, self._pass.__next__) for _ in range(wanted.number)]
+            self._step(wanted, skips=True)
+        samples = [self._step(wanted) for _ in range(wanted.number)]
         if wanted.length == wanted.first + wanted.number and self._pass.has_more():
             raise RecipeError(
                 f"stream {wanted.stream} of {wanted.num_streams} gives more than {wanted.length} samples in epoch "
@@ -131,9 +132,10 @@ class _Open:
             )
         return samples
 
-    def _step(self, wanted: Wanted, call: Callable[[], Any]) -> Any:
+    def _step(self, wanted: Wanted, *, skips: bool = False) -> Any:
+        """Return the next sample, or leave it out; where a pass has ended, that of the next pass."""
         try:
-            return call()
+            return self._pass.skip() if skips else next(self._pass)
         except StopIteration:
             at = self._pass.position
         place = f"stream {wanted.stream} of {wanted.num_streams}"
@@ -150,7 +152,7 @@ class _Open:
             )
         self._begin, self._epoch = self._begin + at, self._epoch + 1
         self._pass = _Pass(self._data, self._seed, wanted, self._epoch)
-        return self._step(wanted, self._pass.skip if call.__name__ == "skip" else self._pass.__next__)
+        return self._step(wanted, skips=skips)
 
 
 class Reader:
@@ -165,10 +167,12 @@ class Reader:
         self._data, self._seed, self._copies = data, seed, copies
         self._open: dict[int, _Open] = {}
         self._newest: dict[int, tuple[Wanted, list[Any]]] = {}  # for another pass over the same global batch
+        self._num_reads = 0
+        self._last_read: dict[int, int] = {}  # by stream, the number of the read
         self._is_checked = False
 
     def read(self, wanted: Wanted) -> list[Any]:
-        """Return samples of a stream.
+        """Return samples of a stream, with the random generators set for what makes a batch of them.
 
         Raises:
             RecipeError: the stream has other samples than it should.
@@ -181,11 +185,25 @@ class Reader:
                     check_streams(self._data, self._seed, wanted)
                     self._is_checked = True
                 known = self._newest[wanted.stream] = wanted, self._read(wanted)
-        return copy.deepcopy(known[1]) if self._copies else list(known[1])
+        self._close_what_has_moved(wanted.stream)
+        samples = copy.deepcopy(known[1]) if self._copies else list(known[1])
+        # However they were reached, and whatever was drawn for that.
+        seed_everything(seed_of(pass_seed(self._seed, wanted.stream, wanted.epoch), "collate", wanted.first))
+        return samples
 
     def __getitems__(self, keys: list[Wanted]) -> list[Any]:
         """Return the samples of a micro-batch, in a loader process."""
         return [sample for wanted in keys for sample in self.read(wanted)]
+
+    def _close_what_has_moved(self, stream: int) -> None:
+        """Note a read, and close the streams that another worker seems to read now: whoever reads streams in turn comes
+        to each of them again and again.
+        """
+        self._num_reads += 1
+        self._last_read[stream] = self._num_reads
+        oldest = self._num_reads - PATIENCE * len(self._open)
+        for other in [other for other, number in self._last_read.items() if number < oldest]:
+            del self._last_read[other], self._open[other], self._newest[other]
 
     def _read(self, wanted: Wanted) -> list[Any]:
         is_open = (stream := self._open.get(wanted.stream)) is not None and stream.reaches(wanted)

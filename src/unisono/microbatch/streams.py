@@ -11,6 +11,7 @@ before a stream is made and before its first sample, and from (seed, epoch, stre
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,10 +19,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unisono.decisions.cursor import seed_of
 from unisono.decisions.streams import Wanted
-from unisono.errors import UsageError
+from unisono.errors import RecipeError, UsageError
 from unisono.microbatch.randomness import seed_everything
 
-__all__ = ["Streams", "as_torch_worker", "pass_seed"]
+__all__ = ["Streams", "as_torch_worker", "pass_seed", "seek_of"]
 
 Make = Callable[[int, int, int], Iterable[Any]]
 """(stream, number of streams, epoch) -> an iterable over the samples of this stream."""
@@ -48,7 +49,8 @@ class Streams:
         make: (stream, number of streams, epoch) -> an iterable. It must give the same samples whenever it is asked: its
             random numbers come from the global generators, which up to the first sample are the same for all streams
             of an epoch. Where the lengths are known, an iterable with ``seek(n)`` (the next iteration begins with
-            sample n) is opened in the middle; any other is read from its beginning when it moves.
+            sample n) is opened in the middle; any other is read from its beginning when it moves. A file, which seeks
+            bytes, is refused: yield from it.
         lengths: samples of each stream in an epoch, M numbers; needed for ``run.steps(epochs=...)``. None: unknown; a
             stream that ends begins again with its next epoch, and ``max_steps`` says how long the training is.
         shuffle: shuffle the samples of a stream within windows of this many, as a shuffle buffer of that size does in
@@ -78,8 +80,6 @@ class Streams:
         self.make = make
         self.shuffle = shuffle
         self.transform = transform
-        self.num_asked = 0
-        """Samples that calls of ``run.steps`` have asked of each stream, where the lengths are unknown."""
         self._lengths = tuple(lengths) if lengths is not None else None
 
     # What a subclass says about itself.
@@ -110,9 +110,12 @@ class Streams:
         return self.make(stream, num_streams, epoch)
 
     def seeks(self, seed: int, wanted: Wanted) -> bool:
-        """Return whether the streams can be opened in the middle."""
-        source = self.opened(seed, wanted.stream, wanted.num_streams, wanted.epoch)
-        return wanted.length >= 0 and callable(getattr(source, "seek", None))
+        """Return whether the streams can be opened in the middle.
+
+        Raises:
+            RecipeError: their iterable is a file.
+        """
+        return seek_of(self.opened(seed, wanted.stream, wanted.num_streams, wanted.epoch), wanted) is not None
 
     def sample(self, source: Iterator[Any], seed: int, stream: int, epoch: int, position: int) -> Any:
         """Return the next sample of a stream.
@@ -125,6 +128,24 @@ class Streams:
         elif self.draws:  # the body of a generator begins now, and it may shuffle the files of the epoch
             seed_everything(seed_of(seed, "streams", epoch))
         return next(source)
+
+
+def seek_of(source: Any, wanted: Wanted) -> Callable[[int], object] | None:
+    """Return what lets the next iteration over a stream begin with a sample; None: there is nothing, or the length of
+    the stream is unknown.
+
+    Raises:
+        RecipeError: the iterable is a file, which is sought by bytes.
+    """
+    if wanted.length < 0 or not callable(seek := getattr(source, "seek", None)):
+        return None
+    if isinstance(source, io.IOBase) or hasattr(source, "tell"):
+        raise RecipeError(
+            f"stream {wanted.stream} of {wanted.num_streams} is a {type(source).__qualname__}, which is a file, or has "
+            "seek and tell as a file has: seek(n) of a stream goes to sample n, and that of a file to byte n. Let the "
+            "function yield from it, or wrap it into an object whose seek counts samples"
+        )
+    return seek  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

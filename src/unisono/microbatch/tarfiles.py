@@ -7,6 +7,7 @@ between two files.
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -19,6 +20,8 @@ __all__ = ["count_samples", "samples_of"]
 BLOCK = 512
 FILES = (b"0", b"\0", b"7")
 """Kinds of an entry that is a file."""
+PART = re.compile(r"(?!__[^/]*__(/|$))(.*/)?[^/.]+\.[^/]*", re.DOTALL)
+"""The name of a file that is a part of a sample: it has a dot, and is none of WebDataset's own (``__meta__``)."""
 BUFFER_BYTES = 1 << 18
 
 
@@ -78,8 +81,8 @@ def _opened(path: str) -> IO[bytes]:
 
 
 def _entries(file: IO[bytes], path: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, bytes, position) of each file of an archive. Whoever gets it reads the bytes, or passes over them
-    with those that fill up the block.
+    """Yield (name, bytes, position) of each file that is a part of a sample. Whoever gets it reads the bytes, or passes
+    over them with those that fill up the block.
     """
     name = ""
     at = 0
@@ -95,7 +98,11 @@ def _entries(file: IO[bytes], path: str) -> Iterator[tuple[str, int, int]]:
         elif kind in FILES:
             prefix = _text(header[345:500]) if header[257:262] == b"ustar" and header[263:265] == b"00" else ""
             own = _text(header[:100])
-            yield name or (f"{prefix}/{own}" if prefix else own), size, at
+            whole = name or (f"{prefix}/{own}" if prefix else own)
+            if PART.fullmatch(whole):
+                yield whole, size, at
+            else:
+                _pass_over(file, size)
             name = ""
         else:  # a directory, a link, a comment
             _pass_over(file, size)

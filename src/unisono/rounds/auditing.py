@@ -54,7 +54,7 @@ from unisono.words import count, listed
 __all__ = ["Audits"]
 
 MOST_VAIN: Final = 5
-_COPY: Final = "its copy of an optimizer's state"
+"""So often nobody may remember what differed in one step, before the memory of a machine is taken for faulty."""
 AGAIN_WITHIN: Final = 100
 """So many steps after a worker was found to be wrong another one is not believed to be: the script is the cause."""
 
@@ -208,10 +208,11 @@ class Audits:
             state,
             told if told.pairs or told.odd else None,
         )
+        of_copy = False
         if (verdict := of_states(said, rounds)) is not None:
             what = "its state"
         elif (verdict := of_copies(said, round_.number, self.record)) is not None:
-            what = _COPY
+            what, of_copy = "its copy of an optimizer's state", True
         elif (verdict := of_lost(said)) is not None:
             what = "its state"
         else:
@@ -233,7 +234,7 @@ class Audits:
                     undecided(verdict, what, round_.number, pair, lost, doubt),
                     sound=self.record.sound([*members, *pair.digests]),
                 )
-        self._act(rounds, verdict, round_.number, what)
+        self._act(rounds, verdict, round_.number, what, of_copy=of_copy)
         return False
 
     def _check_vain(self, step: int) -> None:
@@ -309,8 +310,12 @@ class Audits:
             f"checkpoint of at most {sound}"
         )
 
-    def _act(self, rounds: Rounds, verdict: Verdict, step: int, what: str) -> None:
-        """Go on without the members that are wrong. Collective."""
+    def _act(self, rounds: Rounds, verdict: Verdict, step: int, what: str, *, of_copy: bool = False) -> None:
+        """Go on without the members that are wrong. Collective.
+
+        Args:
+            of_copy: what is wrong is a copy of a state, which gradients do not show.
+        """
         _redo(rounds)  # before the members meet, and report what they have of it
         wrong = verdict.wrong
         if not wrong:
@@ -319,7 +324,7 @@ class Audits:
         hosts = frozenset(self._hosts.get(one, "") for one in wrong)
         self._check_first(wrong, hosts, step, what)
         first, sound = self.record.doubtful_from(wrong), self.record.sound(wrong)
-        if what == _COPY:  # whose gradients do not show it
+        if of_copy:
             first = sound = max(min(self.record.compared, sound), self.record.begins)
         honest_until = first - 1
         goes_back = self.then == "go-back" and honest_until < step - 1

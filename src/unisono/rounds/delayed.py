@@ -70,8 +70,12 @@ class DelayedRound(GradientRound):
 
     @property
     def is_rehearsed(self) -> bool:
-        """Whether a rehearsal has left a fingerprint of one of its micro-batches."""
-        return self._context.agreement.is_rehearsed
+        """Whether a rehearsal has left a fingerprint of one of its micro-batches, which can be fetched again."""
+        agreement = self._context.agreement
+        if not agreement.is_rehearsed:
+            return False
+        assert agreement.own is not None
+        return self._context.fetcher.is_near(self.at, agreement.own.leaf)
 
     def look_back(self) -> Generator[object, None, str]:
         """Yield the micro-batch of a rehearsal once more in a later iteration, to compare its gradient.

@@ -616,6 +616,9 @@ class _Batches:
     def comes(self, step: int, leaf: int, turn: int = 0) -> bool:
         return self._whole.comes(self._replication.place(step, self._replica), leaf, turn)
 
+    def is_near(self, step: int, leaf: int) -> bool:
+        return self._whole.is_near(self._replication.place(step, self._replica), leaf)
+
 
 class _FirstMicrobatch(Agreement):
     """Takes the fingerprint of the first micro-batch of a replica, to be compared with another worker's.

@@ -63,6 +63,7 @@ from unisono.training.settings import Arithmetic, choose_device, choose_threads
 from unisono.training.step import Iteration
 from unisono.training.steps import Steps
 from unisono.training.strategies import Strategy
+from unisono.training.streamed import Asked
 from unisono.training.talking import Place, Talk
 from unisono.training.trainings import Trainings
 from unisono.training.troubles import OwnTroubles
@@ -194,6 +195,7 @@ class Run(Calls, Evaluating, Trainings):
         self._phases = 0
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
+        self._asked = Asked()  # the same for data without a length
         self._loop: TrainingLoop | None = None  # the one that has begun last
         self._training: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
         self._replicas: Replicas | None = None

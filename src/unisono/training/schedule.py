@@ -16,7 +16,7 @@ from unisono.microbatch.data import Fetcher, Loader, MakeFetcher, MapDataset, Re
 from unisono.microbatch.iterables import Dataset, stream_source_of
 from unisono.microbatch.loaders import Source, source_of
 from unisono.training.settings import check_whole
-from unisono.training.streamed import StreamSchedule, stream_schedule
+from unisono.training.streamed import Asked, StreamSchedule, stream_schedule
 
 __all__ = ["Planned", "Schedule", "check_first_step", "schedule"]
 
@@ -70,6 +70,7 @@ def schedule(
     microbatches: int,
     seed: int,
     first_epoch: int,
+    asked: Asked,
     batch_size: int | None = None,
     resized: int | None = None,
     epochs: int = 1,
@@ -86,6 +87,7 @@ def schedule(
         caller: the method that got them, for errors.
         seed: of the run.
         first_epoch: epochs of the run before.
+        asked: what calls of the run before have asked of data without a length.
         resized: for a trial, the batch size that counts instead of the script's, from wherever the script has it.
 
     Raises:
@@ -114,6 +116,7 @@ def schedule(
             first_epoch=first_epoch,
             epochs=epochs,
             max_steps=max_steps,
+            asked=asked,
         )
     source = source_of(cast("MapDataset | DataLoader[Any]", dataset), caller, shuffles=True, **options)
     if resized is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,41 @@ from unisono.microbatch.iterables import StreamSource
 from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.microbatch.streams import Streams
 
-__all__ = ["StreamSchedule", "stream_schedule"]
+__all__ = ["Asked", "StreamSchedule", "stream_schedule"]
+
+
+class Asked:
+    """What the calls of ``run.steps`` of one run have asked of streams whose lengths are unknown.
+
+    It counts what the script asks for, not what was done: a worker that skips a call must count alike.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[
+            int, tuple[weakref.ref[Any], int, int]
+        ] = {}  # by id: (the dataset, streams, samples of each)
+
+    def of(self, dataset: Any, num_streams: int) -> int:
+        """Return how many samples of each stream earlier calls have asked for.
+
+        Raises:
+            RecipeError: they have cut the dataset into another number of streams.
+        """
+        known = self._counts.get(id(dataset))
+        if known is None or known[0]() is not dataset:
+            return 0
+        _, before, number = known
+        if before != num_streams:
+            raise RecipeError(
+                f"an earlier run.steps of this run has read this {type(dataset).__qualname__} as {before} streams, and "
+                f"microbatches is {num_streams} now: other streams have other samples, so nobody knows where to go on. "
+                f"Use microbatches={before}, or make a new object, which begins at the first sample"
+            )
+        return number
+
+    def add(self, dataset: Any, num_streams: int, number: int) -> None:
+        """Note that a call asks for this many samples of each stream."""
+        self._counts[id(dataset)] = weakref.ref(dataset), num_streams, self.of(dataset, num_streams) + number
 
 
 @dataclass(frozen=True)
@@ -26,6 +61,9 @@ class StreamSchedule:
     loading: Loading
     cursor: StreamCursor
     num_steps: int
+    given: Any
+    """The script's own dataset."""
+    asked: Asked
 
     @property
     def num_epochs(self) -> int:
@@ -35,7 +73,7 @@ class StreamSchedule:
     def begins(self) -> None:
         """Note that the samples are asked for, so that the next call goes on after them."""
         if not self.cursor.lengths:
-            self.dataset.num_asked += self.num_steps * self.cursor.share
+            self.asked.add(self.given, self.cursor.microbatches, self.num_steps * self.cursor.share)
 
     def fetcher(self, device: torch.device, samples: Any = None) -> MakeFetcher:
         """Return what makes the `StreamFetcher` of these data."""
@@ -56,6 +94,7 @@ def stream_schedule(
     first_epoch: int,
     epochs: int,
     max_steps: int | None,
+    asked: Asked,
 ) -> StreamSchedule:
     """Return the schedule for streams.
 
@@ -63,6 +102,7 @@ def stream_schedule(
         caller: the method that got them, for errors.
         seed: of the run.
         first_epoch: epochs of the run before.
+        asked: what calls of the run before have asked of such data.
 
     Raises:
         RecipeError: batch, micro-batches and streams do not fit together, or nothing says when the training ends.
@@ -80,9 +120,14 @@ def stream_schedule(
             f"{caller}(..., max_steps=...) (without epochs), or unisono.Streams(..., lengths=[...]) with the samples "
             f"of each of the {microbatches} streams (unisono.TarShards counts them)"
         )
-    asked = (max_steps or 0) * source.batch_size
+    first_sample = 0 if lengths is not None else asked.of(source.given, microbatches)
+    if lengths is not None:
+        num_samples, num_indices = sum(lengths), max(lengths, default=0) * microbatches
+    else:
+        num_samples = max(max_steps or 0, 1) * source.batch_size
+        num_indices = first_sample * microbatches + num_samples
     cursor = StreamCursor(
-        order=StreamOrder(sum(lengths) if lengths is not None else max(asked, source.batch_size), data.name),
+        order=StreamOrder(num_samples, num_indices, data.name),
         batch_size=source.batch_size,
         microbatches=microbatches,
         seed=seed,
@@ -90,9 +135,9 @@ def stream_schedule(
         first_epoch=first_epoch,
         lengths=lengths or (),
         num_steps=max_steps or 0,
-        first_sample=0 if lengths is not None else data.num_asked,
+        first_sample=first_sample,
     )
     num_steps = cursor.steps_per_epoch * epochs
-    return StreamSchedule(
-        data, source.loading, cursor, num_steps if max_steps is None else max(0, min(num_steps, max_steps))
-    )
+    if max_steps is not None:
+        num_steps = max(0, min(num_steps, max_steps))
+    return StreamSchedule(data, source.loading, cursor, num_steps, source.given, asked)

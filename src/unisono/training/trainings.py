@@ -35,7 +35,7 @@ from unisono.training.settings import Arithmetic
 from unisono.training.step import Step
 from unisono.training.steps import Steps
 from unisono.training.strategies import Strategy, Synchronous
-from unisono.training.streamed import StreamSchedule
+from unisono.training.streamed import Asked, StreamSchedule
 
 __all__ = ["Trainings"]
 
@@ -48,6 +48,7 @@ class Trainings(ABC):
     _tracked: Tracked
     _process: Process
     _num_epochs: int
+    _asked: Asked
     _replicas: Replicas | None
     _late: Late | None
     _arithmetic: Arithmetic
@@ -151,6 +152,7 @@ class Trainings(ABC):
             microbatches=microbatches,
             seed=self.seed,
             first_epoch=self._num_epochs,
+            asked=self._asked,
             batch_size=batch_size,
             resized=resized,
             epochs=epochs,
@@ -249,6 +251,7 @@ class Trainings(ABC):
             microbatches=microbatches,
             seed=self.seed,
             first_epoch=self._num_epochs,
+            asked=self._asked,
             batch_size=batch_size,
             epochs=epochs,
             max_steps=max_steps,
