@@ -81,7 +81,7 @@ def test_a_worker_that_joins_and_the_loss_of_the_one_that_writes_change_no_bit(
     alone: tuple[Path, Outcome], unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One joins in the second epoch; the main worker is lost in an evaluation, and the next one while it writes."""
-    faults = Faults().kill("w0", step=7, at="in_evaluation").kill("w1", step=11, at="in_talk", skip=1)
+    faults = Faults().kill("w0", step=7, at="in_evaluation").kill("w1", step=11, at="in_talk", skip=2)
     for name, value in faults.environment().items():
         monkeypatch.setenv(name, value)
     directory = tmp_path / "run"
@@ -184,6 +184,16 @@ def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(tmp_pat
     expected = Trainer(model=small, **given).evaluate()
     names = {name for name in expected if name.endswith(("loss", "accuracy"))}
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_the_others_wait_for_the_worker_that_writes_and_that_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with library.Run(seed=7) as run:
+        trainer = UnisonoTrainer(model=Next(), args=arguments(tmp_path), run=run)
+        monkeypatch.setattr(Trainer, "_save_checkpoint", lambda *_: run.barrier())
+        with pytest.raises(library.UsageError, match="where the other workers wait"):
+            trainer._save_checkpoint(trainer.model, None)
 
 
 class _StopsEpoch(TrainerCallback):

@@ -229,8 +229,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self.store_flos()
         is_written, best = False, None
         while not is_written:  # the worker that writes may be lost, and another one takes its place
-            if is_main := self.run.is_main:
-                super()._save_checkpoint(model, trial)
+            with self.run.main_first() as is_main:  # a large model takes long to write, and that is no hang
+                if is_main:
+                    super()._save_checkpoint(model, trial)
             is_written, best = self.run.broadcast((is_main, self.state.best_model_checkpoint))
         self.state.best_model_checkpoint = best
 
