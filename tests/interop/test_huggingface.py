@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 import unisono as library
@@ -170,7 +171,22 @@ def test_lengths_are_grouped_and_what_is_frozen_stays_in_bfloat16(tmp_path: Path
     assert torch.equal(small.transformer.wpe.weight, before)
 
 
-def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(tmp_path: Path) -> None:
+class _LargeBatches(Trainer):
+    """Evaluates in batches of another size than that of the arguments."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        rows = self.eval_dataset[eval_dataset]
+        return self.accelerator.prepare(DataLoader(rows, batch_size=5, collate_fn=collate))
+
+
+class _UnisonoLargeBatches(UnisonoTrainer, _LargeBatches):
+    pass
+
+
+@pytest.mark.parametrize(("shared", "plain"), [(UnisonoTrainer, Trainer), (_UnisonoLargeBatches, _LargeBatches)])
+def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(
+    shared: type[UnisonoTrainer], plain: type[Trainer], tmp_path: Path
+) -> None:
     given: dict[str, Any] = {
         "args": arguments(tmp_path),
         "eval_dataset": {"few": sequences(6), "more": sequences(21)},
@@ -180,8 +196,8 @@ def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(tmp_pat
     }
     with library.Run(seed=7) as run:
         small = model()
-        found = UnisonoTrainer(model=small, run=run, **given).evaluate()
-    expected = Trainer(model=small, **given).evaluate()
+        found = shared(model=small, run=run, **given).evaluate()
+    expected = plain(model=small, **given).evaluate()
     names = {name for name in expected if name.endswith(("loss", "accuracy"))}
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
 

@@ -110,11 +110,11 @@ class _Together:
 def shared(trainer: Trainer, run: Run, loader: DataLoader[Any]) -> Iterator[DataLoader[Any]]:
     """Let a trainer predict together with the other workers; yields the loader for its loop."""
     together = _Together(trainer, run, loader)
-    batches = together.batches
+    batch_size = loader.batch_sampler.batch_size  # type: ignore[union-attr]  # may be another than that of args
     sizes: DataLoader[Any] = DataLoader(
-        range(sum(map(len, batches))),  # type: ignore[arg-type]
-        batch_size=trainer.args.eval_batch_size,
-        collate_fn=lambda places: _Size(places[0] // trainer.args.eval_batch_size, len(places)),
+        range(sum(map(len, together.batches))),  # type: ignore[arg-type]
+        batch_size=batch_size,
+        collate_fn=lambda places: _Size(places[0] // batch_size, len(places)),
     )
     trainer.prediction_step = together.prediction_step
     preprocess, trainer.preprocess_logits_for_metrics = trainer.preprocess_logits_for_metrics, None
