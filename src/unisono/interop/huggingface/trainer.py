@@ -97,10 +97,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
                 "a trial of a hyperparameter search begins anew with another model, and a run of Unisono has one: "
                 "start a run for each trial"
             )
-        if resume_from_checkpoint:
-            # The newest one is another when a worker joins later.
-            newest = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else None
-            resume_from_checkpoint = self.run.broadcast(newest or resume_from_checkpoint)
+        # The newest one is another when a worker joins later, also where the script has looked for it.
+        newest = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else None
+        resume_from_checkpoint = self.run.broadcast(newest or resume_from_checkpoint)
         return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def loss_weight(self, inputs: dict[str, Any]) -> Tensor | None:
