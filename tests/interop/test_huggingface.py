@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -23,6 +24,7 @@ from tests.workers.conftest import Unisono, run_nursery
 from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
 from unisono.interop.huggingface import UnisonoTrainer
+from unisono.interop.huggingface.progress import Handout
 from unisono.journal import compare
 from unisono.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
@@ -210,6 +212,15 @@ def test_the_others_wait_for_the_worker_that_writes_and_that_is_no_hang(
         monkeypatch.setattr(Trainer, "_save_checkpoint", lambda *_: run.barrier())
         with pytest.raises(library.UsageError, match="where the other workers wait"):
             trainer._save_checkpoint(trainer.model, None)
+
+
+def test_a_run_does_not_go_on_before_the_epoch_of_a_checkpoint_of_the_trainer() -> None:
+    def handout() -> Handout:
+        return Handout(iter([SimpleNamespace(number=7)]), per_epoch=5, num_steps=15)
+
+    assert [handout().begins_in(epoch) for epoch in (0, 1)] == [False, True]
+    with pytest.raises(library.UsageError, match=r"step 7.*step 10 or later.*without resume_from_checkpoint"):
+        handout().begins_in(2)
 
 
 class _StopsEpoch(TrainerCallback):
