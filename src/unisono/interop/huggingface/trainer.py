@@ -201,10 +201,11 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         assert self._handout is not None
-        if self._handout.is_over and not self._handout.has_taken_part:
-            self._handout.begins_in(self.state.num_train_epochs)  # raises where the run has steps left
         best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None and not all(self.run.gather(Path(best).is_dir())):
+        if not self._handout.has_taken_part:
+            if self._handout.is_over:
+                self._handout.begins_in(self.state.num_train_epochs)  # raises where the run has steps left
+        elif self.args.load_best_model_at_end and best is not None and not all(self.run.gather(Path(best).is_dir())):
             raise UsageError(
                 f"load_best_model_at_end reads {best}, and not all workers see it: choose an output_dir that all "
                 "machines of the run share"
