@@ -204,6 +204,16 @@ def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
 
 
+def test_lengths_are_grouped_in_the_same_way_at_each_evaluation(tmp_path: Path) -> None:
+    """Also in a worker that came after the first of them."""
+    options = {"train_sampling_strategy": "group_by_length", "dataloader_persistent_workers": True}
+    args = arguments(tmp_path, dataloader_num_workers=1, **options)
+    with library.Run(seed=7) as run:
+        trainer = UnisonoTrainer(model=Next(), args=args, run=run)
+        first, second = (list(trainer.get_eval_dataloader(sequences(21)).batch_sampler) for _ in range(2))
+    assert first == second
+
+
 def test_the_others_wait_for_the_worker_that_writes_and_that_is_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
