@@ -243,15 +243,19 @@ class _Stops(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
-def test_a_callback_may_stop_the_training_and_not_an_epoch(tmp_path: Path) -> None:
+def test_a_callback_may_stop_the_training_and_not_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's cache is emptied in the steps that the arguments say, in each micro-batch."""
+    emptied: list[None] = []
+    monkeypatch.setattr("unisono.interop.huggingface.trainer.clear_device_cache", lambda: emptied.append(None))
     given: dict[str, Any] = {
-        "args": arguments(tmp_path, save_strategy="no"),
+        "args": arguments(tmp_path, save_strategy="no", torch_empty_cache_steps=2),
         "train_dataset": sequences(57),
         "data_collator": collate,
     }
     with library.Run(tmp_path / "run", seed=7) as run:
         UnisonoTrainer(model=model(), run=run, callbacks=[_Stops()], **given).train()
     assert compare(tmp_path / "run", tmp_path / "run").startswith("identical: 3 steps")
+    assert len(emptied) == 2 * 6
     with library.Run(seed=7) as run, pytest.raises(library.UsageError, match="should_training_stop"):
         UnisonoTrainer(model=model(), run=run, callbacks=[_StopsEpoch()], **given).train()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -140,6 +141,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
             loss = self.compute_loss(model, batch, num_items_in_batch=items)
         if loss.dtype in (torch.bfloat16, torch.float16):
             loss = loss.float()  # these cannot express a weight
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         step.backward(loss, weight=weight, scaler=self.accelerator.scaler)
 
     def _count_input_tokens(self, batch: Any) -> int:
