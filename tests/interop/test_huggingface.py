@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 import unisono as library
@@ -22,6 +24,7 @@ from tests.workers.conftest import Unisono, run_nursery
 from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
 from unisono.interop.huggingface import UnisonoTrainer
+from unisono.interop.huggingface.progress import Handout
 from unisono.journal import compare
 from unisono.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
@@ -81,7 +84,7 @@ def test_a_worker_that_joins_and_the_loss_of_the_one_that_writes_change_no_bit(
     alone: tuple[Path, Outcome], unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One joins in the second epoch; the main worker is lost in an evaluation, and the next one while it writes."""
-    faults = Faults().kill("w0", step=7, at="in_evaluation").kill("w1", step=11, at="in_talk", skip=1)
+    faults = Faults().kill("w0", step=7, at="in_evaluation").kill("w1", step=11, at="in_talk", skip=2)
     for name, value in faults.environment().items():
         monkeypatch.setenv(name, value)
     directory = tmp_path / "run"
@@ -170,7 +173,22 @@ def test_lengths_are_grouped_and_what_is_frozen_stays_in_bfloat16(tmp_path: Path
     assert torch.equal(small.transformer.wpe.weight, before)
 
 
-def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(tmp_path: Path) -> None:
+class _LargeBatches(Trainer):
+    """Evaluates in batches of another size than that of the arguments."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        rows = self.eval_dataset[eval_dataset]
+        return self.accelerator.prepare(DataLoader(rows, batch_size=5, collate_fn=collate))
+
+
+class _UnisonoLargeBatches(UnisonoTrainer, _LargeBatches):
+    pass
+
+
+@pytest.mark.parametrize(("shared", "plain"), [(UnisonoTrainer, Trainer), (_UnisonoLargeBatches, _LargeBatches)])
+def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(
+    shared: type[UnisonoTrainer], plain: type[Trainer], tmp_path: Path
+) -> None:
     given: dict[str, Any] = {
         "args": arguments(tmp_path),
         "eval_dataset": {"few": sequences(6), "more": sequences(21)},
@@ -180,10 +198,39 @@ def test_evaluation_before_and_without_a_training_is_that_of_the_trainer(tmp_pat
     }
     with library.Run(seed=7) as run:
         small = model()
-        found = UnisonoTrainer(model=small, run=run, **given).evaluate()
-    expected = Trainer(model=small, **given).evaluate()
+        found = shared(model=small, run=run, **given).evaluate()
+    expected = plain(model=small, **given).evaluate()
     names = {name for name in expected if name.endswith(("loss", "accuracy"))}
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_lengths_are_grouped_in_the_same_way_at_each_evaluation(tmp_path: Path) -> None:
+    """Also in a worker that came after the first of them."""
+    options = {"train_sampling_strategy": "group_by_length", "dataloader_persistent_workers": True}
+    args = arguments(tmp_path, dataloader_num_workers=1, **options)
+    with library.Run(seed=7) as run:
+        trainer = UnisonoTrainer(model=Next(), args=args, run=run)
+        first, second = (list(trainer.get_eval_dataloader(sequences(21)).batch_sampler) for _ in range(2))
+    assert first == second
+
+
+def test_the_others_wait_for_the_worker_that_writes_and_that_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with library.Run(seed=7) as run:
+        trainer = UnisonoTrainer(model=Next(), args=arguments(tmp_path), run=run)
+        monkeypatch.setattr(Trainer, "_save_checkpoint", lambda *_: run.barrier())
+        with pytest.raises(library.UsageError, match="where the other workers wait"):
+            trainer._save_checkpoint(trainer.model, None)
+
+
+def test_a_run_does_not_go_on_before_the_epoch_of_a_checkpoint_of_the_trainer() -> None:
+    def handout() -> Handout:
+        return Handout(iter([SimpleNamespace(number=7)]), per_epoch=5, num_steps=15)
+
+    assert [handout().begins_in(epoch) for epoch in (0, 1)] == [False, True]
+    with pytest.raises(library.UsageError, match=r"step 7.*step 10 or later.*without resume_from_checkpoint"):
+        handout().begins_in(2)
 
 
 class _StopsEpoch(TrainerCallback):
@@ -196,15 +243,19 @@ class _Stops(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
-def test_a_callback_may_stop_the_training_and_not_an_epoch(tmp_path: Path) -> None:
+def test_a_callback_may_stop_the_training_and_not_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's cache is emptied in the steps that the arguments say, in each micro-batch."""
+    emptied: list[None] = []
+    monkeypatch.setattr("unisono.interop.huggingface.trainer.clear_device_cache", lambda: emptied.append(None))
     given: dict[str, Any] = {
-        "args": arguments(tmp_path, save_strategy="no"),
+        "args": arguments(tmp_path, save_strategy="no", torch_empty_cache_steps=2),
         "train_dataset": sequences(57),
         "data_collator": collate,
     }
     with library.Run(tmp_path / "run", seed=7) as run:
         UnisonoTrainer(model=model(), run=run, callbacks=[_Stops()], **given).train()
     assert compare(tmp_path / "run", tmp_path / "run").startswith("identical: 3 steps")
+    assert len(emptied) == 2 * 6
     with library.Run(seed=7) as run, pytest.raises(library.UsageError, match="should_training_stop"):
         UnisonoTrainer(model=model(), run=run, callbacks=[_StopsEpoch()], **given).train()
 

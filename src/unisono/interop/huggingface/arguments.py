@@ -83,6 +83,7 @@ def adapted(given: TrainingArguments, run: Run) -> TrainingArguments:
     args = copy.copy(given)
     args.per_device_train_batch_size *= args.gradient_accumulation_steps
     args.gradient_accumulation_steps = 1
+    args.dataloader_persistent_workers = False  # a loader that is kept cuts each evaluation in another way
     args.accelerator_config = copy.copy(args.accelerator_config)
     args.accelerator_config.use_seedable_sampler = False  # Unisono reads the sampler, and draws by itself
     _use_device(args, run)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
@@ -58,7 +58,7 @@ class _Size(dict[str, Tensor]):
 
 
 class _Together:
-    """What comes out of the batches of a loader, computed by all workers.
+    """What comes out of the batches of a loader, computed by all workers. Collective to make.
 
     Attributes:
         batches: the indices of the samples of each.
@@ -70,7 +70,10 @@ class _Together:
         self._whole_inputs = "inputs" in trainer.args.include_for_metrics
         self._run = run
         self._loader = loader
-        self.batches = [list(batch) for batch in loader.batch_sampler or ()]
+        cuts: Any = loader.batch_sampler
+        self.batches = [list(batch) for batch in cuts]
+        if run.has_begun and not isinstance(cuts.sampler, SequentialSampler):
+            self.batches = run.broadcast(self.batches)  # a sampler may draw from a generator of this worker
         self._outcomes: dict[int, dict[str, Any]] = {}
 
     def prediction_step(
@@ -108,13 +111,14 @@ class _Together:
 
 @contextmanager
 def shared(trainer: Trainer, run: Run, loader: DataLoader[Any]) -> Iterator[DataLoader[Any]]:
-    """Let a trainer predict together with the other workers; yields the loader for its loop."""
+    """Let a trainer predict together with the other workers; yields the loader for its loop. Collective."""
     together = _Together(trainer, run, loader)
-    batches = together.batches
+    cuts: Any = loader.batch_sampler
+    batch_size = cuts.batch_size  # may be another than that of args
     sizes: DataLoader[Any] = DataLoader(
-        range(sum(map(len, batches))),  # type: ignore[arg-type]
-        batch_size=trainer.args.eval_batch_size,
-        collate_fn=lambda places: _Size(places[0] // trainer.args.eval_batch_size, len(places)),
+        range(sum(map(len, together.batches))),  # type: ignore[arg-type]
+        batch_size=batch_size,
+        collate_fn=lambda places: _Size(places[0] // batch_size, len(places)),
     )
     trainer.prediction_step = together.prediction_step
     preprocess, trainer.preprocess_logits_for_metrics = trainer.preprocess_logits_for_metrics, None

@@ -9,6 +9,7 @@ from typing import Any, Final
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, ExportableState, ProgressCallback, TrainerCallback
 
+from unisono.errors import UsageError
 from unisono.training.run import Run
 from unisono.training.step import Step
 
@@ -93,15 +94,32 @@ class Handout:
         self._num_over = 0
 
     def begins_in(self, epoch: int) -> bool:
-        """Return whether the next step is one of an epoch. Collective: the first call gets into the run."""
+        """Return whether the next step is one of an epoch. Collective: the first call gets into the run.
+
+        Raises:
+            UsageError: it is one of an epoch before.
+        """
         if self._next is None:
             self._next = next(self._steps, None)
-        return self._next is not None and self._next.number // self._per_epoch == epoch
+        if self._next is None:
+            return False
+        if self._next.number // self._per_epoch < epoch:
+            raise UsageError(
+                f"the run goes on with step {self._next.number}, and the Trainer's checkpoint would have it begin with "
+                f"step {epoch * self._per_epoch} or later: call train() without resume_from_checkpoint where a run is "
+                "resumed (unisono run --resume), or go on from the Trainer's checkpoint in a new run"
+            )
+        return self._next.number // self._per_epoch == epoch
 
     @property
     def is_over(self) -> bool:
         """Whether no step is left; known after `begins_in`."""
         return self._next is None
+
+    @property
+    def has_taken_part(self) -> bool:
+        """Whether this worker has been in the training loop, and not come after it."""
+        return self._num_over > 0
 
     def of_epoch(self) -> Iterator[Step]:
         """Yield the rest of the epoch that the next step is in. A step is taken when the one before it is over."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -97,10 +98,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
                 "a trial of a hyperparameter search begins anew with another model, and a run of Unisono has one: "
                 "start a run for each trial"
             )
-        if resume_from_checkpoint:
-            # The newest one is another when a worker joins later.
-            newest = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else None
-            resume_from_checkpoint = self.run.broadcast(newest or resume_from_checkpoint)
+        # The newest one is another when a worker joins later, also where the script has looked for it.
+        newest = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else None
+        resume_from_checkpoint = self.run.broadcast(newest or resume_from_checkpoint)
         return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def loss_weight(self, inputs: dict[str, Any]) -> Tensor | None:
@@ -141,6 +141,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
             loss = self.compute_loss(model, batch, num_items_in_batch=items)
         if loss.dtype in (torch.bfloat16, torch.float16):
             loss = loss.float()  # these cannot express a weight
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         step.backward(loss, weight=weight, scaler=self.accelerator.scaler)
 
     def _count_input_tokens(self, batch: Any) -> int:
@@ -203,7 +206,10 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         assert self._handout is not None
         best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None and not all(self.run.gather(Path(best).is_dir())):
+        if not self._handout.has_taken_part:
+            if self._handout.is_over:
+                self._handout.begins_in(self.state.num_train_epochs)  # raises where the run has steps left
+        elif self.args.load_best_model_at_end and best is not None and not all(self.run.gather(Path(best).is_dir())):
             raise UsageError(
                 f"load_best_model_at_end reads {best}, and not all workers see it: choose an output_dir that all "
                 "machines of the run share"
@@ -229,8 +235,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self.store_flos()
         is_written, best = False, None
         while not is_written:  # the worker that writes may be lost, and another one takes its place
-            if is_main := self.run.is_main:
-                super()._save_checkpoint(model, trial)
+            with self.run.main_first() as is_main:  # a large model takes long to write, and that is no hang
+                if is_main:
+                    super()._save_checkpoint(model, trial)
             is_written, best = self.run.broadcast((is_main, self.state.best_model_checkpoint))
         self.state.best_model_checkpoint = best
 
