@@ -81,7 +81,6 @@ class UnisonoStrategy(SingleDeviceStrategy):
         self.run = run
         super().__init__(run.device, accelerator, checkpoint_io, precision_plugin)
         self._microbatches = microbatches
-        self._has_begun = False
         self._loader: StepLoader | None = None
         self._batch: tuple[GlobalBatch, tuple[Any, ...]] | None = None
         self._loss = torch.zeros(())
@@ -220,7 +219,6 @@ class UnisonoStrategy(SingleDeviceStrategy):
         return float(loop.max_batches[number])
 
     def _begin_step(self, step: Step) -> None:
-        self._has_begun = True
         self._follow_rank()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -357,7 +355,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
     def _gathered_rows(self, whole: WholeSet, evaluate: Callable[[Any], Any]) -> Rows:
         """Return the rows of all batches. Collective."""
         have = dict(self._metrics.rows)
-        while self._has_begun:  # before, each worker evaluates all batches
+        while self.run.has_begun:  # before, each worker evaluates all batches
             for part in self.run.gather(have):
                 have.update(part)
             missing = [index for index in range(len(whole)) if index not in have]
