@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
@@ -22,8 +23,8 @@ __all__ = ["Metrics", "Rows"]
 
 State = dict[str, Any]
 """States of a metric by name: a tensor, or a list of tensors."""
-Rows = dict[int, dict[str, Tensor]]
-"""By batch, then by path of a metric and name of a state: its rows."""
+Rows = dict[int, dict[str, list[Any]]]
+"""By batch, then by path of a metric and name of a state: the items of its list, mostly tensors."""
 
 _KINDS: Final[dict[Any, str]] = {
     dim_zero_sum: "sum",
@@ -73,7 +74,7 @@ class Metrics:
         Raises:
             UsageError: states of different workers cannot be made one.
         """
-        rows: dict[str, Tensor] = {}
+        rows: dict[str, list[Any]] = {}
         for path, metric in self.found.items():
             if not (count := metric._update_count):
                 continue
@@ -89,7 +90,7 @@ class Metrics:
                             "the sums that it is made of"
                         )
                     if len(value):
-                        rows[key] = dim_zero_cat(value).detach().cpu()
+                        rows[key] = _moved(value, torch.device("cpu"))
                 elif kind in ("max", "min"):
                     taken.spread(key, kind, value.detach().to(torch.float64))
                 elif kind == "mean":
@@ -116,7 +117,8 @@ class Metrics:
             for name, kind in _kinds(path, metric).items():
                 key = _key(path, name)
                 if kind == "rows":
-                    now[name] = [rows[number][key] for number in sorted(rows) if key in rows[number]]
+                    # Not made one tensor: without dist_reduce_fx each item is a sample, or a batch, to the metric.
+                    now[name] = [item for number in sorted(rows) for item in rows[number].get(key, ())]
                     continue
                 total = torch.as_tensor(totals[key])
                 now[name] = (
@@ -168,7 +170,13 @@ def _set(metric: Metric, states: Mapping[str, Any]) -> None:
         if isinstance(default, Tensor):
             setattr(metric, name, value.to(dtype=getattr(metric, name).dtype, device=metric.device))
         else:
-            setattr(metric, name, [one.to(metric.device) for one in value])
+            setattr(metric, name, _moved(value, metric.device))
+
+
+def _moved(items: list[Any], device: torch.device) -> list[Any]:
+    """Return the items of a list state on a device; they may be tuples, or text."""
+    moved: list[Any] = apply_to_collection(items, Tensor, lambda tensor: tensor.detach().to(device))
+    return moved
 
 
 def _kind_of(metric: Metric) -> Callable[[str], str]:
