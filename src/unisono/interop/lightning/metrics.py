@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -19,7 +20,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 from unisono.errors import UsageError
 from unisono.interop.lightning.logs import Taken, extreme
 
-__all__ = ["Metrics", "Rows"]
+__all__ = ["Metrics", "Rows", "metrics_of"]
 
 State = dict[str, Any]
 """States of a metric by name: a tensor, or a list of tensors."""
@@ -33,24 +34,45 @@ _KINDS: Final[dict[Any, str]] = {
     dim_zero_min: "min",
     dim_zero_cat: "rows",
 }
+_GROUPING: Final = ("_enable_compute_groups", "_groups", "_groups_checked", "_state_is_copy")
+"""Attributes of a MetricCollection: which of its metrics share states."""
 
 
 class Metrics:
-    """The metrics of a module.
+    """The metrics of a module, see `metrics_of`.
 
     Attributes:
         found: by path.
         rows: of the batches of an evaluation that this worker has computed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.found = {path: one for path, one in module.named_modules() if isinstance(one, Metric)}
+    def __init__(self) -> None:
+        self.found: dict[str, Metric] = {}
         self.rows: Rows = {}
         self._before: dict[str, tuple[int, State]] = {}
+        self._grouped: list[tuple[MetricCollection, dict[str, Any]]] = []
+
+    def find(self, module: nn.Module) -> None:
+        """Find the metrics that a module has now, until `release`."""
+        self.release()
+        self.found = {path: one for path, one in module.named_modules() if isinstance(one, Metric)}
+        self._before = {}
         for one in module.modules():
-            if isinstance(one, MetricCollection):  # its groups share states, which only spares time
-                one._enable_compute_groups = False
-                one._groups = {}
+            if isinstance(one, MetricCollection):
+                self._ungroup(one)
+
+    def _ungroup(self, collection: MetricCollection) -> None:
+        # Groups share states, which only spares time; here each metric has its own.
+        self._grouped.append((collection, {name: getattr(collection, name) for name in _GROUPING}))
+        if collection._groups_checked:
+            collection._compute_groups_create_state_ref(copy=True)
+        collection._enable_compute_groups, collection._groups, collection._groups_checked = False, {}, False
+
+    def release(self) -> None:
+        """Give the collections their groups back."""
+        for collection, grouping in self._grouped:
+            vars(collection).update(grouping)
+        self._grouped = []
 
     def begin(self) -> None:
         """Remember the states before a step or an evaluation."""
@@ -150,6 +172,20 @@ class Metrics:
             metric = self.found[path]
             metric._update_count, metric._computed = count, None
             _set(metric, states)
+
+
+_known: WeakKeyDictionary[nn.Module, Metrics] = WeakKeyDictionary()
+
+
+def metrics_of(module: nn.Module) -> Metrics:
+    """Return the metrics of a module, found anew.
+
+    It is the same object each time, as states of Trainers that a run tracks have it: within a step or an evaluation
+    only this object knows the states that are equal on all workers.
+    """
+    metrics = _known.setdefault(module, Metrics())
+    metrics.find(module)
+    return metrics
 
 
 def _key(path: str, name: str) -> str:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, checked, stretches
 from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
-from unisono.interop.lightning.metrics import Metrics, Rows
+from unisono.interop.lightning.metrics import Metrics, Rows, metrics_of
 from unisono.interop.lightning.refusals import check
 from unisono.interop.lightning.state import TrainerState, install_results
 from unisono.training.run import Run
@@ -81,6 +81,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         self.run = run
         super().__init__(run.device, accelerator, checkpoint_io, precision_plugin)
         self._microbatches = microbatches
+        self._metrics = Metrics()
         self._loader: StepLoader | None = None
         self._batch: tuple[GlobalBatch, tuple[Any, ...]] | None = None
         self._loss = torch.zeros(())
@@ -162,7 +163,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         object.__setattr__(module, "_on_before_batch_transfer", self._before_transfer)
-        self._metrics = Metrics(module)
+        self._metrics = metrics_of(module)
         _track(self.run, "model", module)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -172,12 +173,16 @@ class UnisonoStrategy(SingleDeviceStrategy):
             _track(self.run, "scheduler", config.scheduler)
         if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
             _track(self.run, "scaler", scaler)
-        _track(self.run, "trainer", TrainerState(trainer, self._metrics))
+        states = (one for one in _tracked[self.run].values() if isinstance(one, TrainerState))
+        state = next((one for one in states if one.trainer is trainer), None) or TrainerState(trainer)
+        state.use(self._metrics)
+        _track(self.run, "trainer", state)
 
     def teardown(self) -> None:
         """See ``Strategy.teardown``."""
         if (module := self.lightning_module) is not None:
             module.__dict__.pop("_on_before_batch_transfer", None)
+        self._metrics.release()
         super().teardown()
 
     # -- data ------------------------------------------------------------------------------------------
