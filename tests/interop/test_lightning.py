@@ -101,19 +101,23 @@ def test_a_run_that_was_killed_goes_on_within_the_epoch(
 @pytest.mark.parametrize(
     ("done", "max_epochs", "max_steps", "found"),
     [
-        (0, 3, -1, [(3, 15)]),
-        (0, -1, 7, [(2, 7)]),
-        (0, 2, 100, [(2, 10)]),
-        (7, 3, -1, [(1, 3), (1, 5)]),
-        (5, 3, -1, [(2, 10)]),
-        (7, 3, 8, [(1, 1)]),
-        (15, 3, -1, []),
+        ((0, 0, 0), 3, -1, [(3, 15)]),
+        ((0, 0, 0), -1, 7, [(2, 7)]),
+        ((0, 0, 0), 2, 100, [(2, 10)]),
+        ((7, 1, 2), 3, -1, [(1, 3), (1, 5)]),
+        ((5, 1, 0), 3, -1, [(2, 10)]),
+        ((7, 1, 2), 3, 8, [(1, 1)]),
+        ((15, 3, 0), 3, -1, []),
+        ((6, 2, 0), 4, -1, [(2, 10)]),  # an earlier fit had 3 steps in an epoch
+        ((6, 2, 0), -1, 13, [(2, 7)]),
     ],
 )
 def test_a_training_is_cut_where_the_epochs_of_the_trainer_begin(
-    done: int, max_epochs: int, max_steps: int, found: list[tuple[int, int]]
+    done: tuple[int, int, int], max_epochs: int, max_steps: int, found: list[tuple[int, int]]
 ) -> None:
-    assert stretches(done=done, per_epoch=5, max_epochs=max_epochs, max_steps=max_steps) == found
+    steps, epochs, batches = done
+    limits = {"per_epoch": 5, "max_epochs": max_epochs, "max_steps": max_steps}
+    assert stretches(steps=steps, epochs=epochs, batches=batches, **limits) == found
 
 
 def test_the_name_of_a_sum_says_how_it_is_logged() -> None:

@@ -198,9 +198,11 @@ class UnisonoStrategy(SingleDeviceStrategy):
         per_epoch = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
 
         def find_stretches() -> list[tuple[int, int]]:
-            max_epochs = trainer.fit_loop.max_epochs
+            loop, max_epochs = trainer.fit_loop, trainer.fit_loop.max_epochs
             return stretches(
-                done=trainer.global_step,
+                steps=trainer.global_step,
+                epochs=loop.epoch_progress.current.processed,
+                batches=loop.epoch_loop.batch_progress.current.ready,
                 per_epoch=per_epoch,
                 max_epochs=-1 if max_epochs is None else max_epochs,
                 max_steps=trainer.max_steps,
