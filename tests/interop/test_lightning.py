@@ -16,7 +16,7 @@ from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
 from unisono.errors import UsageError
 from unisono.interop.lightning.data import stretches
-from unisono.interop.lightning.logs import Entry, Place, Taken, extreme
+from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
 from unisono.interop.lightning.refusals import check
 from unisono.journal import compare, times
 from unisono.testing import Faults, Outcome, run_workers
@@ -128,6 +128,15 @@ def test_the_name_of_a_sum_says_how_it_is_logged() -> None:
         assert Entry.parse(entry.key) == entry
     assert Entry.parse("right") is None
     assert Entry.parse("net.accuracy.tp [torchmetrics]") is None
+
+
+def test_a_reduction_that_is_not_known_is_refused() -> None:
+    results = Results(training=True)
+    results.taking = Taken(Place(0, 1, 4))
+    results.log("training_step", "x", torch.ones(()), reduce_fx=torch.max)
+    assert list(results.taking.sums) == ["x [training_step max logger epoch suffix]"]
+    with pytest.raises(UsageError, match="'y', reduce_fx="):
+        results.log("training_step", "y", torch.ones(()), reduce_fx=lambda values: values.mean())
 
 
 def test_a_worker_without_a_value_does_not_change_an_extreme() -> None:
