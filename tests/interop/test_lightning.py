@@ -10,6 +10,8 @@ import pytest
 import torch
 from lightning import pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import MetricCollection, RunningMean
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
@@ -17,6 +19,7 @@ from tests.workers.gates import Gates
 from unisono.errors import UsageError
 from unisono.interop.lightning.data import stretches
 from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
+from unisono.interop.lightning.metrics import metrics_of
 from unisono.interop.lightning.refusals import check
 from unisono.journal import compare, times
 from unisono.testing import Faults, Outcome, run_workers
@@ -148,6 +151,33 @@ def test_a_worker_without_a_value_does_not_change_an_extreme() -> None:
         totals += taken.sums["x"]
     assert extreme("max", totals) == -3.0
     assert extreme("min", totals) == -5.0
+
+
+def test_metrics_that_keep_more_than_their_states_are_refused() -> None:
+    module = torch.nn.Module()
+    module.smooth = RunningMean(3)
+    with pytest.raises(UsageError, match="'smooth' is a RunningMean"):
+        metrics_of(module)
+
+
+def test_a_collection_that_was_used_before_has_its_groups_again() -> None:
+    given = (torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]))
+    module = torch.nn.Module()
+    module.both = both = MetricCollection([MulticlassAccuracy(2), MulticlassPrecision(2)])
+    both.update(*given)
+    before, groups = both.compute(), both.compute_groups
+    metrics = metrics_of(module)
+    assert both.compute_groups == {}
+    metrics.begin()
+    metrics.empty()
+    taken = Taken(Place(0, 1, 3))
+    both.update(*given)
+    metrics.take(taken, keeps_rows=False)
+    metrics.finish(taken.sums, {}, [])
+    assert both["MulticlassPrecision"]._update_count == 2
+    metrics.release()
+    assert both.compute_groups == groups
+    assert both.compute() == before
 
 
 @pytest.mark.parametrize(

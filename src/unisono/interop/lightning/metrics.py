@@ -16,6 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from unisono.errors import UsageError
 from unisono.interop.lightning.logs import Taken, extreme
@@ -36,6 +37,15 @@ _KINDS: Final[dict[Any, str]] = {
 }
 _GROUPING: Final = ("_enable_compute_groups", "_groups", "_groups_checked", "_state_is_copy")
 """Attributes of a MetricCollection: which of its metrics share states."""
+_REFUSED: Final[dict[type[nn.Module], str]] = {
+    Running: "counts the calls of one process, and here each worker has other micro-batches: log the value with "
+    "on_step=True, and smooth it where it is shown",
+    MinMaxMetric: "keeps its extremes outside of its states, and each worker computes them of other micro-batches: log "
+    "the metric itself, and compare its values of the epochs in on_validation_epoch_end",
+    MetricTracker: "makes metrics while it runs, which a worker that joins does not have: log the metric itself, and "
+    "compare its values of the epochs in on_validation_epoch_end",
+}
+"""Wrappers, and why they cannot work."""
 
 
 class Metrics:
@@ -53,8 +63,15 @@ class Metrics:
         self._grouped: list[tuple[MetricCollection, dict[str, Any]]] = []
 
     def find(self, module: nn.Module) -> None:
-        """Find the metrics that a module has now, until `release`."""
+        """Find the metrics that a module has now, until `release`.
+
+        Raises:
+            UsageError: one of them keeps more than its states.
+        """
         self.release()
+        for path, one in module.named_modules():
+            if why := next((words for kind, words in _REFUSED.items() if isinstance(one, kind)), ""):
+                raise UsageError(f"the metric {path!r} is a {type(one).__qualname__}, which {why}")
         self.found = {path: one for path, one in module.named_modules() if isinstance(one, Metric)}
         self._before = {}
         for one in module.modules():
@@ -131,6 +148,11 @@ class Metrics:
             before_count, before = self._before[path]
             metric._computed = None
             count = int(totals.get(_key(path, "updates"), 0))
+            if path in on_step and not metric._defaults:
+                raise UsageError(
+                    f"the metric {path!r} ({type(metric).__qualname__}) wraps others and has no states of its own, of "
+                    "which the value of one step could be computed: log it with on_step=False, on_epoch=True"
+                )
             if not count:
                 metric._update_count = before_count
                 _set(metric, before)
