@@ -185,6 +185,12 @@ class UnisonoStrategy(SingleDeviceStrategy):
         self._metrics.release()
         super().teardown()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint of Lightning; if the worker that writes is lost, the next one writes it. Collective."""
+        with self.run.main_first() as is_first:
+            if is_first:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
     # -- data ------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> Any:
