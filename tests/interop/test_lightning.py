@@ -10,13 +10,16 @@ import pytest
 import torch
 from lightning import pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import MetricCollection, RunningMean
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
 from unisono.errors import UsageError
 from unisono.interop.lightning.data import stretches
-from unisono.interop.lightning.logs import Entry, Place, Taken, extreme
+from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
+from unisono.interop.lightning.metrics import metrics_of
 from unisono.interop.lightning.refusals import check
 from unisono.journal import compare, times
 from unisono.testing import Faults, Outcome, run_workers
@@ -101,19 +104,23 @@ def test_a_run_that_was_killed_goes_on_within_the_epoch(
 @pytest.mark.parametrize(
     ("done", "max_epochs", "max_steps", "found"),
     [
-        (0, 3, -1, [(3, 15)]),
-        (0, -1, 7, [(2, 7)]),
-        (0, 2, 100, [(2, 10)]),
-        (7, 3, -1, [(1, 3), (1, 5)]),
-        (5, 3, -1, [(2, 10)]),
-        (7, 3, 8, [(1, 1)]),
-        (15, 3, -1, []),
+        ((0, 0, 0), 3, -1, [(3, 15)]),
+        ((0, 0, 0), -1, 7, [(2, 7)]),
+        ((0, 0, 0), 2, 100, [(2, 10)]),
+        ((7, 1, 2), 3, -1, [(1, 3), (1, 5)]),
+        ((5, 1, 0), 3, -1, [(2, 10)]),
+        ((7, 1, 2), 3, 8, [(1, 1)]),
+        ((15, 3, 0), 3, -1, []),
+        ((6, 2, 0), 4, -1, [(2, 10)]),  # an earlier fit had 3 steps in an epoch
+        ((6, 2, 0), -1, 13, [(2, 7)]),
     ],
 )
 def test_a_training_is_cut_where_the_epochs_of_the_trainer_begin(
-    done: int, max_epochs: int, max_steps: int, found: list[tuple[int, int]]
+    done: tuple[int, int, int], max_epochs: int, max_steps: int, found: list[tuple[int, int]]
 ) -> None:
-    assert stretches(done=done, per_epoch=5, max_epochs=max_epochs, max_steps=max_steps) == found
+    steps, epochs, batches = done
+    limits = {"per_epoch": 5, "max_epochs": max_epochs, "max_steps": max_steps}
+    assert stretches(steps=steps, epochs=epochs, batches=batches, **limits) == found
 
 
 def test_the_name_of_a_sum_says_how_it_is_logged() -> None:
@@ -126,6 +133,15 @@ def test_the_name_of_a_sum_says_how_it_is_logged() -> None:
     assert Entry.parse("net.accuracy.tp [torchmetrics]") is None
 
 
+def test_a_reduction_that_is_not_known_is_refused() -> None:
+    results = Results(training=True)
+    results.taking = Taken(Place(0, 1, 4))
+    results.log("training_step", "x", torch.ones(()), reduce_fx=torch.max)
+    assert list(results.taking.sums) == ["x [training_step max logger epoch suffix]"]
+    with pytest.raises(UsageError, match="'y', reduce_fx="):
+        results.log("training_step", "y", torch.ones(()), reduce_fx=lambda values: values.mean())
+
+
 def test_a_worker_without_a_value_does_not_change_an_extreme() -> None:
     totals = torch.zeros(2, 3, dtype=torch.float64)
     for number, value in ((0, -3.0), (2, -5.0)):
@@ -135,6 +151,33 @@ def test_a_worker_without_a_value_does_not_change_an_extreme() -> None:
         totals += taken.sums["x"]
     assert extreme("max", totals) == -3.0
     assert extreme("min", totals) == -5.0
+
+
+def test_metrics_that_keep_more_than_their_states_are_refused() -> None:
+    module = torch.nn.Module()
+    module.smooth = RunningMean(3)
+    with pytest.raises(UsageError, match="'smooth' is a RunningMean"):
+        metrics_of(module)
+
+
+def test_a_collection_that_was_used_before_has_its_groups_again() -> None:
+    given = (torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]))
+    module = torch.nn.Module()
+    module.both = both = MetricCollection([MulticlassAccuracy(2), MulticlassPrecision(2)])
+    both.update(*given)
+    before, groups = both.compute(), both.compute_groups
+    metrics = metrics_of(module)
+    assert both.compute_groups == {}
+    metrics.begin()
+    metrics.empty()
+    taken = Taken(Place(0, 1, 3))
+    both.update(*given)
+    metrics.take(taken, keeps_rows=False)
+    metrics.finish(taken.sums, {}, [])
+    assert both["MulticlassPrecision"]._update_count == 2
+    metrics.release()
+    assert both.compute_groups == groups
+    assert both.compute() == before
 
 
 @pytest.mark.parametrize(

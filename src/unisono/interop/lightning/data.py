@@ -63,24 +63,28 @@ class GlobalBatch:
         return f"<global batch of {self.num_samples} samples, step {self.step.number}>"
 
 
-def stretches(*, done: int, per_epoch: int, max_epochs: int, max_steps: int) -> list[tuple[int, int]]:
+def stretches(
+    *, steps: int, epochs: int, batches: int, per_epoch: int, max_epochs: int, max_steps: int
+) -> list[tuple[int, int]]:
     """Return what is left of a training, as pairs (epochs, steps) for calls of ``run.steps``.
 
     Args:
-        done: steps that a checkpoint of Lightning has behind it; the rest of its epoch is a stretch of its own, so that
-            the epochs of the data and those of the Trainer begin together.
+        steps, epochs: that the Trainer has behind it, by a checkpoint of Lightning or by an earlier fit, whose epochs
+            may have had another length.
+        batches: of the epoch that it is in; the rest of that epoch is a stretch of its own, so that the epochs of the
+            data and those of the Trainer begin together.
         per_epoch: steps of an epoch.
         max_epochs, max_steps: of the Trainer; -1: no limit.
     """
-    epochs = ENDLESS if max_epochs < 0 else max_epochs
-    last = epochs * per_epoch if max_steps < 0 else min(max_steps, epochs * per_epoch)
+    left = ((ENDLESS if max_epochs < 0 else max_epochs) - epochs) * per_epoch - batches
+    if max_steps >= 0:
+        left = min(left, max_steps - steps)
     found = []
-    if done % per_epoch and done < last:
-        end = min(last, (done // per_epoch + 1) * per_epoch)
-        found.append((1, end - done))
-        done = end
-    if done < last:
-        found.append((-(-(last - done) // per_epoch), last - done))
+    if batches and left > 0:
+        found.append((1, min(left, per_epoch - batches)))
+        left -= found[0][1]
+    if left > 0:
+        found.append((-(-left // per_epoch), left))
     return found
 
 
@@ -159,7 +163,8 @@ class StepLoader:
         return self._current
 
     def _begin(self) -> Generator[Step, None, None]:
-        plan = list(self._find_stretches())
+        # A worker that comes to a second fit later has no counters yet.
+        plan = self._run.broadcast(list(self._find_stretches()))
         for number, (epochs, max_steps) in enumerate(plan, 1):
             steps = self._run.steps(
                 **self._source(), microbatches=self._microbatches, epochs=epochs, max_steps=max_steps

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from unisono.errors import UsageError
 from unisono.interop.lightning.data import GlobalBatch
 
 __all__ = ["Entry", "Place", "Results", "Taken", "replay"]
@@ -24,6 +25,13 @@ __all__ = ["Entry", "Place", "Results", "Taken", "replay"]
 FLAGS: Final = ("bar", "logger", "step", "epoch", "suffix")
 """``prog_bar``, ``logger``, ``on_step``, ``on_epoch``, ``add_dataloader_idx``."""
 KINDS: Final = ("mean", "sum", "max", "min", "metric")
+_REDUCTIONS: Final[dict[str, tuple[Any, ...]]] = {
+    "mean": ("mean", "avg", torch.mean),
+    "sum": ("sum", torch.sum, sum),
+    "max": ("max", torch.max, max),
+    "min": ("min", torch.min, min),
+}
+"""What ``reduce_fx`` may be, as of Lightning, by what it means."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +135,7 @@ class Results(_ResultCollection):
         if self.taking is None:
             super().log(fx, name, value, **options)
             return
-        reduce = options.get("reduce_fx", "mean")
-        kind = "metric" if isinstance(value, Metric) else getattr(reduce, "__name__", str(reduce).lower())
+        kind = "metric" if isinstance(value, Metric) else _kind_of(name, options.get("reduce_fx", "mean"))
         given = {
             "bar": options.get("prog_bar"),
             "logger": options.get("logger", True),
@@ -137,13 +144,29 @@ class Results(_ResultCollection):
             "suffix": options.get("add_dataloader_idx", True),
         }
         flags = tuple(flag for flag in FLAGS if given[flag])
-        entry = Entry(name, fx, {"avg": "mean"}.get(kind, kind), flags, options.get("metric_attribute") or "")
+        entry = Entry(name, fx, kind, flags, options.get("metric_attribute") or "")
         self.taking.note(entry, value, options.get("batch_size"))
 
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
         if batch_size is None and isinstance(self.batch, GlobalBatch):
             return self.batch.num_samples
         return super()._extract_batch_size(value, batch_size, meta)
+
+
+def _kind_of(name: str, reduce: Any) -> str:
+    """Return how a value is reduced over the micro-batches.
+
+    Raises:
+        UsageError: in a way that is not known.
+    """
+    word = reduce.lower() if isinstance(reduce, str) else reduce
+    kind = next((kind for kind, known in _REDUCTIONS.items() if word in known), None)
+    if kind is None:
+        raise UsageError(
+            f"self.log({name!r}, reduce_fx={reduce!r}): UnisonoStrategy reduces the values of micro-batches by "
+            '"mean", "sum", "max" and "min"; log what the value is made of, with one of these'
+        )
+    return kind
 
 
 def logged(totals: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:

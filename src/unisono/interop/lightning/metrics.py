@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from unisono.errors import UsageError
 from unisono.interop.lightning.logs import Taken, extreme
 
-__all__ = ["Metrics", "Rows"]
+__all__ = ["Metrics", "Rows", "metrics_of"]
 
 State = dict[str, Any]
 """States of a metric by name: a tensor, or a list of tensors."""
-Rows = dict[int, dict[str, Tensor]]
-"""By batch, then by path of a metric and name of a state: its rows."""
+Rows = dict[int, dict[str, list[Any]]]
+"""By batch, then by path of a metric and name of a state: the items of its list, mostly tensors."""
 
 _KINDS: Final[dict[Any, str]] = {
     dim_zero_sum: "sum",
@@ -32,24 +35,61 @@ _KINDS: Final[dict[Any, str]] = {
     dim_zero_min: "min",
     dim_zero_cat: "rows",
 }
+_GROUPING: Final = ("_enable_compute_groups", "_groups", "_groups_checked", "_state_is_copy")
+"""Attributes of a MetricCollection: which of its metrics share states."""
+_REFUSED: Final[dict[type[nn.Module], str]] = {
+    Running: "counts the calls of one process, and here each worker has other micro-batches: log the value with "
+    "on_step=True, and smooth it where it is shown",
+    MinMaxMetric: "keeps its extremes outside of its states, and each worker computes them of other micro-batches: log "
+    "the metric itself, and compare its values of the epochs in on_validation_epoch_end",
+    MetricTracker: "makes metrics while it runs, which a worker that joins does not have: log the metric itself, and "
+    "compare its values of the epochs in on_validation_epoch_end",
+}
+"""Wrappers, and why they cannot work."""
 
 
 class Metrics:
-    """The metrics of a module.
+    """The metrics of a module, see `metrics_of`.
 
     Attributes:
         found: by path.
         rows: of the batches of an evaluation that this worker has computed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.found = {path: one for path, one in module.named_modules() if isinstance(one, Metric)}
+    def __init__(self) -> None:
+        self.found: dict[str, Metric] = {}
         self.rows: Rows = {}
         self._before: dict[str, tuple[int, State]] = {}
+        self._grouped: list[tuple[MetricCollection, dict[str, Any]]] = []
+
+    def find(self, module: nn.Module) -> None:
+        """Find the metrics that a module has now, until `release`.
+
+        Raises:
+            UsageError: one of them keeps more than its states.
+        """
+        self.release()
+        for path, one in module.named_modules():
+            if why := next((words for kind, words in _REFUSED.items() if isinstance(one, kind)), ""):
+                raise UsageError(f"the metric {path!r} is a {type(one).__qualname__}, which {why}")
+        self.found = {path: one for path, one in module.named_modules() if isinstance(one, Metric)}
+        self._before = {}
         for one in module.modules():
-            if isinstance(one, MetricCollection):  # its groups share states, which only spares time
-                one._enable_compute_groups = False
-                one._groups = {}
+            if isinstance(one, MetricCollection):
+                self._ungroup(one)
+
+    def _ungroup(self, collection: MetricCollection) -> None:
+        # Groups share states, which only spares time; here each metric has its own.
+        self._grouped.append((collection, {name: getattr(collection, name) for name in _GROUPING}))
+        if collection._groups_checked:
+            collection._compute_groups_create_state_ref(copy=True)
+        collection._enable_compute_groups, collection._groups, collection._groups_checked = False, {}, False
+
+    def release(self) -> None:
+        """Give the collections their groups back."""
+        for collection, grouping in self._grouped:
+            vars(collection).update(grouping)
+        self._grouped = []
 
     def begin(self) -> None:
         """Remember the states before a step or an evaluation."""
@@ -73,7 +113,7 @@ class Metrics:
         Raises:
             UsageError: states of different workers cannot be made one.
         """
-        rows: dict[str, Tensor] = {}
+        rows: dict[str, list[Any]] = {}
         for path, metric in self.found.items():
             if not (count := metric._update_count):
                 continue
@@ -89,7 +129,7 @@ class Metrics:
                             "the sums that it is made of"
                         )
                     if len(value):
-                        rows[key] = dim_zero_cat(value).detach().cpu()
+                        rows[key] = _moved(value, torch.device("cpu"))
                 elif kind in ("max", "min"):
                     taken.spread(key, kind, value.detach().to(torch.float64))
                 elif kind == "mean":
@@ -108,6 +148,11 @@ class Metrics:
             before_count, before = self._before[path]
             metric._computed = None
             count = int(totals.get(_key(path, "updates"), 0))
+            if path in on_step and not metric._defaults:
+                raise UsageError(
+                    f"the metric {path!r} ({type(metric).__qualname__}) wraps others and has no states of its own, of "
+                    "which the value of one step could be computed: log it with on_step=False, on_epoch=True"
+                )
             if not count:
                 metric._update_count = before_count
                 _set(metric, before)
@@ -116,7 +161,8 @@ class Metrics:
             for name, kind in _kinds(path, metric).items():
                 key = _key(path, name)
                 if kind == "rows":
-                    now[name] = [rows[number][key] for number in sorted(rows) if key in rows[number]]
+                    # Not made one tensor: without dist_reduce_fx each item is a sample, or a batch, to the metric.
+                    now[name] = [item for number in sorted(rows) for item in rows[number].get(key, ())]
                     continue
                 total = torch.as_tensor(totals[key])
                 now[name] = (
@@ -150,6 +196,20 @@ class Metrics:
             _set(metric, states)
 
 
+_known: WeakKeyDictionary[nn.Module, Metrics] = WeakKeyDictionary()
+
+
+def metrics_of(module: nn.Module) -> Metrics:
+    """Return the metrics of a module, found anew.
+
+    It is the same object each time, as states of Trainers that a run tracks have it: within a step or an evaluation
+    only this object knows the states that are equal on all workers.
+    """
+    metrics = _known.setdefault(module, Metrics())
+    metrics.find(module)
+    return metrics
+
+
 def _key(path: str, name: str) -> str:
     return f"{path}.{name} [torchmetrics]"
 
@@ -168,7 +228,13 @@ def _set(metric: Metric, states: Mapping[str, Any]) -> None:
         if isinstance(default, Tensor):
             setattr(metric, name, value.to(dtype=getattr(metric, name).dtype, device=metric.device))
         else:
-            setattr(metric, name, [one.to(metric.device) for one in value])
+            setattr(metric, name, _moved(value, metric.device))
+
+
+def _moved(items: list[Any], device: torch.device) -> list[Any]:
+    """Return the items of a list state on a device; they may be tuples, or text."""
+    moved: list[Any] = apply_to_collection(items, Tensor, lambda tensor: tensor.detach().to(device))
+    return moved
 
 
 def _kind_of(metric: Metric) -> Callable[[str], str]:

@@ -18,6 +18,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
+from torchmetrics import Metric
 
 from unisono.errors import UsageError
 from unisono.interop.lightning.logs import Results
@@ -40,19 +41,23 @@ FIELDS: Final = (
 class TrainerState:
     """Counters of the loops, states of the callbacks, logged values, and metrics of a Trainer."""
 
-    def __init__(self, trainer: pl.Trainer, metrics: Metrics) -> None:
-        self._trainer: Any = trainer  # its connectors add attributes, undeclared
-        self._metrics = metrics
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer: Any = trainer  # its connectors add attributes, undeclared
+        self._metrics: list[Metrics] = []
+
+    def use(self, metrics: Metrics) -> None:
+        """Add the metrics of the module that the Trainer trains now; it may have trained others."""
+        self._metrics = [metrics, *(one for one in self._metrics if one is not metrics)]
 
     def state_dict(self) -> dict[str, Any]:
-        trainer, connector = self._trainer, self._trainer._logger_connector
+        trainer, connector = self.trainer, self.trainer._logger_connector
         loop = trainer.fit_loop.epoch_loop
         return {
             "progress": {path: one.state_dict() for path, one in _trackers(trainer.fit_loop)},
             "batches_that_stepped": loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
             "callbacks": {one.state_key: _callback_state(one) for one in trainer.callbacks},
-            "metrics": self._metrics.state_dict(),
+            "metrics": [one.state_dict() for one in self._metrics],
             "results": [_result_state(key, one) for key, one in loop._results.items()],
             "logged": {
                 "progress_bar": dict(connector._progress_bar_metrics),
@@ -64,7 +69,7 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        trainer, connector = self._trainer, self._trainer._logger_connector
+        trainer, connector = self.trainer, self.trainer._logger_connector
         loop = trainer.fit_loop.epoch_loop
         for path, one in _trackers(trainer.fit_loop):
             _load_progress(one, state["progress"][path])
@@ -78,11 +83,12 @@ class TrainerState:
                         f"the callback {type(callback).__qualname__} has another state_dict() after load_state_dict(), "
                         "so a worker that joins, or a run that resumes, would not go on as the others do"
                     )
-        self._metrics.load_state_dict(state["metrics"])
+        for metrics, found in zip(self._metrics, state["metrics"], strict=True):
+            metrics.load_state_dict(found)
         results = loop._results
         results.clear()
         for found in state["results"]:
-            results[found["key"]] = _result_of(found, self._metrics, trainer.strategy.reduce)
+            results[found["key"]] = _result_of(found, self._find_metric, trainer.strategy.reduce)
         connector._progress_bar_metrics = dict(state["logged"]["progress_bar"])
         connector._logged_metrics = dict(state["logged"]["logged"])
         connector._callback_metrics = dict(state["logged"]["callback"])
@@ -90,6 +96,9 @@ class TrainerState:
         connector._first_loop_iter = state["is_first"]
         if (fetcher := trainer.fit_loop._data_fetcher) is not None:
             fetcher.fetched = loop.batch_progress.current.ready
+
+    def _find_metric(self, path: str) -> Metric:
+        return next(one.found[path] for one in self._metrics if path in one.found)
 
 
 def install_results(trainer: pl.Trainer) -> None:
@@ -167,7 +176,9 @@ def _result_state(key: str, result: _ResultMetric) -> dict[str, Any]:
     }
 
 
-def _result_of(state: Mapping[str, Any], metrics: Metrics, reduce: Callable[..., Any]) -> _ResultMetric:
+def _result_of(
+    state: Mapping[str, Any], find_metric: Callable[[str], Metric], reduce: Callable[..., Any]
+) -> _ResultMetric:
     # The reduction is given as a word, and is made a function of torch by `_Metadata`.
     meta = _Metadata(**state["meta"], reduce_fx=state["reduce"])
     meta.sync = _Sync(fn=reduce)  # as `LightningModule.log` gives it; it is compared
@@ -175,7 +186,7 @@ def _result_of(state: Mapping[str, Any], metrics: Metrics, reduce: Callable[...,
     for name, value in state["values"].items():
         setattr(result, name, value)
     if not state["is_tensor"]:
-        result.value = metrics.found[state["meta"]["metric_attribute"]]
+        result.value = find_metric(state["meta"]["metric_attribute"])
     result._forward_cache = state["cache"]
     result.has_reset = state["has_reset"]
     result._update_count = state["count"]

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, checked, stretches
 from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
-from unisono.interop.lightning.metrics import Metrics, Rows
+from unisono.interop.lightning.metrics import Metrics, Rows, metrics_of
 from unisono.interop.lightning.refusals import check
 from unisono.interop.lightning.state import TrainerState, install_results
 from unisono.training.run import Run
@@ -81,7 +81,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         self.run = run
         super().__init__(run.device, accelerator, checkpoint_io, precision_plugin)
         self._microbatches = microbatches
-        self._has_begun = False
+        self._metrics = Metrics()
         self._loader: StepLoader | None = None
         self._batch: tuple[GlobalBatch, tuple[Any, ...]] | None = None
         self._loss = torch.zeros(())
@@ -163,7 +163,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         object.__setattr__(module, "_on_before_batch_transfer", self._before_transfer)
-        self._metrics = Metrics(module)
+        self._metrics = metrics_of(module)
         _track(self.run, "model", module)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -173,13 +173,23 @@ class UnisonoStrategy(SingleDeviceStrategy):
             _track(self.run, "scheduler", config.scheduler)
         if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
             _track(self.run, "scaler", scaler)
-        _track(self.run, "trainer", TrainerState(trainer, self._metrics))
+        states = (one for one in _tracked[self.run].values() if isinstance(one, TrainerState))
+        state = next((one for one in states if one.trainer is trainer), None) or TrainerState(trainer)
+        state.use(self._metrics)
+        _track(self.run, "trainer", state)
 
     def teardown(self) -> None:
         """See ``Strategy.teardown``."""
         if (module := self.lightning_module) is not None:
             module.__dict__.pop("_on_before_batch_transfer", None)
+        self._metrics.release()
         super().teardown()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint of Lightning; if the worker that writes is lost, the next one writes it. Collective."""
+        with self.run.main_first() as is_first:
+            if is_first:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     # -- data ------------------------------------------------------------------------------------------
 
@@ -194,9 +204,11 @@ class UnisonoStrategy(SingleDeviceStrategy):
         per_epoch = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
 
         def find_stretches() -> list[tuple[int, int]]:
-            max_epochs = trainer.fit_loop.max_epochs
+            loop, max_epochs = trainer.fit_loop, trainer.fit_loop.max_epochs
             return stretches(
-                done=trainer.global_step,
+                steps=trainer.global_step,
+                epochs=loop.epoch_progress.current.processed,
+                batches=loop.epoch_loop.batch_progress.current.ready,
                 per_epoch=per_epoch,
                 max_epochs=-1 if max_epochs is None else max_epochs,
                 max_steps=trainer.max_steps,
@@ -220,7 +232,6 @@ class UnisonoStrategy(SingleDeviceStrategy):
         return float(loop.max_batches[number])
 
     def _begin_step(self, step: Step) -> None:
-        self._has_begun = True
         self._follow_rank()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -357,7 +368,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
     def _gathered_rows(self, whole: WholeSet, evaluate: Callable[[Any], Any]) -> Rows:
         """Return the rows of all batches. Collective."""
         have = dict(self._metrics.rows)
-        while self._has_begun:  # before, each worker evaluates all batches
+        while self.run.has_begun:  # before, each worker evaluates all batches
             for part in self.run.gather(have):
                 have.update(part)
             missing = [index for index in range(len(whole)) if index not in have]
