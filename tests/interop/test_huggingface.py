@@ -25,6 +25,7 @@ from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
 from unisono.interop.huggingface import UnisonoTrainer
 from unisono.interop.huggingface.progress import Handout
+from unisono.interop.huggingface.trainer import _plain
 from unisono.journal import compare
 from unisono.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
@@ -279,6 +280,16 @@ def test_an_argument_that_has_no_meaning_is_refused_with_what_to_do(name: str, t
 def test_a_dataset_that_can_be_read_once_is_refused(tmp_path: Path) -> None:
     with library.Run() as run, pytest.raises(library.UsageError, match="a list of the samples"):
         UnisonoTrainer(model=Next(), args=arguments(tmp_path), run=run, train_dataset=iter(sequences(4)))
+
+
+def test_of_a_loader_of_its_own_the_processes_begin_and_wait_as_it_says(tmp_path: Path) -> None:
+    rows, options = sequences(57), {"num_workers": 1, "timeout": 9, "worker_init_fn": print}
+    with library.Run() as run:
+        args = arguments(tmp_path, dataloader_num_workers=1)
+        trainer = UnisonoTrainer(model=Next(), args=args, run=run, train_dataset=rows)
+        own = trainer.accelerator.prepare(DataLoader(rows, batch_size=12, **options))
+        found = [_plain(loader) for loader in (own, trainer.get_train_dataloader())]
+    assert [(loader.timeout, loader.worker_init_fn) for loader in found] == [(9, print), (0, None)]
 
 
 def test_a_stream_is_read_in_as_many_parts_as_micro_batches(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any, Final
 
 from accelerate import PartialState
+from accelerate.utils import patch_environment
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
@@ -97,12 +97,12 @@ def _use_device(args: TrainingArguments, run: Run) -> None:
             f'TrainingArguments(use_cpu=True) and a run on {run.device} do not fit: unisono.Run(device="cpu")'
         )
     args.use_cpu = run.device.type == "cpu"
-    if run.device.type != "cpu":
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(run.device)
     vars(args).pop("_setup_devices", None)  # it may be known already, of process 0
-    if args.device != run.device:
+    with patch_environment(**({} if args.use_cpu else {"ACCELERATE_TORCH_DEVICE": run.device})):
+        device = args.device
+    if device != run.device:
         raise UsageError(
-            f"the worker's device is {run.device}, and TrainingArguments chose {args.device}; give the device to "
+            f"the worker's device is {run.device}, and TrainingArguments chose {device}; give the device to "
             "unisono.Run(device=...), and leave ACCELERATE_USE_CPU unset"
         )
     args._n_gpu = int(run.device.type != "cpu")  # never DataParallel

@@ -24,7 +24,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint, has_length
+from transformers.trainer_utils import get_last_checkpoint, has_length, seed_worker
 
 from unisono.errors import UsageError
 from unisono.interop.huggingface.arguments import adapted, check_dataset
@@ -243,8 +243,8 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
 
 
 def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader as it was before Accelerate prepared it."""
-    cuts = loader.batch_sampler
+    """Return a loader as it was before Accelerate prepared it: what Unisono reads of a loader."""
+    cuts, init = loader.batch_sampler, loader.worker_init_fn
     options: dict[str, Any] = {"batch_sampler": cuts}
     if isinstance(loader.dataset, IterableDataset):
         options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -255,6 +255,8 @@ def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
+        timeout=loader.timeout,
+        worker_init_fn=None if getattr(init, "func", None) is seed_worker else init,  # Unisono sets the generators
         multiprocessing_context=loader.multiprocessing_context,
         **options,
     )
