@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, checked, stretches
+from unisono.interop.lightning.loggers import take_over
 from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
 from unisono.interop.lightning.metrics import Metrics, Rows, metrics_of
 from unisono.interop.lightning.refusals import check
@@ -108,6 +109,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         # Lightning asks for its loaders where it first needs them, which a worker that joins later has not done yet.
         if not (name or "").endswith("_dataloader()"):
             self.run.barrier()
+            self._follow_rank()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of the main worker on all. Collective."""
@@ -120,7 +122,10 @@ class UnisonoStrategy(SingleDeviceStrategy):
 
     def _follow_rank(self) -> None:
         """Let Lightning's loggers and messages be those of the main worker, which another one may become."""
+        wrote_not = getattr(rank_zero_only, "rank", 0) != 0
         rank_zero_only.rank = 0 if self.run.is_main else max(1, self.run.rank)
+        if wrote_not and self.run.is_main and self.lightning_module is not None:
+            take_over(self.trainer)
 
     # -- set up ----------------------------------------------------------------------------------------
 
@@ -401,6 +406,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         assert module is not None
         on_step = {entry.metric for entry, _ in logged(totals) if "step" in entry.flags}
         self._metrics.finish(totals, rows, on_step)
+        self._follow_rank()
         return replay(self._results(), self.trainer._logger_connector, module, totals)
 
     def _results(self) -> Results:
