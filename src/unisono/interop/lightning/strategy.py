@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -313,6 +314,11 @@ class UnisonoStrategy(SingleDeviceStrategy):
             return
         module = self.lightning_module
         assert module is not None
+        if weight is not None and is_overridden("backward", module, pl.LightningModule):
+            raise UsageError(
+                f"UnisonoStrategy: {type(module).__name__} has a backward() of its own, and its training_step returned "
+                'a "weight", with which the backward pass is that of step.backward: do without one of them'
+            )
         scaled = self.precision_plugin.pre_backward(loss, module)
         if weight is None:
             self.precision_plugin.backward(scaled, module, optimizer)
