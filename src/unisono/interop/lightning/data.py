@@ -211,10 +211,12 @@ class WholeSet:
     """All batches of an evaluation, in the place of one batch: ``[i]`` is (i, batch).
 
     Args:
+        number: of the loader.
         num_batches: those after the first ones are left out.
     """
 
-    def __init__(self, loader: DataLoader[Any], num_batches: int) -> None:
+    def __init__(self, loader: DataLoader[Any], number: int, num_batches: int) -> None:
+        self.number = number
         self._dataset: Any = loader.dataset
         self._collate = loader.collate_fn
         self.loader_workers = loader.num_workers
@@ -243,16 +245,16 @@ class EvaluationLoader:
     """A ``DataLoader`` of an evaluation, which gives one `WholeSet`.
 
     Args:
-        find_limit: returns how many batches are to be evaluated at most.
-
+        find_place: returns the number of this loader, and how many batches are to be evaluated at most.
     """
 
-    def __init__(self, loader: DataLoader[Any], find_limit: Callable[[EvaluationLoader], float]) -> None:
+    def __init__(self, loader: DataLoader[Any], find_place: Callable[[EvaluationLoader], tuple[int, float]]) -> None:
         self._loader = loader
-        self._find_limit = find_limit
+        self._find_place = find_place
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[WholeSet]:
-        yield WholeSet(self._loader, int(min(len(self), self._find_limit(self))))
+        number, limit = self._find_place(self)
+        yield WholeSet(self._loader, number, int(min(len(self), limit)))

@@ -205,7 +205,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if stage == RunningStage.PREDICTING:
             return dataloader
         if stage != RunningStage.TRAINING:
-            return EvaluationLoader(checked(dataloader, "an evaluation"), self._find_limit)
+            return EvaluationLoader(checked(dataloader, "an evaluation"), self._find_place)
         loader = checked(dataloader, "the training")
         per_epoch = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
 
@@ -230,12 +230,12 @@ class UnisonoStrategy(SingleDeviceStrategy):
         )
         return self._loader
 
-    def _find_limit(self, loader: EvaluationLoader) -> float:
-        """Return how many batches Lightning's loop wants of a loader."""
+    def _find_place(self, loader: EvaluationLoader) -> tuple[int, float]:
+        """Return the number of a loader in Lightning's loop, and how many batches are wanted of it."""
         loop = self.trainer._evaluation_loop
         assert loop._combined_loader is not None
         number = next(i for i, one in enumerate(loop._combined_loader.flattened) if one is loader)
-        return float(loop.max_batches[number])
+        return number, float(loop.max_batches[number])
 
     def _begin_step(self, step: Step) -> None:
         self._follow_rank()
@@ -360,7 +360,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         def function(item: tuple[int, Any]) -> Mapping[str, Any]:
             index, data = item
             place = Place(index, len(whole), whole.num_samples(index))
-            with self._taking(place, self._placed(data, *rest[1:]), keeps_rows=True) as (taken, placed):
+            with self._taking(place, self._placed(data, whole.number), keeps_rows=True) as (taken, placed):
                 compute(placed, *((index, *rest[1:]) if rest else ()))
             return taken.sums
 
