@@ -18,7 +18,7 @@ from unisono.errors import StepError, UsageError
 from unisono.training.run import Run
 from unisono.training.step import Step
 
-__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "checked", "stretches"]
+__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "checked", "in_one_order", "stretches"]
 
 ENDLESS = 1 << 20
 """Epochs of a training without ``max_epochs`` and ``max_steps``, which ends by ``trainer.should_stop``."""
@@ -40,6 +40,22 @@ def checked(loader: object, what: str) -> DataLoader[Any]:
         f"UnisonoStrategy shares out the samples of {what} by their numbers, and a {type(loader).__qualname__}{of} "
         "has none: give a torch DataLoader of a dataset with __len__ and __getitem__"
     )
+
+
+def in_one_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader of an evaluation, whose samples have the same order on all workers.
+
+    Raises:
+        UsageError: its sampler has a generator, whose state a worker that joins does not have.
+    """
+    for sampler in (loader.sampler, loader.batch_sampler):
+        if getattr(sampler, "generator", None) is not None:
+            raise UsageError(
+                f"UnisonoStrategy: the {type(sampler).__qualname__} of a loader for an evaluation has a generator, and "
+                "a worker that joins later would cut other batches by it than the others: leave generator= out, or "
+                "shuffle=True"
+            )
+    return loader
 
 
 class GlobalBatch:

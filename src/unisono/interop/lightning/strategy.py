@@ -28,7 +28,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
-from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, checked, stretches
+from unisono.interop.lightning.data import (
+    EvaluationLoader,
+    GlobalBatch,
+    StepLoader,
+    WholeSet,
+    checked,
+    in_one_order,
+    stretches,
+)
 from unisono.interop.lightning.loggers import take_over
 from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
 from unisono.interop.lightning.metrics import Metrics, Rows, metrics_of
@@ -205,7 +213,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if stage == RunningStage.PREDICTING:
             return dataloader
         if stage != RunningStage.TRAINING:
-            return EvaluationLoader(checked(dataloader, "an evaluation"), self._find_place)
+            return EvaluationLoader(in_one_order(checked(dataloader, "an evaluation")), self._find_place)
         loader = checked(dataloader, "the training")
         per_epoch = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
 
