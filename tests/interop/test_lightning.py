@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning import pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection, RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
@@ -17,7 +18,7 @@ from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
 from unisono.errors import UsageError
-from unisono.interop.lightning.data import stretches
+from unisono.interop.lightning.data import in_one_order, stretches
 from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
 from unisono.interop.lightning.metrics import metrics_of
 from unisono.interop.lightning.refusals import check
@@ -121,6 +122,12 @@ def test_a_training_is_cut_where_the_epochs_of_the_trainer_begin(
     steps, epochs, batches = done
     limits = {"per_epoch": 5, "max_epochs": max_epochs, "max_steps": max_steps}
     assert stretches(steps=steps, epochs=epochs, batches=batches, **limits) == found
+
+
+def test_an_evaluation_in_an_order_of_its_own_is_refused() -> None:
+    assert in_one_order(loader := DataLoader(range(4), shuffle=True)) is loader  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="RandomSampler"):
+        in_one_order(DataLoader(range(4), shuffle=True, generator=torch.Generator()))  # type: ignore[arg-type]
 
 
 def test_the_name_of_a_sum_says_how_it_is_logged() -> None:

@@ -18,7 +18,7 @@ from unisono.errors import StepError, UsageError
 from unisono.training.run import Run
 from unisono.training.step import Step
 
-__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "checked", "stretches"]
+__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "checked", "in_one_order", "stretches"]
 
 ENDLESS = 1 << 20
 """Epochs of a training without ``max_epochs`` and ``max_steps``, which ends by ``trainer.should_stop``."""
@@ -40,6 +40,22 @@ def checked(loader: object, what: str) -> DataLoader[Any]:
         f"UnisonoStrategy shares out the samples of {what} by their numbers, and a {type(loader).__qualname__}{of} "
         "has none: give a torch DataLoader of a dataset with __len__ and __getitem__"
     )
+
+
+def in_one_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader of an evaluation, whose samples have the same order on all workers.
+
+    Raises:
+        UsageError: its sampler has a generator, whose state a worker that joins does not have.
+    """
+    for sampler in (loader.sampler, loader.batch_sampler):
+        if getattr(sampler, "generator", None) is not None:
+            raise UsageError(
+                f"UnisonoStrategy: the {type(sampler).__qualname__} of a loader for an evaluation has a generator, and "
+                "a worker that joins later would cut other batches by it than the others: leave generator= out, or "
+                "shuffle=True"
+            )
+    return loader
 
 
 class GlobalBatch:
@@ -211,10 +227,12 @@ class WholeSet:
     """All batches of an evaluation, in the place of one batch: ``[i]`` is (i, batch).
 
     Args:
+        number: of the loader.
         num_batches: those after the first ones are left out.
     """
 
-    def __init__(self, loader: DataLoader[Any], num_batches: int) -> None:
+    def __init__(self, loader: DataLoader[Any], number: int, num_batches: int) -> None:
+        self.number = number
         self._dataset: Any = loader.dataset
         self._collate = loader.collate_fn
         self.loader_workers = loader.num_workers
@@ -243,16 +261,16 @@ class EvaluationLoader:
     """A ``DataLoader`` of an evaluation, which gives one `WholeSet`.
 
     Args:
-        find_limit: returns how many batches are to be evaluated at most.
-
+        find_place: returns the number of this loader, and how many batches are to be evaluated at most.
     """
 
-    def __init__(self, loader: DataLoader[Any], find_limit: Callable[[EvaluationLoader], float]) -> None:
+    def __init__(self, loader: DataLoader[Any], find_place: Callable[[EvaluationLoader], tuple[int, float]]) -> None:
         self._loader = loader
-        self._find_limit = find_limit
+        self._find_place = find_place
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[WholeSet]:
-        yield WholeSet(self._loader, int(min(len(self), self._find_limit(self))))
+        number, limit = self._find_place(self)
+        yield WholeSet(self._loader, number, int(min(len(self), limit)))

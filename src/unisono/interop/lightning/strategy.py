@@ -22,12 +22,22 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
-from unisono.interop.lightning.data import EvaluationLoader, GlobalBatch, StepLoader, WholeSet, checked, stretches
+from unisono.interop.lightning.data import (
+    EvaluationLoader,
+    GlobalBatch,
+    StepLoader,
+    WholeSet,
+    checked,
+    in_one_order,
+    stretches,
+)
+from unisono.interop.lightning.loggers import take_over
 from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
 from unisono.interop.lightning.metrics import Metrics, Rows, metrics_of
 from unisono.interop.lightning.refusals import check
@@ -108,6 +118,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         # Lightning asks for its loaders where it first needs them, which a worker that joins later has not done yet.
         if not (name or "").endswith("_dataloader()"):
             self.run.barrier()
+            self._follow_rank()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of the main worker on all. Collective."""
@@ -120,7 +131,10 @@ class UnisonoStrategy(SingleDeviceStrategy):
 
     def _follow_rank(self) -> None:
         """Let Lightning's loggers and messages be those of the main worker, which another one may become."""
+        wrote_not = getattr(rank_zero_only, "rank", 0) != 0
         rank_zero_only.rank = 0 if self.run.is_main else max(1, self.run.rank)
+        if wrote_not and self.run.is_main and self.lightning_module is not None:
+            take_over(self.trainer)
 
     # -- set up ----------------------------------------------------------------------------------------
 
@@ -199,7 +213,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if stage == RunningStage.PREDICTING:
             return dataloader
         if stage != RunningStage.TRAINING:
-            return EvaluationLoader(checked(dataloader, "an evaluation"), self._find_limit)
+            return EvaluationLoader(in_one_order(checked(dataloader, "an evaluation")), self._find_place)
         loader = checked(dataloader, "the training")
         per_epoch = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
 
@@ -224,12 +238,12 @@ class UnisonoStrategy(SingleDeviceStrategy):
         )
         return self._loader
 
-    def _find_limit(self, loader: EvaluationLoader) -> float:
-        """Return how many batches Lightning's loop wants of a loader."""
+    def _find_place(self, loader: EvaluationLoader) -> tuple[int, float]:
+        """Return the number of a loader in Lightning's loop, and how many batches are wanted of it."""
         loop = self.trainer._evaluation_loop
         assert loop._combined_loader is not None
         number = next(i for i, one in enumerate(loop._combined_loader.flattened) if one is loader)
-        return float(loop.max_batches[number])
+        return number, float(loop.max_batches[number])
 
     def _begin_step(self, step: Step) -> None:
         self._follow_rank()
@@ -308,6 +322,11 @@ class UnisonoStrategy(SingleDeviceStrategy):
             return
         module = self.lightning_module
         assert module is not None
+        if weight is not None and is_overridden("backward", module, pl.LightningModule):
+            raise UsageError(
+                f"UnisonoStrategy: {type(module).__name__} has a backward() of its own, and its training_step returned "
+                'a "weight", with which the backward pass is that of step.backward: do without one of them'
+            )
         scaled = self.precision_plugin.pre_backward(loss, module)
         if weight is None:
             self.precision_plugin.backward(scaled, module, optimizer)
@@ -349,7 +368,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         def function(item: tuple[int, Any]) -> Mapping[str, Any]:
             index, data = item
             place = Place(index, len(whole), whole.num_samples(index))
-            with self._taking(place, self._placed(data, *rest[1:]), keeps_rows=True) as (taken, placed):
+            with self._taking(place, self._placed(data, whole.number), keeps_rows=True) as (taken, placed):
                 compute(placed, *((index, *rest[1:]) if rest else ()))
             return taken.sums
 
@@ -401,6 +420,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         assert module is not None
         on_step = {entry.metric for entry, _ in logged(totals) if "step" in entry.flags}
         self._metrics.finish(totals, rows, on_step)
+        self._follow_rank()
         return replay(self._results(), self.trainer._logger_connector, module, totals)
 
     def _results(self) -> Results:
