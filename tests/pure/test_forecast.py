@@ -80,21 +80,30 @@ def test_bytes_between_hosts_are_those_of_the_network_page() -> None:
 def test_a_link_makes_a_step_longer_by_its_bytes_and_its_round_trips() -> None:
     traffic = Traffic(hosts=2, nbytes=4 * MB, link=GBIT)
     on_the_way = 4 * MB / GBIT.bytes_per_s
-    assert seconds_of(traffic, 1) == pytest.approx(on_the_way)
-    assert seconds_of(traffic, 1, window=0.010) == pytest.approx(on_the_way - 0.010)
+    assert seconds_of(traffic) == pytest.approx(on_the_way)
+    assert seconds_of(traffic, [0.010]) == pytest.approx(on_the_way - 0.010)
     far = dataclasses.replace(traffic, link=Link(bits_per_s=1e9, round_trip_s=0.020))
-    assert seconds_of(far, 1) == pytest.approx(on_the_way + 0.030)
+    assert seconds_of(far) == pytest.approx(on_the_way + 0.030)
+
+
+def test_a_sum_that_is_complete_early_travels_while_the_rest_is_computed() -> None:
+    traffic = Traffic(hosts=2, nbytes=4 * MB, link=GBIT)
+    one = 2 * MB / GBIT.bytes_per_s
+    assert seconds_of(traffic, [0.0, 0.0]) == pytest.approx(3 * one)
+    assert seconds_of(traffic, [one, 0.0]) == pytest.approx(2 * one)
+    assert seconds_of(traffic, [one / 2, 0.0]) == pytest.approx(2.5 * one), "the link is busy with the first"
+    assert seconds_of(traffic, [9 * one, 8 * one]) == pytest.approx(one), "the sums come back at the end"
 
 
 def test_where_the_link_is_fast_processors_are_what_takes_the_time() -> None:
     fast = Link(bits_per_s=1e12)
     traffic = Traffic(hosts=2, nbytes=4 * MB, link=fast, own_seconds=0.008, own_hosts=2, own_nodes=1)
-    assert seconds_of(traffic, 1) == pytest.approx(0.008)
-    assert seconds_of(traffic, 2) > 0.010
+    assert seconds_of(traffic) == pytest.approx(0.008)
+    assert seconds_of(traffic, [0.0, 0.0]) > 0.010
 
 
 def test_between_many_hosts_messages_take_the_time() -> None:
-    few, many = (seconds_of(Traffic(hosts=hosts, nbytes=4 * MB, link=GBIT), 1) for hosts in (8, 1000))
+    few, many = (seconds_of(Traffic(hosts=hosts, nbytes=4 * MB, link=GBIT)) for hosts in (8, 1000))
     assert many > 10 * few
 
 

@@ -33,6 +33,7 @@ from typing import Final
 from unisono.decisions.advice import shorter_pace
 from unisono.decisions.balance import in_units, num_nodes, weighed
 from unisono.decisions.plan import Plan, plan
+from unisono.decisions.tree import leaves
 from unisono.decisions.wires import Link, Traffic, seconds_of
 
 __all__ = ["Facts", "Parts", "Roster", "Sample", "candidates", "expected_largest", "forecast", "shares_of"]
@@ -154,24 +155,28 @@ class Parts:
         }
 
 
-def forecast(facts: Facts, roster: Roster, microbatches: int = 0, batches: float = 1.0) -> Parts:
+def forecast(
+    facts: Facts, roster: Roster, microbatches: int = 0, batches: float = 1.0, *, is_late: bool = False
+) -> Parts:
     """Return the step of these workers, all of which hold everything.
 
     Args:
         microbatches: into which the batch is cut; 0: as it was measured.
         batches: the size of the batch, as a multiple of the one that was measured.
+        is_late: no sum is sent before all is computed.
     """
     number = microbatches or facts.microbatches
     neighbours = roster.neighbours
     pace = _pace(facts, _drawn(facts, lambda one: one.pace, neighbours), number, batches)
     traffic = _traffic(facts, roster)
-    shares = shares_of(roster, number, pace, seconds_of(traffic, 1) if traffic is not None else 0.0)
+    shares = shares_of(roster, number, pace, seconds_of(traffic) if traffic is not None else 0.0)
     largest = max(len(own) for own in shares.ranges)
     computing = largest * pace
     network = 0.0
     if traffic is not None:
-        most = max(num_nodes(shares, host) for host in roster.ranks)
-        network = seconds_of(traffic, most, window=_window(pace, roster))
+        for host in roster.ranks:
+            complete = [0.0] * num_nodes(shares, host) if is_late else _complete(shares, host, pace)
+            network = max(network, seconds_of(traffic, complete))
     return Parts(
         compute=computing,
         uneven=computing - number * pace / roster.workers,
@@ -215,9 +220,18 @@ def _scatter(facts: Facts, workers: int) -> float:
     return min(several, key=lambda one: abs(one.workers - workers)).scatter
 
 
-def _window(pace: float, roster: Roster) -> float:
-    """Return for how long sums can travel while the last micro-batch is still computed."""
-    return 0.0 if roster.per_host > 1 and roster.workers > roster.hosts else BACKWARD * pace
+def _complete(shares: Plan, host: range, pace: float) -> list[float]:
+    """Return for each node of a host how long before the end of all computing its sum can leave.
+
+    A worker alone on its host sends a node as soon as backward has passed through the last micro-batch of it. Several
+    add up their nodes first, which those wait for that are last.
+    """
+    if len(host) > 1:
+        return [0.0] * num_nodes(shares, host)
+    longest = max(len(own) for own in shares.ranges)
+    own = shares.ranges[host.start]
+    done = itertools.accumulate(len(leaves(node, shares.num_leaves)) for node in shares.nodes[host.start])
+    return [pace * (longest - number + BACKWARD) for number in done] if own else []
 
 
 def _traffic(facts: Facts, roster: Roster) -> Traffic | None:

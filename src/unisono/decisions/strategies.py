@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from unisono.decisions.forecast import BACKWARD, Facts, Parts, Roster, forecast
+from unisono.decisions.forecast import Facts, Parts, Roster, forecast
 from unisono.decisions.wires import Traffic, seconds_of
 
 __all__ = ["STRATEGIES", "Memory", "Options", "Strategy"]
@@ -150,18 +150,10 @@ def _delay(facts: Facts, roster: Roster, options: Options) -> Parts:
     base = forecast(facts, roster)
     if roster.workers == 1:
         return base
-    behind = base.waiting + _late_network(facts, roster, base)
+    behind = base.waiting + forecast(facts, roster, is_late=True).network
     copying = LATE_COPIES * HANDING_OVER * base.exchange
     own = base.compute + base.update + base.other + copying
     return dataclasses.replace(base, waiting=0.0, exchange=base.exchange + copying, network=max(0.0, behind - own))
-
-
-def _late_network(facts: Facts, roster: Roster, base: Parts) -> float:
-    """Return what the network takes where nothing is sent before backward is over."""
-    if not base.network or (roster.per_host > 1 and roster.workers > roster.hosts):
-        return base.network
-    pace = (base.compute - base.uneven) * roster.workers / facts.microbatches
-    return base.network + BACKWARD * pace
 
 
 def _delay_memory(memory: Memory, roster: Roster, options: Options, leaves: int) -> float:
@@ -177,7 +169,7 @@ def _local(facts: Facts, roster: Roster, options: Options) -> Parts:
     if roster.hosts > 1 and roster.link is not None:
         traffic = Traffic(hosts=roster.hosts, nbytes=facts.parameter_bytes, link=roster.link)
         states = 2 * facts.parameter_bytes * (options.copies - 1) * roster.per_host / roster.link.bytes_per_s
-        network = ROUND * (seconds_of(traffic, 1) + states) / options.inner_steps
+        network = ROUND * (seconds_of(traffic) + states) / options.inner_steps
     # Replicas wait for each other once in a round, and what makes steps uneven averages out over it.
     waiting = base.waiting / options.inner_steps**0.5
     return dataclasses.replace(base, waiting=waiting, exchange=base.exchange / options.inner_steps, network=network)

@@ -4,15 +4,19 @@ The bytes are those of `docs/network.md`: with c nodes on the host that sends mo
 
     sent = nbytes * (1 - 1/H) * (c + 1)
 
-and a link carries as many in each direction. They leave while the last micro-batch is computed, as far as the time
-allows, and what processors do for them (copies, additions, messages) goes on beside it. So an exchange takes the longer
-of the two, and then a round trip and a half: chunks there, sums back, the vote. Messages cost by their number, which
+and a link carries as many in each direction. A node leaves when it is complete, which for the first ones is long before
+the host has computed its last micro-batch, and one after the other; the sums come back when all have arrived. What
+processors do for them (copies, additions, messages) goes on beside it. So an exchange takes the longer of the two, and
+then a round trip and a half: chunks there, sums back, the vote. Messages cost by their number, which
 grows with the number of hosts and not with the bytes; between many hosts it is they that take the time.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,19 +93,22 @@ def sent_bytes(nbytes: float, hosts: int, nodes: int) -> float:
     return nbytes * (1 - 1 / hosts) * (nodes + 1)
 
 
-def seconds_of(traffic: Traffic, nodes: int, window: float = 0.0) -> float:
+def seconds_of(traffic: Traffic, complete: Sequence[float] = (0.0,)) -> float:
     """Return by how much the exchange makes a step longer.
 
     Args:
-        nodes: of the host that sends most.
-        window: seconds for which sums can travel while the last micro-batch is still computed.
+        complete: of one host, for each node in turn: seconds before the end of all computing at which its sum can
+            leave.
     """
+    nodes = len(complete)
     sent = sent_bytes(traffic.nbytes, traffic.hosts, nodes)
-    on_the_way = sent / traffic.link.bytes_per_s
+    one = sent_bytes(traffic.nbytes, traffic.hosts, 0) / traffic.link.bytes_per_s
+    left = functools.reduce(lambda busy, before: max(busy, -before) + one, complete, -math.inf)
+    on_the_way = max(0.0, left) + one
     own = MESSAGE_S * num_messages(traffic.nbytes, traffic.hosts, nodes)
     measured = traffic.own_seconds - MESSAGE_S * num_messages(traffic.nbytes, traffic.own_hosts, traffic.own_nodes)
     own += max(0.0, measured) * sent / sent_bytes(traffic.nbytes, traffic.own_hosts, traffic.own_nodes)
-    return max(on_the_way - window, own) + 1.5 * traffic.link.round_trip_s
+    return max(on_the_way, own) + 1.5 * traffic.link.round_trip_s
 
 
 def num_messages(nbytes: float, hosts: int, nodes: int) -> int:
