@@ -107,22 +107,8 @@ $(VENV)/.test-installed: $(VENV)/.demo-installed requirements/test.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
 	touch $@
 
-$(VENV)/.cluster-installed: $(VENV)/.test-installed requirements/cluster.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cluster.txt
+$(MORE) $(VENV)/.figures-installed: $(VENV)/.%-installed: requirements/%.txt $(VENV)/.test-installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-$(VENV)/.watch-installed: $(VENV)/.test-installed requirements/watch.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/watch.txt
-	touch $@
-
-$(VENV)/.interop-installed: $(VENV)/.test-installed requirements/interop.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/interop.txt
-	touch $@
-
-$(VENV)/.docs-installed: $(VENV)/.test-installed requirements/docs.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
-	touch $@
-
-$(VENV)/.figures-installed: $(VENV)/.docs-installed requirements/figures.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/figures.txt
-	touch $@
+$(VENV)/.figures-installed: $(VENV)/.docs-installed
