@@ -25,14 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planned import COPIES, INNER_STEPS, SPENT, STRATEGIES
-from benchmarks.planning import HOST, ROOM, STEPS, _roster, _train
+from benchmarks.planning import HOST, ROOM, STEPS, roster_of, train
 from benchmarks.report import print_table
+from unisono.decisions.checks import is_compared
 from unisono.decisions.forecast import Facts, Sample
 from unisono.decisions.strategies import STRATEGIES as MODELS
 from unisono.decisions.strategies import Memory, Options
 from unisono.journal.times import by_step
 from unisono.machine.scratch import scratch_folder
-from unisono.planning.found import NUM_COUNTED, WARM_UP, Settings
+from unisono.planning.found import NUM_COUNTED, Settings
 from unisono.planning.measuring import hosts_in, sample_of
 from unisono.planning.probing import Script, facts_of, memories_of, trial
 
@@ -41,8 +42,8 @@ MB = 1e6
 PLAIN = STRATEGIES[0]
 BLOCK_S = 4.0
 """Alone, the steps of a training take so long, on a machine that does nothing else."""
-LEAST_STEPS, MOST_STEPS = 12, 48
-LEAST_ROUNDS = 9
+LEAST_STEPS, MOST_STEPS = STEPS, 48
+LEAST_ROUNDS = 14
 """Of local steps."""
 
 
@@ -80,7 +81,7 @@ def one_round(case: str, microbatches: int, links: Sequence[str], workers: Seque
         memories = memories_of(trials)
         for link in links:
             for number in workers:
-                roster = _roster(link, number)
+                roster = roster_of(link, number)
                 memory = memories[min(memories, key=lambda each: abs(each - roster.neighbours))]
                 for strategy in STRATEGIES:
                     model = MODELS[strategy]
@@ -110,7 +111,7 @@ def _trained(
     place = folder / f"{strategy}-{link}-{workers}"
     place.mkdir()
     script = Script(command=[*words, "--strategy", strategy, "--replicas", str(workers)], directory=place)
-    _train(script, link, workers, rounds)
+    train(script, link, workers, rounds)
     came = _calm(next(place.glob("train-*")) / "run").step
     found = re.findall(rf"{SPENT}(\d+) (\S+)", (place / "output").read_text(errors="replace"))
     inner = INNER_STEPS if strategy == "local" else 1
@@ -120,7 +121,7 @@ def _trained(
 
 def _calm(run: Path) -> Sample:
     """Return the sample of the fastest third of a run's steps with all its workers."""
-    steps = list(by_step(run).values())[WARM_UP:]
+    steps = [times for step, times in by_step(run).items() if not is_compared(step)]
     size = max(map(len, steps))
     whole = [step for step in steps if len(step) == size and all(None not in each.values() for each in step.values())]
     whole.sort(key=lambda step: sample_of([step], size).step)

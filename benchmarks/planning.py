@@ -10,9 +10,9 @@ of this machine, as in `benchmarks.network`; root). A forecast is made from the 
 from the trials with 1 and 2 workers only, so those of 3 and 4 workers are for numbers that nobody has measured.
 
 The error is that of the median forecast, and the spread is half of the distance between the extremes of the measured
-steps: what the same run, started again, differs by on this machine. What other programs do only ever adds time, so on a
-machine that is not quiet the least of several rounds says more: "least" compares the forecast from the shortest trials
-with the shortest training.
+steps, of trainings and of trials with as many workers: what the same run, started again, differs by on this machine.
+What other programs do only ever adds time, so on a machine that is not quiet the least of several rounds says more:
+"least" compares the forecast from the shortest trials with the shortest training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOST = "host"
 ROOM = 4
 LIMIT_S = 300.0
 SECONDS = 3.0
-STEPS = 12
+STEPS = 16
 PATIENCE_S = 60
 
 
@@ -72,16 +72,16 @@ def one_turn(case: str, microbatches: int, links: Sequence[str], workers: Sequen
             if number in (2, ROOM):
                 trials.append(trial(script, Settings(steps=steps), workers=number))
             if HOST in links and number in workers:
-                came[HOST, number] = _train(script, HOST, number, steps)
+                came[HOST, number] = train(script, HOST, number, steps)
         for place, link in enumerate(each for each in links if each != HOST):
             if place == 0:
                 trials.append(trial(script, Settings(steps=steps), workers=2, hosts=2))
             for number in (each for each in workers if each > 1):
-                came[link, number] = _train(script, link, number, steps)
+                came[link, number] = train(script, link, number, steps)
         return Turn(facts=facts_of(trials, ROOM), came=came)
 
 
-def _train(script: Script, link: str, workers: int, steps: int) -> Sample:
+def train(script: Script, link: str, workers: int, steps: int) -> Sample:
     """Train the script without an inspector, and return what its own files say."""
     run = Path(tempfile.mkdtemp(prefix="train-", dir=script.directory)) / "run"
     base, named = [sys.executable, "-P", "-m", "unisono"], list(script.command[1:2])
@@ -126,14 +126,16 @@ def _run_all(commands: Sequence[Sequence[str]], output: Path) -> None:
                     process.wait()
 
 
-def _link_of(name: str) -> Link | None:
+def link_of(name: str) -> Link | None:
+    """Return the link of this name; None: there is one host."""
     if name == HOST:
         return None
     return Link(bits_per_s=LINKS[name].rate_mbit * 1e6, round_trip_s=2 * LINKS[name].delay_s)
 
 
-def _roster(link: str, workers: int) -> Roster:
-    own = _link_of(link)
+def roster_of(link: str, workers: int) -> Roster:
+    """Return the workers of one host, or of hosts with one worker each."""
+    own = link_of(link)
     return Roster(workers=workers, per_host=ROOM if own is None else 1, link=own, on_one_machine=own is not None)
 
 
@@ -152,6 +154,11 @@ def _least(turns: Sequence[Turn]) -> Facts:
     return dataclasses.replace(turns[0].facts, samples=samples)
 
 
+def _is_of(one: Sample, workers: int) -> bool:
+    """Return whether the trial was of so many workers on one host."""
+    return (one.workers, one.hosts) == (workers, 1)
+
+
 def _step(one: Sample) -> float:
     return one.step
 
@@ -160,8 +167,12 @@ def compared(case: str, turns: Sequence[Turn]) -> Iterator[tuple[dict[str, float
     """Yield the figures and the row of each link and number of workers."""
     for link, number in turns[0].came:
         came = [turn.came[link, number].step for turn in turns]
-        middle, spread = statistics.median(came), (max(came) - min(came)) / 2
-        roster = _roster(link, number)
+        again = [
+            *came,
+            *(each.step for turn in turns for each in turn.facts.samples if link == HOST and _is_of(each, number)),
+        ]
+        middle, spread = statistics.median(came), (max(again) - min(again)) / 2
+        roster = roster_of(link, number)
         expected = statistics.median(forecast(turn.facts, roster).step for turn in turns)
         unseen = statistics.median(forecast(_unseen(turn.facts), roster).step for turn in turns)
         error, blind = expected / middle - 1, unseen / middle - 1
@@ -194,7 +205,7 @@ def simulated(facts: Facts, most: int, per_host: int, links: Sequence[str]) -> I
     for link in links:
         number = per_host
         while number <= most:
-            roster = Roster(workers=number, per_host=per_host, link=_link_of(link))
+            roster = Roster(workers=number, per_host=per_host, link=link_of(link))
             # As many micro-batches as workers, each as large as it was measured: what suits many workers most.
             parts = forecast(facts, roster, number, number / facts.microbatches)
             ideal = alone / facts.microbatches

@@ -67,11 +67,11 @@ def planned(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: Path, tmp_path: Path) -> None:
     found = trial(
-        Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=10, microbatches=8), workers=2
+        Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=15, microbatches=8), workers=2
     )
     assert found.sample.workers == 2
     assert found.sample.step > 0.0
-    assert (found.found.first, found.found.done, found.found.total) == (0, 10, 4000)
+    assert (found.found.first, found.found.done, found.found.total) == (0, 15, 4000)
     assert found.found.recipe["microbatches"] == 8, "the trial's, and not the script's"
     assert found.found.gradient_bytes == BYTES
     assert 0.0 <= found.found.held_up < 1.0
@@ -84,25 +84,25 @@ def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: P
 
 
 def test_a_loop_that_ends_before_the_time_of_a_trial_is_measured_to_its_end(script: Path, tmp_path: Path) -> None:
-    found = trial(Script(command=[str(script), "16", "3"], directory=tmp_path), Settings(steps=10, seconds=600.0))
-    assert (found.found.done, found.found.total) == (12, 12)
+    found = trial(Script(command=[str(script), "16", "4"], directory=tmp_path), Settings(steps=15, seconds=600.0))
+    assert (found.found.done, found.found.total) == (16, 16)
 
 
 def test_a_loop_that_is_left_early_after_enough_steps_is_measured(script: Path, tmp_path: Path) -> None:
     """A trial alone goes on for some seconds, which a short training does not have."""
     script.write_text(
-        SCRIPT.replace("        optimizer.step()\n", "        optimizer.step()\n        if step.number == 11: break\n")
+        SCRIPT.replace("        optimizer.step()\n", "        optimizer.step()\n        if step.number == 15: break\n")
     )
-    found = trial(Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=10, seconds=100.0))
-    assert found.found.done == 12
+    found = trial(Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=15, seconds=100.0))
+    assert found.found.done == 16
     assert found.sample.step > 0.0
 
 
 def test_a_script_that_ends_before_or_fails_says_so(script: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrialFailed, match=r"ended before 10 steps(.|\n)*it did 8;(.|\n)*the end is reached"):
-        trial(Script(command=[str(script), "16", "2"], directory=tmp_path), Settings(steps=10))
+    with pytest.raises(TrialFailed, match=r"ended before 15 steps(.|\n)*it did 8;(.|\n)*the end is reached"):
+        trial(Script(command=[str(script), "16", "2"], directory=tmp_path), Settings(steps=15))
     with pytest.raises(TrialFailed, match=r"exit code(.|\n)*IndexError"):
-        trial(Script(command=[str(script)], directory=tmp_path), Settings(steps=10))
+        trial(Script(command=[str(script)], directory=tmp_path), Settings(steps=15))
 
 
 def test_the_command_writes_a_plan_and_compares_it_with_the_run_that_follows(
@@ -132,7 +132,7 @@ def test_the_command_writes_a_plan_and_compares_it_with_the_run_that_follows(
     of_others = [msgspec.structs.replace(one, workers=3) for one in kept.forecasts]
     write_plan(run / PLAN, msgspec.structs.replace(kept, forecasts=of_others))
     assert command_of_plans.main([str(run)], standalone_mode=False) == 1
-    assert "the plan is about 3 workers, and the run has done enough steps (8 in a row) with 1 worker" in (
+    assert "the plan is about 3 workers, and the run has done enough steps (15 in a row) with 1 worker" in (
         capsys.readouterr().err
     )
     write_plan(run / PLAN, msgspec.structs.replace(kept, batch_size=32))
@@ -157,7 +157,7 @@ def test_a_script_that_trains_with_local_steps_is_refused_by_name(tmp_path: Path
         (("--workers", "4:2"), "A:B with 1 <= A <= B"),
         (("--workers", "1:999"), "say what lies between them, e.g. --link 1gbit"),
         (("--link", "fast"), "--link is a rate"),
-        (("--steps", "2"), "at least 8 steps"),
+        (("--steps", "2"), "at least 15 steps"),
         (("--inner-steps", "0"), "--inner-steps"),
     ],
 )
@@ -189,12 +189,12 @@ def test_a_trial_that_needs_more_memory_than_it_may_have_is_told_from_one_that_f
 ) -> None:
     command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
     with pytest.raises(OutOfMemory):
-        trial(command, Settings(steps=10, room=1 << 18))
+        trial(command, Settings(steps=15, room=1 << 18))
 
 
 def test_the_finder_tries_sizes_of_the_script_and_changes_nothing(script: Path, tmp_path: Path) -> None:
     command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
-    alone = trial(command, Settings(steps=10))
+    alone = trial(command, Settings(steps=15))
     said: list[str] = []
     made = search(command, alone.found, 10, ["microbatches"], said.append)
     assert {one.size for one in made.tried} <= {1, 2, 4, 8, 16}
@@ -211,7 +211,7 @@ def test_no_batch_is_found_that_the_data_set_does_not_have(script: Path, tmp_pat
     )
     assert "DataLoader" in script.read_text()
     command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
-    alone = trial(command, Settings(steps=10))
+    alone = trial(command, Settings(steps=15))
     made = search(command, alone.found, 10, ["batch"], lambda text: None)
     assert max(one.size for one in made.tried) == 16, "4 of these are the 64 samples that there are"
     text = shown_search(made, facts_of([alone], room=4), Roster(workers=2, per_host=4), ["batch"])

@@ -68,7 +68,7 @@ class Asked:
     help="For how many workers. Default: from 1 to as many as this machine has room for, and with --link as 4 such "
     "machines.",
 )
-@click.option("--steps", default=10, show_default=True, metavar="N", help="Steps that each trial does, at least.")
+@click.option("--steps", default=16, show_default=True, metavar="N", help="Steps that each trial does, at least.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads of a worker.")
 @click.option(
     "--link",

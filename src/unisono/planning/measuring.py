@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from unisono.decisions.checks import is_compared
 from unisono.decisions.forecast import Facts, Sample
 from unisono.errors import UsageError
 from unisono.history import History
@@ -37,6 +38,9 @@ Times = Mapping[str, Mapping[str, float | None]]
 def samples_in(directory: Path, first: int = 0) -> list[Sample]:
     """Return a sample for each number of workers, and of their hosts, of which the run has kept enough steps.
 
+    Steps at which several workers compare their bits do not count: most of them are rehearsals, with a micro-batch more
+    for each worker, and there are many at the beginning of a run and few afterwards.
+
     Args:
         first: the first step that counts.
     """
@@ -50,7 +54,8 @@ def samples_in(directory: Path, first: int = 0) -> list[Sample]:
         members = tuple(times)
         left_out = left_out + 1 if members == before else 1
         before = members
-        if left_out > WARM_UP and _is_whole(times):
+        compares = len(members) > 1 and is_compared(step)
+        if left_out > WARM_UP and not compares and _is_whole(times):
             hosts = len({place.get(worker_id, "") for worker_id in members})
             found.setdefault((len(members), hosts), []).append(times)
     return [

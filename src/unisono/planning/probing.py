@@ -15,10 +15,10 @@ from unisono.decisions.forecast import Facts, Sample
 from unisono.decisions.strategies import Memory
 from unisono.errors import UsageError
 from unisono.history import History
-from unisono.planning.found import Found, Settings, found_in
+from unisono.planning.found import IN_A_ROW, Found, Settings, found_in
 from unisono.planning.measuring import check_recipe, facts_from, samples_in
 from unisono.trialrun import Script, trial_run
-from unisono.words import without_evidence
+from unisono.words import count, without_evidence
 
 __all__ = [
     "Measurement",
@@ -72,7 +72,10 @@ def trial(script: Script, settings: Settings, *, workers: int = 1, hosts: int = 
         raise kind(_words(code, settings, output, found.done if found is not None else 0))
     samples = [one for one in samples_in(place / "run", found.first) if one.workers == workers]
     if not samples:
-        raise TrialFailed(f"the script's first training loop has {found.total} steps, too few to be measured")
+        raise TrialFailed(
+            f"of {found.done} steps with {count(workers, 'worker')} too few could be measured ({IN_A_ROW} in a row, "
+            "with the same workers, are needed); give more --steps"
+        )
     return Measurement(sample=samples[0], found=found)
 
 
