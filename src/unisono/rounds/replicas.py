@@ -485,5 +485,5 @@ def check_held(holders: Mapping[int, Sequence[int]], shelf: Shelf, todo: Sequenc
             raise StateLost(
                 f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of "
                 'them are lost: the run cannot go on from here. Go on from the newest checkpoint (resume="auto", '
-                "or unisono resume); with more copies= it survives more losses within one round"
+                "or unisono run --resume RUN); with more copies= it survives more losses within one round"
             )

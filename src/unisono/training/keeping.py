@@ -221,7 +221,7 @@ class Keeper:
         found = complete(path / CHECKPOINTS) if path is not None and self._directory.look() else []
         if not found:
             return "the beginning: this worker sees no checkpoint (unisono.Checkpoints(every_steps=...) writes some)"
-        return f'the newest checkpoint, {found[-1]} (resume="auto", or unisono resume {path})'
+        return f'the newest checkpoint, {found[-1]} (resume="auto", or unisono run --resume {path})'
 
     def writes(self, team: Team) -> bool:
         """Return whether this member writes for all members: it is the first that sees the directory."""

@@ -105,7 +105,8 @@ class Trainings(ABC):
             batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
                 DataLoader or of the `unisono.BucketSampler`.
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
-                bits, the number of workers does not. Choose it as the largest number of workers you expect, not more.
+                bits, the number of workers does not. Choose it as the largest number of workers you expect, or a
+                small multiple where workers differ in speed (docs/choosing_m.md).
             epochs: passes over the data.
             max_steps: end earlier.
             sampler: a sampler of torch, `unisono.BucketSampler`, or anything that gives the sample indices of an epoch
