@@ -171,6 +171,26 @@ def efficiency(axes: Axes) -> None:
     axes.legend()
 
 
+def forecasts(axes: Axes) -> None:
+    """How far forecasts of steps were off, beside what a repetition differs by."""
+    rows = table("plan.md", "model", "link", "workers", "came")[::-1]
+    for y, row in enumerate(rows):
+        spread, error = numbers(row["spread"])[0], numbers(row["error"])[0]
+        axes.plot([-spread, spread], [y, y], color=GREEN, linewidth=7, alpha=0.35, solid_capstyle="butt")
+        axes.plot([-error if row["error"].startswith("-") else error], [y], "o", color=BLUE, markersize=6)
+    axes.axvline(0.0, color=INK, linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(rows)), [f"{row['model']}, {row['link']}, {row['workers']}" for row in rows])
+    axes.set_xlabel("forecast above what came, %; the bar: by what repetitions differ")
+
+
+def loading(axes: Axes) -> None:
+    """Samples in a second relative to other loaders, with the extremes of the turns."""
+    rows = [row for row in table("streams.md", "side", "samples/s") if row["samples/s of Unisono / side"]]
+    _intervals(axes, {row["side"].split(" in a ")[0]: numbers(row["samples/s of Unisono / side"]) for row in rows})
+    axes.set_xlim(left=0)
+    axes.set_xlabel("samples in a second, the other loader = 1 (median, extremes)")
+
+
 def half_the_bytes(axes: Axes) -> None:
     """Steps between hosts with float32 and bfloat16 on the way."""
     rows = table("network.md", "link, hosts", "gradients", "step, fp32")[::-1]
@@ -223,6 +243,8 @@ FIGURES: Final[dict[str, tuple[Callable[..., None], float, str]]] = {
     "uneven": (uneven, 2.9, "Speed with uneven workers beside DistributedDataParallel"),
     "whole_microbatches": (whole_microbatches, 3.4, "Part of the ideal speed that whole micro-batches allow"),
     "efficiency": (efficiency, 3.2, "Forecast of the efficiency by workers"),
+    "forecasts": (forecasts, 5.2, "Errors of forecasts beside what repetitions differ by"),
+    "loading": (loading, 1.9, "Speed of loading beside other loaders"),
     "half_the_bytes": (half_the_bytes, 3.6, "Time of a step with float32 and bfloat16 between hosts"),
     "staleness": (staleness, 3.4, "Loss by delay, with and without prediction"),
     "local_quality": (local_quality, 3.4, "Loss by replicas and inner steps"),
