@@ -319,7 +319,7 @@ def test_a_head_ends_the_workers_and_nobody_who_got_the_number_of_one(
             worker.send(encode(Hello(info=info, fingerprint={})))
             assert isinstance(decode(worker.recv(WAIT_S, decode=False)), Welcome)
             if is_reused:
-                monkeypatch.setattr("unisono.head.server.start_time", lambda pid: "later")
+                monkeypatch.setattr("unisono.head.processes.start_time", lambda pid: "later")
             served.head.end_workers()
             if is_reused:
                 process.terminate()
@@ -520,8 +520,8 @@ def test_a_head_that_was_stopped_first_hears_what_was_said_meanwhile(
         said.wait(WAIT_S)
         # Longer than anybody may be silent, and the timer comes before what was said.
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0, time=time.time)
-        monkeypatch.setattr("unisono.head.server.time", clock)
-        served.head._happens("", Tick())
+        monkeypatch.setattr("unisono.head.clock.time", clock)
+        served.head.table.take("", Tick())
 
     served.loop.call_soon_threadsafe(stop)
     assert stopped.wait(WAIT_S)
