@@ -487,8 +487,9 @@ def test_a_connection_that_breaks_comes_back_and_nobody_is_lost(serve: Callable[
     agent.send(encode(AgentHello(host="lab", pid=1, num_workers=2)))
     first, second = served.member("w0"), served.member("w1")
     begin(first, second)
-    assert first._link is not None
-    first._link.sock.shutdown(socket.SHUT_RDWR)
+    link = first._connection._link
+    assert link is not None
+    link.sock.shutdown(socket.SHUT_RDWR)
     second.left()  # a decision after the break, which the first must hear
     assert [info.worker_id for info in first.wait_notice(1, WAIT_S).members] == ["w0"]
     assert first.ended() is None
@@ -562,7 +563,7 @@ def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse(monkeypatch: py
         spec = WorkerSpec(head=url, token="t", worker_id="w0", host="lab", run=RunSpec(head_away_s=3.0))
         member = Member(spec, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
         clock = SimpleNamespace(monotonic=lambda: 2.0 * len(asked), sleep=time.sleep)  # it asks every two seconds
-        monkeypatch.setattr("unisono.member.time", clock)
+        monkeypatch.setattr("unisono.connection.time", clock)
         with pytest.raises(RunStopped, match=r"has been away for \d+ s: .*503"):
             member.connect(WAIT_S)
         member.close()
