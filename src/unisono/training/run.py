@@ -182,7 +182,7 @@ class Run(Calls, Evaluating, Trainings):
             apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
             audits=self._audits,
         )
-        self._keeper.wait_for(self._evaluations)
+        self._keeper.wait_for(self._evaluations.beside)
         member = members.current()
         self._follower: Follower | None = None
         if member is not None and member.is_evaluator:
