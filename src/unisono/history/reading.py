@@ -115,9 +115,9 @@ class History:
             last: the last step; negative: counted from the end, -1 is the newest.
 
         Returns:
-            By name: ``step`` (the first of each point), ``time`` (of that step; 0: unknown), ``low``, ``high`` and
-            ``mean``. NaN and infinite values are the strings "nan", "inf" and "-inf". The mean of points in which a
-            value is NaN is "nan", and their extremes are those of their other values.
+            By name: ``step`` (the first of each point), ``time`` (of that step, in seconds since 1970; 0: unknown),
+            ``low``, ``high`` and ``mean``. NaN and infinite values are the strings "nan", "inf" and "-inf". The mean of
+            points in which a value is NaN is "nan", and their extremes are those of their other values.
         """
         points = max(1, points)
         begin, end = self.span()

@@ -277,13 +277,20 @@ class Evaluating(ABC):
                 integers.
             batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches. Default:
                 that of the DataLoader.
+            collate: list of samples -> batch; default: that of ``DataLoader``.
+            loader_workers: processes per worker that load data ahead; default: 0, or the DataLoader's.
             wait: False: return at once, and let an evaluator (``unisono run --evaluators N``, ``unisono join
                 --evaluate``) compute the totals while the training goes on. Without an evaluator the workers compute
                 them now. The bits are the same.
 
         Returns:
-            The totals by name; int, float, or a CPU tensor. With ``wait=False`` an `Evaluation`, whose `result` gives
-            them.
+            The totals by name; int, float, or a CPU tensor of the shape that ``function`` gives. With ``wait=False`` an
+            `Evaluation`, whose `result` gives them. Equal on all workers.
+
+        Raises:
+            RecipeError: the dataset and the options do not fit together. UsageError: called within the inner loop, or
+                ``function`` returns no totals. StepError: ``function`` has made or replaced parameters.
+            DivergenceError: the models of the workers, or two results of one batch, are not the same.
         """
         place = self._place("run.evaluate")
         request = self._evaluations.requests.make(
@@ -297,6 +304,7 @@ class Evaluating(ABC):
     @property
     def pending(self) -> list[Evaluation]:
         """The evaluations that were begun with ``wait=False`` and whose result was not asked for, the oldest first.
+        Local.
 
         Equal on all workers, also on one that has come later, and in a run that has resumed: their scripts have no
         variable with the handle. So ask for results by it::
