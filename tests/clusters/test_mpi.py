@@ -12,19 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters.conftest import CHECKPOINTED, LONG, SMALL, STEPS
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import Command, marked, served_by, wait_until_gone
+from tests.workers.conftest import Command, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.checkpoint.files import FOLDER, complete
 from unisono.cli.reach import ask_status, find
 from unisono.journal import compare
 from unisono.lifetime import NURSERY
-from unisono.testing import run_workers
 
-WORKERS = Path(__file__).resolve().parents[1] / "workers"
-SMALL = WORKERS / "small_training.py"
-CHECKPOINTED = WORKERS / "checkpointed_training.py"
-STEPS, LONG = 8, 24
 MPIEXEC = {
     "Open MPI": ("mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe"),
     "MPICH": ("mpiexec.mpich",),
@@ -80,25 +76,6 @@ def _on_hosts(engine: str, hosts: Sequence[str], shell: Path) -> list[str]:
 
 def _unisono(command: str) -> list[str]:
     return [sys.executable, "-P", "-m", "unisono", command, *PATIENT]
-
-
-@pytest.fixture(scope="module")
-def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("calm") / "run"
-    with served_by(standing_nursery):
-        done = run_workers(SMALL, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
-    assert done.exit_code == 0, done.output
-    return folder
-
-
-@pytest.fixture(scope="module")
-def calm_checkpointed(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("calm") / "checkpointed"
-    arguments = ["--steps", str(LONG), "--every", "0"]
-    with served_by(standing_nursery):
-        done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
-    assert done.exit_code == 0, done.output
-    return folder
 
 
 def files_of_rendezvous(folder: Path) -> Sequence[str]:

@@ -12,19 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters.conftest import CHECKPOINTED, LONG, SMALL, STEPS
 from tests.clusters.slurm import Cluster, running
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import Command, Unisono, marked, served_by, wait_until_gone
+from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.checkpoint.files import FOLDER, complete
 from unisono.journal import compare
 from unisono.lifetime import PARENT
-from unisono.testing import run_workers
 
-WORKERS = Path(__file__).resolve().parents[1] / "workers"
-SMALL = WORKERS / "small_training.py"
-CHECKPOINTED = WORKERS / "checkpointed_training.py"
-STEPS, LONG = 8, 24
 DETACHED = ("env", "--default-signal=INT", "-u", PARENT)
 """What a job starts is a child of Slurm, not of the test."""
 UNISONO = (sys.executable, "-P", "-m", "unisono")
@@ -47,26 +43,6 @@ def cluster(cluster_of_two: Cluster, mark: str, monkeypatch: pytest.MonkeyPatch,
         cluster_of_two.clear()
     assert cluster_of_two.cgroups() == []
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".unisono")] == []
-
-
-@pytest.fixture(scope="module")
-def calm(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of one worker."""
-    folder = tmp_path_factory.mktemp("calm") / "run"
-    with served_by(standing_nursery):
-        done = run_workers(SMALL, 1, directory=folder, arguments=["--steps", str(STEPS)], timeout_s=WAIT_S)
-    assert done.exit_code == 0, done.output
-    return folder
-
-
-@pytest.fixture(scope="module")
-def calm_checkpointed(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("calm") / "checkpointed"
-    arguments = ["--steps", str(LONG), "--every", "0"]
-    with served_by(standing_nursery):
-        done = run_workers(CHECKPOINTED, 1, directory=folder, arguments=arguments, timeout_s=WAIT_S)
-    assert done.exit_code == 0, done.output
-    return folder
 
 
 class Job:

@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 
 from tests.waiting import WAIT_S
 from unisono.journal import thinning
-from unisono.journal.thinning import FOLD, Row, Thinned, mean_of, newest, read
+from unisono.journal.levels import FOLD
+from unisono.journal.ranges import newest, read
+from unisono.journal.rows import Row, mean_of
+from unisono.journal.thinning import Thinned
 
 
 def write(directory: Path, keys: range, **header: Any) -> None:

@@ -37,8 +37,10 @@ from unisono.events import (
 )
 from unisono.journal import JOURNAL
 from unisono.journal.index import BLOCK_LINES, INDEX, Placed, block_of
+from unisono.journal.levels import FOLD, LEVELS
 from unisono.journal.lines import LineEvent, text_of, to_line
-from unisono.journal.thinning import FOLD, LEVEL_BYTES, LEVELS, Row, _Level
+from unisono.journal.rows import Row
+from unisono.journal.thinning import LEVEL_BYTES, _Level
 from unisono.journal.times import COLUMNS, TIMES, record_of
 from unisono.rundir import EVENTS_FILE, USE_FOLDER
 

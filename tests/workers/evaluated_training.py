@@ -30,7 +30,7 @@ def hear_of_all(run: unisono.Run) -> None:
     """Wait until this worker has heard how the evaluations that it knows have ended."""
     member = members.current()
     assert member is not None
-    for number in run._evaluations._register.entries:
+    for number in run._evaluations._begun.entries:
         member.evaluations.wait(number, lambda: None)
 
 

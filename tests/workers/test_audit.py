@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import unisono
-from tests.waiting import PATIENT, WAIT_S
+from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.models import bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
+from tests.workers.trainings import Training
 from unisono.decisions.audits import key_of
 from unisono.decisions.layout import replicated
 from unisono.decisions.plan import plan
@@ -29,34 +30,31 @@ from unisono.rounds.auditing import Audits
 from unisono.rounds.members import Members
 from unisono.spec import RunSpec
 from unisono.telemetry import StepTelemetry
-from unisono.testing import VALUES, Faults, Outcome, flip_bit, run_workers
+from unisono.testing import VALUES, Faults, Outcome, flip_bit
 from unisono.training.audited import make_audits
 from unisono.training.resuming import sound_ones
 
 ALL_ALIKE = replicated(("w0", "w1"))
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
-SMALL = Path(__file__).with_name("small_training.py")
-CHECKPOINTED = Path(__file__).with_name("checkpointed_training.py")
-SHARDED = Path(__file__).with_name("sharded_training.py")
+SMALL = "small_training.py"
+CHECKPOINTED = "checkpointed_training.py"
+SHARDED = "sharded_training.py"
 STEPS = 12
 GO_ON = ("--audit", "0.5", "--audit-then", "go-on")
 pytestmark = pytest.mark.usefixtures("nursery")
 
 
 def train(
-    directory: Path, workers: int, *options: str, script: Path = SMALL, steps: int = STEPS, **more: Any
+    directory: Path,
+    workers: int,
+    *options: str,
+    script: str = SMALL,
+    steps: int = STEPS,
+    faults: Faults | None = None,
 ) -> Outcome:
     # Else a worker that is late is given nothing to compute, and a micro-batch that is taken over is not audited.
-    arguments = ["--steps", str(steps), *(["--even"] if script == SMALL else [])]
-    return run_workers(
-        script,
-        workers,
-        directory=directory,
-        options=[*PATIENT, *options],
-        arguments=arguments,
-        timeout_s=WAIT_S,
-        **more,
-    )
+    own = ["--even"] if script == SMALL else []
+    return Training(script, "--steps", steps, *own)(directory, workers, faults, [*PATIENT, *options])
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +134,7 @@ def test_the_copy_of_a_shared_state_that_most_holders_do_not_have_is_found(tmp_p
     """Before the wrong copy has updated anything."""
     calm = train(tmp_path / "calm", 1, script=SHARDED, steps=6)
     faults = Faults().corrupt("w1", "optimizer", step=3)
-    arguments = ["--steps", "6", "--copies", "3"]
-    found = run_workers(
-        SHARDED, 4, directory=tmp_path / "run", options=[*PATIENT, *GO_ON], arguments=arguments, faults=faults
-    )
+    found = Training(SHARDED, "--steps", 6, "--copies", 3)(tmp_path / "run", 4, faults, [*PATIENT, *GO_ON])
     assert found.exit_code == 0, found.output
     assert re.search(r"w1 on host \S+ computes wrong values on device cpu: its copy of an optimizer's", found.output)
     assert (found.digests, found.final) == (calm.digests, calm.final)

@@ -5,28 +5,17 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.waiting import PATIENT, WAIT_S
-from unisono.testing import Faults, Outcome, run_workers
+from tests.waiting import PATIENT
+from tests.workers.trainings import Training
+from unisono.testing import Faults, Outcome
 
-SCRIPT = Path(__file__).with_name("delayed_training.py")
 pytestmark = pytest.mark.usefixtures("nursery")
 
-
-def train(directory: Path, workers: int, *options: str, arguments: tuple[str, ...] = (), **more: Any) -> Outcome:
-    return run_workers(
-        SCRIPT,
-        workers,
-        directory=directory,
-        options=[*PATIENT, *options],
-        # Else a worker that is late is given nothing to compute, which could be wrong.
-        arguments=["--steps", "14", "--even", *arguments],
-        timeout_s=WAIT_S,
-        **more,
-    )
+# Without --even a worker that is late may get nothing to compute, which could be wrong.
+train = Training("delayed_training.py", "--steps", 14, "--even")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +37,7 @@ def test_a_worker_that_computes_wrong_gradients_is_found_and_no_bit_changes(
     faults = Faults().corrupt("w1", "gradient", step=9, lasting=True)
     if lost:
         faults = faults.kill(lost, step=11, at=at)
-    found = train(tmp_path / "run", 4, "--audit", "0.5", "--audit-then", "go-on", faults=faults)
+    found = train(tmp_path / "run", 4, faults, [*PATIENT, "--audit", "0.5", "--audit-then", "go-on"])
     assert found.exit_code == 0, found.output
     assert (found.digests, found.final, found.evaluations) == (calm.digests, calm.final, calm.evaluations), found.output
     assert re.search(r"\bw1 on host \S+ computes wrong values", found.output)
@@ -57,9 +46,9 @@ def test_a_worker_that_computes_wrong_gradients_is_found_and_no_bit_changes(
 
 def test_a_run_goes_back_to_a_checkpoint_that_holds_no_wrong_gradient(tmp_path: Path) -> None:
     """A checkpoint holds the gradients that are under way as well."""
-    calm = train(tmp_path / "calm", 1, arguments=("--every", "2"))
+    calm = train(tmp_path / "calm", 1, arguments=["--every", 2])
     faults = Faults().corrupt("w3", "gradient", step=9, lasting=True)  # the second start has no such worker
-    found = train(tmp_path / "run", 4, "--audit", "0.04", arguments=("--every", "2"), faults=faults)
+    found = train(tmp_path / "run", 4, faults, [*PATIENT, "--audit", "0.04"], ["--every", 2])
     assert found.exit_code == 0, found.output
     assert re.search(r"goes back to step-000000000\d, with 3 workers", found.output)
     assert (found.digests, found.final) == (calm.digests, calm.final)

@@ -5,29 +5,17 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.waiting import PATIENT, WAIT_S
-from unisono.testing import Faults, Outcome, run_workers
+from tests.waiting import PATIENT
+from tests.workers.trainings import Training
+from unisono.testing import Faults
 
-SCRIPT = Path(__file__).with_name("local_training.py")
 pytestmark = pytest.mark.usefixtures("nursery")
 
-
-def train(directory: Path, workers: int, *options: str, arguments: tuple[str, ...] = (), **more: Any) -> Outcome:
-    return run_workers(
-        SCRIPT,
-        workers,
-        directory=directory,
-        options=[*PATIENT, *options],
-        # Else a worker that is late is given nothing to compute, which could be wrong; and two may be lost in a round.
-        arguments=["--rounds", "5", "--even", "--copies", "3", *arguments],
-        timeout_s=WAIT_S,
-        **more,
-    )
-
+# Without --even a worker that is late may get nothing to compute, which could be wrong; and two may be lost in a round.
+train = Training("local_training.py", "--rounds", 5, "--even", "--copies", 3)
 
 CASES = [("kept", "gradient", ""), ("kept", "parameter", "local.placed")]
 MORE = [("fresh", "gradient", ""), ("kept", "gradient", "committed"), ("kept", "gradient", "talked")]
@@ -41,7 +29,7 @@ def test_a_wrong_worker_is_found_and_the_round_done_again(state: str, value: str
     faults = Faults().corrupt("w1", value, step=2, lasting=value == "gradient")
     if at:
         faults = faults.kill("w0", step=2, at=at, skip=1)
-    found = train(tmp_path / "run", 4, "--audit", "0.5", "--audit-then", "go-on", arguments=arguments, faults=faults)
+    found = train(tmp_path / "run", 4, faults, [*PATIENT, "--audit", "0.5", "--audit-then", "go-on"], arguments)
     assert found.exit_code == 0, found.output
     assert (found.digests, found.final, found.evaluations) == (calm.digests, calm.final, calm.evaluations), found.output
     assert re.search(r"\bw1 on host \S+ computes wrong values", found.output)

@@ -169,14 +169,14 @@ def test_an_agent_without_a_head_says_so(page: BeatPage) -> None:
                 assert not agent.following.report(Beats(beats=[]))
                 (worker_id,) = (await agent.hears(Start)).worker_ids
                 info = MemberInfo(worker_id=worker_id, host="lab", pid=7, device="cpu")
-                head._happens(worker_id, Hello(info=info, fingerprint={}))
-                head._happens(worker_id, Ready(phase=0))
+                head.table.take(worker_id, Hello(info=info, fingerprint={}))
+                head.table.take(worker_id, Ready(phase=0))
                 report = Beats(beats=[BeatOf(worker_id, 0.0, beat()), BeatOf("w99", 0.0, beat())])
                 while not agent.following.report(report):
                     await asyncio.sleep(0)
-                while head._state.workers[worker_id].beat is None:
+                while head.state.workers[worker_id].beat is None:
                     await asyncio.sleep(0)
-                assert head._state.workers[worker_id].beat == beat()
+                assert head.state.workers[worker_id].beat == beat()
                 following = agent.following
             assert not following.report(report)
 

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.waiting import PATIENT, WAIT_S
+from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
+from tests.workers.trainings import Training
 from unisono.checkpoint import files
 from unisono.faults import POINTS
-from unisono.testing import Faults, Outcome, run_workers
+from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-SCRIPT = Path(__file__).with_name("delayed_training.py")
 STEPS = 7
+run = Training("delayed_training.py", "--steps", STEPS)
 STEP = 3
 AT = [
     "step_head",
@@ -74,24 +75,6 @@ def some(*cases: Any) -> list[Any]:
 
 
 CASES = list(all_cases()) if os.environ.get("UNISONO_TEST_ALL") else representative()
-
-
-def run(
-    directory: Path,
-    workers: int | str,
-    faults: Faults | None = None,
-    options: Sequence[str] = PATIENT,
-    arguments: Sequence[str] = (),
-) -> Outcome:
-    return run_workers(
-        SCRIPT,
-        workers,
-        directory=directory,
-        options=options,
-        faults=faults,
-        timeout_s=WAIT_S,
-        arguments=["--steps", str(STEPS), *arguments],
-    )
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def test_an_evaluation_in_which_nobody_is_found_wrong_is_repeated_once(monkeypat
     monkeypatch.setattr(evaluation, "has_minority", lambda digests: True)
     with AloneRun(seed=1) as run:
         train(run, Mlp(), vectors())
-        monkeypatch.setattr(run._evaluations, "_audits", Undecided())
+        monkeypatch.setattr(run._evaluations.requests, "_audits", Undecided())
         totals = run.evaluate(list(range(10)), lambda batch: {"sum": batch.sum()}, batch_size=2)
     assert (asked, totals) == ([1], {"sum": 45})
 

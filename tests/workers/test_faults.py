@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from tests.waiting import PATIENT, SILENCE_S, WAIT_S
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.small_training import BATCH_SIZE, NUM_SAMPLES
+from tests.workers.trainings import Training
 from unisono.faults import POINTS
-from unisono.testing import Faults, Outcome, run_workers
+from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-SCRIPT = Path(__file__).with_name("small_training.py")
+run = Training("small_training.py")
 STEPS = 8
 STEP = 3
 """The step in which something happens; evaluations, and what workers say to each other, are part of the step before."""
@@ -70,10 +71,6 @@ def test_in_the_part_that_is_run_every_two_values_meet() -> None:
 
 
 CASES = list(all_cases()) if os.environ.get("UNISONO_TEST_ALL") else representative()
-
-
-def run(directory: Path, workers: int | str, faults: Faults | None = None, options: Sequence[str] = PATIENT) -> Outcome:
-    return run_workers(SCRIPT, workers, directory=directory, options=options, faults=faults, timeout_s=WAIT_S)
 
 
 @pytest.fixture(scope="module")

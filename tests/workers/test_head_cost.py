@@ -37,7 +37,7 @@ from unisono.spec import RunSpec
 def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue[bytes]]:
     """A head that knows what a story's does, and what it sends to the agent that has started it."""
     head = Head(story.state.policy, token="", run_id="x", spec=RunSpec(heartbeat_s=heartbeat_s))
-    head._state = story.state
+    head.table.state = story.state
     said = asyncio.Queue[bytes]()
     head._lines[AGENT] = cast("Any", SimpleNamespace(queue=said, put=said.put_nowait))
     return head, said
@@ -54,10 +54,10 @@ def test_a_heartbeat_costs_the_head_the_same_however_many_workers_there_are() ->
         story.arrive(*story.agent(num_workers))
         story.hold()
         head, _ = head_of(story)
-        head._happens("w0", beat())  # sets the timer
-        object.__setattr__(head._state, "workers", Unvisited(head._state.workers))
+        head.table.take("w0", beat())  # sets the timer
+        object.__setattr__(head.state, "workers", Unvisited(head.state.workers))
         with counting() as calls:
-            head._happens("w7", beat())
+            head.table.take("w7", beat())
         return len(calls)
 
     assert asyncio.run(count(16)) == asyncio.run(count(256))
@@ -72,11 +72,11 @@ def test_what_all_members_say_at_once_is_remembered_once() -> None:
         head, said = head_of(story, heartbeat_s=0.01)
         ids = [f"w{number}" for number in range(32)]
         for worker_id in ids:
-            head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}))
+            head.table.take(worker_id, Hello(info=info(worker_id), fingerprint={}))
         for worker_id in ids:
-            head._happens(worker_id, Ready(phase=0))
+            head.table.take(worker_id, Ready(phase=0))
         for worker_id in ids:
-            head._happens(worker_id, Holding(generation=1))
+            head.table.take(worker_id, Holding(generation=1))
         found = snapshots(said)
         while not any(all(w.state is WorkerState.HOLDING for w in m.state.workers.values()) for m in found):
             await asyncio.sleep(0)
@@ -98,14 +98,14 @@ def test_who_joins_at_the_same_time_is_told_together() -> None:
         for message in (Ready(phase=0), Holding(generation=1)):
             for worker_id in ids:
                 if isinstance(message, Ready):
-                    head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}))
-                head._happens(worker_id, message)
+                    head.table.take(worker_id, Hello(info=info(worker_id), fingerprint={}))
+                head.table.take(worker_id, message)
         found: list[Told] = []
         while sum(isinstance(event, WorkerJoined) for told in found for event in told.events) < 32:
             await asyncio.sleep(0)
             heard: list[Message] = [decode(unpack(said.get_nowait())) for _ in range(said.qsize())]
             found += [message for message in heard if isinstance(message, Told)]
-            head._kept(AGENT, Kept(term=1, number=head._versions.number))
+            head.table.take_kept(AGENT, Kept(term=1, number=head.table.version))
         return found
 
     found = asyncio.run(work())
@@ -146,13 +146,13 @@ def test_a_head_forgets_the_keys_of_the_generations_before_the_last_two() -> Non
         story.hold()
         head, _ = head_of(story)
         for number in (3, 2):
-            key = f"generation-{head._state.generation}/all/0"
-            call = StoreCall(call=1, operation="set", keys=[key], values=[b"x"], generation=head._state.generation)
+            key = f"generation-{head.state.generation}/all/0"
+            call = StoreCall(call=1, operation="set", keys=[key], values=[b"x"], generation=head.state.generation)
             await head._keys.answer(call)
-            head._happens("", Scale(num_workers=number))
-            for member in head._state.members:
-                head._happens(member, Holding(generation=head._state.generation))
-        assert head._state.generation == 3
+            head.table.take("", Scale(num_workers=number))
+            for member in head.state.members:
+                head.table.take(member, Holding(generation=head.state.generation))
+        assert head.state.generation == 3
         assert sorted(head._keys._values) == ["generation-2/all/0"]
 
     asyncio.run(work())
@@ -196,11 +196,11 @@ def test_a_list_of_all_members_is_encoded_once_for_all_of_them() -> None:
         said = asyncio.Queue[bytes]()
         for worker_id in ids:
             head._lines[worker_id] = cast("Any", SimpleNamespace(queue=said, put=said.put_nowait))
-            head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}))
+            head.table.take(worker_id, Hello(info=info(worker_id), fingerprint={}))
         del head._lines[AGENT]
-        head._happens(AGENT, Lags())
+        head.table.take(AGENT, Lags())
         for worker_id in ids:
-            head._happens(worker_id, Ready(phase=0))
+            head.table.take(worker_id, Ready(phase=0))
         return [said.get_nowait() for _ in range(said.qsize())]
 
     found = asyncio.run(work())
@@ -230,16 +230,15 @@ def test_a_head_that_has_taken_over_tells_its_heirs_its_state_a_few_times_and_no
         story.hold()
         head, said = head_of(story, heartbeat_s=WAIT_S)
         told = asyncio.Queue[bytes]()
-        head._happens(AGENT, Kept(term=1, number=0))  # what it says first is said at once
+        head.table.take(AGENT, Kept(term=1, number=0))  # what it says first is said at once
         for worker_id in ids:
             head._lines[worker_id] = cast("Any", SimpleNamespace(queue=told, put=told.put_nowait))
-            head._happens(worker_id, Hello(info=info(worker_id), fingerprint={}, generation=1))
-            head._happens(worker_id, Ready(phase=0))
-            head._happens(worker_id, Holding(generation=1))
-        head._happens("w7", Lost())
-        head._kept(AGENT, Kept(term=1, number=head._versions.number))
+            head.table.take(worker_id, Hello(info=info(worker_id), fingerprint={}, generation=1))
+            head.table.take(worker_id, Ready(phase=0))
+            head.table.take(worker_id, Holding(generation=1))
+        head.table.take("w7", Lost())
+        head.table.take_kept(AGENT, Kept(term=1, number=head.table.version))
         found = snapshots(said)
-        head._remembering = head._timer = None
         return found, told.qsize()
 
     found, num_notices = asyncio.run(work())

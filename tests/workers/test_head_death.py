@@ -27,8 +27,9 @@ from tests.workers.conftest import wait_until_gone
 from unisono import events
 from unisono.cli.reach import NotGoing, ask_status, find
 from unisono.decisions.membership.roster import Agent, Policy, State, WorkerState
+from unisono.head.lines import MAX_STEPS_QUEUED
 from unisono.head.memory import Memory
-from unisono.head.server import MAX_STEPS_QUEUED, Head
+from unisono.head.server import Head
 from unisono.invitation import Invitation
 from unisono.journal import JOURNAL, compare, read
 from unisono.lifetime import end_when_silent

@@ -116,7 +116,7 @@ def test_a_machine_that_joined_holds_the_same_state_as_the_one_that_started_the_
                 await outside.send(encode(Scale(num_workers=5)))
                 assert "scaled to 5 workers" in (await hear(outside, Announcement)).text
                 assert first.following.snapshot == guest.following.snapshot
-                assert head._state.policy.maximum == 5
+                assert head.state.policy.maximum == 5
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
@@ -133,7 +133,7 @@ def test_what_is_decided_is_sent_when_the_heirs_hold_it() -> None:
             assert isinstance(decode(await agent.recv(decode=False)), StoreAnswer), "and nothing before that"
             await agent.send(encode(Kept(term=snapshot.term, number=snapshot.number)))
             assert (await hear(agent, Start)).worker_ids == ["w0", "w1"]
-            assert not head._state.agents["agent0"].lags
+            assert not head.state.agents["agent0"].lags
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
@@ -144,11 +144,11 @@ def test_an_heir_that_does_not_answer_delays_a_decision_and_does_not_prevent_it(
             agent = await dial(url)
             await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=1, primary=True)))
             await hear(agent, Start)
-            assert head._state.agents["agent0"].lags
-            while head._state.agents["agent0"].lags:  # it answers again
-                await agent.send(encode(Kept(term=1, number=head._versions.number)))
+            assert head.state.agents["agent0"].lags
+            while head.state.agents["agent0"].lags:  # it answers again
+                await agent.send(encode(Kept(term=1, number=head.table.version)))
                 await hear(agent, Snapshot)
-            assert heirs(head._state) == ("agent0",)
+            assert heirs(head.state) == ("agent0",)
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
@@ -167,7 +167,7 @@ def test_a_head_that_learns_of_a_higher_term_ends_itself(who: str, tmp_path: Pat
             await stranger.wait_closed()
             await asyncio.wait_for(head.over.wait(), WAIT_S)
             assert head.superseded_by == 2
-            assert (head._state.agents, head._state.workers) == ({}, {})
+            assert (head.state.agents, head.state.workers) == ({}, {})
         assert (tmp_path / "head.json").exists()
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
@@ -224,20 +224,20 @@ class Connected:
 
         line = SimpleNamespace(put=put, queue=asyncio.Queue())
         self.head._lines[name] = cast("Any", line)
-        self.head._happens(name, hello)
+        self.head.table.take(name, hello)
 
     def sent(self, name: str, message: Message) -> None:
         """What is sent to a worker or an agent is known to all who may start the next head."""
         if isinstance(message, Snapshot):
             self.unanswered[name].append(message)
         elif isinstance(message, Notice | Start | Ended):
-            for heir in heirs(self.head._state):
+            for heir in heirs(self.head.state):
                 known = self.held[heir]
                 if isinstance(message, Notice):
                     assert known.generation >= message.generation
                 elif isinstance(message, Start):
                     assert known.workers.keys() >= set(message.worker_ids)
-                elif message.reason == getattr(self.head._state.ended, "reason", ""):
+                elif message.reason == getattr(self.head.state.ended, "reason", ""):
                     assert known.ended == message
                 self.num_acted_on += 1
         if isinstance(message, Start):
@@ -246,7 +246,7 @@ class Connected:
     # -- what may happen
 
     def machine(self) -> None:
-        number = self.head._state.num_agents
+        number = self.head.state.num_agents
         hello = AgentHello(host=f"host{number}", pid=number, num_workers=2, primary=number == 0)
         self.connect(f"agent{number}", hello)
 
@@ -256,40 +256,40 @@ class Connected:
             name = self.rng.choice(waiting)
             snapshot = self.unanswered[name].pop(0)
             self.held[name] = Memory.decode(snapshot.state).state
-            self.head._kept(name, Kept(term=snapshot.term, number=snapshot.number))
+            self.head.table.take_kept(name, Kept(term=snapshot.term, number=snapshot.number))
 
     def lag(self) -> None:
-        if found := heirs(self.head._state):
-            self.head._happens(self.rng.choice(found), Lags())
+        if found := heirs(self.head.state):
+            self.head.table.take(self.rng.choice(found), Lags())
 
     def go(self) -> None:
         """A machine is cut off."""
-        agents = self.head._state.agents
+        agents = self.head.state.agents
         if guests := [name for name, agent in agents.items() if not agent.primary and name in self.head._lines]:
             name = self.rng.choice(guests)
             del self.head._lines[name], self.unanswered[name]
-            self.head._happens(name, Lost(reason="it is gone"))
+            self.head.table.take(name, Lost(reason="it is gone"))
 
     def arrive(self) -> None:
         if self.ordered:
             worker_id = self.ordered.pop(0)
             info = MemberInfo(worker_id=worker_id, host="lab", pid=1, device="cpu")
             self.connect(worker_id, Hello(info=info, fingerprint={}))
-            if self.head._state.workers[worker_id].state is WorkerState.STARTING:
-                self.head._happens(worker_id, Ready(phase=0))
+            if self.head.state.workers[worker_id].state is WorkerState.STARTING:
+                self.head.table.take(worker_id, Ready(phase=0))
 
     def hold(self) -> None:
-        state = self.head._state
+        state = self.head.state
         for worker_id in state.members:
             if state.workers[worker_id].state in (WorkerState.ADMITTED, WorkerState.HOLDING):
-                self.head._happens(worker_id, Holding(generation=state.generation))
+                self.head.table.take(worker_id, Holding(generation=state.generation))
 
     def kill(self) -> None:
-        alive = [worker for worker in self.head._state.workers.values() if worker.state in ALIVE and worker.info]
-        agents = self.head._state.agents
+        alive = [worker for worker in self.head.state.workers.values() if worker.state in ALIVE and worker.info]
+        agents = self.head.state.agents
         if killed := [worker for worker in alive if worker.agent in agents]:
             worker = self.rng.choice(killed)
-            self.head._happens(worker.agent, WorkerExit(worker_id=worker.worker_id, exit_code=-9))
+            self.head.table.take(worker.agent, WorkerExit(worker_id=worker.worker_id, exit_code=-9))
 
 
 @pytest.mark.parametrize("seed", range(10))

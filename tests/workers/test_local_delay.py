@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from tests.waiting import PATIENT, WAIT_S
+from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.static_team import AloneRun
 from tests.workers.test_local_steps import EXCHANGES
 from tests.workers.test_local_steps import assert_same_bits as assert_same_rounds
+from tests.workers.trainings import Training
 from unisono.errors import StepError, UsageError
-from unisono.testing import Faults, Outcome, run_workers
+from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-SCRIPT = Path(__file__).with_name("local_training.py")
+run = Training("local_training.py", "--delay", 1)
 ROUNDS = 5
 ROUND = 2
 IN_THREAD = ("published", "reduced", "local.copied")
@@ -64,24 +65,6 @@ def cases() -> Iterator[Case]:
     points = ["local.copied", "local.replica_done", "reduced", "committed", *(at for at in AT if "delay." in at)]
     for number, at in enumerate(points):
         yield names[number % 3], 2 + number % 2, at, number % 2
-
-
-def run(
-    directory: Path,
-    workers: int | str,
-    faults: Faults | None = None,
-    options: Sequence[str] = PATIENT,
-    arguments: Sequence[object] = (),
-) -> Outcome:
-    return run_workers(
-        SCRIPT,
-        workers,
-        directory=directory,
-        arguments=["--delay", "1", *map(str, arguments)],
-        options=options,
-        faults=faults,
-        timeout_s=WAIT_S,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 
 import unisono
-from tests.waiting import PATIENT, WAIT_S
+from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from tests.workers.test_local_steps import EXCHANGES, ROUND, SCRIPT, assert_same_bits, vectors
+from tests.workers.test_local_steps import EXCHANGES, ROUND, assert_same_bits, vectors
+from tests.workers.trainings import Training
 from unisono.checkpoint import files
 from unisono.errors import CheckpointError
 from unisono.faults import POINTS
 from unisono.rounds import loading
 from unisono.state.packing import digest_of_tensor
 from unisono.state.replicas import Replicas
-from unisono.testing import Faults, Outcome, run_workers
+from unisono.testing import Faults, Outcome
 
 ELSEWHERE = ("local.leaving", "local.coded", "local.grouped", "local.ungrouped")
 AT = [
@@ -44,15 +45,7 @@ def run(
     replicas: int = 2,
     arguments: Sequence[object] = (),
 ) -> Outcome:
-    return run_workers(
-        SCRIPT,
-        workers,
-        directory=directory,
-        arguments=list(map(str, ["--replicas", replicas, *arguments])),
-        options=options,
-        faults=faults,
-        timeout_s=WAIT_S,
-    )
+    return Training("local_training.py", "--replicas", replicas)(directory, workers, faults, options, arguments)
 
 
 @pytest.fixture(scope="module")

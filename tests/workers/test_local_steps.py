@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,19 +18,20 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset, TensorDataset
 
 import unisono
-from tests.waiting import PATIENT, WAIT_S
+from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
+from tests.workers.trainings import Training
 from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
 from unisono.faults import POINTS
 from unisono.journal import compare
 from unisono.state.packing import digest_of_tensor
 from unisono.state.replicas import Replicas
-from unisono.testing import Faults, Outcome, run_workers
+from unisono.testing import Faults, Outcome
 
-SCRIPT = Path(__file__).with_name("local_training.py")
+run = Training("local_training.py")
 ROUNDS = 5
 ROUND = 2
 """The round in which something happens."""
@@ -42,24 +43,6 @@ AT = [
 ]
 LEFT_OUT = ("before_backward", "published", "step_head")
 """Points where the plain training is killed in each exchange, too: here only with UNISONO_TEST_ALL=1."""
-
-
-def run(
-    directory: Path,
-    workers: int | str,
-    faults: Faults | None = None,
-    options: Sequence[str] = PATIENT,
-    arguments: Sequence[object] = (),
-) -> Outcome:
-    return run_workers(
-        SCRIPT,
-        workers,
-        directory=directory,
-        arguments=list(map(str, arguments)),
-        options=options,
-        faults=faults,
-        timeout_s=WAIT_S,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -487,15 +470,7 @@ def test_an_error_that_passes_elsewhere(calm: Outcome, tmp_path: Path) -> None:
 def test_a_state_that_is_lost_with_its_only_worker_ends_the_run(tmp_path: Path) -> None:
     """With one copy the momentum of a replica is gone with its worker. The error says from where the run can go on."""
     faults = Faults().kill("w1", step=ROUND, at="local.inner_step")
-    hurt = run_workers(
-        SCRIPT,
-        3,
-        arguments=["--copies", "1"],
-        directory=tmp_path / "run",
-        options=PATIENT,
-        faults=faults,
-        timeout_s=WAIT_S,
-    )
+    hurt = run(tmp_path / "run", 3, faults, arguments=["--copies", 1])
     assert hurt.exit_code == 1, hurt.output
     assert "the state of replica 1 was held by w1, and all of them are lost" in hurt.output
     assert "resume" in hurt.output

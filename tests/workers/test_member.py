@@ -13,10 +13,11 @@ import pytest
 
 from tests.pure.test_journal import evaluation, step
 from tests.waiting import WAIT_S
-from unisono import member as members
+from unisono import outbox
+from unisono.connection import RETRY_S
 from unisono.errors import DeadlineExceeded
 from unisono.events import Announcement, EvaluationFinished
-from unisono.member import MOST_STEPS, Member
+from unisono.member import Member
 from unisono.messages import (
     Beat,
     Happened,
@@ -31,6 +32,7 @@ from unisono.messages import (
     decode,
     encode,
 )
+from unisono.outbox import MOST_STEPS
 from unisono.rounds.team import HeadTeam
 from unisono.spec import RunSpec, WorkerSpec
 
@@ -193,7 +195,7 @@ def test_a_connection_that_is_closed_at_once_is_not_made_in_a_hot_loop(
     for _ in range(3):
         connections.get(timeout=WAIT_S).tell(None)
     # The pauses count from where each attempt begins, which is before its connection is there.
-    assert connections.get(timeout=WAIT_S).made_at - connections.begun_at >= 3 * members.RETRY_S
+    assert connections.get(timeout=WAIT_S).made_at - connections.begun_at >= 3 * RETRY_S
 
 
 def test_a_worker_leaves_a_head_of_a_lower_term(connections: Connections, member: Member) -> None:
@@ -218,7 +220,7 @@ def test_a_process_that_stood_still_did_not_hang(
     member.at(phase=0, step=3, microbatch=1)
     connection.hears(Beat)
     clock = time.monotonic
-    monkeypatch.setattr(members.time, "monotonic", lambda: clock() + 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 100.0)
     for _ in range(3):
         beat = connection.hears(Beat)
     assert isinstance(beat, Beat)
@@ -246,7 +248,7 @@ def step_event(number: int) -> Happened:
 def slow_beats(connections: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a heartbeat nor the time lets steps go."""
     connections.answer = Welcome(run_id="x", heartbeat_s=1e6)
-    monkeypatch.setattr(members, "STEPS_S", 1e9)
+    monkeypatch.setattr(outbox, "STEPS_S", 1e9)
 
 
 def told(connection: Connection) -> list[Happened | Steps]:
@@ -295,6 +297,6 @@ def test_a_new_connection_repeats_the_steps_that_were_sent_together_last(
 def test_a_step_that_nobody_follows_is_sent_with_the_next_heartbeat(
     connections: queue.Queue[Connection], member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "STEPS_S", 1e9)
+    monkeypatch.setattr(outbox, "STEPS_S", 1e9)
     member.happened(step_event(3))
     assert connections.get(timeout=WAIT_S).hears(Happened) == step_event(3)

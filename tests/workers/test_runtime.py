@@ -319,7 +319,7 @@ def test_a_head_ends_the_workers_and_nobody_who_got_the_number_of_one(
             worker.send(encode(Hello(info=info, fingerprint={})))
             assert isinstance(decode(worker.recv(WAIT_S, decode=False)), Welcome)
             if is_reused:
-                monkeypatch.setattr("unisono.head.server.start_time", lambda pid: "later")
+                monkeypatch.setattr("unisono.head.processes.start_time", lambda pid: "later")
             served.head.end_workers()
             if is_reused:
                 process.terminate()
@@ -487,8 +487,9 @@ def test_a_connection_that_breaks_comes_back_and_nobody_is_lost(serve: Callable[
     agent.send(encode(AgentHello(host="lab", pid=1, num_workers=2)))
     first, second = served.member("w0"), served.member("w1")
     begin(first, second)
-    assert first._link is not None
-    first._link.sock.shutdown(socket.SHUT_RDWR)
+    link = first._connection._link
+    assert link is not None
+    link.sock.shutdown(socket.SHUT_RDWR)
     second.left()  # a decision after the break, which the first must hear
     assert [info.worker_id for info in first.wait_notice(1, WAIT_S).members] == ["w0"]
     assert first.ended() is None
@@ -520,8 +521,8 @@ def test_a_head_that_was_stopped_first_hears_what_was_said_meanwhile(
         said.wait(WAIT_S)
         # Longer than anybody may be silent, and the timer comes before what was said.
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0, time=time.time)
-        monkeypatch.setattr("unisono.head.server.time", clock)
-        served.head._happens("", Tick())
+        monkeypatch.setattr("unisono.head.clock.time", clock)
+        served.head.table.take("", Tick())
 
     served.loop.call_soon_threadsafe(stop)
     assert stopped.wait(WAIT_S)
@@ -562,7 +563,7 @@ def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse(monkeypatch: py
         spec = WorkerSpec(head=url, token="t", worker_id="w0", host="lab", run=RunSpec(head_away_s=3.0))
         member = Member(spec, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
         clock = SimpleNamespace(monotonic=lambda: 2.0 * len(asked), sleep=time.sleep)  # it asks every two seconds
-        monkeypatch.setattr("unisono.member.time", clock)
+        monkeypatch.setattr("unisono.connection.time", clock)
         with pytest.raises(RunStopped, match=r"has been away for \d+ s: .*503"):
             member.connect(WAIT_S)
         member.close()

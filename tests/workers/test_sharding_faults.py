@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENT, WAIT_S
+from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
+from tests.workers.trainings import Training
 from unisono.faults import POINTS
 from unisono.journal import compare
-from unisono.testing import Faults, Outcome, run_workers
+from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
-SCRIPT = Path(__file__).with_name("sharded_training.py")
 STEPS = 8
 STEP = 3
 UPDATE_POINTS = ["shard.updated", "shard.delivered", "shard.committed"]
@@ -82,10 +82,7 @@ def run(
     options: Sequence[str] = ALONE,
     arguments: Sequence[str] = (),
 ) -> Outcome:
-    arguments = ["--copies", str(copies), *arguments]
-    return run_workers(
-        SCRIPT, workers, directory=directory, arguments=arguments, options=options, faults=faults, timeout_s=WAIT_S
-    )
+    return Training("sharded_training.py", "--copies", copies)(directory, workers, faults, options, arguments)
 
 
 @pytest.fixture(scope="module")

@@ -238,7 +238,7 @@ def test_a_viewer_is_told_how_the_run_has_ended_and_that_the_head_has_gone(serve
     with Watching(served.invitation) as watching:
         until(watching, lambda push: True)
         served.happens(step(7))
-        served.asked(lambda: served.head._happens("", Stop(reason="enough")))
+        served.asked(lambda: served.head.table.take("", Stop(reason="enough")))
         served.close()
         last = until(watching, lambda push: push["overview"]["ended"] > 0)
         assert (last["overview"]["step"], last["overview"]["state"]) == (7, "stopped")

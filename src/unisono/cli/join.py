@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ import msgspec
 
 from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import address_of, check_text, seconds
-from unisono.cli.reach import RUN, NotGoing, ask_status, find, may_act, read_token
+from unisono.cli.reach import RUN, NotGoing, await_status, find, may_act, read_token
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation
@@ -35,8 +34,6 @@ INPUTS: Final = (
     "/proc/interrupts",
     "logind",
 )
-
-RETRY_S: Final = 1.0
 
 
 @click.command(epilog=RUN)
@@ -114,7 +111,7 @@ def join(
     if evaluate and when_idle:
         raise UsageError("--when-idle is for workers that train; leave out --evaluate or --when-idle")
     invitation = may_act(_from_token_file(run, token_file) if token_file else find(run))
-    spec = spec_of(status := _wait_for_head(invitation, wait_s))
+    spec = spec_of(status := await_status(invitation, wait_s, _say_that_it_waits))
     if ":" in workers:
         raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
     number = parse_workers(workers, spec.threads).start
@@ -198,21 +195,10 @@ def _when_idle(idle_s: float, load: float, inputs: tuple[str, ...]) -> WhenIdle:
     return WhenIdle(idle_s=idle_s, load=load, inputs=inputs or INPUTS)
 
 
-def _wait_for_head(invitation: Invitation, wait_s: float) -> dict[str, Any]:
-    """Return the head's account of the run, as soon as there is a head."""
-    until, is_said = time.monotonic() + wait_s, False
-    while True:
-        try:
-            return ask_status(invitation)
-        except NotGoing as error:
-            if time.monotonic() >= until:
-                raise
-            if not is_said:
-                # Process 1 of a container is not ended by a signal that it does not handle.
-                signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-                click.echo(f"unisono: {error}; waiting for it", err=True)
-            is_said = True
-            time.sleep(RETRY_S)
+def _say_that_it_waits(error: NotGoing) -> None:
+    # Process 1 of a container is not ended by a signal that it does not handle.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    click.echo(f"unisono: {error}; waiting for it", err=True)
 
 
 def spec_of(status: dict[str, Any]) -> RunSpec:

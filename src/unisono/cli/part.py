@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,6 @@ __all__ = ["Wishes", "settings", "share", "take_part"]
 
 WAIT_S: Final = 120.0
 """For task 0, and for its head: tasks of a large job start within a minute."""
-AGAIN_S: Final = 0.2
 
 
 class Wishes(Protocol):
@@ -157,16 +155,9 @@ def settings(invitation: Invitation) -> RunSpec:
         UsageError: no head answers, or it has another version.
     """
     from unisono.cli.join import spec_of
-    from unisono.cli.reach import NotGoing, ask_status
+    from unisono.cli.reach import await_status
 
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            return spec_of(ask_status(invitation))
-        except NotGoing:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(AGAIN_S)
+    return spec_of(await_status(invitation, WAIT_S))
 
 
 def _say(task: Task, text: str) -> None:

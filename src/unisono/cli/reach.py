@@ -11,6 +11,8 @@ import http.client
 import json
 import secrets
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +20,10 @@ from unisono.errors import UsageError
 from unisono.invitation import HeadUrl, Invitation, is_invitation, shown
 from unisono.secret import KEY_BYTES, PROOF, READER_PROOF, proof_of
 
-__all__ = ["RUN", "NotGoing", "ask_status", "check_head", "find", "may_act", "read_token", "tell"]
+__all__ = ["RUN", "NotGoing", "ask_status", "await_status", "check_head", "find", "may_act", "read_token", "tell"]
 
 TIMEOUT_S = 10.0
+RETRY_S = 0.5
 TLS_ALERT = "\x15\x03"
 RUN: Final = (
     "RUN is the run's directory, an invitation (`unisono status` shows it), or - to read one from standard input."
@@ -117,6 +120,30 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
         raise UsageError(f"the head at {head.place} answers HTTP {status}")
     found: dict[str, Any] = json.loads(body)
     return found
+
+
+def await_status(
+    invitation: Invitation, wait_s: float, on_absent: Callable[[NotGoing], None] = lambda error: None
+) -> dict[str, Any]:
+    """Return the head's account of the run, as soon as there is a head.
+
+    Args:
+        on_absent: is called when the first attempt finds no head.
+
+    Raises:
+        NotGoing: no head has answered for ``wait_s``. UsageError: as `ask_status`.
+    """
+    until, is_first = time.monotonic() + wait_s, True
+    while True:
+        try:
+            return ask_status(invitation)
+        except NotGoing as error:
+            if time.monotonic() >= until:
+                raise
+            if is_first:
+                on_absent(error)
+            is_first = False
+        time.sleep(RETRY_S)
 
 
 def may_act(invitation: Invitation) -> Invitation:

@@ -15,7 +15,7 @@ from unisono.chronicle import record_of as record_of_use
 from unisono.events import Event, MachineUsed, Seconds, StepFinished, WorkerOutput
 from unisono.history.machines import times_of, use_of
 from unisono.history.series import Series
-from unisono.journal.thinning import Row
+from unisono.journal.rows import Row
 from unisono.journal.times import COLUMNS, record_of
 from unisono.overview import Overview
 from unisono.rundir import PRIVATE

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from unisono.decisions.following import HEIR_ANSWERS_S, Undelivered
 from unisono.decisions.membership import Action, holders, keepers, successor
-from unisono.head.line import Line
+from unisono.head.lines import Line
 from unisono.head.memory import Memory
 from unisono.messages import Snapshot, Told, encode
 from unisono.packed import pack

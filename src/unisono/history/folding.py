@@ -14,7 +14,7 @@ from unisono.history.lines import Lines
 from unisono.history.machines import used_in
 from unisono.history.story import Story
 from unisono.journal.lines import from_line
-from unisono.journal.thinning import newest
+from unisono.journal.ranges import newest
 from unisono.journal.times import TIMES, workers_in
 from unisono.overview import Overview, OverviewBuilder
 from unisono.rundir import USE_FOLDER

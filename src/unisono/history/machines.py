@@ -12,7 +12,7 @@ import msgspec
 
 from unisono.events import GpuUse, MachineUsed, Seconds
 from unisono.journal.lines import is_number
-from unisono.journal.thinning import Row
+from unisono.journal.rows import Row
 
 __all__ = ["added_up", "natural", "seconds_of", "steps_of", "times_of", "use_of", "used_in"]
 

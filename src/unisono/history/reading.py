@@ -19,8 +19,9 @@ from unisono.history.lines import Lines
 from unisono.history.machines import times_of, use_of
 from unisono.history.series import Series
 from unisono.history.story import Story
-from unisono.journal import JOURNAL, thinning
+from unisono.journal import JOURNAL, ranges
 from unisono.journal.index import Block, Placed, Scanned, block_of, column_of
+from unisono.journal.rows import Row, mean_of
 from unisono.journal.times import COLUMNS, TIMES, record_of
 from unisono.overview import CURVE_POINTS, CurvePoint, Overview
 from unisono.rundir import EVENTS_FILE, RUN_FILE, RUN_SCHEMA, USE_FOLDER, is_going
@@ -114,9 +115,9 @@ class History:
             last: the last step; negative: counted from the end, -1 is the newest.
 
         Returns:
-            By name: ``step`` (the first of each point), ``time`` (of that step; 0: unknown), ``low``, ``high`` and
-            ``mean``. NaN and infinite values are the strings "nan", "inf" and "-inf". The mean of points in which a
-            value is NaN is "nan", and their extremes are those of their other values.
+            By name: ``step`` (the first of each point), ``time`` (of that step, in seconds since 1970; 0: unknown),
+            ``low``, ``high`` and ``mean``. NaN and infinite values are the strings "nan", "inf" and "-inf". The mean of
+            points in which a value is NaN is "nan", and their extremes are those of their other values.
         """
         points = max(1, points)
         begin, end = self.span()
@@ -206,7 +207,7 @@ class History:
         """
         begin, end = self.span()
         last = end + 1 + last if last < 0 else last
-        reading = thinning.read(self.directory / TIMES, max(first, begin), last, points)
+        reading = ranges.read(self.directory / TIMES, max(first, begin), last, points)
         self._notes[TIMES] = reading.notes
         columns, rows = reading.header.get("columns", []), reading.rows
         if not rows and not (self.directory / TIMES).exists():
@@ -215,7 +216,7 @@ class History:
 
     def use(self, points: int = 200) -> dict[str, Any]:
         """Return what the machines used: ``time``, and ``machines``: by host, by name, by point (None: not known)."""
-        reading = thinning.read(self.directory / USE_FOLDER, points=points)
+        reading = ranges.read(self.directory / USE_FOLDER, points=points)
         self._notes[USE_FOLDER] = reading.notes
         return use_of(reading.rows)
 
@@ -261,11 +262,11 @@ class History:
         self._curve = (first, last, shown)
         return shown
 
-    def _old_times(self, first: int, last: int, points: int) -> tuple[tuple[str, ...], list[thinning.Row]]:
+    def _old_times(self, first: int, last: int, points: int) -> tuple[tuple[str, ...], list[Row]]:
         """Return the times that the lines of an older version have; of some of the steps, if there are many."""
         blocks = self._lines.between(first, last)
         blocks = blocks[:: max(1, math.ceil(sum(block.steps for block in blocks) / (64 * max(1, points))))]
-        rows: list[thinning.Row] = []
+        rows: list[Row] = []
         with contextlib.suppress(OSError):
             steps = [
                 event
@@ -274,9 +275,9 @@ class History:
                 if isinstance(event, StepFinished) and event.workers and first <= event.step <= last
             ]
             for step, after in itertools.zip_longest(steps, steps[1:]):
-                rows.append(thinning.Row(step.step, step.step, 1, record_of(step, after)))
+                rows.append(Row(step.step, step.step, 1, record_of(step, after)))
         each = math.ceil(len(rows) / max(1, points)) if rows else 1
-        return COLUMNS, [thinning.mean_of(rows[at : at + each]) for at in range(0, len(rows), each)]
+        return COLUMNS, [mean_of(rows[at : at + each]) for at in range(0, len(rows), each)]
 
     # -- notes ---------------------------------------------------------------------------------------
 

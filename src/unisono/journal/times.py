@@ -18,7 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from unisono.events import Seconds, StepFinished, WorkerTimes
-from unisono.journal.thinning import Thinned, newest
+from unisono.journal.ranges import newest
+from unisono.journal.thinning import Thinned
 
 __all__ = ["COLUMNS", "TIMES", "Times", "by_step", "record_of", "workers_in"]
 

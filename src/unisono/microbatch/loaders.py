@@ -56,7 +56,7 @@ class BucketSampler(Sampler[int]):
     Outside of Unisono, call `set_epoch` before each epoch.
 
     Args:
-        lengths: of each sample, in the order of the dataset: a list, a tensor or an array.
+        lengths: (n,) of each sample, in the order of the dataset: a list, a tensor or an array.
         batch_size: samples of a (global) batch.
         pool: batches that are sorted together. More of them make lengths more alike, and the order less random.
         seed: outside of Unisono, where the run's seed does not count.

@@ -18,9 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from unisono.messages import Beat, Statement
+from unisono.problems.evidence import shown_environment
 from unisono.problems.kinds import shown_bytes
+from unisono.stacks import in_one_line
+from unisono.words import position_words
 
-__all__ = ["about_machine", "about_process", "main_place", "own_stacks", "versions"]
+__all__ = ["about_machine", "about_process", "main_place", "own_stacks", "statement", "versions"]
 
 MAX_FRAMES: Final = 40
 MAX_THREADS: Final = 24
@@ -34,6 +38,24 @@ _LIBRARIES: Final = tuple(
         if path
     }
 )
+
+
+def statement(number: int, now: Beat) -> Statement:
+    """Return what a worker is doing, with what this process can say about itself.
+
+    Args:
+        number: of the head's question; -1: the head has not asked.
+        now: where its loop is.
+    """
+    at = position_words(now.step, now.microbatch, now.samples, evaluates=now.evaluates) or "before its training"
+    doing = "waits for others" if now.waiting else "computes"
+    text, place, known = f"at {at}: {doing}, for {now.seconds_at:.1f} s", "", {}
+    try:
+        text, place = f"{text}\n{about_process()}\n{own_stacks()}", main_place()
+        known = shown_environment(os.environ)
+    except Exception as error:  # evidence never ends a worker
+        text += f"\n(nothing more could be found out: {in_one_line(error)})"
+    return Statement(number=number, text=text, place=place, environment=known)
 
 
 def own_stacks() -> str:

@@ -34,6 +34,14 @@ class Interruptible(Protocol):
 
     title: str
 
+    @property
+    def num_leaves(self) -> int:
+        """Of all members."""
+
+    @property
+    def num_computed(self) -> int:
+        """Leaves that this member has computed."""
+
     def interrupt(self) -> Collection[Node]:
         """Give up the plan, because a member was lost. Local."""
 
@@ -119,6 +127,14 @@ class SumsAhead(ABC, Generic[R]):
         """Note that a step is committed."""
 
     # -- commits -------------------------------------------------------------------------------------
+
+    def _set_aside(self, number: int, round_: R, plan: Plan) -> Share:
+        """Put the nodes of a step that is computed aside; returns this member's share of its sum. Local."""
+        self._has_reported, self.num_computed = True, round_.num_computed
+        slots = self._members.slots
+        slots.ahead[number], slots.nodes = slots.nodes, {}
+        self._computing = None
+        return Share(round_.num_leaves, plan.nodes, dict(slots.ahead[number]))
 
     def _wait_for(self, number: int) -> None:
         """Wait for the commit of a step, or meet the survivors of a loss. Collective."""

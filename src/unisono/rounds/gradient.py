@@ -72,6 +72,19 @@ class StepContext:
     audits: Audits | None = None
     """Find out which member is wrong where two differ."""
 
+    def check(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+        """Compare what all members have sent with a sum; return whether it is disputed who is right. Collective where
+        some differ.
+
+        Args:
+            telemetry: by worker, in the order of the ranks.
+
+        Raises:
+            DivergenceError: members of equal arithmetic have other bits.
+        """
+        self.agreement.check(telemetry)
+        return self.audits is not None and self.audits.is_disputed
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -343,9 +356,7 @@ class GradientRound:
         assert summed is not None
         point("committed")
         self._note_progress(-1)
-        self._context.agreement.check(summed.telemetry)
-        audits = self._context.audits
-        self._is_disputed = audits is not None and audits.is_disputed
+        self._is_disputed = self._context.check(summed.telemetry)
         weight, weighted_loss = summed.slot.scalars.tolist()
         self._scalars = weight, weighted_loss
         if weight == 0.0:

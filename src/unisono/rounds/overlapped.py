@@ -357,11 +357,7 @@ class Overlap(SumsAhead[LateRound]):
 
     def _submit(self, number: int, round_: LateRound, plan: Plan) -> None:
         own = round_.announce()
-        self._has_reported, self.num_computed = True, round_.num_computed
-        slots = self._members.slots
-        slots.ahead[number], slots.nodes = slots.nodes, {}
-        self._computing = None
-        share = Share(round_.num_leaves, plan.nodes, dict(slots.ahead[number]))
+        share = self._set_aside(number, round_, plan)
         self._under_way.submit(number, share, round_.work(plan, share, own, self.new_slot(round_.changes.layout)))
 
     def note(self, round_: LateRound, combined: Combined, share: Share | None) -> Committed:

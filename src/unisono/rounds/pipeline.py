@@ -241,11 +241,7 @@ class Pipeline(SumsAhead[DelayedRound]):
 
     def _submit(self, number: int, round_: DelayedRound, plan: Plan) -> None:
         own = round_.announce(unlike=bool(self._unlike))
-        self._has_reported, self.num_computed = True, round_.num_computed
-        slots = self._members.slots
-        slots.ahead[number], slots.nodes = slots.nodes, {}
-        self._computing = None
-        share = Share(round_.num_leaves, plan.nodes, dict(slots.ahead[number]))
+        share = self._set_aside(number, round_, plan)
         self._under_way.begin(number, share, own, self.new_slot(round_.layout))
 
     def _wait_for(self, number: int) -> None:

@@ -295,9 +295,7 @@ class ReplicaRound:
         summed = self.result
         assert summed is not None
         point("committed")
-        self._context.agreement.check(summed.telemetry)
-        audits = self._context.audits
-        self._is_disputed = audits is not None and audits.is_disputed
+        self._is_disputed = self._context.check(summed.telemetry)
         if summed.slot.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of round {self._number} have weight 0: there is nothing to average")
         self._clock.switch("other")

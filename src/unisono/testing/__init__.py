@@ -39,9 +39,13 @@ class Faults:
     """What shall happen to which worker, at which point. Each call adds one fault and returns a new `Faults`.
 
     Workers are named by their id: ``w0``, ``w1`` ... in the order of their start (at first also their rank); a
-    replacement has an id of its own. A step is counted over the whole run, as in the journal, however often the script
-    calls ``run.steps``. ``skip`` is how often the worker passes by that point before: 1 for the second pass over a
-    batch (``step.again``). A fault happens once in a worker's life.
+    replacement has an id of its own. ``at`` is one of `POINTS`. ``step`` is counted from 0 over the whole run, as in
+    the journal, however often the script calls ``run.steps``; ``microbatch`` is counted from 0 within its step; -1:
+    any. ``skip`` is how often the worker passes by that point before: 1 for the second pass over a batch
+    (``step.again``). A fault happens once in a worker's life.
+
+    Raises:
+        ValueError: there is no such point, or no such value to corrupt.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
@@ -62,7 +66,7 @@ class Faults:
     def delay(
         self, worker: str, seconds: float, *, at: str, step: int = -1, microbatch: int = -1, skip: int = 0
     ) -> Faults:
-        """The main thread sleeps; the heartbeats go on."""
+        """The main thread sleeps for so many seconds; the heartbeats go on."""
         return self._and(
             Fault(action="delay", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip, seconds=seconds)
         )

@@ -30,8 +30,10 @@ from unisono.secret import key_for
 from unisono.stacks import in_one_line
 from unisono.state.packing import from_bytes, to_bytes
 from unisono.state.tracked import Tracked
-from unisono.training.evaluating import SECRET, Evaluation, Request
+from unisono.training.begun import Evaluation
+from unisono.training.beside import SECRET
 from unisono.training.loop import TrainingLoop
+from unisono.training.requests import Request
 from unisono.training.step import State, Step
 from unisono.training.talking import Place
 

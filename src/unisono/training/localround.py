@@ -205,7 +205,10 @@ class LocalRound(Played[ReplicaRound]):
         return dict(self._totals)
 
     def log(self, **values: float | Tensor) -> None:
-        """Write numbers into this round's line of the journal (those of rank 0 count).
+        """Write numbers into this round's line of the journal. Local: those of rank 0 count.
+
+        Args:
+            values: numbers, or tensors of one element.
 
         Raises:
             StepError: called within ``for step in round``.

@@ -48,7 +48,7 @@ from unisono.watch import Sink, Stream
 __all__ = ["OUTSIDE", "Head", "Recorder", "Role", "Unwatched"]
 
 NUM_REPEATED: Final = 64
-"""More than those that rank 0 sends together (`unisono.member.MOST_STEPS`) and those that are on their way."""
+"""More than those that rank 0 sends together (`unisono.outbox.MOST_STEPS`) and those that are on their way."""
 DIGITS: Final = 6
 """Of the seconds in an event."""
 

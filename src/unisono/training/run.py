@@ -182,7 +182,7 @@ class Run(Calls, Evaluating, Trainings):
             apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
             audits=self._audits,
         )
-        self._keeper.wait_for(self._evaluations)
+        self._keeper.wait_for(self._evaluations.beside)
         member = members.current()
         self._follower: Follower | None = None
         if member is not None and member.is_evaluator:
@@ -357,7 +357,8 @@ class Run(Calls, Evaluating, Trainings):
         ``load_state_dict``.
 
         Gradients are summed for the parameters of tracked modules and optimizers. A worker that joins receives the
-        state of everything that is tracked, and a checkpoint holds it.
+        state of everything that is tracked, and a checkpoint holds it. Every worker names the same objects, before its
+        training loop. Local: nothing is exchanged.
 
         Raises:
             UsageError: an object has no ``state_dict``, or its name is taken.
@@ -455,8 +456,9 @@ class Run(Calls, Evaluating, Trainings):
     def save(self) -> None:
         """Write a checkpoint now, whatever the policy says.
 
-        Inside of the loop this returns at once: the checkpoint will hold the state before the next step, or before the
-        one after it. Outside of the loop the checkpoint holds the current state, and is on the disk when this returns.
+        Inside of the loop this returns at once, and the call of one worker is enough: the checkpoint will hold the
+        state before the next step, or before the one after it. Outside of the loop it is collective: the checkpoint
+        holds the current state, and is on the disk when this returns.
 
         Raises:
             UsageError: the run has no directory, or has not begun.

@@ -289,7 +289,11 @@ class Step(Played[GradientRound]):
     def loss(self) -> float:
         """The mean loss of the global batch: sum of weight * loss over sum of weights. After the inner loop.
 
-        With ``run.steps(reduction="sum")``, the sum of the losses. After `again`, that of the newest pass.
+        With ``run.steps(reduction="sum")``, the sum of the losses. After `again`, that of the newest pass. Local, and
+        equal on all workers.
+
+        Raises:
+            StepError: the inner loop is not over.
         """
         self.check_not_left()
         if not self.is_complete:
@@ -300,7 +304,10 @@ class Step(Played[GradientRound]):
     def totals(self) -> dict[str, Any]:
         """The sums of `add` over the global batch, by name. After the inner loop.
 
-        Of a name that several passes have added, the sum of the newest one.
+        Of a name that several passes have added, the sum of the newest one. Local, and equal on all workers.
+
+        Raises:
+            StepError: the inner loop is not over.
         """
         if not self.is_complete:
             raise StepError(f"step.totals of step {self.number} are known after the inner loop `for ... in step`")
@@ -337,7 +344,10 @@ class Step(Played[GradientRound]):
         return self._context.cursor.indices(self.number, microbatch)
 
     def log(self, **values: float | Tensor) -> None:
-        """Write numbers into this step's line of the journal (those of rank 0 count).
+        """Write numbers into this step's line of the journal. Local: those of rank 0 count.
+
+        Args:
+            values: numbers, or tensors of one element.
 
         Raises:
             StepError: called within the inner loop.

@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.events import EvaluationFinished, Event, RunEnded, RunStarted, StepFinished
+from unisono.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
 from unisono.watch.apart import Apart
+from unisono.watch.charts import Charts
 from unisono.watch.queued import Queued, need
 from unisono.watch.scalars import scalars
-from unisono.watch.since import Memory, Once, since
+from unisono.watch.since import Memory
 
 __all__ = ["MLflow"]
 
@@ -48,10 +48,11 @@ class MLflow(Queued):
         super().__init__(Apart(place, experiment=experiment, tracking_uri=tracking_uri), name="MLflow")
 
 
-class _Client:
+class _Client(Charts):
     """Speaks with MLflow, in a process of its own."""
 
     def __init__(self, experiment: str, tracking_uri: str) -> None:
+        super().__init__()
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "unisono")
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         self._client: Any = None
@@ -59,27 +60,15 @@ class _Client:
         self._run_id = ""
         self._metrics: list[Any] = []
         self._known: dict[str, int] = {}
-        self._once = Once()
-
-    def emit_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case RunStarted():
-                    self._begin(event)
-                case StepFinished() | EvaluationFinished():
-                    if self._run_id and self._once.is_new(event):
-                        self._put(event)
-                case RunEnded():
-                    self._flush()
-                    if self._run_id:
-                        at = int(1000 * (event.time or time.time()))
-                        self._client.set_terminated(self._run_id, "FINISHED" if event.ok else "FAILED", at)
-        self._flush()
 
     def close(self) -> None:
-        self._flush()
+        self._keep()
 
-    def _begin(self, started: RunStarted) -> None:
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._run_id)
+
+    def _begin(self, started: RunStarted) -> int:
         uri = self._uri
         if not uri:
             if not started.directory:
@@ -100,12 +89,7 @@ class _Client:
             memory.write({**same, "run_id": self._run_id})
         found = self._client.get_run(self._run_id).data.to_proto().metrics
         self._known = {each.key: each.step for each in found}
-        first = self._known.get("loss", -1) + 1
-        self._once.begin(first)
-        if started.directory:
-            for event in since(Path(started.directory), first):
-                if self._once.is_new(event):
-                    self._put(event)
+        return self._known.get("loss", -1) + 1
 
     def _new_run(self, started: RunStarted) -> str:
         experiment = self._client.get_experiment_by_name(self._experiment)
@@ -128,12 +112,18 @@ class _Client:
             if event.step > self._known.get(name, -1):
                 self._metrics.append(self._make.Metric(_name(name), value, at, event.step))
         if len(self._metrics) >= MOST_METRICS:
-            self._flush()
+            self._keep()
 
-    def _flush(self) -> None:
+    def _keep(self) -> None:
         while self._metrics:
             now, self._metrics = self._metrics[:MOST_METRICS], self._metrics[MOST_METRICS:]
             self._client.log_batch(self._run_id, metrics=now)
+
+    def _end(self, ended: RunEnded) -> None:
+        self._keep()
+        if self._run_id:
+            at = int(1000 * (ended.time or time.time()))
+            self._client.set_terminated(self._run_id, "FINISHED" if ended.ok else "FAILED", at)
 
 
 def _name(text: str) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.events import EvaluationFinished, Event, RunEnded, RunStarted, StepFinished
+from unisono.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
+from unisono.watch.charts import Charts
 from unisono.watch.queued import Queued, need
 from unisono.watch.scalars import scalars
-from unisono.watch.since import Memory, Once, since
+from unisono.watch.since import Memory
 
 __all__ = ["TensorBoard"]
 
@@ -43,28 +44,16 @@ class TensorBoard(Queued):
         super().__init__(_EventFile(os.fspath(directory)), name="TensorBoard")
 
 
-class _EventFile:
+class _EventFile(Charts):
     """One event file of one writer."""
 
     def __init__(self, directory: str) -> None:
+        super().__init__()
         self._chosen = directory
         self._directory = Path()
         self._proto: Any = None
         self._writer: Any = None
-        self._once = Once()
         self._memory: Memory | None = None
-
-    def emit_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case RunStarted():
-                    self._begin(event)
-                case StepFinished() | EvaluationFinished():
-                    if self._writer is not None and self._once.is_new(event):
-                        self._put(event)
-                case RunEnded():
-                    self._end(event)
-        self._keep()
 
     def close(self) -> None:
         if self._writer is not None:
@@ -72,7 +61,11 @@ class _EventFile:
             self._writer.close()
             self._writer = None
 
-    def _begin(self, started: RunStarted) -> None:
+    @property
+    def _is_open(self) -> bool:
+        return self._writer is not None
+
+    def _begin(self, started: RunStarted) -> int:
         self.close()
         if not self._chosen and not started.directory:
             raise ValueError("the run has no directory; say where the files go: TensorBoard(DIR), --tensorboard=DIR")
@@ -88,11 +81,7 @@ class _EventFile:
         # What earlier files say of this step and later ones does not count.
         self._write(step=first, session_log=self._proto.SessionLog(status=self._proto.SessionLog.START))
         self._write(step=first, summary=_hparams(started.recipe))
-        self._once.begin(first)
-        if started.directory:
-            for event in since(Path(started.directory), first):
-                if self._once.is_new(event):
-                    self._put(event)
+        return first
 
     def _first(self, started: RunStarted, *, has_files: bool) -> int:
         """Return the first step that the files of earlier writers may lack, or that this run does again."""
@@ -104,7 +93,6 @@ class _EventFile:
         return min(started.step, int(known["steps"])) if is_known else 0
 
     def _keep(self) -> None:
-        """Put everything into the file, and then note how far it reaches."""
         if self._writer is not None and self._memory is not None:
             self._writer.flush()
             self._memory.write({"directory": str(self._directory), "steps": self._once.next_step})
@@ -115,13 +103,13 @@ class _EventFile:
             summary.value.add(tag=tag, simple_value=value)
         self._write(step=event.step, at=event.time, summary=summary)
 
-    def _end(self, event: RunEnded) -> None:
+    def _end(self, ended: RunEnded) -> None:
         if self._writer is not None:
             api = importlib.import_module("tensorboard.plugins.hparams.api_pb2")
             plugin = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
-            status = api.STATUS_SUCCESS if event.ok else api.STATUS_FAILURE
-            end = plugin.SessionEndInfo(status=status, end_time_secs=event.time or time.time())
-            self._write(summary=_hparam_summary({"session_end_info": end}), at=event.time)
+            status = api.STATUS_SUCCESS if ended.ok else api.STATUS_FAILURE
+            end = plugin.SessionEndInfo(status=status, end_time_secs=ended.time or time.time())
+            self._write(summary=_hparam_summary({"session_end_info": end}), at=ended.time)
 
     def _write(self, *, step: int = 0, at: float = 0.0, **values: Any) -> None:
         event = self._proto.Event(wall_time=at or time.time(), step=step, **values)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 import os
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.events import EvaluationFinished, Event, RunEnded, RunStarted, StepFinished
+from unisono.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
 from unisono.watch.apart import Apart
+from unisono.watch.charts import Charts
 from unisono.watch.queued import Queued, need
 from unisono.watch.scalars import scalars
-from unisono.watch.since import Memory, Once, since
+from unisono.watch.since import Memory
 
 __all__ = ["WandB"]
 
@@ -43,35 +43,27 @@ class WandB(Queued):
         super().__init__(Apart(f"{__name__}:_Client", project=project), name="Weights & Biases")
 
 
-class _Client:
+class _Client(Charts):
     """Speaks with Weights & Biases, in a process of its own."""
 
     def __init__(self, project: str) -> None:
+        super().__init__()
         self._project = project or os.environ.get("WANDB_PROJECT", "unisono")
         self._run: Any = None
         self._memory: Memory | None = None
         self._about: dict[str, Any] = {}
-        self._once = Once()
         self._evaluation: dict[str, float] = {}
         """Of the newest evaluation: a step can be logged once, so it goes with the step that follows."""
 
-    def emit_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case RunStarted():
-                    self._begin(event)
-                case StepFinished() | EvaluationFinished():
-                    if self._run is not None and self._once.is_new(event):
-                        self._put(event)
-                case RunEnded():
-                    self._end(0 if event.ok else 1)
-        self._note()
-
     def close(self) -> None:
-        self._end(0)
+        self._finish(0)
 
-    def _begin(self, started: RunStarted) -> None:
-        self._end(0)
+    @property
+    def _is_open(self) -> bool:
+        return self._run is not None
+
+    def _begin(self, started: RunStarted) -> int:
+        self._finish(0)
         wandb = importlib.import_module("wandb")
         self._memory = Memory(started.directory, "wandb")
         recipe = {name: value for name, value in started.recipe.items() if name != "steps"}
@@ -88,12 +80,7 @@ class _Client:
             config=dict(started.recipe),
             settings=wandb.Settings(console="off", silent=True),
         )
-        first = max(int(before["steps"]), int(self._run.step))
-        self._once.begin(first)
-        if started.directory:
-            for event in since(Path(started.directory), first):
-                if self._once.is_new(event):
-                    self._put(event)
+        return max(int(before["steps"]), int(self._run.step))
 
     def _put(self, event: StepFinished | EvaluationFinished) -> None:
         if isinstance(event, EvaluationFinished):
@@ -103,11 +90,14 @@ class _Client:
         values = {**evaluation, **scalars(event), **({"time": event.time} if event.time else {})}
         self._run.log(values, step=event.step, commit=True)
 
-    def _note(self) -> None:
+    def _keep(self) -> None:
         if self._run is not None and self._memory is not None:
             self._memory.write({**self._about, "steps": self._once.next_step})
 
-    def _end(self, code: int) -> None:
+    def _end(self, ended: RunEnded) -> None:
+        self._finish(0 if ended.ok else 1)
+
+    def _finish(self, code: int) -> None:
         run, self._run = self._run, None
         if run is not None:
             if self._evaluation:
