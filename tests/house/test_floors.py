@@ -32,6 +32,7 @@ FLOORS = {
     "decisions.streams": 1,
     "decisions.following": 1,
     "decisions.membership": 1,
+    "decisions.policy": 1,
     "decisions.balance": 1,
     "decisions.cadence": 1,
     "decisions.checks": 1,
@@ -211,7 +212,13 @@ NEIGHBOURS = {
     "decisions.checks": {"decisions.plan"},
     "decisions.groups": {"decisions.plan"},
     "decisions.audits": {"decisions.cursor", "decisions.plan"},
-    "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
+    "decisions.membership": {
+        "decisions.efficiency",
+        "decisions.following",
+        "decisions.layout",
+        "decisions.policy",
+        "problems",
+    },
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
     "member": {

@@ -31,7 +31,7 @@ from unisono.cli import given
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.errors import CheckpointError, UsageError
 from unisono.events import RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.interfaces import Interface

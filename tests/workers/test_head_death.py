@@ -26,7 +26,8 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono import events
 from unisono.cli.reach import NotGoing, ask_status, find
-from unisono.decisions.membership.roster import Agent, Policy, State, WorkerState
+from unisono.decisions.membership.roster import Agent, State, WorkerState
+from unisono.decisions.policy import Policy
 from unisono.head.memory import Memory
 from unisono.head.server import MAX_STEPS_QUEUED, Head
 from unisono.invitation import Invitation

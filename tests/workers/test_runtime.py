@@ -31,7 +31,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.decisions.membership import Policy, Tick
+from unisono.decisions.membership import Tick
+from unisono.decisions.policy import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.events import Announcement
 from unisono.head.memory import Memory

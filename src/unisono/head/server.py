@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import math
 import signal
@@ -37,7 +36,8 @@ from unisono.decisions.membership import (
     step,
 )
 from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, resumed
+from unisono.decisions.membership.roster import ALIVE, State, Worker, resumed
+from unisono.decisions.policy import Policy
 from unisono.errors import ProtocolError
 from unisono.head.address import AddressFiles
 from unisono.head.directory import Directory
@@ -150,8 +150,8 @@ class Head:
         self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
         if snapshot:
             state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
-        self._state = dataclasses.replace(
-            state, term=term, head=name, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
+        self._state = msgspec.structs.replace(
+            state, term=term, head=name, policy=msgspec.structs.replace(state.policy, heartbeat_s=spec.heartbeat_s)
         )
         self._token = token
         self._run_id = run_id
