@@ -732,6 +732,7 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
     assert not any("a handler of the script ran" in line for line in command.out)
 
 
+@pytest.mark.usefixtures("nursery")
 def test_no_signal_is_taken_from_the_script(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STACK_SIGNAL)
     ignored = {int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
