@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from benchmarks.population import Process, Site
 from benchmarks.report import print_table, write_json
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.events import StepFinished
 from unisono.invitation import HeadUrl
 from unisono.lifetime import Memory

@@ -7,11 +7,12 @@ machine. ``kind`` is the tag of an event in JSON.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 __all__ = [
+    "EQUAL_FIELDS",
     "Announcement",
     "CheckpointWritten",
     "EvaluationFinished",
@@ -292,6 +293,11 @@ class StepResult(_Event, kw_only=True):
     """Of each pass over the batch, if there were several (``step.again``); ``loss`` is that of the first."""
     unit: str = "step"
     """What a script calls it: "step", or "round" of local steps."""
+
+
+EQUAL_FIELDS: Final = ("step", "epoch", "samples", "digest", "loss", "weight", "totals", "losses")
+"""What is equal in two computations of a step with the same bits: fields of a `StepResult`, and of its line in the
+journal."""
 
 
 class StepFinished(StepResult, kw_only=True, tag="step"):

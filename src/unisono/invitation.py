@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote, unquote
 
+import msgspec
+
 from unisono.errors import UsageError
 from unisono.secret import is_reader, reader_token
 
@@ -29,8 +31,7 @@ _FORM: Final = re.compile(
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
-class HeadUrl:
+class HeadUrl(msgspec.Struct, frozen=True):
     """Address of a head, and the fingerprint of its certificate."""
 
     host: str

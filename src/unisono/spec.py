@@ -14,6 +14,7 @@ import msgspec
 
 __all__ = [
     "EVALUATOR",
+    "MOST_AUDITED",
     "WORKER",
     "AuditThen",
     "MachineSpec",
@@ -31,6 +32,9 @@ WORKER: Final = "UNISONO_WORKER"
 Partition = Literal["wait", "majority", "go-on"]
 """What machines do that hold the run's state and have lost the head: wait for it; go on under a head of their own where
 they are more than half of the machines; go on in any case."""
+
+MOST_AUDITED: Final = 0.5
+"""The largest share of the micro-batches that a second worker can compute as well (`unisono.decisions.audits`)."""
 
 AuditThen = Literal["go-back", "go-on"]
 """What a run does when an audit has found a worker that computes wrong values: go back to the newest checkpoint from

@@ -8,8 +8,9 @@ import hashlib
 import os
 import select
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from unisono.errors import UsageError
 
@@ -25,8 +26,7 @@ PMI_TIMEOUT_S: Final = 10.0
 MAX_PMI_LINE: Final = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One of the processes that ``srun`` or ``mpiexec`` has started together."""
 
     engine: Engine

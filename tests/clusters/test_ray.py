@@ -31,7 +31,7 @@ from tests.workers.gates import Gates
 from unisono.capacity import parse_workers
 from unisono.journal import compare
 from unisono.launchers import LAUNCHERS, Request
-from unisono.launchers.ray import JOB, is_asked
+from unisono.launchers.asked import RAY_JOB, in_ray_job
 
 if find_spec("ray") is None:  # not imported: every process that collects tests would do it
     pytest.skip("could not import 'ray'", allow_module_level=True)
@@ -194,7 +194,7 @@ def test_the_bits_of_a_run_on_ray_are_those_of_one_process(
 def test_a_command_inside_of_a_ray_job_trains_on_the_cluster(
     cluster: Cluster, unisono: Unisono, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(JOB, json.dumps({"runtime_env": {}, "metadata": {}}))
+    monkeypatch.setenv(RAY_JOB, json.dumps({"runtime_env": {}, "metadata": {}}))
     monkeypatch.setenv("RAY_ADDRESS", ADDRESS)
     run = unisono("run", SCRIPT, "--run-dir", "run", before=cluster.before)
     assert_same(run, tmp_path / "run", alone)
@@ -319,6 +319,6 @@ def test_without_a_cluster_the_command_says_what_to_do(unisono: Unisono) -> None
 
 def test_ray_is_asked_for_inside_of_its_jobs_only() -> None:
     workers = parse_workers("2", 1)
-    assert is_asked(Request(workers=workers, threads=1, environment={JOB: "{}"}))
-    assert not is_asked(Request(workers=workers, threads=1, environment={"RAY_ADDRESS": ADDRESS}))
+    assert in_ray_job(Request(workers=workers, threads=1, environment={RAY_JOB: "{}"}))
+    assert not in_ray_job(Request(workers=workers, threads=1, environment={"RAY_ADDRESS": ADDRESS}))
     assert "ray" in LAUNCHERS

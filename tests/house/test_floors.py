@@ -32,6 +32,7 @@ FLOORS = {
     "decisions.streams": 1,
     "decisions.following": 1,
     "decisions.membership": 1,
+    "decisions.policy": 1,
     "decisions.balance": 1,
     "decisions.cadence": 1,
     "decisions.checks": 1,
@@ -174,6 +175,7 @@ FLOORS = {
     "machine.metering": 4,
     "machine.children": 4,
     "machine.descendants": 4,
+    "machine.forkend": 4,
     "machine.holder": 4,
     "machine.shipped": 4,
     "machine.placement": 4,
@@ -217,7 +219,13 @@ NEIGHBOURS = {
     "decisions.checks": {"decisions.plan"},
     "decisions.groups": {"decisions.plan"},
     "decisions.audits": {"decisions.cursor", "decisions.plan"},
-    "decisions.membership": {"decisions.efficiency", "decisions.following", "decisions.layout", "problems"},
+    "decisions.membership": {
+        "decisions.efficiency",
+        "decisions.following",
+        "decisions.layout",
+        "decisions.policy",
+        "problems",
+    },
     "telemetry": {"decisions.cadence"},  # a checkpoint report is part of it
     "exchange": {"faults", "exchange.flat"},
     "member": {
@@ -282,7 +290,7 @@ NEIGHBOURS = {
     "machine.holder": {"machine.descendants"},
     "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
-    "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
+    "machine.nursery": {"machine.forkend", "training.run", "machine.worker"},  # it imports them before it forks
     "checking": {"faults", "journal", "lifetime", "trialrun"},  # its trials are runs with a fault
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.talking": {"rounds"},

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.waiting import WAIT_S
 
 LIMIT = 0.25
@@ -54,3 +56,44 @@ assert "torch" not in sys.modules
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "Usage: " in done.stdout
+
+
+COUNTED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*sorted(sys.modules))
+"""
+
+LATE = {"torch", "numpy", "cryptography", "fsspec", "cloudpickle", "tarfile", "unisono.decisions.audits"}
+
+
+def imported(*modules: str) -> set[str]:
+    """The modules that a fresh interpreter has after importing these."""
+    command = [sys.executable, "-c", COUNTED, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("modules", "most", "without"),
+    [
+        (
+            ("unisono.cli", "unisono.cli.run", "unisono.launchers", "unisono.launchers.local"),
+            85,
+            {*LATE, "unisono.head", "unisono.launchers.ssh", "unisono.decisions.membership"},
+        ),
+        (
+            ("unisono.head.__main__",),
+            115,
+            {*LATE, "click", "psutil", "unisono.cli", "unisono.machine", "unisono.launchers"},
+        ),
+    ],
+    ids=["the command", "the head"],
+)
+def test_a_run_starts_with_what_every_run_needs(modules: tuple[str, ...], most: int, without: set[str]) -> None:
+    """Each run starts both anew. What only some runs need (other launchers, TLS, copies) is imported by them."""
+    found = imported(*modules)
+    assert found & without == set()
+    own = {name for name in found if name.partition(".")[0] == "unisono"}
+    assert len(own) <= most, f"{len(own)} modules of this library: {sorted(own)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from unisono.decisions.audits import (
-    MOST,
     Record,
     advice,
     digest_of,
@@ -17,6 +16,7 @@ from unisono.decisions.audits import (
     too_few,
 )
 from unisono.decisions.plan import Plan, plan
+from unisono.spec import MOST_AUDITED
 
 
 def audited(size: int, num_leaves: int, share: float, step: int, hosts: int = 1) -> list[tuple[int, ...]]:
@@ -27,7 +27,7 @@ def audited(size: int, num_leaves: int, share: float, step: int, hosts: int = 1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, MOST])
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, MOST_AUDITED])
 def test_the_share_of_the_work_is_the_one_that_was_asked_for(size: int, share: float) -> None:
     num_leaves, num_steps = 64, 4000
     number = sum(len(own) for step in range(num_steps) for own in audited(size, num_leaves, share, step))
@@ -36,7 +36,7 @@ def test_the_share_of_the_work_is_the_one_that_was_asked_for(size: int, share: f
 
 def test_members_with_more_work_make_up_for_those_with_too_little() -> None:
     some = Plan(16, (range(10), range(10, 12), range(12, 16)))
-    found = parts(some, [""] * 3, [0] * 3, share=MOST, seed=1, step=1)
+    found = parts(some, [""] * 3, [0] * 3, share=MOST_AUDITED, seed=1, step=1)
     number = sum(len(one.own) for one in found)
     assert number in (6, 8)  # 2 or 3 of each member on average, and 8 can be audited
     assert [len(one.own) for one in found] == ([3, 1, 2] if number == 6 else [5, 1, 2])
@@ -57,7 +57,7 @@ def test_the_share_is_reached_where_some_have_little_to_do(shares: tuple[int, ..
 
 def test_nothing_is_audited_with_share_0_or_alone() -> None:
     assert all(own == () for step in range(50) for own in audited(4, 16, 0.0, step))
-    assert audited(1, 16, MOST, 3) == [()]
+    assert audited(1, 16, MOST_AUDITED, 3) == [()]
 
 
 @pytest.mark.parametrize(("size", "num_leaves"), [(2, 8), (3, 8), (4, 12), (5, 5), (8, 100)])
@@ -99,7 +99,7 @@ def test_only_members_of_equal_arithmetic_help_each_other() -> None:
 
 def test_members_without_work_are_not_audited() -> None:
     some = Plan(4, (range(2), (), range(2, 4)))
-    found = parts(some, [""] * 3, [0] * 3, share=MOST, seed=1, step=1)
+    found = parts(some, [""] * 3, [0] * 3, share=MOST_AUDITED, seed=1, step=1)
     assert found[1].own == ()
     assert len(found[0].own) == len(found[2].own) == 1
 

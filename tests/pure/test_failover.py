@@ -8,11 +8,11 @@ closes a way loses what is on it.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from unisono.decisions.following import GONE_S, Absence, Followed, Rank, StaleHead, Standpoint, Undelivered, merged
@@ -20,7 +20,6 @@ from unisono.decisions.following import verdict as answer_to
 from unisono.decisions.membership import (
     Event,
     Lags,
-    Policy,
     Send,
     State,
     Tick,
@@ -32,6 +31,7 @@ from unisono.decisions.membership import (
     step,
 )
 from unisono.decisions.membership.roster import ALIVE, WorkerState, resumed
+from unisono.decisions.policy import Policy
 from unisono.messages import (
     AgentHello,
     Heads,
@@ -76,7 +76,7 @@ class Head:
         return seat_of(self.state)
 
     def standpoint(self) -> Standpoint:
-        return dataclasses.replace(self.stand, rank=Rank.of(self.state.committed, self.state.term, self.seat))
+        return msgspec.structs.replace(self.stand, rank=Rank.of(self.state.committed, self.state.term, self.seat))
 
 
 @dataclass
@@ -374,7 +374,7 @@ class World:
                     continue
                 if head.standpoint().gives_way_to:
                     continue
-                head.stand = dataclasses.replace(head.standpoint(), is_asking=True)
+                head.stand = msgspec.structs.replace(head.standpoint(), is_asking=True)
                 proposal = Proposal(
                     run_id="x",
                     agent_id=head.seat,

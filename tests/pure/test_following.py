@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, info, training
@@ -225,7 +224,7 @@ def test_of_two_halves_the_one_with_the_first_machine_is_the_majority() -> None:
 def story_of_two() -> Story:
     """A worker on each of two machines, both in the generation that trains; the first has the head."""
     story = training(1, maximum=8)
-    story.state = dataclasses.replace(story.state, head="h1", heirs=heirs(story.state))
+    story.state = msgspec.structs.replace(story.state, head="h1", heirs=heirs(story.state))
     story.arrive(*story.agent(1, "agent1", primary=False, host="far"), host="far")
     story.hold()
     return story
@@ -315,12 +314,12 @@ def test_of_two_that_are_as_far_one_gives_way(term: int, agent_id: str, who: str
 
 
 def test_a_head_that_waits_for_an_answer_gives_way_to_nobody_else() -> None:
-    asking = dataclasses.replace(stand(7), is_asking=True)
+    asking = msgspec.structs.replace(stand(7), is_asking=True)
     assert verdict(asking, proposal(8)) == (asking, Verdict(gives_way=""))
 
 
 def test_a_head_gives_way_only_to_one_that_has_said_it_stays() -> None:
-    asking = dataclasses.replace(stand(7), is_asking=True)
+    asking = msgspec.structs.replace(stand(7), is_asking=True)
     for answer in (None, Verdict(gives_way="me"), Verdict(gives_way="")):
         assert merged(asking, "ws://there:1", answer) == stand(7), answer
     assert merged(asking, "ws://there:1", Verdict(gives_way="you", step=9)).gives_way_to == "ws://there:1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, Unvisited, counting, info
@@ -262,8 +263,8 @@ def test_what_has_happened_is_found_without_a_look_at_all_workers(what: str) -> 
         told = trains(num_workers)
         before = told.state
         after, *_ = step(before, Said(AGENT, WorkerExit(worker_id="w1", exit_code=-9)), 1.0)
-        object.__setattr__(before, "workers", Unvisited(before.workers))
-        object.__setattr__(after, "workers", Unvisited(after.workers))
+        before = msgspec.structs.replace(before, workers=Unvisited(before.workers))
+        after = msgspec.structs.replace(after, workers=Unvisited(after.workers))
         touched: Sequence[str] = ["w1"] if what == "one worker" else []
         with counting() as found:
             happened = happenings(before, after, touched)

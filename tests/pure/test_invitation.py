@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from unisono.certificate import Untrusted, check, derived
 from unisono.cli.reach import may_act, tell
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.errors import UsageError
 from unisono.interfaces import Interface, interfaces, is_local
 from unisono.invitation import HeadUrl, Invitation, shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,8 @@ from unisono.decisions.membership import (
     step,
 )
 from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import ALIVE, Policy, State, Worker, WorkerState, noted, resumed
+from unisono.decisions.membership.roster import ALIVE, State, Worker, WorkerState, noted, resumed
+from unisono.decisions.policy import Policy
 from unisono.errors import ProtocolError, UsageError
 from unisono.events import Event as Happening
 from unisono.head.memory import Memory
@@ -2369,7 +2369,7 @@ def test_a_heartbeat_costs_the_same_however_many_workers_there_are(kind: WorkerS
             story.hold()
         assert {story.worker(worker_id).state for worker_id in ids} == {kind}
         story.now = 0.4
-        story.state = dataclasses.replace(story.state, workers=Unvisited(story.state.workers))
+        story.state = msgspec.structs.replace(story.state, workers=Unvisited(story.state.workers))
         with counting() as calls:
             story.state, *_ = step(story.state, Event("w7", beat()), story.now)
             next_deadline(story.state)
@@ -2662,7 +2662,7 @@ def says_hello(story: Story, worker_id: str, script: str) -> None:
 def test_another_text_of_the_script_is_refused() -> None:
     story = training(1)
     story.agent(1, "agent1", primary=False, host="office")
-    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.state = msgspec.structs.replace(story.state, script="aaaa")
     says_hello(story, "w1", "bbbb")
     assert story.worker("w1").state is WorkerState.LEFT
     assert "has another text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
@@ -2674,7 +2674,7 @@ def test_another_text_of_the_script_is_refused() -> None:
 def test_a_replacement_whose_script_was_edited_is_not_replaced_again() -> None:
     """The next one would read the same text."""
     story = training(2)
-    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.state = msgspec.structs.replace(story.state, script="aaaa")
     story.exits("w1")
     story.hold()
     says_hello(story, "w2", "bbbb")
@@ -2686,7 +2686,7 @@ def test_a_replacement_whose_script_was_edited_is_not_replaced_again() -> None:
 
 def test_the_text_that_counts_is_that_of_the_command_whoever_comes_first() -> None:
     story = Story(1)
-    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.state = msgspec.structs.replace(story.state, script="aaaa")
     story.agent(1)
     story.agent(1, "agent1", primary=False, host="office")
     says_hello(story, "w1", "bbbb")
@@ -2707,8 +2707,8 @@ def test_a_text_that_nobody_knows_is_no_other_text() -> None:
 def test_who_is_admitted_with_a_warning_is_named_once_in_its_first_generation() -> None:
     story = training(1, allow_different_script=True)
     story.agent(1, "agent1", primary=False, host="office")
-    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
-    story.state = dataclasses.replace(story.state, script="aaaa")
+    story.state = msgspec.structs.replace(story.state, policy=msgspec.structs.replace(story.state.policy, maximum=3))
+    story.state = msgspec.structs.replace(story.state, script="aaaa")
     says_hello(story, "w1", "bbbb")
     assert "no longer hold" in story.reason
     story.says("w1", Ready(phase=0))
@@ -2742,7 +2742,7 @@ def test_a_machine_none_of_whose_workers_can_take_part_is_sent_away_with_their_r
 def test_a_machine_one_of_whose_workers_takes_part_stays() -> None:
     story = training(1)
     story.agent(2, "agent1", primary=False, host="office")
-    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    story.state = msgspec.structs.replace(story.state, policy=msgspec.structs.replace(story.state.policy, maximum=3))
     story.arrive("w1", host="office")
     story.hold()
     story.says("w2", Hello(info=info("w2", "office"), fingerprint={"torch": "2"}))
@@ -2756,7 +2756,7 @@ def test_a_machine_one_of_whose_workers_takes_part_stays() -> None:
 def test_a_machine_uses_up_its_own_restarts_only() -> None:
     story = training(1, max_restarts=1)
     story.agent(1, "agent1", primary=False, host="office")
-    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, maximum=3))
+    story.state = msgspec.structs.replace(story.state, policy=msgspec.structs.replace(story.state.policy, maximum=3))
     said = []
     for number in (1, 2):
         story.arrive(f"w{number}", host="office")
@@ -2802,8 +2802,8 @@ SAID: Sequence[Message] = (
 def test_the_table_says_who_may_say_what(state: WorkerState, message: Message) -> None:
     """What the table does not allow raises and changes nothing; what it allows leads where it says."""
     story = training(3)
-    story.state = dataclasses.replace(
-        story.state, workers={**story.state.workers, "w1": dataclasses.replace(story.worker("w1"), state=state)}
+    story.state = msgspec.structs.replace(
+        story.state, workers={**story.state.workers, "w1": msgspec.structs.replace(story.worker("w1"), state=state)}
     )
     before = story.state
     if type(message) not in TRANSITIONS[state]:
@@ -2820,8 +2820,8 @@ def test_the_table_says_who_may_say_what(state: WorkerState, message: Message) -
 @pytest.mark.parametrize("message", SAID, ids=lambda m: type(m).__name__)
 def test_what_the_gone_had_still_to_say_is_ignored(state: WorkerState, message: Message) -> None:
     story = training(3)
-    gone = dataclasses.replace(story.worker("w1"), state=state)
-    story.state = dataclasses.replace(story.state, workers={**story.state.workers, "w1": gone})
+    gone = msgspec.structs.replace(story.worker("w1"), state=state)
+    story.state = msgspec.structs.replace(story.state, workers={**story.state.workers, "w1": gone})
     story.says("w1", message)
     assert story.worker("w1") == gone
 
@@ -3084,7 +3084,9 @@ def test_a_number_that_the_machines_cannot_reach_is_waited_for() -> None:
     story.agent(8)
     story.arrive("w0", "w1")
     story.says(AGENT, WorkerExit(worker_id="w2", exit_code=-9))
-    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, max_restarts=0))
+    story.state = msgspec.structs.replace(
+        story.state, policy=msgspec.structs.replace(story.state.policy, max_restarts=0)
+    )
     for worker in [w for w in story.state.workers.values() if w.state is WorkerState.ORDERED]:
         story.says(AGENT, WorkerExit(worker_id=worker.worker_id, exit_code=-9))
     story.hold()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 
-from unisono.decisions.membership import Event, Policy, Send, State, Tick, next_deadline, step
+from unisono.decisions.membership import Event, Send, State, Tick, next_deadline, step
 from unisono.decisions.membership.attempts import Part, spread
 from unisono.decisions.membership.plain import END_S, SETTLE_S
 from unisono.decisions.membership.roster import resumed
+from unisono.decisions.policy import Policy
 from unisono.errors import ProtocolError
 from unisono.machine.plain import variables
 from unisono.messages import (
@@ -410,7 +410,7 @@ def test_a_machine_that_offers_less_ends_its_processes_and_all_start_again() -> 
 
 def test_machines_of_the_command_that_cannot_come_are_not_waited_for() -> None:
     story = Story(4, grows=False)
-    story.state = dataclasses.replace(story.state, policy=dataclasses.replace(story.state.policy, machines=2))
+    story.state = msgspec.structs.replace(story.state, policy=msgspec.structs.replace(story.state.policy, machines=2))
     story.joins(HERE, 0, primary=True)
     story.joins(THERE, 2)
     story.now = SETTLE_S
@@ -430,7 +430,7 @@ def test_the_state_can_be_handed_to_the_next_head() -> None:
 
     story = two_machines()
     found = Memory.decode(Memory(story.state, 0.0, "").encode()).state
-    assert dataclasses.replace(found, attempt=None, workers={}) == dataclasses.replace(
+    assert msgspec.structs.replace(found, attempt=None, workers={}) == msgspec.structs.replace(
         story.state, attempt=None, workers={}
     )
     assert found.attempt == story.state.attempt

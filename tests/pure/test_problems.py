@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from unisono.errors import DivergenceError, LossError
 from unisono.problems.evidence import MAX_CHARACTERS, Evidence, Witness, redacted, shown, shown_environment

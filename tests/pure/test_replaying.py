@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from unisono.decisions.replaying import (
-    EQUAL,
     Replay,
     Start,
     find_difference,
@@ -15,6 +14,7 @@ from unisono.decisions.replaying import (
     with_words,
 )
 from unisono.errors import UsageError
+from unisono.events import EQUAL_FIELDS
 
 
 def test_a_replay_begins_at_the_newest_checkpoint_before_the_step() -> None:
@@ -31,7 +31,7 @@ def test_steps_that_are_under_way_in_a_checkpoint_are_computed_again_from_an_old
 
 
 def test_the_first_value_that_differs_is_named_and_what_an_old_line_lacks_is_not_compared() -> None:
-    line = dict.fromkeys(EQUAL, 1)
+    line = dict.fromkeys(EQUAL_FIELDS, 1)
     assert find_difference(line, line) == ""
     assert find_difference(line, {**line, "loss": 2, "weight": 2}) == "loss"
     assert find_difference({"step": 1, "digest": "a"}, {**line, "digest": "a"}) == ""

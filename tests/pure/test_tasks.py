@@ -10,9 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from unisono.capacity import parse_workers
 from unisono.errors import UsageError
+from unisono.launchers import Request
+from unisono.launchers.asked import in_allocation
 from unisono.launchers.nodes import expand, own_address
-from unisono.launchers.slurm import capacities, inside, shares, step_environment
+from unisono.launchers.slurm import capacities, shares, step_environment
 from unisono.rendezvous import Meeting, Rendezvous
 from unisono.tasks import TAKEN, Task, counts, here
 
@@ -158,7 +161,8 @@ def test_workers_are_shared_out_by_room(number: int, room: list[int], expected: 
 
 
 def test_only_a_process_in_an_allocation_that_is_no_task_starts_agents() -> None:
-    assert [inside(environment) for environment in ({}, BATCH, SRUN)] == [False, True, False]
+    asked = [Request(workers=parse_workers("1", 1), threads=1, environment=found) for found in ({}, BATCH, SRUN)]
+    assert [in_allocation(request) for request in asked] == [False, True, False]
 
 
 def test_the_wishes_of_a_batch_script_are_not_those_of_an_agent() -> None:

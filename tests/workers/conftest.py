@@ -119,7 +119,7 @@ def run_nursery(path: str, *, before: Sequence[str] = (), also: Sequence[str] = 
     it at ``path``.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
-    code = f"import {', '.join(('sys', *also))}; from unisono.machine.nursery import main; sys.exit(main())"
+    code = f"import {', '.join(('sys', *also))}; from unisono.machine.nursery import main; main()"
     command = [*before, sys.executable, "-P", "-c", code, "--listen", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None

@@ -31,7 +31,7 @@ from unisono.cli import given
 from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.errors import CheckpointError, UsageError
 from unisono.events import RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.interfaces import Interface
@@ -683,6 +683,7 @@ def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int]
     assert out.getvalue().splitlines()[-1].endswith(f" unisono: finished: {steps} steps in 0.0 s on 4 workers")
 
 
+@pytest.mark.usefixtures("nursery")
 def test_launch_returns_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) -> None:
     def main(number: int) -> tuple[int, str]:
         from unisono import member

@@ -26,7 +26,7 @@ from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
 from unisono import rundir
 from unisono.checkpoint import files
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.errors import UsageError
 from unisono.journal import JOURNAL, summary
 from unisono.lifetime import PARENT, Memory

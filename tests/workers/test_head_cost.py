@@ -8,6 +8,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
+
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
 from tests.waiting import WAIT_S
 from unisono.decisions.membership import Lags
@@ -55,7 +57,7 @@ def test_a_heartbeat_costs_the_head_the_same_however_many_workers_there_are() ->
         story.hold()
         head, _ = head_of(story)
         head.table.take("w0", beat())  # sets the timer
-        object.__setattr__(head.state, "workers", Unvisited(head.state.workers))
+        head.table.state = msgspec.structs.replace(head.state, workers=Unvisited(head.state.workers))
         with counting() as calls:
             head.table.take("w7", beat())
         return len(calls)

@@ -26,7 +26,8 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono import events
 from unisono.cli.reach import NotGoing, ask_status, find
-from unisono.decisions.membership.roster import Agent, Policy, State, WorkerState
+from unisono.decisions.membership.roster import Agent, State, WorkerState
+from unisono.decisions.policy import Policy
 from unisono.head.lines import MAX_STEPS_QUEUED
 from unisono.head.memory import Memory
 from unisono.head.server import Head
@@ -207,6 +208,7 @@ def workers_of(address: Invitation, num_workers: int, without: Collection[str] =
         assert time.monotonic() < deadline
 
 
+@pytest.mark.usefixtures("nursery")
 def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp_path: Path) -> None:
     """The head that follows knows that steps were done; the run ends, and names the checkpoint to go on from."""
     with held_run(tmp_path, SAVES, 2) as run:
@@ -221,6 +223,7 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
     assert "the newest checkpoint is step-0000000002; to go on from it: unisono run --resume" in output
 
 
+@pytest.mark.usefixtures("nursery")
 def test_what_the_head_said_last_is_heard_before_another_one_follows(tmp_path: Path) -> None:
     """Also by a command that stood still meanwhile: the head that follows must know that steps were done."""
     with held_run(tmp_path, SCRIPT.replace("step.number == 5", "step.number in (0, 5)"), 1) as run:
@@ -285,6 +288,7 @@ def test_a_head_waits_at_the_end_for_the_command_that_has_yet_to_find_it() -> No
     asyncio.run(asyncio.wait_for(story(), 2 * WAIT_S))
 
 
+@pytest.mark.usefixtures("nursery")
 def test_a_head_that_has_ended_is_not_followed_by_another(tmp_path: Path) -> None:
     """It has ended the workers as well: there is nothing to take over."""
     with held_run(tmp_path, SCRIPT, 1) as run:

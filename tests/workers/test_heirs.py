@@ -16,7 +16,8 @@ from tests.waiting import WAIT_S
 from tests.workers.test_head_death import dial, hear, serving
 from unisono.decisions.following import StaleHead
 from unisono.decisions.membership import Lags, heirs
-from unisono.decisions.membership.roster import ALIVE, Policy, State, WorkerState
+from unisono.decisions.membership.roster import ALIVE, State, WorkerState
+from unisono.decisions.policy import Policy
 from unisono.head.memory import Memory
 from unisono.head.server import Head
 from unisono.machine.following import Following

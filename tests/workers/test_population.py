@@ -15,7 +15,7 @@ from benchmarks.membership import Command
 from benchmarks.population import Process, Site
 from tests.waiting import WAIT_S
 from unisono.decisions.following import MAX_HEIRS
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.invitation import HeadUrl
 from unisono.lifetime import Memory
 from unisono.machine.following import Following

@@ -31,7 +31,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.decisions.membership import Policy, Tick
+from unisono.decisions.membership import Tick
+from unisono.decisions.policy import Policy
 from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.events import Announcement
 from unisono.head.memory import Memory
@@ -732,6 +733,7 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
     assert not any("a handler of the script ran" in line for line in command.out)
 
 
+@pytest.mark.usefixtures("nursery")
 def test_no_signal_is_taken_from_the_script(unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STACK_SIGNAL)
     ignored = {int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.waiting import WAIT_S
@@ -147,7 +147,7 @@ def test_this_machine_need_not_reach_the_address_that_others_are_told(
         status = unisono("status", run_dir)
         assert status.wait() == 0
         line = shlex.split(status.line("other machines join with: ").partition("join with: ")[2])[-1]
-        assert HeadUrl.parse(Invitation.parse(line).url) == dataclasses.replace(head, host="192.0.2.77")
+        assert HeadUrl.parse(Invitation.parse(line).url) == msgspec.structs.replace(head, host="192.0.2.77")
         assert head.host == "127.0.0.1"
         gates.open(1)
         finish(command, run_dir, calm)

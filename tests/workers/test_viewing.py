@@ -27,7 +27,7 @@ from tests.workers.gates import Gates
 from tests.workers.strangers import dialled, sealed
 from unisono.certificate import client_context, derived, server_context
 from unisono.cli.reach import find
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
 from unisono.head import reading, viewing
 from unisono.head.__main__ import TLS_BUFFER_BYTES

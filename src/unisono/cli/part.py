@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import click
-import msgspec
+from msgspec.structs import replace
 
 from unisono.capacity import Workers, check_open_files, check_workers, machine_gpus, parse_workers
 from unisono.errors import UsageError
@@ -109,7 +108,7 @@ def _lead(
     check_open_files(own)
     service = options.service(workers, "" if task.is_on_one_machine else own_address(os.environ))
     service = replace(service, policy=replace(service.policy, machines=task.size - 1))
-    spec = msgspec.structs.replace(spec, folder=os.getcwd(), script=script_checksum(spec.arguments))
+    spec = replace(spec, folder=os.getcwd(), script=script_checksum(spec.arguments))
     here = MachineSpec(
         run=spec,
         num_workers=own,

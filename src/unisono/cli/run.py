@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 from click import argument, option
+from msgspec.structs import replace
 
 from unisono import faults, tasks
 from unisono.capacity import Workers, parse_workers
@@ -19,11 +20,10 @@ from unisono.cli.back import again, by_hand
 from unisono.cli.given import address_of, check_directory, check_text, port_range, script_arguments, seconds
 from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
-from unisono.decisions.audits import MOST
 from unisono.errors import RunGoesBack, UsageError
 from unisono.invitation import HeadUrl
 from unisono.secret import is_reader
-from unisono.spec import AuditThen, Partition, RunSpec, StartMethod
+from unisono.spec import MOST_AUDITED, AuditThen, Partition, RunSpec, StartMethod
 
 if TYPE_CHECKING:
     from unisono.launchers import Launcher, Machine, Request
@@ -212,8 +212,7 @@ def _run(options: Options, spec: RunSpec, workers: Workers, launcher: Launcher, 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The command line; each field is an option of `run`."""
 
     script: str | None
@@ -283,8 +282,10 @@ class Options:
                 f"--heartbeat-s must be smaller than --heartbeat-timeout-s, got --heartbeat-s {self.heartbeat_s} and "
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s}"
             )
-        if not 0.0 <= self.audit <= MOST:
-            raise UsageError(f"--audit is a share of the micro-batches from 0 to {MOST:g}, e.g. 0.01; got {self.audit}")
+        if not 0.0 <= self.audit <= MOST_AUDITED:
+            raise UsageError(
+                f"--audit is a share of the micro-batches from 0 to {MOST_AUDITED:g}, e.g. 0.01; got {self.audit}"
+            )
         if self.plain:
             self._check_plain()
         if self.bind == "":
@@ -421,7 +422,7 @@ class Options:
         Args:
             bind: where it listens if the user has not said it; "": on the loopback interface.
         """
-        from unisono.decisions.membership import Policy
+        from unisono.decisions.policy import Policy
         from unisono.machine.headprocess import Service
 
         policy = Policy(

@@ -7,8 +7,8 @@ All functions give the same on all members, from what all of them know.
   where one has too few that can be audited, others have more. The helper of a member is the one at a fixed distance in
   the order of the ranks, which is drawn for each step; of all distances those count that give most members a helper on
   another machine. Of two micro-batches that are a pair of the tree and that one member computes, only the first can be
-  audited, because the gradient of the other one is added to its sum while it is computed. A share of more than `MOST`
-  cannot be reached in general.
+  audited, because the gradient of the other one is added to its sum while it is computed. A share of more than
+  `MOST_AUDITED` cannot be reached in general.
 * **Who is wrong** (`judge`). Where the two results of a micro-batch differ, all members compute it once more, and the
   result of most of them is the right one. Two members cannot tell who of them is wrong, and where several results
   differ, the micro-batch is not deterministic, and nobody is wrong.
@@ -28,7 +28,6 @@ from unisono.decisions.cursor import seed_of
 from unisono.decisions.plan import Plan
 
 __all__ = [
-    "MOST",
     "NOTHING",
     "Part",
     "Record",
@@ -42,9 +41,6 @@ __all__ = [
     "parts",
     "too_few",
 ]
-
-MOST: Final = 0.5
-"""The largest share of the work that can be asked for."""
 
 _WORD: Final = 1 << 64
 _SEVERAL: Final = 1 << 62
@@ -72,7 +68,7 @@ def parts(
         plan: of the step, in which nothing is computed yet.
         hosts: by rank, the member's machine.
         arithmetics: by rank; only members with equal ones compute the same bits.
-        share: of the work that is audited, from 0 to `MOST`.
+        share: of the work that is audited, from 0 to `MOST_AUDITED`.
         step: of the run.
         turn: pass over the step's global batch.
     """

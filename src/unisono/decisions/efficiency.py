@@ -15,11 +15,11 @@ given back first.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from unisono.words import count
 
@@ -31,8 +31,7 @@ SLACK: Final = 0.1
 RETRY_STEPS: Final = 2_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     least: int
     most: int
     """What the command line allows, and the machines have room for."""
@@ -40,19 +39,17 @@ class Bounds:
     """The next worker is worth it if it adds this part of the unit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured so far: a value, changed by every step."""
 
-    rates: Mapping[int, float] = field(default_factory=dict)
+    rates: Mapping[int, float] = {}
     """Samples a second, by number of workers."""
-    refused: Mapping[int, int] = field(default_factory=dict)
+    refused: Mapping[int, int] = {}
     """Number of workers that was not worth it -> the step in which that was found."""
     samples: int = 0
     """Most samples of a step. With another batch size everything is measured anew."""
@@ -64,16 +61,16 @@ class Measured:
     def after(self, size: int, samples: int, seconds: float) -> Measured:
         """Return what is known after a step by so many workers."""
         if size != self.size:
-            return dataclasses.replace(self, size=size, num_skipped=1, window=())
+            return msgspec.structs.replace(self, size=size, num_skipped=1, window=())
         if self.num_skipped < SKIPPED:
-            return dataclasses.replace(self, num_skipped=self.num_skipped + 1)
+            return msgspec.structs.replace(self, num_skipped=self.num_skipped + 1)
         if samples > self.samples:
             return Measured(samples=samples, size=size, num_skipped=SKIPPED, window=(samples / seconds,))
         window = (*self.window, samples / seconds)
         if len(window) < SETTLED:
-            return dataclasses.replace(self, window=window)
+            return msgspec.structs.replace(self, window=window)
         rates = {**self.rates, size: statistics.median(window)}
-        return dataclasses.replace(self, rates=rates, window=())
+        return msgspec.structs.replace(self, rates=rates, window=())
 
     @property
     def is_settled(self) -> bool:
@@ -93,11 +90,11 @@ class Measured:
         if not self.is_settled:
             return self, None
         refused = {size: at for size, at in self.refused.items() if step - at < RETRY_STEPS}
-        known = dataclasses.replace(self, refused=refused)
+        known = msgspec.structs.replace(self, refused=refused)
         found, smaller = known.efficiency(self.size), known._smaller(self.size)
         limit = bounds.efficiency - SLACK if smaller == self.size - 1 else bounds.efficiency
         if found is not None and smaller is not None and found < limit:
-            known = dataclasses.replace(known, refused={**refused, self.size: step})
+            known = msgspec.structs.replace(known, refused={**refused, self.size: step})
             target = max(bounds.least, (smaller + self.size) // 2)
             why = f"the last {count(self.size - smaller, 'worker')} of {self.size} {_adds(self.size - smaller, found)}"
             return known, Change(size=target, why=why) if target < self.size else None

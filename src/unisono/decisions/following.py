@@ -15,10 +15,10 @@ again, `verdict` says which of them ends and joins the other with new workers.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
+
+import msgspec
 
 from unisono.messages import Kept, Proposal, Snapshot, Verdict
 from unisono.spec import Partition
@@ -59,31 +59,30 @@ class StaleHead(ConnectionError):
     """The head at the other end of a connection has a lower term than another head that is known."""
 
 
-@dataclass(frozen=True)
-class Undelivered(Generic[T]):
+class Undelivered(msgspec.Struct, Generic[T], frozen=True):
     """Versions that the heirs hold, and decisions that wait for the heirs, oldest first."""
 
     waiting: tuple[tuple[int, Sequence[T]], ...] = ()
     """By decision: the number of the version that contains it, and the messages to be sent."""
     since: float = 0.0
     """When the oldest of them began to wait."""
-    kept: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, int] = {}
     """Agent -> the newest version that it holds."""
 
     def add(self, number: int, messages: Sequence[T], now: float) -> Undelivered[T]:
         """Let these messages wait for a version."""
         since = self.since if self.waiting else now
-        return dataclasses.replace(self, waiting=(*self.waiting, (number, messages)), since=since)
+        return msgspec.structs.replace(self, waiting=(*self.waiting, (number, messages)), since=since)
 
     def hold(self, agent_id: str, number: int) -> Undelivered[T]:
         """An agent holds this version, and with it all before."""
         newest = max(number, self.kept.get(agent_id, 0))
-        return dataclasses.replace(self, kept={**self.kept, agent_id: newest})
+        return msgspec.structs.replace(self, kept={**self.kept, agent_id: newest})
 
     def after(self, number: int, messages: Sequence[T], now: float) -> Undelivered[T]:
         """Let these messages wait for a version, and all that waits already wait for them."""
         waiting = ((number, messages), *((max(number, each), later) for each, later in self.waiting))
-        return dataclasses.replace(self, waiting=waiting, since=self.since if self.waiting else now)
+        return msgspec.structs.replace(self, waiting=waiting, since=self.since if self.waiting else now)
 
     def release(self, heirs: Sequence[str], now: float) -> tuple[list[T], Undelivered[T]]:
         """Return the messages that wait for no heir any more, in the order of the decisions, and what is left."""
@@ -91,7 +90,7 @@ class Undelivered(Generic[T]):
         ready = [entry for entry in self.waiting if held is None or entry[0] <= held]
         if not ready:
             return [], self
-        left = dataclasses.replace(self, waiting=self.waiting[len(ready) :], since=now)
+        left = msgspec.structs.replace(self, waiting=self.waiting[len(ready) :], since=now)
         return [message for _, messages in ready for message in messages], left
 
     def silent(self, heirs: Sequence[str], now: float) -> list[str]:
@@ -112,8 +111,7 @@ def learn_term(seen: int, offered: int) -> int:
     return offered
 
 
-@dataclass(frozen=True)
-class Followed:
+class Followed(msgspec.Struct, frozen=True):
     """An agent's knowledge of the heads of its run."""
 
     term: int = 0
@@ -127,13 +125,13 @@ class Followed:
         Raises:
             StaleHead: the agent knows a higher term, and closes the connection.
         """
-        return dataclasses.replace(self, term=learn_term(self.term, term))
+        return msgspec.structs.replace(self, term=learn_term(self.term, term))
 
     def keep(self, offered: Snapshot) -> tuple[Followed, Kept]:
         """Hold this version unless it is older than the one that is held; returns the answer to the head as well."""
         followed, held = self.learn(offered.term), self.snapshot
         if held is None or (offered.term, offered.number) > (held.term, held.number):
-            followed = dataclasses.replace(followed, snapshot=offered)
+            followed = msgspec.structs.replace(followed, snapshot=offered)
         return followed, Kept(term=offered.term, number=offered.number)
 
     def is_successor(self, agent_id: str) -> bool:
@@ -173,8 +171,7 @@ def _age(agent_id: str) -> tuple[int, str]:
     return int(digits) if digits.isdecimal() else 0, agent_id
 
 
-@dataclass(frozen=True)
-class Absence:
+class Absence(msgspec.Struct, frozen=True):
     """What an agent knows of a head that it has lost."""
 
     since: float
@@ -184,15 +181,14 @@ class Absence:
     def tried(self, refused: bool, now: float) -> Absence:
         """Note an attempt to reach the head."""
         if not refused:
-            return dataclasses.replace(self, refused_since=None)
-        return dataclasses.replace(self, refused_since=now if self.refused_since is None else self.refused_since)
+            return msgspec.structs.replace(self, refused_since=None)
+        return msgspec.structs.replace(self, refused_since=now if self.refused_since is None else self.refused_since)
 
 
 # -- two heads of one run ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, order=True)
-class Rank:
+class Rank(msgspec.Struct, frozen=True, order=True):
     """How far a head's side of the run is. The side with the lower rank joins the other; no two ranks are equal."""
 
     step: int
@@ -206,8 +202,7 @@ class Rank:
         return Rank(step, term, (-number, name))
 
 
-@dataclass(frozen=True)
-class Standpoint:
+class Standpoint(msgspec.Struct, frozen=True):
     """What a head has to do with other heads of its run. It gives way to a head only at a moment at which that head
     is bound to stay: so of two heads one goes on, whichever messages are lost.
     """
@@ -227,7 +222,7 @@ def verdict(own: Standpoint, other: Proposal) -> tuple[Standpoint, Verdict]:
         return own, Verdict(gives_way="")
     if Rank.of(other.step, other.term, other.agent_id) < own.rank:
         return own, Verdict(gives_way="you", step=own.rank.step)
-    own = dataclasses.replace(own, gives_way_to=other.url, their_step=other.step)
+    own = msgspec.structs.replace(own, gives_way_to=other.url, their_step=other.step)
     return own, Verdict(gives_way="me", step=own.rank.step)
 
 
@@ -236,7 +231,7 @@ def merged(own: Standpoint, url: str, answer: Verdict | None) -> Standpoint:
 
     A head whose answer was lost has either given way, or stays: this one stays as well, and asks again.
     """
-    own = dataclasses.replace(own, is_asking=False)
+    own = msgspec.structs.replace(own, is_asking=False)
     if answer is not None and answer.gives_way == "you":
-        return dataclasses.replace(own, gives_way_to=url, their_step=answer.step)
+        return msgspec.structs.replace(own, gives_way_to=url, their_step=answer.step)
     return own

@@ -7,26 +7,24 @@ not count. Between half of `Limits.load` and `Limits.load` an idle machine stays
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 __all__ = ["LOUD_LOOKS", "Idleness", "Limits", "Look"]
 
 LOUD_LOOKS: Final = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     """Without input and load for this long, a machine is idle."""
     load: float
     """Cores that other processes may use on an idle machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Look:
+class Look(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen at one time. Times in seconds, of one clock."""
 
     at: float
@@ -36,8 +34,7 @@ class Look:
     """Cores in use by other processes since the look before."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Idleness:
+class Idleness(msgspec.Struct, frozen=True, kw_only=True):
     """State of one machine."""
 
     used_at: float
@@ -58,10 +55,10 @@ class Idleness:
             why = f"other processes use {look.load:.1f} cores"
             return Idleness(used_at=look.at, num_loud=num_loud, why=why)
         if self.is_idle:
-            return dataclasses.replace(self, num_loud=num_loud)
+            return msgspec.structs.replace(self, num_loud=num_loud)
         used_at = look.input_at if has_input else self.used_at
         if look.load > limits.load / 2:
             used_at = look.at
         if look.at - used_at < limits.idle_s:
-            return dataclasses.replace(self, used_at=used_at, num_loud=num_loud)
+            return msgspec.structs.replace(self, used_at=used_at, num_loud=num_loud)
         return Idleness(used_at=used_at, is_idle=True, why=f"nobody has used it for {limits.idle_s:.0f} s")

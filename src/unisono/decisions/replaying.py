@@ -9,9 +9,9 @@ import msgspec
 
 from unisono.decisions.audits import digest_of
 from unisono.errors import UsageError
+from unisono.events import EQUAL_FIELDS
 
 __all__ = [
-    "EQUAL",
     "LEFT",
     "Replay",
     "Start",
@@ -23,10 +23,6 @@ __all__ = [
     "starts",
     "with_words",
 ]
-
-EQUAL: Final = ("step", "epoch", "samples", "digest", "loss", "weight", "totals", "losses")
-"""What is equal in two computations of a step with the same bits, by the names of its line in the journal."""
-
 
 LEFT: Final = 3
 """Exit code where the user has left the debugger before the end."""
@@ -121,7 +117,7 @@ def find_difference(line: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         line: of the journal. A value that it lacks, because an older version wrote it, is not compared.
         result: of the replay, as JSON would have it.
     """
-    return next((name for name in EQUAL if name in line and line[name] != result.get(name)), "")
+    return next((name for name in EQUAL_FIELDS if name in line and line[name] != result.get(name)), "")
 
 
 def other_arithmetic(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

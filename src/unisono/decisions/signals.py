@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+
+import msgspec
 
 __all__ = ["AwaitEnd", "EndRun", "KillWorkers", "LeaveRun", "Reaction", "StopRun", "reaction"]
 
 
-@dataclass(frozen=True)
-class EndRun:
+class EndRun(msgspec.Struct, frozen=True):
     """End the run at once; in ``unisono join``, end this machine's part of the run."""
 
     reason: str
     exit_code: int
 
 
-@dataclass(frozen=True)
-class KillWorkers(EndRun):
+class KillWorkers(EndRun, frozen=True):
     """... and wait for nothing."""
 
 
-@dataclass(frozen=True)
-class LeaveRun:
+class LeaveRun(msgspec.Struct, frozen=True):
     """Take this machine's workers out of the run at the end of the step."""
 
 
-@dataclass(frozen=True)
-class StopRun:
+class StopRun(msgspec.Struct, frozen=True):
     """End the run at the end of the step, with a checkpoint."""
 
     word: str
@@ -37,8 +34,7 @@ class StopRun:
     """Of the command, if that is why the run has ended."""
 
 
-@dataclass(frozen=True)
-class AwaitEnd:
+class AwaitEnd(msgspec.Struct, frozen=True):
     """Go on: the signal went to all tasks of a job, and task 0 decides what it means."""
 
     words: str

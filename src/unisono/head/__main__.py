@@ -9,14 +9,13 @@ import signal
 import socket
 import sys
 from asyncio.sslproto import SSLProtocol
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from unisono.certificate import server_context
 from unisono.decisions.following import SUPERSEDED
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.head.server import Head
 from unisono.lifetime import bind_to_parent, close_inherited, name_process, raise_file_limit, take_token
 from unisono.spec import RunSpec
@@ -29,8 +28,7 @@ members and viewers send is short.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the head, from its command line (JSON). None of them is secret."""
 
     policy: Policy

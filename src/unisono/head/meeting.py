@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from typing import Final, Protocol
 
 import msgspec
@@ -81,7 +80,7 @@ class Meeting:
         own, state = self._standpoint(), self._party.state
         if own.gives_way_to or state.ended is not None:
             return None
-        self._stand = dataclasses.replace(own, is_asking=True)
+        self._stand = msgspec.structs.replace(own, is_asking=True)
         return Proposal(
             run_id=self._run_id,
             agent_id=seat_of(state),
@@ -120,7 +119,7 @@ class Meeting:
 
     def _standpoint(self) -> Standpoint:
         state = self._party.state
-        return dataclasses.replace(self._stand, rank=Rank.of(state.committed, state.term, seat_of(state)))
+        return msgspec.structs.replace(self._stand, rank=Rank.of(state.committed, state.term, seat_of(state)))
 
     def _move_if_giving_way(self) -> None:
         """Send all machines of this side to the head that it gives way to, and end."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from dataclasses import dataclass
 
 import msgspec
 
-from unisono.decisions.membership import Policy, State
+from unisono.decisions.membership import State
+from unisono.decisions.policy import Policy
 from unisono.head.story import NOTHING, StoryState
 from unisono.messages import Failed
 
 __all__ = ["Memory"]
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """State of the membership table, and the values that `unisono status` shows besides."""
 
     state: State
@@ -32,7 +30,7 @@ class Memory:
     """What was told last."""
     clock: float | None = None
     """The time of this machine's clock (`time.monotonic`), of which times in ``state`` are."""
-    tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = dataclasses.field(default_factory=list)
+    tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = []
     """`State.tried` as a list, because MessagePack has no tuples as keys."""
 
     @staticmethod
@@ -41,10 +39,12 @@ class Memory:
         return Memory(State(policy=policy, script=script), time.time(), "starting")
 
     def encode(self) -> bytes:
-        flat = dataclasses.replace(self.state, tried={})
-        return msgspec.msgpack.encode(dataclasses.replace(self, state=flat, tried=list(self.state.tried.items())))
+        flat = msgspec.structs.replace(self.state, tried={})
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, state=flat, tried=list(self.state.tried.items())))
 
     @staticmethod
     def decode(data: bytes) -> Memory:
         memory = msgspec.msgpack.decode(data, type=Memory)
-        return dataclasses.replace(memory, state=dataclasses.replace(memory.state, tried=dict(memory.tried)), tried=[])
+        return msgspec.structs.replace(
+            memory, state=msgspec.structs.replace(memory.state, tried=dict(memory.tried)), tried=[]
+        )

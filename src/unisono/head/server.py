@@ -7,7 +7,6 @@ passes on what happens in the run, and `unisono.head.keys` is the store in which
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import math
 import socket
@@ -22,7 +21,8 @@ from websockets.exceptions import ConnectionClosed
 
 from unisono.decisions.membership import Event, Send, TookOver, agent_name, machines, seat_of
 from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import Policy, State, resumed
+from unisono.decisions.membership.roster import State, resumed
+from unisono.decisions.policy import Policy
 from unisono.errors import ProtocolError
 from unisono.head.address import AddressFiles
 from unisono.head.delivery import Delivery
@@ -125,8 +125,8 @@ class Head:
         self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
         if snapshot:
             state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
-        state = dataclasses.replace(
-            state, term=term, head=name, policy=dataclasses.replace(state.policy, heartbeat_s=spec.heartbeat_s)
+        state = msgspec.structs.replace(
+            state, term=term, head=name, policy=msgspec.structs.replace(state.policy, heartbeat_s=spec.heartbeat_s)
         )
         self._token = token
         self._run_id = run_id

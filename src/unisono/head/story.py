@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -41,8 +40,7 @@ USES_PER_S: Final = 500.0
 """The use of a machine is told to a listener at most so often, all together."""
 
 
-@dataclass(frozen=True)
-class StoryState:
+class StoryState(msgspec.Struct, frozen=True):
     """The part of the story in the head's state."""
 
     told: tuple[Event, ...] = ()

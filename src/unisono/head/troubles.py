@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import threading
 import time
@@ -17,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, TypeVar, cast
+
+import msgspec
 
 from unisono.events import Announcement, Event, Problem, StepFinished
 from unisono.messages import Ailing, Holds, Inquire, Statement
@@ -174,7 +175,7 @@ class Troubles:
             shared=trouble.limit_bytes,
         )
         setting = Setting(batch_size=known.batch_size, microbatches=known.microbatches, num_workers=others + 1)
-        return dataclasses.replace(trouble, detail=table(held), advice=advice(held, setting))
+        return msgspec.structs.replace(trouble, detail=table(held), advice=advice(held, setting))
 
     def gone(self, name: str) -> None:
         """Note that a worker or an agent has gone: it answers nothing any more."""
@@ -191,7 +192,7 @@ class Troubles:
         self._said.add(key)
         late = self._late.get(trouble.worker_id)
         if late is not None and trouble.kind == "hang":
-            trouble = dataclasses.replace(trouble, place=late.place)
+            trouble = msgspec.structs.replace(trouble, place=late.place)
         trouble = self._with_memory(trouble)
         name = ""
         if self._house.directory() and len(self._names) < MOST_FILES:
@@ -284,7 +285,7 @@ class Troubles:
             self._house.hand_over(inquiry.name, content)
 
     def _content(self, found: files.Evidence) -> str:
-        return files.shown(dataclasses.replace(found, versions=versions()), self._secrets)
+        return files.shown(msgspec.structs.replace(found, versions=versions()), self._secrets)
 
     def _found(self, inquiry: _Inquiry) -> files.Evidence:
         hosts = self._house.agents()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from unisono.decisions.replaying import EQUAL
+from unisono.events import EQUAL_FIELDS
 from unisono.journal.file import read
 from unisono.journal.lines import Line
 from unisono.words import count
@@ -125,7 +125,7 @@ def _does(line: Line) -> str:
 
 
 _SAME: Final = {
-    "step": EQUAL,
+    "step": EQUAL_FIELDS,
     "evaluation": ("step", "totals"),
     "end": ("ok", "digests"),
 }

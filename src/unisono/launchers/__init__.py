@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import msgspec
+from msgspec.structs import replace
 
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.errors import UsageError
 from unisono.fingerprint import script_checksum
+from unisono.launchers.asked import in_allocation, in_ray_job, names_hosts
 from unisono.launchers.fleet import Fleet
-from unisono.launchers.local import Local
-from unisono.launchers.none import Nobody
 from unisono.launchers.protocol import (
     HERE,
     AgentCommand,
@@ -33,11 +31,6 @@ from unisono.launchers.protocol import (
     Remote,
     Request,
 )
-from unisono.launchers.ray import Ray
-from unisono.launchers.ray import is_asked as is_ray_job
-from unisono.launchers.slurm import Slurm, inside
-from unisono.launchers.ssh import Ssh
-from unisono.launchers.ssh import is_asked as names_hosts
 from unisono.machine import agent
 from unisono.machine.headprocess import Service
 from unisono.spec import MachineSpec, RunSpec, StartMethod
@@ -63,13 +56,13 @@ __all__ = [
 ]
 
 LAUNCHERS: Final[dict[str, Kind]] = {
-    "ssh": Kind(Ssh, is_asked=names_hosts),
-    "slurm": Kind(Slurm, is_asked=lambda request: inside(request.environment)),
-    "ray": Kind(Ray, is_asked=is_ray_job),
-    "none": Kind(Nobody, is_asked=lambda request: False),
-    "local": Kind(Local, is_asked=lambda request: True),
+    "ssh": Kind("unisono.launchers.ssh:Ssh", is_asked=names_hosts),
+    "slurm": Kind("unisono.launchers.slurm:Slurm", is_asked=in_allocation),
+    "ray": Kind("unisono.launchers.ray:Ray", is_asked=in_ray_job),
+    "none": Kind("unisono.launchers.none:Nobody", is_asked=lambda request: False),
+    "local": Kind("unisono.launchers.local:Local", is_asked=lambda request: True),
 }
-"""By name. Of those that a request or its environment asks for, the first is taken; `Local` stays the last one."""
+"""By name. Of those that a request or its environment asks for, the first is taken; "local" stays the last one."""
 
 
 def choose(request: Request) -> Launcher:
@@ -117,7 +110,7 @@ def run(
         raise UsageError("a run has at least 1 worker, and the launcher's machines have none")
     if spec.folder:
         os.chdir(spec.folder)
-    spec = msgspec.structs.replace(spec, folder=os.getcwd(), script=script_checksum(spec.arguments))
+    spec = replace(spec, folder=os.getcwd(), script=script_checksum(spec.arguments))
     here = MachineSpec(
         run=spec,
         num_workers=sum(machine.num_workers for machine in machines if machine.name == HERE),

@@ -14,8 +14,8 @@ outlives a command that was killed, if the launcher passes on the end of the pip
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
@@ -41,8 +41,7 @@ HERE: Final = ""
 """Name of the machine that the command runs on: its workers need no other agent."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remote:
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
     """What a command line says of machines that are reached by ssh."""
 
     hosts: str = ""
@@ -59,8 +58,7 @@ class Remote:
     """Largest size of the folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What a command line asks of a launcher."""
 
     workers: Workers
@@ -73,7 +71,7 @@ class Request:
     """A name in `unisono.launchers.LAUNCHERS`, or "auto"."""
     takes_all: bool = False
     """``--workers auto``: as many workers as the machines have room for."""
-    spec: RunSpec = field(default_factory=RunSpec)
+    spec: RunSpec = RunSpec()
     bind: str = ""
     """The address at which the head is to listen; "" where the user has not said it (`Reached`)."""
     port: int = 0
@@ -183,15 +181,20 @@ class Explained(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """One row of `unisono.launchers.LAUNCHERS`."""
 
-    build: Callable[[Request], Launcher]
-    """Makes the launcher.
-
-    Raises:
-        UsageError: it cannot do what is asked.
-    """
+    path: str
+    """Module and class of the launcher, ``MODULE:CLASS``, which is made from a `Request`; imported when it is taken."""
     is_asked: Callable[[Request], bool]
     """Whether the request, or the environment that the command runs in, asks for this launcher."""
+
+    def build(self, request: Request) -> Launcher:
+        """Make the launcher.
+
+        Raises:
+            UsageError: it cannot do what is asked.
+        """
+        module, _, name = self.path.partition(":")
+        launcher: Launcher = getattr(importlib.import_module(module), name)(request)
+        return launcher

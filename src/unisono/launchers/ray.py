@@ -31,20 +31,13 @@ from unisono.launchers.protocol import AgentCommand, Handle, Machine, Request
 from unisono.launchers.rayactor import make_actor
 from unisono.words import count
 
-__all__ = ["Ray", "is_asked"]
+__all__ = ["Ray"]
 
-JOB: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray sets this variable for the command of ``ray job submit``."""
 PASSED_ON: Final = ("PYTHONPATH", "PYTHONHASHSEED")
 SAY_S: Final = 5.0  # until the user is told what the command waits for
 SETTLE_S: Final = 10.0  # for actors on nodes that have room now, once there are enough to begin
 LOOK_S: Final = 0.2
 REACH_S: Final = 10.0
-
-
-def is_asked(request: Request) -> bool:
-    """Return whether the command runs in a job of Ray."""
-    return JOB in request.environment
 
 
 @dataclass

@@ -18,12 +18,13 @@ from typing import Final
 
 from unisono.capacity import check_open_files, check_workers
 from unisono.errors import UsageError
+from unisono.launchers.asked import in_allocation
 from unisono.launchers.nodes import binds_to_cores, node_names, own_address
 from unisono.launchers.processes import Processes
 from unisono.launchers.protocol import HERE, AgentCommand, Handle, Machine, Request
-from unisono.tasks import FIRST_SPECIAL_STEP, counts
+from unisono.tasks import counts
 
-__all__ = ["Slurm", "inside"]
+__all__ = ["Slurm"]
 
 END_S: Final = 5.0
 _CHOSEN: Final = (
@@ -41,18 +42,11 @@ _CHOSEN: Final = (
 _CHOSEN_PER: Final = ("NTASKS_PER_", "CPUS_PER_", "GPUS", "MEM_PER_", "TRES_PER_", "THREADS_PER_")
 
 
-def inside(environment: Mapping[str, str]) -> bool:
-    """Return whether this is a batch script or a shell in an allocation of Slurm, and no task of ``srun``."""
-    step = environment.get("SLURM_STEP_ID", "")
-    is_task = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
-    return "SLURM_JOB_ID" in environment and "SLURM_JOB_NODELIST" in environment and not is_task
-
-
 class Slurm:
     """Starts agents on the nodes of the allocation that the command runs in."""
 
     def __init__(self, request: Request) -> None:
-        if not inside(request.environment):
+        if not in_allocation(request):
             raise UsageError("--launcher slurm works in a batch script or a shell of Slurm (sbatch, salloc), not here")
         self._environment = request.environment
         self._processes = Processes()

@@ -27,6 +27,7 @@ from unisono.errors import UsageError
 from unisono.fingerprint import SWITCHES, package_checksum, script_checksum
 from unisono.launchers import probe
 from unisono.launchers.answers import SSH_FAILED, VERSION, Answer, why_no_answer, why_ssh_failed
+from unisono.launchers.asked import names_hosts
 from unisono.launchers.beacon import Beacon, own_addresses
 from unisono.launchers.hosts import Host, is_this_machine, parse_hosts, read_hostfile, spread
 from unisono.launchers.processes import Processes
@@ -36,7 +37,7 @@ from unisono.machine import holder, shipped
 from unisono.machine.headprocess import reachable
 from unisono.words import count, exit_words
 
-__all__ = ["OPTIONS", "Ssh", "is_asked"]
+__all__ = ["OPTIONS", "Ssh"]
 
 OPTIONS: Final = (
     *("-T", "-x", "-a"),
@@ -71,11 +72,6 @@ class _Place:
     is_here: bool = False
 
 
-def is_asked(request: Request) -> bool:
-    """Return whether a command line names machines."""
-    return bool(request.remote.hosts or request.remote.hostfile)
-
-
 class Ssh:
     """Starts agents by ssh; workers of this machine, where it is among the hosts, belong to the command itself."""
 
@@ -83,7 +79,7 @@ class Ssh:
         remote = request.remote
         if remote.hosts and remote.hostfile:
             raise UsageError("--hosts and --hostfile both name the machines of the run; give one of them")
-        if not is_asked(request):
+        if not names_hosts(request):
             raise UsageError("the launcher ssh needs --hosts a,b:2,c or --hostfile FILE")
         self._hosts = parse_hosts(remote.hosts) if remote.hosts else read_hostfile(remote.hostfile)
         self._request = request

@@ -31,9 +31,8 @@ from unisono import messages
 from unisono.certificate import derived
 from unisono.checkpoint import files
 from unisono.chronicle import Chronicle
-from unisono.decisions.audits import advice
 from unisono.decisions.idleness import Limits
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import RunDirectoryError, RunGoesBack, UsageError
 from unisono.events import Announcement, Event, MachineUsed, RunEnded, StepFinished, WorkerOutput
@@ -647,6 +646,8 @@ class _Agent:
             return ""
         if ended.sound < 0:
             return f"the newest checkpoint is {done[-1].name}; to go on from it: {_command(self.run_dir)}"
+        from unisono.decisions.audits import advice  # few runs have had a worker that computes wrong values
+
         step, is_sound = advice(map(files.step_of, done), ended.sound)
         path = str(next(one for one in done if files.step_of(one) == step))
         if is_sound:

@@ -17,14 +17,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from unisono.certificate import Identity, derived, given
-from unisono.decisions.membership import Policy
+from unisono.decisions.policy import Policy
 from unisono.errors import UsageError
 from unisono.interfaces import Interface, interfaces, is_local
 from unisono.invitation import HeadUrl
@@ -50,8 +50,7 @@ HEADS_WITHIN_S: Final = 30.0
 BACKLOG: Final = 4096  # when a head has died, all workers and agents call at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class Service:
+class Service(msgspec.Struct, frozen=True, kw_only=True):
     """The head that ``unisono run`` starts."""
 
     policy: Policy

@@ -30,11 +30,12 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_group, name_process
+from unisono.machine.forkend import end_of_worker
 
 __all__ = ["ForkRequest", "Forked", "WorkerEnded", "main"]
 
@@ -90,8 +91,8 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     """The most memory that it had."""
 
 
-def main() -> int:
-    """Be a nursery. In a child, be a worker. Returns the exit code of the process."""
+def main() -> NoReturn:
+    """Be a nursery; in a child, be a worker. Ends the process."""
     if not os.environ.get("PYTHONHASHSEED"):
         # Python reads the variable when a process starts; workers that are forked here inherit this process's.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
@@ -100,7 +101,9 @@ def main() -> int:
     name_process("unisono nursery")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when it ends
-    # Modules that every worker needs; the script's own imports find them loaded.
+    # Modules that every worker needs; the script's own imports find them loaded. There is little garbage meanwhile, and
+    # looking for it would take a fifth of the time.
+    gc.disable()
     import torch._dynamo  # noqa: F401 - a second's import, which the first optimizer would do
 
     import unisono.machine.worker
@@ -108,6 +111,7 @@ def main() -> int:
 
     gc.collect()
     gc.freeze()
+    gc.enable()
     if sys.argv[1] == "--listen":
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             before = os.umask(0o177)  # whoever connects can run code as this user
@@ -117,8 +121,10 @@ def main() -> int:
                 os.umask(before)
             listener.listen(64)
             print(f"the nursery listens at {sys.argv[2]}", flush=True)
-            return _Nursery(listener, None).serve()
-    return _Nursery(None, socket.socket(fileno=int(sys.argv[1]))).serve()
+            _Nursery(listener, None).serve()
+    else:
+        _Nursery(None, socket.socket(fileno=int(sys.argv[1]))).serve()
+    os._exit(0)  # the agent waits for it, and Python would take all modules apart first
 
 
 class _Nursery:
@@ -134,8 +140,8 @@ class _Nursery:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
 
-    def serve(self) -> int:
-        """Fork workers until the agent ends. Returns the exit code: of the nursery, or, in a child, of the worker."""
+    def serve(self) -> None:
+        """Fork workers until the agent ends. In a child, be a worker."""
         while self._agents or self._listener is not None:
             sources: list[int | socket.socket] = [self._awake, *self._agents]
             if self._listener is not None:
@@ -147,12 +153,11 @@ class _Nursery:
                 elif isinstance(source, socket.socket):
                     worker = self._receive(source)
                     if worker is not None:
-                        return _be_worker(*worker)
+                        _be_worker(*worker)
                 else:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._awake, 4096)
                     self._reap()
-        return 0
 
     def _receive(self, agent: socket.socket) -> tuple[ForkRequest, list[int]] | None:
         """Receive a message of an agent. In the child that it asks for, return the request of the child; else None."""
@@ -246,7 +251,7 @@ def _lead_group(pid: int) -> None:
         os.setpgid(pid, pid)
 
 
-def _be_worker(request: ForkRequest, descriptors: list[int]) -> int:
+def _be_worker(request: ForkRequest, descriptors: list[int]) -> NoReturn:
     """In the forked child: become ``python -m unisono.machine.worker ARGUMENTS``, just started."""
     parent = os.getppid()
     os.setpgid(0, 0)
@@ -271,10 +276,11 @@ def _be_worker(request: ForkRequest, descriptors: list[int]) -> int:
         if folder and folder not in sys.path:
             sys.path.insert(1, folder)
     sys.argv = ["unisono.machine.worker", *request.arguments]
+    shared = frozenset(sys.modules)
     from unisono.machine.worker import main as work
 
-    return work()
+    end_of_worker(work(), shared)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from unisono import seats
 from unisono.capacity import machine_cores, machine_gpus
@@ -15,8 +16,7 @@ __all__ = ["NO_GPU", "Place", "Places"]
 NO_GPU: Final = -1
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """What one worker gets."""
 
     gpu: int

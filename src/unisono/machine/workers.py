@@ -11,9 +11,10 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from unisono import seats
 from unisono.beatpage import BeatPage, Slot
@@ -43,19 +44,16 @@ MOST_QUOTED: Final = 16
 FEW_LINES: Final = 10
 
 
-@dataclass(frozen=True)
-class _Delayed:
+class _Delayed(msgspec.Struct, frozen=True):
     timer: asyncio.TimerHandle
 
 
-@dataclass(frozen=True)
-class _Starting:
+class _Starting(msgspec.Struct, frozen=True):
     local_rank: int
     is_evicted: bool = False
 
 
-@dataclass(frozen=True)
-class _Started:
+class _Started(msgspec.Struct, frozen=True):
     """Running, or ended: `Child.exit_code` says which."""
 
     local_rank: int
@@ -66,8 +64,7 @@ class _Started:
         return self.child.exit_code is None
 
 
-@dataclass(frozen=True)
-class _Evicted:
+class _Evicted(msgspec.Struct, frozen=True):
     """Evicted before its start, and so never started."""
 
 

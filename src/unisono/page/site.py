@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 __all__ = ["HEADERS", "WATCH", "Asset", "find"]
 
@@ -35,8 +36,7 @@ _TYPES: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Asset:
+class Asset(msgspec.Struct, frozen=True):
     """A file of the page."""
 
     content_type: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from unisono.problems.kinds import Trouble, sentence, what_to_do
 
@@ -41,8 +42,7 @@ SHOWN: Final = re.compile(
 """The environment variables that a file of evidence may name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Witness:
+class Witness(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker or the agent of a machine says about itself at the moment of a problem."""
 
     name: str
@@ -53,19 +53,18 @@ class Witness:
     """Why it has not answered."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """All that goes into a file."""
 
     trouble: Trouble
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = {}
     """The run, in words, by name."""
     workers: Sequence[Witness] = ()
     machines: Sequence[Witness] = ()
     events: Sequence[str] = ()
     """The last ones, a line each."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = {}
+    environment: Mapping[str, str] = {}
     settings: str = ""
     recipe: str = ""
 

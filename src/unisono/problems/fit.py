@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from unisono.problems.kinds import shown_bytes
 from unisono.words import count
@@ -23,8 +24,7 @@ _UNITS: Final = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "Ti
 _ASKED: Final = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one process. In bytes."""
 
     kinds: Mapping[str, int]
@@ -52,8 +52,7 @@ class Held:
         return int(UNTIL_ITS_END * max(0, self.used + self.asked - self.fixed))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What could be set otherwise."""
 
     batch_size: int = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, cast, get_args
+
+import msgspec
 
 from unisono.errors import DivergenceError, LossError
 from unisono.words import exit_words, position_words
@@ -46,8 +47,7 @@ _FRAME: Final = re.compile(r'  File "(.+)", line (\d+) in (.+)$')
 _LIBRARY: Final = re.compile(r"/lib(64)?/python3[^/]*/|/unisono/|^<frozen ")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trouble:
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of something that went wrong, at the moment at which it is noticed."""
 
     kind: Kind

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from unisono.decisions.audits import MOST
 from unisono.errors import UsageError
 from unisono.exchange.flat import with_flipped_bit
 from unisono.faults import spoils
 from unisono.member import Member
 from unisono.rounds.auditing import Audits
-from unisono.spec import AuditThen, RunSpec
+from unisono.spec import MOST_AUDITED, AuditThen, RunSpec
 from unisono.state.tracked import Tracked
 from unisono.training.strategies import Strategy
 
@@ -28,10 +27,10 @@ def make_audits(spec: RunSpec, share: float, then: AuditThen, seed: int, member:
         UsageError: they make no sense.
     """
     share, then = spec.audit or share, spec.audit_then or then
-    if not 0.0 <= share <= MOST:
+    if not 0.0 <= share <= MOST_AUDITED:
         raise UsageError(
-            f"audit is the share of the micro-batches that a second worker computes as well, from 0 to {MOST:g}, e.g. "
-            f"0.01; got {share}"
+            "audit is the share of the micro-batches that a second worker computes as well, from 0 to "
+            f"{MOST_AUDITED:g}, e.g. 0.01; got {share}"
         )
     if then not in ("go-back", "go-on"):
         raise UsageError(f'audit_then is "go-back" or "go-on"; got {then!r}')

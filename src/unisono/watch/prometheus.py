@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from unisono.events import MachineUsed, Seconds
 from unisono.overview import Overview, WorkerNow
@@ -20,8 +21,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-@dataclass(frozen=True)
-class _Metric:
+class _Metric(msgspec.Struct, frozen=True):
     kind: Literal["counter", "gauge"]
     text: str
 

@@ -47,7 +47,7 @@ from unisono.decisions.membership.generations import follow_up
 from unisono.decisions.membership.happenings import happenings
 from unisono.decisions.membership.heartbeat import routine, routine_of_many
 from unisono.decisions.membership.heirs import heirs, holders, keepers, machines, successor, without_lost_heir
-from unisono.decisions.membership.roster import Policy, State, noted, rebranched, seat_of
+from unisono.decisions.membership.roster import State, noted, rebranched, seat_of
 from unisono.decisions.membership.table import TRANSITIONS
 from unisono.events import Event as Happening
 from unisono.messages import Beat
@@ -60,7 +60,6 @@ __all__ = [
     "Hangup",
     "Invite",
     "Lags",
-    "Policy",
     "Send",
     "State",
     "Tick",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
+
+import msgspec
 
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.evaluators import lose_evaluators_of, order_evaluators
@@ -74,7 +75,7 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     is_counted = hello.primary or (hello.launched and state.policy.elastic)  # in `--workers` already
     adds = hello.num_workers if state.policy.grows and not is_counted else 0
     fresh = known or Agent(agent_id=agent_id, host=hello.host, primary=hello.primary, launched=hello.launched)
-    agent = dataclasses.replace(
+    agent = msgspec.structs.replace(
         fresh, offers=hello.num_workers, adds=adds, pid=hello.pid, url=hello.url, away_at=None, lags=False, gone=""
     )
     draft.touched.add(agent_id)
@@ -82,7 +83,7 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
         agents={**state.agents, agent_id: agent},
         absent={i: absent for i, absent in state.absent.items() if i != agent_id},
         num_agents=state.num_agents + (known is None),
-        policy=dataclasses.replace(state.policy, maximum=state.policy.maximum + adds),
+        policy=msgspec.structs.replace(state.policy, maximum=state.policy.maximum + adds),
         seat=state.seat or (agent_id if hello.primary else ""),
     )
     if known is not None:
@@ -143,14 +144,14 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     draft.touched.add(agent_id)
     draft.put(
         agents={i: a for i, a in draft.state.agents.items() if i != agent_id},
-        absent={**draft.state.absent, agent_id: dataclasses.replace(agent, wanted=wanted, gone=why)},
+        absent={**draft.state.absent, agent_id: msgspec.structs.replace(agent, wanted=wanted, gone=why)},
     )
     if agent.primary and not draft.state.agents:
         draft.end(False, f"the command that started the run has ended ({message.reason})")
         return
     policy = draft.state.policy
     if policy.grows:  # not after `unisono scale`, which sets the number
-        draft.put(policy=dataclasses.replace(policy, maximum=policy.maximum - agent.adds))
+        draft.put(policy=msgspec.structs.replace(policy, maximum=policy.maximum - agent.adds))
     if not is_told:
         draft.reasons.append(f"the agent of {agent.host} is gone")
     for worker in own:
@@ -187,7 +188,7 @@ def take_over(draft: Draft, before: str, *, is_gone: bool) -> None:
         return
     _cut_off(draft, before, "is out of reach, with the head")
     if is_gone:
-        absent = dataclasses.replace(draft.state.absent[before], wanted=0)
+        absent = msgspec.structs.replace(draft.state.absent[before], wanted=0)
         draft.put(absent={**draft.state.absent, before: absent})
 
 
@@ -214,7 +215,7 @@ def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
         return
     adds = num_workers if policy.grows and not agent.primary else 0
     if policy.grows:
-        policy = dataclasses.replace(policy, maximum=policy.maximum + adds - agent.adds)
+        policy = msgspec.structs.replace(policy, maximum=policy.maximum + adds - agent.adds)
         draft.put(policy=policy)
     agent = draft.put_agent(agent_id, offers=num_workers, adds=adds, withdrawn="" if num_workers else why)
     draft.reasons.append(f"{agent.host} offers {count(num_workers, 'worker')}: {why}" if num_workers else why)
@@ -245,7 +246,7 @@ def scale(draft: Draft, num_workers: int) -> None:
     policy = draft.state.policy
     minimum = min(policy.minimum, num_workers)
     draft.put(
-        policy=dataclasses.replace(
+        policy=msgspec.structs.replace(
             policy,
             minimum=minimum,
             start=min(policy.start, num_workers),
@@ -259,7 +260,7 @@ def scale(draft: Draft, num_workers: int) -> None:
 
 def resize(draft: Draft, num_workers: int, why: str = "") -> None:
     """Have so many workers from now on."""
-    draft.put(policy=dataclasses.replace(draft.state.policy, maximum=num_workers))
+    draft.put(policy=msgspec.structs.replace(draft.state.policy, maximum=num_workers))
     staying = draft.staying()
     missing = num_workers - len(staying)
     why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}" + (f": {why}" if why else "")

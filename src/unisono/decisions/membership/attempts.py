@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from unisono.words import exit_words
 
@@ -17,16 +18,14 @@ _OF_A_LOST_PEER: Final = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of one machine."""
 
     agent: str
     num_processes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a process with another exit code than 0."""
 
     name: str
@@ -48,8 +47,7 @@ class Failure:
         return any(words in self.last_output.lower() for words in _OF_A_LOST_PEER)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One start of all processes, on some machines. Nothing of it is kept when a process fails or a machine comes."""
 
     number: int

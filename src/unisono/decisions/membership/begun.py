@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from unisono.messages import Beat
 
 __all__ = ["Begun"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Begun:
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
     """A round in which a member was seen to wait for the others for a while."""
 
     worker_id: str

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 __all__ = ["EarlyCall"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EarlyCall:
+class EarlyCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call, the same on all workers: every worker counts its own calls, so the number says which it is.
 
     A result stays for the rest of the run: a replacement gets what the others have got.
@@ -17,7 +17,7 @@ class EarlyCall:
 
     kind: str
     """"run.barrier", "run.broadcast", "run.gather" or "run.main_first"."""
-    came: Mapping[str, bytes] = field(default_factory=dict)
+    came: Mapping[str, bytes] = {}
     """Worker that has come to the call -> its value. Empty once the call is decided."""
     first: str = ""
     """Of `run.main_first`: the worker that runs the block now."""

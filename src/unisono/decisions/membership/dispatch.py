@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from unisono.decisions.membership import agents
 from unisono.decisions.membership.admission import check_protocol, greet
@@ -72,18 +72,15 @@ __all__ = ["Event", "Lags", "Tick", "TookOver", "take"]
 _S = WorkerState
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True)
-class Lags:
+class Lags(msgspec.Struct, frozen=True):
     """An heir has not answered in time that it holds the state."""
 
 
-@dataclass(frozen=True)
-class TookOver:
+class TookOver(msgspec.Struct, frozen=True):
     """This head has followed one of another machine."""
 
     before: str
@@ -92,8 +89,7 @@ class TookOver:
     """That agent is gone for good; else its machine may go on by itself."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """A message, and the worker or agent that sent it ("": a command from outside the run)."""
 
     source: str

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from unisono.decisions.membership.roster import ALIVE, GONE, Agent, How, State, Worker, WorkerState, number_of
 from unisono.messages import Announcement, Ended, Evict, Message
@@ -19,29 +20,25 @@ _S = WorkerState
 _STATE = operator.attrgetter("state")
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send this message to this worker or agent."""
 
     to: str
     message: Message
 
 
-@dataclass(frozen=True)
-class Hangup:
+class Hangup(msgspec.Struct, frozen=True):
     """Close this worker's connection for good."""
 
     worker_id: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Invite:
+class Invite(msgspec.Struct, frozen=True):
     """Say on all machines how another machine joins: the run waits for more workers."""
 
 
-@dataclass(frozen=True)
-class Alarm:
+class Alarm(msgspec.Struct, frozen=True):
     """Say what has gone wrong, and keep the evidence."""
 
     trouble: Trouble
@@ -68,17 +65,17 @@ class Draft:
     # -- changes -------------------------------------------------------------------------------------
 
     def put(self, **changes: Any) -> None:
-        self.state = dataclasses.replace(self.state, **changes)
+        self.state = msgspec.structs.replace(self.state, **changes)
 
     def put_worker(self, worker_id: str, **changes: Any) -> Worker:
-        worker = dataclasses.replace(self.state.workers[worker_id], **changes)
+        worker = msgspec.structs.replace(self.state.workers[worker_id], **changes)
         self.add_workers({worker_id: worker})
         return worker
 
     def put_workers(self, worker_ids: Iterable[str], **changes: Any) -> None:
         """Make the same changes to several workers."""
         known = self.state.workers
-        changed = {worker_id: dataclasses.replace(known[worker_id], **changes) for worker_id in worker_ids}
+        changed = {worker_id: msgspec.structs.replace(known[worker_id], **changes) for worker_id in worker_ids}
         if changed:
             self.add_workers(changed)
 
@@ -92,7 +89,7 @@ class Draft:
         self.put_worker(worker_id, state=state, how=how, gone=why)
 
     def put_agent(self, agent_id: str, **changes: Any) -> Agent:
-        agent = dataclasses.replace(self.state.agents[agent_id], **changes)
+        agent = msgspec.structs.replace(self.state.agents[agent_id], **changes)
         self.put(agents={**self.state.agents, agent_id: agent})
         return agent
 
@@ -110,7 +107,7 @@ class Draft:
         worker = self.state.workers.get(trouble.worker_id)
         host = worker.info.host if worker is not None and worker.info is not None else trouble.host
         step = trouble.step if trouble.step >= 0 or not self.state.held else self.state.committed + 1
-        self.actions.append(Alarm(dataclasses.replace(trouble, host=host, step=step)))
+        self.actions.append(Alarm(msgspec.structs.replace(trouble, host=host, step=step)))
 
     def announce_to(self, agent_id: str, text: str) -> None:
         """Show this on the terminal of one machine."""

@@ -14,9 +14,10 @@ them have them (`EvaluationsOpen`): a connection may break while they are told.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Final
+
+import msgspec
 
 from unisono.decisions.membership.draft import Draft
 from unisono.decisions.membership.likeness import objection
@@ -348,11 +349,11 @@ def _place(evaluation: Evaluation) -> str:
 
 
 def _put(draft: Draft, worker_id: str, **changes: object) -> Evaluator:
-    evaluator = dataclasses.replace(draft.state.evaluators[worker_id], **changes)  # type: ignore[arg-type]
+    evaluator = msgspec.structs.replace(draft.state.evaluators[worker_id], **changes)
     draft.put(evaluators={**draft.state.evaluators, worker_id: evaluator})
     return evaluator
 
 
 def _put_evaluation(draft: Draft, number: int, **changes: object) -> None:
-    evaluation = dataclasses.replace(draft.state.evaluations[number], **changes)  # type: ignore[arg-type]
+    evaluation = msgspec.structs.replace(draft.state.evaluations[number], **changes)
     draft.put(evaluations={**draft.state.evaluations, number: evaluation})

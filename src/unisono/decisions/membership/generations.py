@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+
+import msgspec
 
 from unisono.decisions.layout import replicated
 from unisono.decisions.membership.admission import MAX_UNREACHED, send_away
@@ -204,7 +205,7 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
         notice=notice,
         before=() if immediate else state.members,
         suspected_at=None,
-        suspicions=dataclasses.replace(state.suspicions, reports={}),
+        suspicions=msgspec.structs.replace(state.suspicions, reports={}),
         unreached=False,
     )
     ready = [info.worker_id for info in infos if state.workers[info.worker_id].state is _S.READY]

@@ -15,8 +15,9 @@ worker waits: the script or its data hangs there on every worker, so the run end
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from unisono.messages import Beat
 
@@ -51,8 +52,7 @@ class Verdict(enum.Enum):
     """All others are at the end of the run: the run ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits in seconds without progress."""
 
     late_s: float
@@ -65,8 +65,7 @@ class Limits:
         return min(self.late_s, self.aside_s, self.hang_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hang:
+class Hang(msgspec.Struct, frozen=True, kw_only=True):
     """The position at which a worker hung; the others went on without it."""
 
     worker_id: str

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+
+import msgspec
 
 from unisono.decisions.membership.begun import Begun
 from unisono.decisions.membership.draft import Draft
@@ -291,7 +292,7 @@ def _retry_exchange(draft: Draft) -> None:
 def _go_on_without_newcomers(draft: Draft, newcomers: list[Worker]) -> None:
     for newcomer in newcomers:
         draft.put_worker(newcomer.worker_id, num_unreached=newcomer.num_unreached + 1)
-    draft.put(suspicions=dataclasses.replace(draft.state.suspicions, reports={}))
+    draft.put(suspicions=msgspec.structs.replace(draft.state.suspicions, reports={}))
     names = listed([newcomer.worker_id for newcomer in newcomers])
     draft.broken.append(f"{draft.state.suspicion}; the others go on without {names}")
 

@@ -8,9 +8,10 @@ more than a routine heartbeat. `routine` keeps the notes up to date in between.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Final, NamedTuple
+
+import msgspec
 
 from unisono.decisions.membership.begun import Begun
 from unisono.decisions.membership.roster import State, Worker, WorkerState
@@ -30,7 +31,7 @@ def routine(state: State, worker_id: str, beat: Beat, now: float) -> State | Non
     workers = dict(state.workers)
     workers[worker_id] = worker.heard(now, beat)
     is_witness = worker.state is state.witness_state
-    return dataclasses.replace(state, workers=workers, witnessed_at=now if is_witness else state.witnessed_at)
+    return msgspec.structs.replace(state, workers=workers, witnessed_at=now if is_witness else state.witnessed_at)
 
 
 def routine_of_many(state: State, beats: Sequence[BeatOf], now: float) -> tuple[State, Sequence[BeatOf]]:
@@ -51,7 +52,7 @@ def routine_of_many(state: State, beats: Sequence[BeatOf], now: float) -> tuple[
                 rest = tuple(beats[number:])
                 break
             heard_at = max(evaluator.heard_at, now - each.seconds_ago)
-            evaluators[each.worker_id] = dataclasses.replace(evaluator, heard_at=heard_at, beat=beat)
+            evaluators[each.worker_id] = msgspec.structs.replace(evaluator, heard_at=heard_at, beat=beat)
             continue
         if worker is None or worker.closed_at is not None or Beat not in TRANSITIONS[worker.state]:
             continue
@@ -64,7 +65,7 @@ def routine_of_many(state: State, beats: Sequence[BeatOf], now: float) -> tuple[
         workers[each.worker_id] = worker.heard(heard_at, beat)
         if worker.state is state.witness_state:
             witnessed_at = max(witnessed_at, heard_at)
-    return dataclasses.replace(state, workers=workers, evaluators=evaluators, witnessed_at=witnessed_at), rest
+    return msgspec.structs.replace(state, workers=workers, evaluators=evaluators, witnessed_at=witnessed_at), rest
 
 
 class _Rule(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from unisono.decisions.following import MAX_HEIRS, is_majority
 from unisono.decisions.membership.dispatch import Event, Lags
@@ -58,4 +58,6 @@ def without_lost_heir(state: State, event: Event) -> State:
     agent = state.agents.get(event.source)
     if agent is None or not isinstance(event.message, Lost | Lags):
         return state
-    return dataclasses.replace(state, agents={**state.agents, event.source: dataclasses.replace(agent, lags=True)})
+    return msgspec.structs.replace(
+        state, agents={**state.agents, event.source: msgspec.structs.replace(agent, lags=True)}
+    )

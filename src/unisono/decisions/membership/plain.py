@@ -13,9 +13,10 @@ The agent of rank 0 looks for the port at which the processes meet.
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from typing import Final
+
+import msgspec
 
 from unisono.decisions.membership import agents
 from unisono.decisions.membership.admission import check_protocol
@@ -165,7 +166,7 @@ def _leave(draft: Draft, agent_id: str, message: Lost) -> None:
     if running:
         _end_attempt(draft, f"the machine {host} is lost")
     elif not attempt.is_started and agent_id in attempt.names():
-        draft.put(attempt=dataclasses.replace(attempt, ending=f"the machine {host} is lost"))
+        draft.put(attempt=msgspec.structs.replace(attempt, ending=f"the machine {host} is lost"))
 
 
 def _end_attempt_of(draft: Draft, agent_id: str, why: str) -> None:
@@ -183,7 +184,7 @@ def _scale(draft: Draft, num_processes: int) -> None:
     policy, able = draft.state.policy, _able(draft)
     minimum, start = min(policy.minimum, num_processes), min(policy.start, num_processes)
     draft.put(
-        policy=dataclasses.replace(
+        policy=msgspec.structs.replace(
             policy,
             minimum=minimum,
             start=start,
@@ -235,7 +236,7 @@ def _take_exit(draft: Draft, agent: Agent, message: WorkerExit) -> None:
         at=message.failed_at,
         last_output=message.last_output,
     )
-    draft.put(attempt=dataclasses.replace(attempt, failures=(*attempt.failures, failure)))
+    draft.put(attempt=msgspec.structs.replace(attempt, failures=(*attempt.failures, failure)))
     _end_attempt(draft, failure.words())
 
 
@@ -244,7 +245,7 @@ def _end_attempt(draft: Draft, why: str) -> None:
     attempt = draft.state.attempt
     if attempt is None or attempt.ending:
         return
-    draft.put(attempt=dataclasses.replace(attempt, ending=why))
+    draft.put(attempt=msgspec.structs.replace(attempt, ending=why))
     running = _running(draft)
     draft.reasons.append(f"{why}; all processes are ended" if running else why)
     for worker in running:
@@ -324,7 +325,7 @@ def _go_on(draft: Draft, attempt: Attempt) -> None:
                 draft.announce_to(agent.agent_id, f"the last output of {cause.name}:\n{cause.last_output}")
     why = f"{cause.words()}; restart {restarts + 1} of {most}"
     draft.reasons.append(why)
-    draft.put(attempt=dataclasses.replace(attempt, failures=(), restarts=restarts + 1, ending=why))
+    draft.put(attempt=msgspec.structs.replace(attempt, failures=(), restarts=restarts + 1, ending=why))
     _form(draft, attempt.number + 1, restarts + 1, why)
 
 
@@ -363,7 +364,7 @@ def _form(draft: Draft, number: int, restarts: int, why: str = "") -> None:
         )
         draft.invite()
     if found < needed and state.attempt is not None and not state.attempt.waits:
-        draft.put(attempt=dataclasses.replace(state.attempt, waits=True))
+        draft.put(attempt=msgspec.structs.replace(state.attempt, waits=True))
         draft.reasons.append(f"paused: the machines have room for {found} of at least {count(needed, 'process')}")
     if found < needed or may_grow:
         return
@@ -387,7 +388,7 @@ def _start(draft: Draft, point: MeetingPoint) -> None:
     attempt = draft.state.attempt
     if attempt is None or attempt.is_started or attempt.ending or attempt.number != point.attempt:
         return
-    attempt = dataclasses.replace(attempt, is_started=True, address=point.address, port=point.port)
+    attempt = msgspec.structs.replace(attempt, is_started=True, address=point.address, port=point.port)
     ids = attempt.names()
     came = f"start {attempt.number} of all processes: {attempt.why}" if attempt.why else ""
     workers = {

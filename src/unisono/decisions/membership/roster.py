@@ -12,13 +12,13 @@ A worker goes through::
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Final, Literal
+
+import msgspec
 
 from unisono.decisions.efficiency import Measured
 from unisono.decisions.membership.attempts import Attempt
@@ -27,9 +27,8 @@ from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.hangs import Hang, Limits
 from unisono.decisions.membership.suspicion import Suspicions
 from unisono.decisions.membership.team import team_of
-from unisono.errors import UsageError
+from unisono.decisions.policy import Policy
 from unisono.messages import Beat, Ended, EvaluationWanted, Failed, Leaving, MemberInfo, Notice, TalkCall
-from unisono.spec import Partition
 
 __all__ = [
     "ALIVE",
@@ -40,7 +39,6 @@ __all__ = [
     "Evaluator",
     "EvaluatorStage",
     "How",
-    "Policy",
     "State",
     "Worker",
     "WorkerState",
@@ -57,93 +55,6 @@ KEPT_BRANCHES: Final = 100
 """So many branches back a machine may come back to with its workers."""
 START_HANGS: Final = 10
 """So many times `Policy.hang_s` may pass from the start of a process to its hello: it may load over a network."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """The settings of the membership. Times in seconds."""
-
-    start: int
-    """Generation 1 waits for this many workers."""
-    wait_for: int = 0
-    """The run begins with this many, and never with fewer, however many are ordered; 0: with ``start``, or what is left
-    of these."""
-    minimum: int = 1
-    """With fewer the run pauses."""
-    maximum: int
-    """More are not admitted."""
-    grows: bool = True
-    """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
-    machines: int = 0
-    """The command starts agents on so many other machines; generation 1 waits for those that may still come."""
-    efficiency: float = 0.0
-    """``maximum`` changes by itself, up to ``most``, while the next worker has this efficiency; 0: it does not."""
-    most: int = 0
-    elastic: bool = False
-    """The command can get more machines, and give machines back (`unisono.launchers.Elastic`)."""
-    max_restarts: int = 10
-    """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
-    strict: bool = False
-    """Refuse a worker whose arithmetic may differ."""
-    allow_different_script: bool = False
-    """Admit, with a warning, a worker whose script has another text than the run's."""
-    heartbeat_s: float = 0.5
-    """Time between two heartbeats of a worker."""
-    heartbeat_timeout_s: float = 5.0
-    """A member that sends nothing for this long, while others do, is lost."""
-    late_s: float = 3.0
-    """A member that others wait for and that makes no progress for this long is reported."""
-    aside_s: float = 10.0
-    """A member that others wait for and that makes no progress for this long is left aside: the others compute
-    its micro-batches."""
-    hang_s: float = 60.0
-    """... and for this long is ended."""
-    grace_s: float = 0.05
-    """A worker that no agent watches is lost so long after its connection closed."""
-    reconnect_s: float = 1.0
-    """A worker that an agent watches may connect again for so long after its connection closed."""
-    away_s: float = 60.0
-    """Time for a machine to connect to a head that has taken over."""
-    plain: bool = False
-    """The script is one for torchrun: `unisono.decisions.membership.plain` has the rules."""
-    suspect_s: float = 1.0
-    """Time in which a loss may explain a broken exchange, before the same members try again."""
-    partition: Partition = "go-on"
-    """What machines do that are cut off from others."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.minimum <= self.start <= self.maximum:
-            raise UsageError(
-                f"a run needs 1 <= minimum <= start <= maximum workers, got {self.minimum}, {self.start} and "
-                f"{self.maximum}"
-            )
-        if self.wait_for and self.wait_for < self.minimum:
-            raise UsageError(
-                f"a run that needs {self.minimum} workers cannot begin with {self.wait_for}; got --wait-for "
-                f"{self.wait_for}"
-            )
-        if self.wait_for > self.maximum and not self.grows:
-            raise UsageError(
-                f"the run would wait for ever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
-                "--workers admits at most"
-            )
-        if not 0.0 <= self.efficiency < 1.0:
-            raise UsageError(f"an efficiency is above 0 and below 1, got {self.efficiency}")
-        if self.max_restarts < 0:
-            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
-        for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} is a time in seconds above 0, got {getattr(self, name)}")
-
-    @property
-    def begins_with(self) -> int:
-        """The number of workers at which the run begins at once."""
-        return self.wait_for or self.start
-
-    @property
-    def least(self) -> int:
-        """The smallest number of workers that the run may begin with, where no others are on their way."""
-        return max(self.minimum, self.wait_for)
 
 
 class WorkerState(enum.Enum):
@@ -176,8 +87,7 @@ ALIVE: Final = frozenset(WorkerState) - GONE
 _STARTING, _READY, _HOLDING = _USUAL = (WorkerState.STARTING, WorkerState.READY, WorkerState.HOLDING)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Worker:
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     state: WorkerState
     agent: str = ""
@@ -210,10 +120,8 @@ class Worker:
         return number_of(self.worker_id)
 
     def heard(self, heard_at: float, beat: Beat) -> Worker:
-        """Return the worker after a heartbeat. This is `dataclasses.replace` in a fifth of the time."""
-        worker = object.__new__(Worker)
-        worker.__dict__.update(self.__dict__, heard_at=heard_at, beat=beat, phase=beat.phase)
-        return worker
+        """Return the worker after a heartbeat."""
+        return msgspec.structs.replace(self, heard_at=heard_at, beat=beat, phase=beat.phase)
 
     @property
     def name(self) -> str:
@@ -232,8 +140,7 @@ class EvaluatorStage(enum.Enum):
     GONE = "gone"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluator:
+class Evaluator(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that follows the run to evaluate (`unisono.decisions.membership.evaluators`)."""
 
     worker_id: str
@@ -257,8 +164,7 @@ class Evaluator:
         return self.stage is not EvaluatorStage.GONE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """An evaluation that was taken, and whose totals not all members have yet."""
 
     wanted: EvaluationWanted
@@ -279,8 +185,7 @@ class Evaluation:
         return self.is_open or bool(self.totals)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agent:
+class Agent(msgspec.Struct, frozen=True, kw_only=True):
     agent_id: str
     host: str
     primary: bool
@@ -319,8 +224,7 @@ class Agent:
         return bool(self.refused or self.freed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
+class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the membership table knows."""
 
     policy: Policy
@@ -336,9 +240,9 @@ class State:
     """The newest branches that led to it."""
     heirs: tuple[str, ...] = ()
     """The agents that know this branch, and hold all its decisions."""
-    workers: Mapping[str, Worker] = field(default_factory=dict)
-    agents: Mapping[str, Agent] = field(default_factory=dict)
-    absent: Mapping[str, Agent] = field(default_factory=dict)
+    workers: Mapping[str, Worker] = {}
+    agents: Mapping[str, Agent] = {}
+    absent: Mapping[str, Agent] = {}
     """Agents whose connection broke; if they connect again, they keep their names."""
     num_agents: int = 0
     """Number of agents so far: names are not used again."""
@@ -365,29 +269,29 @@ class State:
     committed: int = -1
     """The last step that is done."""
     step_seconds: float = 0.0
-    measured: Measured = field(default_factory=Measured)
+    measured: Measured = Measured()
     """Rates by number of workers (`Policy.efficiency`)."""
-    tried: Mapping[tuple[int, int], tuple[str, Failed]] = field(default_factory=dict)
+    tried: Mapping[tuple[int, int], tuple[str, Failed]] = {}
     """(step, micro-batch) -> the worker on which its computation raised, and the error."""
     hangs: tuple[Hang, ...] = ()
     """Positions, in the step under way, at which workers hung; the others went on without them."""
     calls: tuple[EarlyCall, ...] = ()
     """What workers say to each other before they join, by the number of the call."""
-    evaluators: Mapping[str, Evaluator] = field(default_factory=dict)
+    evaluators: Mapping[str, Evaluator] = {}
     """Beside the workers, and never among them."""
     num_evaluators: int = 0
     """Number of evaluators so far: names are not used again."""
-    evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
+    evaluations: Mapping[int, Evaluation] = {}
     last_evaluation: int = -1
     """The newest evaluation that was taken."""
     begun: Begun | None = None
     """The newest round in which a member was seen to wait for a while."""
-    leaving: Mapping[str, Leaving] = field(default_factory=dict)
+    leaving: Mapping[str, Leaving] = {}
     """Worker that has left a training loop -> its report."""
     suspected_at: float | None = None
     suspicion: str = ""
     """The worker that has reported the broken exchange, and its error."""
-    suspicions: Suspicions = field(default_factory=Suspicions)
+    suspicions: Suspicions = Suspicions()
     unreached: bool = False
     """In the newest generation, a planned one, a member of the generation before could not exchange."""
     attempt: Attempt | None = None
@@ -499,10 +403,10 @@ class State:
 def excused(state: State, seconds: float, now: float) -> State:
     """Return the state as if the last ``seconds`` up to ``now``, in which no message could arrive, had not passed."""
     workers = {
-        worker_id: dataclasses.replace(worker, heard_at=max(worker.heard_at, min(worker.heard_at + seconds, now)))
+        worker_id: msgspec.structs.replace(worker, heard_at=max(worker.heard_at, min(worker.heard_at + seconds, now)))
         for worker_id, worker in state.workers.items()
     }
-    return dataclasses.replace(state, workers=workers)
+    return msgspec.structs.replace(state, workers=workers)
 
 
 def resumed(
@@ -518,18 +422,20 @@ def resumed(
         since: the time at which the state was made, by the clock of its machine, minus the same moment by this one's.
     """
     workers = {
-        worker_id: dataclasses.replace(
+        worker_id: msgspec.structs.replace(
             worker, heard_at=max(worker.heard_at - since, now), closed_at=None, beat=None, late_at=-1
         )
         for worker_id, worker in state.workers.items()
     }
     evaluators = {
-        worker_id: dataclasses.replace(one, heard_at=max(one.heard_at - since, now), closed_at=None)
+        worker_id: msgspec.structs.replace(one, heard_at=max(one.heard_at - since, now), closed_at=None)
         for worker_id, one in state.evaluators.items()
     }
     seat = seat or seat_of(state)
-    agents = {i: agent if i == seat else dataclasses.replace(agent, away_at=now) for i, agent in state.agents.items()}
-    state = dataclasses.replace(
+    agents = {
+        i: agent if i == seat else msgspec.structs.replace(agent, away_at=now) for i, agent in state.agents.items()
+    }
+    state = msgspec.structs.replace(
         state,
         term=term,
         workers=workers,
@@ -540,7 +446,7 @@ def resumed(
         branch=0,
         before_branch=(*_lengthened(state), *([] if state.is_own(branch) else [branch])),
     )
-    state = dataclasses.replace(state, suspected_at=None if state.suspected_at is None else now)
+    state = msgspec.structs.replace(state, suspected_at=None if state.suspected_at is None else now)
     return noted(state, now)
 
 
@@ -556,8 +462,8 @@ def rebranched(state: State, heirs: tuple[str, ...]) -> State:
     """
     gone = set(state.heirs) - {*heirs, seat_of(state)}
     if not gone:
-        return state if heirs == state.heirs else dataclasses.replace(state, heirs=heirs)
-    return dataclasses.replace(state, heirs=heirs, branch=state.branch + 1, before_branch=_lengthened(state))
+        return state if heirs == state.heirs else msgspec.structs.replace(state, heirs=heirs)
+    return msgspec.structs.replace(state, heirs=heirs, branch=state.branch + 1, before_branch=_lengthened(state))
 
 
 def _lengthened(state: State) -> tuple[str, ...]:
@@ -571,8 +477,8 @@ def noted(state: State, now: float) -> State:
     if not heard_at:
         witness_state, heard_at = WorkerState.ADMITTED, _heard_at(state, WorkerState.ADMITTED)
     witnessed_at = max(heard_at, default=0.0)
-    state = dataclasses.replace(state, witness_state=witness_state, witnessed_at=witnessed_at)
-    return dataclasses.replace(state, due_at=_due_at(state, now))
+    state = msgspec.structs.replace(state, witness_state=witness_state, witnessed_at=witnessed_at)
+    return msgspec.structs.replace(state, due_at=_due_at(state, now))
 
 
 def _heard_at(state: State, of: WorkerState) -> list[float]:
@@ -593,8 +499,7 @@ def _due_at(state: State, now: float) -> float | None:
     return soonest if soonest < math.inf else None
 
 
-@dataclass(frozen=True)
-class _Silence:
+class _Silence(msgspec.Struct, frozen=True):
     """Times at which living workers count as lost if no message arrives any more; see `State.silent_at`."""
 
     agents: Mapping[str, Agent]

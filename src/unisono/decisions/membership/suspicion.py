@@ -8,10 +8,10 @@ a network be down for a moment.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 __all__ = ["MAX_TRIES", "Suspicions"]
 
@@ -19,21 +19,20 @@ MAX_TRIES: Final = 3
 """The same members try again so many times in a row before one of them has to go."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Suspicions:
+class Suspicions(msgspec.Struct, frozen=True, kw_only=True):
     """The exchanges that broke since the last step was done."""
 
     num_broken: int = 0
-    reports: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    reports: Mapping[str, tuple[str, ...]] = {}
     """Reporter -> the members that it waited for, of the exchange that is broken now."""
-    silent: Mapping[str, int] = field(default_factory=dict)
+    silent: Mapping[str, int] = {}
     """Member -> number of broken exchanges in which others waited for it and it reported nothing."""
-    named: Mapping[str, int] = field(default_factory=dict)
+    named: Mapping[str, int] = {}
     """Member -> number of reports that have named it."""
 
     def reported(self, worker_id: str, peers: Sequence[str]) -> Suspicions:
         """Add a member's report: its exchange broke while it waited for these peers."""
-        return dataclasses.replace(self, reports={**self.reports, worker_id: tuple(peers)})
+        return msgspec.structs.replace(self, reports={**self.reports, worker_id: tuple(peers)})
 
     def given_up(self, members: Collection[str]) -> Suspicions:
         """Count the broken exchange between ``members``, which is over."""

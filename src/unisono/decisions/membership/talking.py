@@ -7,9 +7,10 @@ lost is not waited for any more, and its replacement comes to the same call. `se
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, Final
+
+import msgspec
 
 from unisono.decisions.membership.calls import EarlyCall
 from unisono.decisions.membership.draft import Draft
@@ -149,7 +150,7 @@ def _refuse(draft: Draft, number: int, worker_ids: Iterable[str], why: str, *, a
 
 def _put(draft: Draft, number: int, **changes: Any) -> EarlyCall:
     calls = draft.state.calls
-    call = dataclasses.replace(calls[number], **changes)
+    call = msgspec.structs.replace(calls[number], **changes)
     draft.put(calls=(*calls[:number], call, *calls[number + 1 :]))
     return call
 
