@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_S
+from unisono.seats import LEDGER
 
 __all__ = ["APART", "SshMachine", "Sshd", "children", "run_sshd"]
 
@@ -164,7 +165,8 @@ class Sshd:
     def _start(
         self, name: str, port: int, apart: bool, prepare: str, environment: str, more: Sequence[str]
     ) -> SshMachine:
-        lines = [*more, f"SetEnv {MACHINE}={name}-{port} {environment}"]
+        # Seats of its own: else two machines that are asked at once would find each other's cores taken.
+        lines = [*more, f"SetEnv {MACHINE}={name}-{port} {LEDGER}={name}-{port} {environment}"]
         config = self.folder / f"sshd-{name}"
         config.write_text(SERVER.format(port=port, folder=self.folder, passed=" ".join(PASSED), more="\n".join(lines)))
         sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")

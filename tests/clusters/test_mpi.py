@@ -158,7 +158,7 @@ def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
 ) -> None:
     """Whatever mpiexec does to the others: the checkpoint is there."""
     run = tmp_path / "run"
-    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2]
+    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2, "--wait-for-disk"]
     with Gates(tmp_path / "gates", range(3, LONG)) as gates:
         job = mpiexec(2, "agent", *words, "--gates", gates.folder)
         for step in range(3, LONG):
@@ -190,7 +190,7 @@ def test_after_a_lost_machine_the_next_mpiexec_goes_on_with_the_same_bits(
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("machines that can die take root and unshare")
     run = tmp_path / "run"
-    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2]
+    words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2, "--wait-for-disk"]
     with Gates(tmp_path / "gates", range(3, LONG)) as gates:
         job = mpiexec(2, "agent", *words, "--gates", gates.folder, hosts=("left", "right"))
         for step in range(3, LONG):

@@ -187,7 +187,7 @@ def test_a_job_whose_first_node_is_lost_goes_on_on_another(
     run = tmp_path / "runs" / "a"
     options = ["--cpus-per-node", 2, "--run-dir", run, *(f"--run={word}" for word in PATIENT)]
     with Gates(tmp_path / "gates", range(3, LONG)) as gates:
-        script = [CHECKPOINTED, "--", "--steps", LONG, "--every", 2, "--gates", gates.folder]
+        script = [CHECKPOINTED, "--", "--steps", LONG, "--every", 2, "--wait-for-disk", "--gates", gates.folder]
         followed = unisono("slurm", *options, *script, before=DETACHED)
         for step in range(3, LONG):
             gates.wait(step, workers=2)

@@ -17,6 +17,7 @@ from unisono import member
 from unisono.rundir import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.workers.disk import wait_for_disk
 from tests.workers.gates import wait_at
 
 NUM_SAMPLES = 54
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--blind", nargs="*", default=[], help="workers that do not see the run's directory")
     parser.add_argument("--anyway", nargs="*", default=[])
     parser.add_argument("--must-succeed", action="store_true")
+    parser.add_argument("--even", action="store_true", help="all workers compute as many micro-batches")
+    parser.add_argument("--wait-for-disk", action="store_true", help="every checkpoint that is due is made")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     own = member.current()
@@ -62,6 +65,7 @@ def main() -> None:
         arguments.directory,
         seed=3,
         checkpoint=policy,
+        balance=not arguments.even,
         resume=arguments.resume,
         resume_anyway=arguments.anyway,
     ) as run:
@@ -94,6 +98,8 @@ def main() -> None:
                 max_steps=arguments.steps + phase,
             ):
                 wait_at(arguments.gates / str(step.number))
+                if arguments.wait_for_disk:
+                    wait_for_disk(run)
                 for inputs, labels in step:
                     step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
                 optimizer.step()

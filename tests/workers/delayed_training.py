@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--even", action="store_true", help="all workers compute as much")
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
-    policy = unisono.Checkpoints(every_steps=arguments.every) if arguments.every else None
+    policy = unisono.Checkpoints(every_steps=arguments.every, keep=100) if arguments.every else None
     with unisono.Run(seed=3, checkpoint=policy, balance=not arguments.even) as run:
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(

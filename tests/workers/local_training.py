@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.workers.disk import wait_for_disk
 from tests.workers.gates import wait_at
 
 NUM_SAMPLES = 48
@@ -70,6 +71,8 @@ def main() -> None:
         )
         for round_ in rounds:
             wait_at(arguments.gates / str(round_.number))
+            if arguments.every:
+                wait_for_disk(run)
             for step in round_:
                 for inputs, labels in step:
                     step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))

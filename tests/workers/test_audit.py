@@ -52,9 +52,10 @@ def train(
     steps: int = STEPS,
     faults: Faults | None = None,
 ) -> Outcome:
-    # Else a worker that is late is given nothing to compute, and a micro-batch that is taken over is not audited.
-    own = ["--even"] if script == SMALL else []
-    return Training(script, "--steps", steps, *own)(directory, workers, faults, [*PATIENT, *options])
+    # Else a worker that is late is given nothing to compute, and a micro-batch that is taken over is not audited; and
+    # it would depend on the speed of the disk whether there is still a checkpoint from before the fault.
+    needs = {SMALL: ["--even"], CHECKPOINTED: ["--even", "--wait-for-disk", "--keep", "99"]}
+    return Training(script, "--steps", steps, *needs.get(script, []))(directory, workers, faults, [*PATIENT, *options])
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def test_a_run_goes_back_to_before_what_is_to_be_doubted(tmp_path: Path) -> None
     )
     assert found.exit_code == 0, found.output
     assert "what it has computed in the steps 9 to 15 is to be doubted" in found.output
-    assert re.search(r"goes back to step-000000000[1-9], with 3 workers", found.output)
+    assert "goes back to step-0000000006, with 3 workers" in found.output
     assert (found.digests, found.final) == (calm.digests, calm.final)
     assert compare(tmp_path / "calm", tmp_path / "run").startswith("identical: 18 steps")
 

@@ -8,17 +8,19 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 import unisono as library
-from tests.waiting import PATIENT, WAIT_S
+from tests.waiting import PATIENT, WAIT_S, wait_until
 from tests.workers.conftest import Unisono, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from tests.workers.models import Mlp, vectors
@@ -29,10 +31,12 @@ from tests.workers.test_rounds import Threads
 from unisono.cli.reach import ask_status, find
 from unisono.errors import PeerLost, StepError, UsageError
 from unisono.exchange import Exchange
+from unisono.exchange.groups import ScriptGroup
+from unisono.exchange.wire import Wire
 from unisono.journal import read
 from unisono.rounds.life import Rounds
 from unisono.rounds.standing import Report
-from unisono.rounds.talking import BlockRound, TalkRound
+from unisono.rounds.talking import BlockRound, GroupRound, TalkRound
 from unisono.rounds.team import AloneTeam
 from unisono.state.tracked import Tracked
 from unisono.testing import Outcome, run_workers
@@ -163,6 +167,19 @@ def test_all_members_get_the_same(kind: str, size: int) -> None:
     assert by_rank[0][6] == [(rank, 1) for rank in range(size)]
 
 
+@contextlib.contextmanager
+def two_wires() -> Iterator[list[Wire]]:
+    """Two members in this process."""
+    store = dist.HashStore()
+    limits: Any = {"device": CPU, "backend": "gloo", "address": "127.0.0.1", "timeout_s": WAIT_S}
+    wires = [Wire(store, rank, 2, **limits) for rank in range(2)]
+    try:
+        yield wires
+    finally:
+        for wire in wires:
+            wire.close()
+
+
 def talk_differently(seat: Seat, place: Place) -> str:
     with contextlib.suppress(library.UnisonoError), place.run() as run:
         for _ in steps_of(run):
@@ -182,6 +199,45 @@ def test_members_at_different_calls_are_told_so() -> None:
     for error in train_on("shared", 2, talk_differently):
         assert "w0 is at run.gather (call 2 of the step), w1 is at run.barrier (call 2 of the step)" in error
         assert "run.gather and run.main_first alike" in error
+
+
+MESSAGE_OR_COLLECTIVE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "all_reduce": lambda group, x: dist.all_reduce(x, group=group),
+    "irecv": lambda group, x: dist.irecv(x, group=group, group_src=1).wait(),  # has no future
+    "reduce_scatter": lambda group, x: dist.reduce_scatter(x, [x, x], group=group),
+}
+
+
+@pytest.mark.parametrize("what", MESSAGE_OR_COLLECTIVE)
+def test_who_waits_for_another_member_in_torch_is_woken(what: str) -> None:
+    """While the other member has done nothing, and its connections are open."""
+    with two_wires() as (own, other), ThreadPoolExecutor(1) as pool:
+        group = own.process_group()
+        waiting = pool.submit(MESSAGE_OR_COLLECTIVE[what], group, torch.ones(4))
+        wait_until(lambda: bool(cast(ScriptGroup, group).pending()), "the script waits")
+        own.interrupt(PeerLost("c is gone"))
+        with pytest.raises(RuntimeError, match=r"call run\.process_group\(\) again"):
+            waiting.result(WAIT_S)
+        other.close()
+
+
+def test_a_group_of_a_script_does_what_a_group_of_torch_does() -> None:
+    def talk(wire: Wire) -> list[Any]:
+        group, rank = wire.process_group(), wire.rank
+        own, halves, all_ = torch.full((2,), float(rank + 1)), torch.empty(1), [torch.empty(2), torch.empty(2)]
+        dist.reduce_scatter(halves, list(own.split(1)), group=group)
+        dist.all_gather(all_, own, group=group)
+        dist.barrier(group=group)
+        if rank == 0:
+            dist.send(own, group=group, group_dst=1)
+        else:
+            dist.irecv(own, group=group, group_src=0).wait()  # type: ignore[union-attr]
+        sent = dist.all_reduce(own, group=group, async_op=True)
+        sent.wait()
+        return [halves.tolist(), torch.stack(all_).tolist(), own.tolist(), sent.is_completed()]
+
+    with two_wires() as wires, ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(talk, wires)) == [[[3.0], [[1.0, 1.0], [2.0, 2.0]], [2.0, 2.0], True]] * 2
 
 
 # -- a loss between two commits ----------------------------------------------------------------------
@@ -233,6 +289,10 @@ class HurtTeam(AloneTeam):
         self.size, self.worker_ids, self.generation = 2, ("a", "b"), 2
         self.exchange = cast(Exchange, self._second)
         return self.meet(report)
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
 
 
 def in_threads(work: Callable[[str, Rounds], None]) -> None:
@@ -286,6 +346,30 @@ def test_who_has_not_seen_that_a_block_is_over_runs_it_and_nobody_is_first_twice
     in_threads(work)
     assert turns[0] == "a first"
     assert sorted(turns) == ["a first", "a second", "b first"], "what a has run of the second one counts"
+
+
+def test_who_has_not_seen_that_others_have_a_group_gets_one_that_is_over_like_theirs() -> None:
+    """So the collectives raise on all members alike, and all make as many calls."""
+    found: dict[str, list[str]] = {}
+
+    def work(name: str, rounds: Rounds) -> None:
+        words = found.setdefault(name, [])
+        for title in ("first", "second")[: 1 if name == "c" else 2]:
+            round_ = GroupRound(rounds, title)
+            for _ in rounds.play(round_):
+                pass
+            assert round_.group is not None
+            try:
+                dist.all_reduce(torch.ones(()), group=round_.group)
+                words.append(f"in generation {rounds.team.generation}")
+            except RuntimeError as error:
+                words.append(str(error))
+        rounds.team.close()
+
+    in_threads(work)
+    assert found["a"] == ["in generation 1", "in generation 2"]
+    assert "call run.process_group() again" in found["b"][0]
+    assert found["b"][1:] == ["in generation 2"]
 
 
 # -- whole runs --------------------------------------------------------------------------------------
@@ -565,6 +649,7 @@ GROUP = (
 with unisono.Run(seed=3) as run:
     data, model, optimizer = make()
     run.track(model=model, optimizer=optimizer)
+    kept = []
     for step in run.steps(data, batch_size=24, microbatches=4, epochs=2):
         sizes = []
         while not sizes or sizes[-1] < 0:
@@ -572,7 +657,9 @@ with unisono.Run(seed=3) as run:
             if (step.number, name()) == (1, "w2"):
                 die()
             try:
-                dist.all_reduce(ones, group=group)
+                # w0 waits for w1, whose connections stay open: it has not only the group, but also its collectives.
+                kept.append(dist.all_reduce(ones, group=group, async_op=True))
+                kept[-1].wait()
                 sizes.append(int(ones))
             except RuntimeError:
                 sizes.append(-1)

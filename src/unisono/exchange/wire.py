@@ -285,15 +285,22 @@ class Wire:
     # ------------------------------------------------------------------------------------------------------
 
     def process_group(self) -> dist.ProcessGroup:
-        """Return this group for functions of ``torch.distributed``, when it is formed. `close` ends it."""
+        """Return this group, when it is formed, for functions of ``torch.distributed``; ends with `interrupt`."""
         backend = self._connected()
-        if self._given is None:
-            self._given = ScriptGroup(self._store, self.rank, self.size, self.device, self.backend, backend)
-        return self._given
+        with self.changed:
+            if self._error is not None:
+                raise self._error
+            if self._given is None:
+                self._given = ScriptGroup.backed_by(
+                    backend, self._store, self.rank, self.size, self.device, self.backend
+                )
+            return self._given
 
     def interrupt(self, error: Exception) -> None:
         with self.changed:
             self._error = error
+            if self._given is not None:
+                self._given.end()  # the script may wait for a member that never comes
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -303,9 +310,10 @@ class Wire:
             group, self._group = self._group, None
             given, self._given = self._given, None
         self._pump.stop()
+        pending, self._pending = self._pending, []
         if given is not None:
             given.end()
-        pending, self._pending = self._pending, []
+            pending += given.pending()
         if self.backend == "nccl":
             # abort() takes long if a peer is gone, and ends the pending collectives.
             threading.Thread(target=_abort, args=(group,), name="unisono-abort", daemon=True).start()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from unisono.decisions.plan import Plan
 from unisono.decisions.tree import Node, leaf
 from unisono.exchange.flat import FlatLayout
+from unisono.exchange.groups import ScriptGroup
 from unisono.faults import point
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members, Undivided
@@ -79,21 +80,26 @@ class BlockRound(TalkRound):
 
 
 class GroupRound(TalkRound):
-    """Connects the members of the current generation by a group of ``torch.distributed``."""
+    """Connects the members of the current generation by a group of ``torch.distributed``.
+
+    All members get the group of the same generation. If a member is lost before this one has its group, and another
+    member has got it, this one gets a group that is over: so the collectives raise on all of them, and all call again.
+    """
 
     def __init__(self, rounds: Rounds, title: str) -> None:
-        super().__init__(rounds, title)
+        team = rounds.team
+        super().__init__(rounds, title, lambda: team.generation.to_bytes(8, "little"))
         self.group: dist.ProcessGroup | None = None
-        self._team = rounds.team
+        self._team = team
 
     def combine(self, plan: Plan) -> Said:
-        self._connect()
         said = super().combine(plan)
-        return Said(self._members, said.letter, before=self._connect)
-
-    def _connect(self) -> None:
-        with self._team.waiting():
-            self.group = self._team.process_group()
+        if int.from_bytes(self.values[0], "little") == self._team.generation:
+            with self._team.waiting():
+                self.group = self._team.process_group()
+        else:
+            self.group = ScriptGroup(self._team.rank, self._team.size)
+        return said
 
 
 class Said:
@@ -101,14 +107,12 @@ class Said:
 
     layout: FlatLayout | None = None
 
-    def __init__(self, members: Members, letter: _Letter, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, members: Members, letter: _Letter) -> None:
         self.letter = letter
         self._members = members
-        self._before = before
 
     def stand_by(self, plan: Plan) -> None:
         """Send the slower members the complete result, which they take as it is."""
-        self._before()
         _gather(self._members, self.letter)
 
 
