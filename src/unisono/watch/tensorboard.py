@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.events import EvaluationFinished, Event, RunEnded, RunStarted, StepFinished
-from unisono.watch.queued import Queued, need
+from unisono.extras import need
+from unisono.watch.queued import Queued
 from unisono.watch.scalars import scalars
 from unisono.watch.since import Memory, Once, since
 
