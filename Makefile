@@ -1,6 +1,7 @@
 # `make demo` and `make test` do all of their set-up in .venv; run them again and only what changed is done again.
 SHELL := /bin/sh
 PYTHON ?= python3
+TORCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := .demo
@@ -23,12 +24,13 @@ SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more soak gpu-check check needs clusters format docs figures notebook data dist clean
+.PHONY: help demo test test-more try soak gpu-check check needs clusters format docs figures notebook data dist clean
 
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
 	@echo "make test    all checks, and the tests that need no more than this and do not take long"
 	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray; a browser), other packages, or more time"
+	@echo "make try PYTHON=python3.12 TORCH=2.9.1  the tests that depend on the versions of Python and torch, in an environment with these"
 	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
 	@echo "make gpu-check  on a machine with GPUs: what has to be tried there, and one report to send back"
 	@echo "make check   the checks only: ruff and mypy"
@@ -48,6 +50,9 @@ test: check
 
 test-more: $(MORE) needs
 	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/interop tests/docs $(LONG)
+
+try:
+	tests/try.sh "$(PYTHON)" "$(TORCH)"
 
 # One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
 soak: $(VENV)/.test-installed
@@ -90,7 +95,7 @@ dist: $(VENV)/.test-installed
 	$(BIN)/python -m hatchling build -d dist
 
 clean:
-	rm -rf $(VENV) $(DEMO) dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .try $(DEMO) dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -102,6 +102,7 @@ FLOORS = {
     "trialrun": 2,
     "controlgroups": 2,
     "platforms": 2,
+    "extras": 2,
     "training.settings": 2,
     "training.life": 2,
     "process": 2,
@@ -264,6 +265,7 @@ NEIGHBOURS = {
     "gpus": {"capacity"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
+    "watch": {"extras"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers", "planning", "report"},
@@ -410,7 +412,7 @@ WITHOUT_TORCH = (
     *("cli", "doctor", "head", "kubernetes", "launchers", "machine.agent", "machine.headprocess", "page", "watch"),
     *("decisions.membership", "decisions.cadence", "planning.probing", "planning.finder", "planning.told"),
     *("events", "messages", "journal", "rundir", "lifetime", "testing", "training.recording"),
-    *("checkpoint.copies", "checkpoint.files"),
+    *("checkpoint.copies", "checkpoint.files", "extras"),
 )
 
 

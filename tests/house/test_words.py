@@ -43,7 +43,7 @@ def files() -> list[Path]:
         found = [
             path
             for path in ROOT.rglob("*")
-            if not {".venv", "data", "runs", ".demo"} & set(path.relative_to(ROOT).parts)
+            if not {".venv", ".try", "data", "runs", ".demo"} & set(path.relative_to(ROOT).parts)
         ]
     return [
         path

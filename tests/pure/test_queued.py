@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from tests.pure.test_watch import Kept, end, started, step
 from tests.waiting import WAIT_S
-from unisono.errors import UsageError
 from unisono.events import Event
 from unisono.watch import Sink
-from unisono.watch.queued import Queued, need
+from unisono.watch.queued import Queued
 
 
 class Slow(Kept):
@@ -85,9 +82,3 @@ def test_a_worker_that_is_not_the_writer_has_no_thread() -> None:
     assert threading.active_count() == before
     queued.close()
     assert kept.num_closed == 0, "it was never opened"
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
-    with pytest.raises(UsageError, match=r"W&B needs the package no_such_thing: pip install 'unisono\[wandb\]'"):
-        need("no_such_thing.sub", "W&B", "wandb")
-    need("json.decoder", "JSON", "json")

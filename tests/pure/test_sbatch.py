@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -74,8 +76,13 @@ def test_what_does_not_fit_is_said_before_a_job_is_submitted(words: list[str], w
 # -- what the script does, with a Slurm that only writes down what it is asked ---------------------------
 
 
-def run_rendered(tmp_path: Path, body: str, *, signals: bool) -> tuple[int, str]:
-    """Run the script with another program in place of the training."""
+def run_rendered(tmp_path: Path, body: str, *, asked: str) -> tuple[int, str]:
+    """Run the script with another program in place of the training.
+
+    Args:
+        asked: when Slurm asks the job to end: "early" (before the script knows the program's process id), "later"
+            (while the program runs), or "never".
+    """
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
@@ -83,34 +90,42 @@ def run_rendered(tmp_path: Path, body: str, *, signals: bool) -> tuple[int, str]
         (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / name).chmod(0o755)
     text = render(["train.py"], tmp_path).replace("/venv/bin/python", str(program))
+    if asked == "early":
+        text = text.replace("run=$!", f"while [ ! -e {tmp_path}/runs ]; do :; done; kill -TERM $$; run=$!")
     (tmp_path / "job.sh").write_text(text)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    with subprocess.Popen(["sh", "job.sh"], env=environment, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "began\n"
-        if signals:
-            job.terminate()
-        job.stdout.read()
-        code = job.wait(WAIT_S)
-    asked = tmp_path / "asked"
-    return code, asked.read_text() if asked.exists() else ""
+    with subprocess.Popen(
+        ["sh", "job.sh"], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "began\n"
+            if asked == "later":
+                job.terminate()
+            job.communicate(timeout=WAIT_S)
+        except BaseException:
+            os.killpg(job.pid, signal.SIGKILL)
+            raise
+    requests = tmp_path / "asked"
+    return job.returncode, requests.read_text() if requests.exists() else ""
 
 
-STOPS = "trap 'exit 75' TERM; echo began; while :; do :; done"
+STOPS = "trap 'exit 75' TERM; echo began; touch \"${0%/*}/runs\"; while :; do :; done"
 ENDS_WELL = "trap 'exit 0' TERM; echo began; while :; do :; done"
 
 
 @pytest.mark.parametrize(
-    ("body", "signals", "expected"),
+    ("body", "asked", "expected"),
     [
-        ("echo began; exit 0", False, (0, "")),
-        ("echo began; exit 3", False, (3, "")),
-        (STOPS, True, (75, "requeue 7\n")),
-        (ENDS_WELL, True, (0, "")),
+        ("echo began; exit 0", "never", (0, "")),
+        ("echo began; exit 3", "never", (3, "")),
+        (STOPS, "later", (75, "requeue 7\n")),
+        (STOPS, "early", (75, "requeue 7\n")),
+        (ENDS_WELL, "later", (0, "")),
     ],
-    ids=["finished", "failed", "asked to end", "asked to end, and finished"],
+    ids=["finished", "failed", "asked to end", "asked at the very beginning", "asked to end, and finished"],
 )
 def test_only_a_run_that_was_asked_to_end_and_is_not_finished_goes_back_into_the_queue(
-    body: str, signals: bool, expected: tuple[int, str], tmp_path: Path
+    body: str, asked: str, expected: tuple[int, str], tmp_path: Path
 ) -> None:
-    assert run_rendered(tmp_path, body, signals=signals) == expected
+    assert run_rendered(tmp_path, body, asked=asked) == expected

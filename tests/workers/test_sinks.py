@@ -90,5 +90,5 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     for loaded in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=rf"needs the package {module}: pip install 'unisono\[{extra}\]'"):
+    with pytest.raises(UsageError, match=rf"needs the package {module}: pip install '{extra}[\w-]*>="):
         named(sink, is_here=False)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from unisono.errors import UsageError
+from unisono.extras import install_words
 from unisono.kubernetes.manifests import PARTS, head_name, labels, workers_name
 
 __all__ = ["Cluster"]
@@ -38,7 +39,7 @@ class Cluster:
             dynamic = importlib.import_module("kubernetes.dynamic")
         except ImportError as error:
             raise UsageError(
-                f"the package kubernetes is not installed ({error}); pip install 'unisono[kubernetes]', or use "
+                f"the package kubernetes is not installed ({error}); {install_words('kubernetes')}, or use "
                 "--dry-run with `kubectl apply -f -`"
             ) from error
         self._namespace = namespace

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from unisono.capacity import Workers
 from unisono.errors import UsageError
+from unisono.extras import install_words
 from unisono.launchers.protocol import AgentCommand, Handle, Machine, Request
 from unisono.launchers.rayactor import make_actor
 from unisono.words import count
@@ -72,7 +73,7 @@ class Ray:
         try:
             self._ray = importlib.import_module("ray")
         except ImportError as error:
-            raise UsageError(f"Ray is not installed ({error}); pip install 'unisono[ray]'") from error
+            raise UsageError(f"Ray is not installed ({error}); {install_words('ray')}") from error
         self._workers: Workers = request.workers
         self._takes_all = request.takes_all
         self._threads = request.threads

@@ -18,11 +18,12 @@ _RUN: Final = """\
 
 # Slurm asks the job to end (time limit, preemption): the run ends at the end of its step, with a checkpoint.
 asked=
-run=
-trap 'asked=yes; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null' TERM
+trap 'asked=early' TERM
 
 {command} &
 run=$!
+trap 'asked=yes; kill -TERM "$run" 2>/dev/null' TERM
+[ "$asked" != early ] || kill -TERM "$run" 2>/dev/null
 wait "$run"
 code=$?
 while kill -0 "$run" 2>/dev/null; do

@@ -250,7 +250,7 @@ class OverviewBuilder:
         """Return the run as it is at ``now`` (seconds since 1970)."""
         last, ended = self._last, self._ended
         window = self._window()
-        seconds = sum(step.seconds.total() for step in window)
+        seconds = math.fsum(step.seconds.total() for step in window)  # `sum` depends on the version of Python
         samples = sum(step.samples for step in window)
         step_s = seconds / len(window) if window else 0.0
         is_stalled = last is not None and 0 < last.time < now - max(_STALLED_S, _STALLED_STEPS * step_s)

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from unisono.events import EvaluationFinished, Event, MembershipChanged, RunStarted, StepFinished
+from unisono.extras import need
 from unisono.watch.apart import Apart
-from unisono.watch.queued import Queued, need
+from unisono.watch.queued import Queued
 from unisono.watch.scalars import scalars
 
 __all__ = ["OpenTelemetry"]

@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
-from unisono.errors import UsageError
 from unisono.events import Event, RunEnded, RunStarted, StepFinished
 from unisono.words import count
 
-__all__ = ["Batched", "Queued", "need", "print_error"]
+__all__ = ["Batched", "Queued", "print_error"]
 
 MOST: Final = 10_000
 EVERY_S: Final = 0.5
@@ -27,20 +26,6 @@ class Batched(Protocol):
     def emit_all(self, events: Sequence[Event]) -> None: ...
 
     def close(self) -> None: ...
-
-
-def need(module: str, what: str, extra: str) -> None:
-    """Check that an optional package is there, without importing it.
-
-    Raises:
-        UsageError: it is missing; the error has the command that installs it.
-    """
-    from importlib.util import find_spec
-
-    with contextlib.suppress(ModuleNotFoundError):  # a parent of a dotted name is missing
-        if find_spec(module) is not None:
-            return
-    raise UsageError(f"{what} needs the package {module.partition('.')[0]}: pip install 'unisono[{extra}]'")
 
 
 def print_error(text: str) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
+from unisono.extras import need
 from unisono.watch.charts import Charts
-from unisono.watch.queued import Queued, need
+from unisono.watch.queued import Queued
 from unisono.watch.scalars import scalars
 from unisono.watch.since import Memory
 

@@ -13,11 +13,12 @@
 
 # Slurm asks the job to end (time limit, preemption): the run ends at the end of its step, with a checkpoint.
 asked=
-run=
-trap 'asked=yes; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null' TERM
+trap 'asked=early' TERM
 
 /venv/bin/python -P -m unisono run --run-dir "/data/my runs/\$a-$SLURM_JOB_ID" --resume auto --workers 2:8 -m package.train &
 run=$!
+trap 'asked=yes; kill -TERM "$run" 2>/dev/null' TERM
+[ "$asked" != early ] || kill -TERM "$run" 2>/dev/null
 wait "$run"
 code=$?
 while kill -0 "$run" 2>/dev/null; do

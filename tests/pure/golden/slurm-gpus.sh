@@ -19,11 +19,12 @@
 
 # Slurm asks the job to end (time limit, preemption): the run ends at the end of its step, with a checkpoint.
 asked=
-run=
-trap 'asked=yes; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null' TERM
+trap 'asked=early' TERM
 
 /venv/bin/python -P -m unisono run --run-dir "runs/train-$SLURM_JOB_ID" --resume auto --threads 2 --strict train.py -- --lr 0.01 --name 'it'"'"'s $HOME' &
 run=$!
+trap 'asked=yes; kill -TERM "$run" 2>/dev/null' TERM
+[ "$asked" != early ] || kill -TERM "$run" 2>/dev/null
 wait "$run"
 code=$?
 while kill -0 "$run" 2>/dev/null; do

@@ -1,0 +1,40 @@
+"""What a missing optional package is answered with: a command that installs it, wherever this library came from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+
+import pytest
+
+from tests.house.rooms import ROOT
+from unisono.errors import UsageError
+from unisono.extras import install_words, need
+
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def as_metadata(quote: str) -> list[str]:
+    """The lines that an installer finds; those who build packages differ in their quotes."""
+    return ["torch>=2.6", *(f"{each}; extra == {quote}{extra}{quote}" for extra in EXTRAS for each in EXTRAS[extra])]
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_the_packages_of_an_extra_are_named(extra: str, quote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: as_metadata(quote))
+    assert install_words(extra) == " ".join(["pip install", *(f"'{each}'" for each in EXTRAS[extra])])
+
+
+def test_a_source_that_was_not_installed_names_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert install_words("ray") == "pip install '.[ray]' in a clone of unisono"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+    with pytest.raises(UsageError, match=r"W&B needs the package no_such_thing: pip install '(wandb>=|\.\[wandb\])"):
+        need("no_such_thing.sub", "W&B", "wandb")
+    need("json.decoder", "JSON", "json")
