@@ -1,6 +1,7 @@
 """A training with PyTorch Lightning, or (``--plain``) the same as a loop of Unisono.
 
-``unisono run lightning_training.py -- --root DIR``; with ``--gates DIR`` as `tests.workers.small_training`.
+``unisono run lightning_training.py -- --root DIR``; with ``--gates DIR`` as `tests.workers.small_training`. With
+``--accumulate K`` a step is K batches of the loader, with as many samples altogether.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Gate(pl.Callback):
         wait_at(self.folder / str(trainer.global_step))
 
 
-def train(root: Path, gates: Path) -> None:
+def train(root: Path, gates: Path, accumulate: int) -> None:
     strategy = UnisonoStrategy(microbatches=MICROBATCHES, seed=3, checkpoint=unisono.Checkpoints(every_steps=4))
     module = Digits()
     checkpoints = ModelCheckpoint(monitor="val_loss", save_last=True, save_top_k=2)
@@ -111,12 +112,14 @@ def train(root: Path, gates: Path) -> None:
         logger=CSVLogger(root, name="log"),
         callbacks=[Gate(gates), checkpoints, EarlyStopping("val_loss", patience=50), LearningRateMonitor()],
         gradient_clip_val=0.5,
+        accumulate_grad_batches=accumulate,
         log_every_n_steps=1,
         enable_model_summary=False,
         enable_progress_bar=False,
     )
     data = samples()
-    trainer.fit(module, DataLoader(data, batch_size=BATCH_SIZE, shuffle=True), DataLoader(data, batch_size=7))
+    loader = DataLoader(data, batch_size=BATCH_SIZE // accumulate, shuffle=True)
+    trainer.fit(module, loader, DataLoader(data, batch_size=7))
     tested = trainer.test(module, DataLoader(data, batch_size=11), verbose=False)
     if strategy.run.is_main:
         print("tested", tested, checkpoints.best_model_path, flush=True)
@@ -150,13 +153,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", type=Path, default=Path("lightning"))
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if arguments.plain:
         train_plain()
     else:
-        train(arguments.root, arguments.gates)
+        train(arguments.root, arguments.gates, arguments.accumulate)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
 from unisono.errors import UsageError
-from unisono.interop.lightning.data import in_one_order, stretches
+from unisono.interop.lightning.data import EvaluationLoader, in_global_batches, in_one_order, steps_of, stretches
 from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
 from unisono.interop.lightning.metrics import metrics_of
 from unisono.interop.lightning.refusals import check
@@ -29,6 +30,7 @@ __all__ = ["mark", "unisono"]
 
 
 SCRIPT = Path(__file__).with_name("lightning_training.py")
+DEMOS = SCRIPT.with_name("lightning_demos.py")
 LOGS = Path("log/version_0/metrics.csv")
 
 
@@ -55,11 +57,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory, lightning_nursery: str) -> t
         return folder, run(folder, 1)
 
 
-def run(folder: Path, workers: int, *arguments: str, options: tuple[str, ...] = ()) -> Outcome:
+def run(folder: Path, workers: int, *arguments: str, options: tuple[str, ...] = (), script: Path = SCRIPT) -> Outcome:
     given = ["--root", str(folder), *arguments]
-    outcome = run_workers(SCRIPT, workers, directory=folder / "run", arguments=given, options=options)
+    outcome = run_workers(script, workers, directory=folder / "run", arguments=given, options=options)
     assert outcome.exit_code == 0, outcome.output
     return outcome
+
+
+def results_of(outcome: Outcome) -> list[Any]:
+    """Return the digests, losses and logged values of all steps, and the totals of all evaluations."""
+    steps = [
+        [line.get(name) for name in ("digest", "loss", "logs")] for line in outcome.lines if line["kind"] == "step"
+    ]
+    return [steps, outcome.evaluations]
 
 
 @pytest.mark.usefixtures("nursery")
@@ -99,6 +109,30 @@ def test_a_run_that_was_killed_goes_on_within_the_epoch(
     assert compare(alone[0] / "run", tmp_path / "run").startswith(f"identical: {STEPS} steps")
 
 
+@pytest.mark.usefixtures("nursery")
+def test_batches_that_are_accumulated_are_one_global_batch(
+    alone: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--root", str(tmp_path), "--accumulate", "2"]
+    with monkeypatch.context() as patch:
+        for name, value in Faults().kill_run("w0", step=10, at="after_backward").environment().items():
+            patch.setenv(name, value)
+        killed = run_workers(SCRIPT, 1, directory=tmp_path / "run", arguments=arguments)
+    assert len(killed.digests) == 10
+    again = run(tmp_path, 2, *arguments[2:], options=("--resume", "auto"))
+    # The state of the Trainer has other numbers of batches.
+    assert {**again.final, "trainer": ""} == {**alone[1].final, "trainer": ""}
+    assert results_of(again) == results_of(alone[1])
+
+
+@pytest.mark.usefixtures("nursery")
+def test_demos_of_lightning_are_trained_as_they_are(tmp_path: Path) -> None:
+    one, two = (run(tmp_path / str(workers), workers, script=DEMOS) for workers in (1, 2))
+    assert {"model", "model2", "model3"} < set(one.final)
+    assert two.final == one.final
+    assert results_of(two) == results_of(one)
+
+
 # -- without a process ---------------------------------------------------------------------------------
 
 
@@ -119,9 +153,44 @@ def test_a_run_that_was_killed_goes_on_within_the_epoch(
 def test_a_training_is_cut_where_the_epochs_of_the_trainer_begin(
     done: tuple[int, int, int], max_epochs: int, max_steps: int, found: list[tuple[int, int]]
 ) -> None:
-    steps, epochs, batches = done
+    steps, epochs, in_epoch = done
     limits = {"per_epoch": 5, "max_epochs": max_epochs, "max_steps": max_steps}
-    assert stretches(steps=steps, epochs=epochs, batches=batches, **limits) == found
+    assert stretches(steps=steps, epochs=epochs, done=in_epoch, **limits) == found
+
+
+def test_a_training_that_would_go_on_within_a_step_is_refused() -> None:
+    assert [steps_of(batches, 7, 3) for batches in (0, 3, 6, 7)] == [0, 1, 2, 3]
+    with pytest.raises(UsageError, match="after batch 4 of an epoch, in the middle of a step of 3 batches"):
+        steps_of(4, 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "accumulates", "found"),
+    [
+        ({}, 6, 4, [16, 6]),
+        ({"drop_last": True}, 5, 4, [16, 4]),  # five whole batches
+        ({"drop_last": True}, 5, 1, [4, 4, 4, 4, 4]),
+        ({}, 3, 2, [8, 4]),  # limit_train_batches=3
+        ({}, 3, 1, [4, 4, 4]),
+    ],
+)
+def test_a_step_has_the_samples_of_its_batches(
+    options: dict[str, Any], batches: int, accumulates: int, found: list[int]
+) -> None:
+    loader: DataLoader[Any] = DataLoader(range(22), batch_size=4, **options)  # type: ignore[arg-type]
+    steps = [batch.tolist() for batch in in_global_batches(loader, batches=batches, accumulates=accumulates)]
+    assert [len(step) for step in steps] == found
+    given = [batch.tolist() for batch in itertools.islice(loader, batches)]
+    assert list(itertools.chain(*steps)) == list(itertools.chain(*given))
+
+
+def test_the_loader_of_an_evaluation_can_be_looked_at_outside_of_it() -> None:
+    loader: DataLoader[Any] = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
+    outside = EvaluationLoader(loader, lambda _: None)
+    assert outside.dataset is loader.dataset
+    assert [batch.tolist() for batch in outside] == [[0, 1], [2, 3]]
+    [whole] = EvaluationLoader(loader, lambda _: (0, 1.0))
+    assert whole.num_samples == 2
 
 
 def test_an_evaluation_in_an_order_of_its_own_is_refused() -> None:
@@ -190,17 +259,21 @@ def test_a_collection_that_was_used_before_has_its_groups_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"accumulate_grad_batches": 4}, "Give the DataLoader 4 times the batch size"),
+        ({"callbacks": pl.callbacks.GradientAccumulationScheduler({2: 4})}, "a global batch of one size"),
         ({"max_time": "00:01:00:00"}, "max_steps="),
         ({"val_check_interval": "00:00:01:00"}, "60 seconds"),
         ({"reload_dataloaders_every_n_epochs": 1}, "call trainer.fit once"),
+        (
+            {"callbacks": pl.callbacks.OnExceptionCheckpoint("x"), "enable_checkpointing": True},
+            "an error of one worker",
+        ),
         ({"devices": 2}, "unisono run --workers N"),
         ({"callbacks": pl.callbacks.StochasticWeightAveraging(0.1)}, "AveragedModel"),
         ({}, "automatic_optimization=False"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(arguments: dict[str, Any], words: str) -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **arguments)
+    trainer = pl.Trainer(**{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, **arguments})
     trainer.state.fn = TrainerFn.FITTING
     module = Digits()
     module.automatic_optimization = bool(arguments)

@@ -12,13 +12,23 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from unisono.errors import StepError, UsageError
 from unisono.training.run import Run
 from unisono.training.step import Step
 
-__all__ = ["EvaluationLoader", "GlobalBatch", "StepLoader", "WholeSet", "checked", "in_one_order", "stretches"]
+__all__ = [
+    "EvaluationLoader",
+    "GlobalBatch",
+    "StepLoader",
+    "WholeSet",
+    "checked",
+    "in_global_batches",
+    "in_one_order",
+    "steps_of",
+    "stretches",
+]
 
 ENDLESS = 1 << 20
 """Epochs of a training without ``max_epochs`` and ``max_steps``, which ends by ``trainer.should_stop``."""
@@ -79,25 +89,44 @@ class GlobalBatch:
         return f"<global batch of {self.num_samples} samples, step {self.step.number}>"
 
 
+def steps_of(batches: int, per_epoch: int, accumulates: int) -> int:
+    """Return how many steps the first batches of an epoch are.
+
+    Args:
+        per_epoch: batches of an epoch, with the last of which a step ends in any case.
+        accumulates: batches of a step.
+
+    Raises:
+        UsageError: the last one is in the middle of a step.
+    """
+    if batches % accumulates and batches != per_epoch:
+        raise UsageError(
+            f"UnisonoStrategy: the Trainer goes on after batch {batches} of an epoch, in the middle of a step of "
+            f"{accumulates} batches (accumulate_grad_batches={accumulates}), whose gradient nobody has kept: go on "
+            "from a checkpoint that was written after a step"
+        )
+    return -(-batches // accumulates)
+
+
 def stretches(
-    *, steps: int, epochs: int, batches: int, per_epoch: int, max_epochs: int, max_steps: int
+    *, steps: int, epochs: int, done: int, per_epoch: int, max_epochs: int, max_steps: int
 ) -> list[tuple[int, int]]:
     """Return what is left of a training, as pairs (epochs, steps) for calls of ``run.steps``.
 
     Args:
         steps, epochs: that the Trainer has behind it, by a checkpoint of Lightning or by an earlier fit, whose epochs
             may have had another length.
-        batches: of the epoch that it is in; the rest of that epoch is a stretch of its own, so that the epochs of the
-            data and those of the Trainer begin together.
+        done: steps of the epoch that it is in; the rest of that epoch is a stretch of its own, so that the epochs of
+            the data and those of the Trainer begin together.
         per_epoch: steps of an epoch.
         max_epochs, max_steps: of the Trainer; -1: no limit.
     """
-    left = ((ENDLESS if max_epochs < 0 else max_epochs) - epochs) * per_epoch - batches
+    left = ((ENDLESS if max_epochs < 0 else max_epochs) - epochs) * per_epoch - done
     if max_steps >= 0:
         left = min(left, max_steps - steps)
     found = []
-    if batches and left > 0:
-        found.append((1, min(left, per_epoch - batches)))
+    if done and left > 0:
+        found.append((1, min(left, per_epoch - done)))
         left -= found[0][1]
     if left > 0:
         found.append((-(-left // per_epoch), left))
@@ -123,13 +152,58 @@ class _Limited(Sampler[int]):
         return itertools.islice(iter(self.sampler), self.num_samples)
 
 
-class StepLoader:
-    """The training ``DataLoader`` as an iterator over the steps of the run, epoch after epoch.
+def in_global_batches(loader: DataLoader[Any], *, batches: int, accumulates: int) -> DataLoader[Any]:
+    """Return a loader whose batches are the global batches of the steps: each has the samples of several of another
+    loader's. The last one of an epoch may have fewer.
 
     Args:
-        loader: of global batches.
-        per_epoch: steps of an epoch; fewer than the loader has batches with ``limit_train_batches``.
+        batches: of the other loader that an epoch has; the samples after them are left out.
+        accumulates: batches of the other loader that make one.
+    """
+    cuts = loader.batch_sampler
+    if (batches >= len(loader) and accumulates == 1) or type(cuts) is not BatchSampler:
+        return loader  # `run.steps` refuses one with batches of its own
+    num_samples = batches * cuts.batch_size
+    return DataLoader(
+        loader.dataset,
+        batch_size=accumulates * cuts.batch_size,
+        sampler=loader.sampler if num_samples >= len(loader.sampler) else _Limited(loader.sampler, num_samples),  # type: ignore[arg-type]
+        drop_last=loader.drop_last and accumulates == 1,  # what Lightning drops has no batch among those that are left
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
+        timeout=loader.timeout,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+
+
+class _InPlaceOf:
+    """Has the length and the attributes of a ``DataLoader``; scripts read ``trainer.train_dataloader.dataset``."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__qualname__} has no attribute {name}")
+        return getattr(self._loader, name)
+
+
+class StepLoader(_InPlaceOf):
+    """The training ``DataLoader`` as an iterator over the steps of the run, epoch after epoch.
+
+    With ``accumulate_grad_batches=k`` it gives each step k times, in the place of k batches, of which only the last
+    one computes it.
+
+    Args:
+        loader: of the script.
+        steps: loader of global batches, as `in_global_batches` makes it.
         find_stretches: returns what is to be trained; called when the first step is asked for.
+        accumulates: returns whether the step has more batches than those that were asked for.
         on_step: called with each step, before Lightning gets it.
     """
 
@@ -137,33 +211,34 @@ class StepLoader:
         self,
         run: Run,
         loader: DataLoader[Any],
+        steps: DataLoader[Any],
         *,
         microbatches: int,
-        per_epoch: int,
         find_stretches: Callable[[], Sequence[tuple[int, int]]],
+        accumulates: Callable[[], bool],
         on_step: Callable[[Step], None],
     ) -> None:
+        super().__init__(loader)
         self._run = run
-        self._loader = loader
+        self._source = steps
         self._microbatches = microbatches
-        self._per_epoch = per_epoch
         self._find_stretches = find_stretches
+        self._accumulates = accumulates
         self._on_step = on_step
         self._steps: Generator[Step, None, None] | None = None
         self._is_last = False
         self._current: GlobalBatch | None = None
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
     def __iter__(self) -> StepLoader:
         return self
 
     def __next__(self) -> GlobalBatch:
-        """Begin the next step. Collective."""
+        """Begin the next step, or go on with one that accumulates. Collective."""
         if self._steps is None:
             self._steps = self._begin()
         if self._current is not None and not self._current.is_computed:
+            if self._accumulates():
+                return self._current
             raise StepError(
                 f"step {self._current.step.number} was not trained: did on_train_batch_start return -1? All steps of "
                 "an epoch are trained; to end the training early, set trainer.should_stop = True"
@@ -182,9 +257,7 @@ class StepLoader:
         # A worker that comes to a second fit later has no counters yet.
         plan = self._run.broadcast(list(self._find_stretches()))
         for number, (epochs, max_steps) in enumerate(plan, 1):
-            steps = self._run.steps(
-                **self._source(), microbatches=self._microbatches, epochs=epochs, max_steps=max_steps
-            )
+            steps = self._run.steps(self._source, microbatches=self._microbatches, epochs=epochs, max_steps=max_steps)
             try:
                 for step in steps:
                     self._is_last = number == len(plan) and step.number + 1 == len(steps)
@@ -192,35 +265,19 @@ class StepLoader:
             finally:
                 steps.close()
 
-    def _source(self) -> dict[str, Any]:
-        loader = self._loader
-        if self._per_epoch >= len(loader) or type(loader.batch_sampler).__name__ != "BatchSampler":
-            return {"dataset": loader}
-        assert loader.batch_size is not None
-        return {
-            "dataset": loader.dataset,
-            "sampler": _Limited(loader.sampler, self._per_epoch * loader.batch_size),
-            "batch_size": loader.batch_size,
-            "drop_last": loader.drop_last,
-            "collate": loader.collate_fn,
-            "loader_workers": loader.num_workers,
-        }
-
     def end(self) -> None:
         """End the training loop of the run, at its last step or before. Collective."""
         if self._steps is None:
             return
-        if self._is_last:
+        if self._is_last and self._current is not None and self._current.is_computed:
             next(self._steps, None)
-        self._steps.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the training loop of the run where it is."""
+        if self._steps is not None:
+            self._steps.close()
         self._steps = self._current = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a `StepLoader` is resumed where `trainer.global_step` says."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class WholeSet:
@@ -251,26 +308,34 @@ class WholeSet:
             return index, self._collate(fetch(list(cut)))
         return index, self._collate([self._dataset[i] for i in cut])
 
-    def num_samples(self, index: int) -> int:
-        """Return the samples of a batch; 1 where the loader has no batch size."""
+    @property
+    def num_samples(self) -> int:
+        """Samples of all batches."""
+        return sum(map(self.samples_of, range(len(self))))
+
+    def samples_of(self, index: int) -> int:
+        """Return the number of samples of a batch; 1 where the loader has no batch size."""
         cut = self._cuts[index]
         return len(cut) if isinstance(cut, (list, tuple)) else 1
 
 
-class EvaluationLoader:
-    """A ``DataLoader`` of an evaluation, which gives one `WholeSet`.
+class EvaluationLoader(_InPlaceOf):
+    """A ``DataLoader`` of an evaluation, which gives one `WholeSet`; outside of evaluations, the batches of the loader.
 
     Args:
-        find_place: returns the number of this loader, and how many batches are to be evaluated at most.
+        find_place: returns the number of this loader, and how many batches are to be evaluated at most; None: outside.
     """
 
-    def __init__(self, loader: DataLoader[Any], find_place: Callable[[EvaluationLoader], tuple[int, float]]) -> None:
-        self._loader = loader
+    def __init__(
+        self, loader: DataLoader[Any], find_place: Callable[[EvaluationLoader], tuple[int, float] | None]
+    ) -> None:
+        super().__init__(loader)
         self._find_place = find_place
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[WholeSet]:
-        number, limit = self._find_place(self)
-        yield WholeSet(self._loader, number, int(min(len(self), limit)))
+    def __iter__(self) -> Iterator[Any]:
+        place = self._find_place(self)
+        if place is None:
+            yield from self._loader
+        else:
+            number, limit = place
+            yield WholeSet(self._loader, number, int(min(len(self), limit)))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from unisono.errors import UsageError
-from unisono.interop.lightning.data import GlobalBatch
+from unisono.interop.lightning.data import GlobalBatch, WholeSet
 
 __all__ = ["Entry", "Place", "Results", "Taken", "replay"]
 
@@ -148,7 +148,7 @@ class Results(_ResultCollection):
         self.taking.note(entry, value, options.get("batch_size"))
 
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
-        if batch_size is None and isinstance(self.batch, GlobalBatch):
+        if batch_size is None and isinstance(self.batch, (GlobalBatch, WholeSet)):
             return self.batch.num_samples
         return super()._extract_batch_size(value, batch_size, meta)
 

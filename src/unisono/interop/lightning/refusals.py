@@ -14,9 +14,13 @@ from unisono.errors import UsageError
 
 __all__ = ["check"]
 
+_ON_ERRORS: Final = (
+    "an error of one worker is not known to the others, and a checkpoint is written together; give "
+    "UnisonoStrategy(checkpoint=unisono.Checkpoints(every_steps=...)), from which the run can go on"
+)
 _CALLBACKS: Final[dict[type[pl.Callback], str]] = {
-    callbacks.GradientAccumulationScheduler: "it changes how many batches a step has: the global batch is that of the "
-    "DataLoader, in every step",
+    callbacks.GradientAccumulationScheduler: "all steps of a training have a global batch of one size; give "
+    "Trainer(accumulate_grad_batches=...), and call trainer.fit again for each phase",
     callbacks.Timer: "clocks of workers differ, so they would end at different steps; use max_steps=",
     callbacks.StochasticWeightAveraging: "a worker that joins does not get its averages; average in the module, in a "
     "torch.optim.swa_utils.AveragedModel that is one of its submodules",
@@ -24,6 +28,7 @@ _CALLBACKS: Final[dict[type[pl.Callback], str]] = {
     "torch.optim.swa_utils.AveragedModel that is one of its submodules",
     callbacks.BaseFinetuning: "it adds groups to the optimizer while it trains, which a worker that joins does not "
     "know of; give the optimizer all groups from the start, and call trainer.fit again for each phase",
+    callbacks.OnExceptionCheckpoint: _ON_ERRORS,
     callbacks.LearningRateFinder: "it trains and goes back; find the rate without this strategy, then give it",
     callbacks.BatchSizeFinder: "it trains and goes back; `unisono plan --find batch` finds what fits",
 }
@@ -44,6 +49,10 @@ def _refusals(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
             f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): each worker is one process with one device. "
             "Leave devices= and num_nodes= out, and say `unisono run --workers N train.py`"
         )
+    for hook in ("training_step", "validation_step", "test_step"):
+        function = getattr(module, hook)
+        if callable(function) and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
+            yield f"{hook}(self, dataloader_iter) takes batches itself; write {hook}(self, batch, batch_idx)"
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if not module.automatic_optimization:
@@ -52,14 +61,6 @@ def _refusals(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
             "within a micro-batch. Use automatic optimization, or write the loop with unisono.Run (step.again() is "
             "another pass, for a second optimizer)"
         )
-    if (count := trainer.accumulate_grad_batches) != 1:
-        yield (
-            f"accumulate_grad_batches={count}: a step has one global batch, cut into micro-batches. Give the "
-            f"DataLoader {count} times the batch size, and UnisonoStrategy(microbatches=...) a multiple of {count}: "
-            "then it computes in pieces as large as before, or smaller"
-        )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        yield "training_step(self, dataloader_iter) takes batches itself; write training_step(self, batch, batch_idx)"
     if epochs := _given(trainer, "reload_dataloaders_every_n_epochs"):
         yield (
             f"reload_dataloaders_every_n_epochs={epochs}: the order of the data is "
@@ -72,6 +73,8 @@ def _refusals(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
         )
     for callback in _given(trainer, "callbacks"):
         why = next((words for kind, words in _CALLBACKS.items() if isinstance(callback, kind)), None)
+        if isinstance(callback, callbacks.ModelCheckpoint) and callback.save_on_exception:
+            why = f"save_on_exception=True: {_ON_ERRORS}"
         if why is not None:
             yield f"the callback {type(callback).__name__}: {why}"
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning import pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -34,7 +35,9 @@ from unisono.interop.lightning.data import (
     StepLoader,
     WholeSet,
     checked,
+    in_global_batches,
     in_one_order,
+    steps_of,
     stretches,
 )
 from unisono.interop.lightning.loggers import take_over
@@ -60,7 +63,8 @@ class UnisonoStrategy(SingleDeviceStrategy):
 
     Args:
         run: the run; None: one is made, with the further arguments.
-        microbatches: M, the equal cuts of a batch of the training ``DataLoader``, which is the global batch of a step.
+        microbatches: M, the equal cuts of the global batch of a step, which is a batch of the training ``DataLoader``,
+            or with ``Trainer(accumulate_grad_batches=k)`` k of them.
         accelerator, checkpoint_io, precision_plugin: as of Lightning's strategies.
         options: arguments of `unisono.Run`; ``seed`` is that of ``lightning.seed_everything``, if that was called.
 
@@ -93,6 +97,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         self._microbatches = microbatches
         self._metrics = Metrics()
         self._loader: StepLoader | None = None
+        self._accumulates = 1
         self._batch: tuple[GlobalBatch, tuple[Any, ...]] | None = None
         self._loss = torch.zeros(())
         self._follow_rank()
@@ -151,8 +156,9 @@ class UnisonoStrategy(SingleDeviceStrategy):
             UsageError: the Trainer or the module asks for what this strategy does not do.
         """
         super().connect(model)
-        check(model.trainer, model)
-        install_results(model.trainer)
+        if model._trainer is not None:
+            check(model._trainer, model)
+            install_results(model._trainer)
 
     def setup_environment(self) -> None:
         """Prepare what the workers must agree on before Lightning's hooks. Collective."""
@@ -196,6 +202,8 @@ class UnisonoStrategy(SingleDeviceStrategy):
         """See ``Strategy.teardown``."""
         if (module := self.lightning_module) is not None:
             module.__dict__.pop("_on_before_batch_transfer", None)
+        if self._loader is not None:
+            self._loader.leave()  # after an error
         self._metrics.release()
         super().teardown()
 
@@ -215,15 +223,16 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if stage != RunningStage.TRAINING:
             return EvaluationLoader(in_one_order(checked(dataloader, "an evaluation")), self._find_place)
         loader = checked(dataloader, "the training")
-        per_epoch = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
+        batches = int(_parse_num_batches(RunningStage.TRAINING, len(loader), trainer.limit_train_batches))
+        self._accumulates = trainer.accumulate_grad_batches
 
         def find_stretches() -> list[tuple[int, int]]:
             loop, max_epochs = trainer.fit_loop, trainer.fit_loop.max_epochs
             return stretches(
                 steps=trainer.global_step,
                 epochs=loop.epoch_progress.current.processed,
-                batches=loop.epoch_loop.batch_progress.current.ready,
-                per_epoch=per_epoch,
+                done=steps_of(loop.epoch_loop.batch_progress.current.ready, batches, self._accumulates),
+                per_epoch=steps_of(batches, batches, self._accumulates),
                 max_epochs=-1 if max_epochs is None else max_epochs,
                 max_steps=trainer.max_steps,
             )
@@ -231,21 +240,30 @@ class UnisonoStrategy(SingleDeviceStrategy):
         self._loader = StepLoader(
             self.run,
             loader,
+            in_global_batches(loader, batches=batches, accumulates=self._accumulates),
             microbatches=self._microbatches,
-            per_epoch=per_epoch,
             find_stretches=find_stretches,
+            accumulates=trainer.fit_loop._should_accumulate,
             on_step=self._begin_step,
         )
         return self._loader
 
-    def _find_place(self, loader: EvaluationLoader) -> tuple[int, float]:
-        """Return the number of a loader in Lightning's loop, and how many batches are wanted of it."""
+    def _find_place(self, loader: EvaluationLoader) -> tuple[int, float] | None:
+        """Return the number of a loader in Lightning's loop, and how many batches are wanted; None: no evaluation."""
+        if not (self.trainer.evaluating or self.trainer.sanity_checking):
+            return None
         loop = self.trainer._evaluation_loop
         assert loop._combined_loader is not None
         number = next(i for i, one in enumerate(loop._combined_loader.flattened) if one is loader)
         return number, float(loop.max_batches[number])
 
     def _begin_step(self, step: Step) -> None:
+        if (now := self.trainer.accumulate_grad_batches) != self._accumulates:
+            raise UsageError(
+                f"UnisonoStrategy: accumulate_grad_batches was {self._accumulates} when the training began, and is "
+                f"{now} at step {step.number}: the steps of a training have global batches of one size; for another "
+                "call trainer.fit again"
+            )
         self._follow_rank()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -272,10 +290,11 @@ class UnisonoStrategy(SingleDeviceStrategy):
         """Check what is known only now, and let the run, not Lightning, decide what follows at SIGTERM."""
         self.trainer._signal_connector.teardown()
         loader = self.trainer.fit_loop._combined_loader
-        if loader is not None and len(loader.flattened) > 1:
+        if loader is not None and loader.iterables is not loader.flattened[0]:
             raise UsageError(
-                f"UnisonoStrategy: trainer.fit got {len(loader.flattened)} training loaders, and a step has one global "
-                "batch: use one DataLoader of a torch.utils.data.StackDataset(a, b), or of a ConcatDataset([a, b])"
+                f"UnisonoStrategy: trainer.fit got a {type(loader.iterables).__name__} of {len(loader.flattened)} "
+                "training loaders, and a step has one global batch: use one DataLoader of a "
+                "torch.utils.data.StackDataset(a, b), or of a ConcatDataset([a, b])"
             )
 
     def on_train_end(self) -> None:
@@ -290,11 +309,17 @@ class UnisonoStrategy(SingleDeviceStrategy):
         return torch.zeros((), device=self.root_device, requires_grad=True)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the micro-batches of a step: ``training_step`` and the backward pass of each. Collective."""
+        """Compute the micro-batches of a step: ``training_step`` and the backward pass of each. Collective.
+
+        With ``accumulate_grad_batches`` this is done in the last batch of the step, and nothing in those before.
+        """
         assert self._batch is not None
         batch, rest = self._batch
-        module, step = self.lightning_module, batch.step
+        module, step, loop = self.lightning_module, batch.step, self.trainer.fit_loop
         assert module is not None
+        if loop._should_accumulate():
+            return closure_loss
+        first = loop.batch_idx // self._accumulates * self._accumulates
         self._metrics.begin()
         hook, module._current_fx_name = module._current_fx_name, "training_step"
         for data in step.again() if batch.is_computed else step:
@@ -302,7 +327,9 @@ class UnisonoStrategy(SingleDeviceStrategy):
             count = self._microbatches
             place = Place(step.microbatch, count, len(step.sample_indices(step.microbatch)))
             with self._taking(place, self._placed(data), keeps_rows=False) as (taken, placed):
-                self._backward_of(step, super().training_step(placed, *rest), optimizer)
+                batch_idx = first + step.microbatch * self._accumulates // count
+                output = super().training_step(placed, *([batch_idx] if rest else []))
+                self._backward_of(step, output, optimizer)
             for name, value in taken.sums.items():
                 step.add(**{name: value})
         module._current_fx_name = hook
@@ -314,9 +341,8 @@ class UnisonoStrategy(SingleDeviceStrategy):
 
     def _backward_of(self, step: Step, output: Any, optimizer: Optimizer | None) -> None:
         """Run the backward pass of a micro-batch, of which ``training_step`` has returned the output."""
-        loss, weight = output, None
-        if isinstance(output, Mapping):
-            loss, weight = output.get("loss"), output.get("weight")
+        loss = ClosureResult.from_training_step_output(output).closure_loss  # or raises, as ever
+        weight = output.get("weight") if isinstance(output, Mapping) else None
         if loss is None:
             step.backward(torch.zeros((), requires_grad=True), weight=0)
             return
@@ -367,7 +393,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
 
         def function(item: tuple[int, Any]) -> Mapping[str, Any]:
             index, data = item
-            place = Place(index, len(whole), whole.num_samples(index))
+            place = Place(index, len(whole), whole.samples_of(index))
             with self._taking(place, self._placed(data, whole.number), keeps_rows=True) as (taken, placed):
                 compute(placed, *((index, *rest[1:]) if rest else ()))
             return taken.sums
