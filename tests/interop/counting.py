@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 NUMBERS = 16
@@ -18,6 +20,24 @@ def sequences(count: int, first: int = 0) -> list[dict[str, list[int]]]:
         numbers = [(5 * index + 3 * place) % NUMBERS for place in range(4 + index % 7)]
         found.append({"input_ids": numbers, "labels": [-100] * (index % 3) + numbers[index % 3 :]})
     return found
+
+
+class Lines(IterableDataset[Any]):
+    """Rows that can only be iterated over.
+
+    Args:
+        share: of the rows that are given, each by chance; in an order by chance, if it is less than 1.
+    """
+
+    def __init__(self, rows: list[Any], share: float = 1.0) -> None:
+        self.rows = rows
+        self._share = share
+
+    def __iter__(self) -> Iterator[Any]:
+        count = len(self.rows)
+        for place in torch.randperm(count).tolist() if self._share < 1 else range(count):
+            if torch.rand(()) < self._share:
+                yield self.rows[place]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

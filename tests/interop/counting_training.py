@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from transformers import EarlyStoppingCallback
 
 import unisono
-from tests.interop.counting import accuracy, arguments, collate, model, most_likely, sequences
+from tests.interop.counting import Lines, accuracy, arguments, collate, model, most_likely, sequences
 from unisono.interop.huggingface import UnisonoTrainer
 
 TIMES = ("runtime", "second", "time")
@@ -32,6 +32,7 @@ def main() -> None:
             metric_for_best_model="accuracy",
             lr_scheduler_type="cosine",
             include_num_input_tokens_seen="non_padding",
+            eval_on_start=True,
         ),
         train_dataset=sequences(57),
         eval_dataset=sequences(21, first=57),
@@ -41,7 +42,7 @@ def main() -> None:
         callbacks=[EarlyStoppingCallback(early_stopping_patience=9)],
     )
     trainer.train(resume_from_checkpoint=checkpoint)
-    predicted = trainer.predict(sequences(5, first=80))
+    predicted = trainer.predict(Lines(sequences(5, first=80)))
     if trainer.is_world_process_zero():
         history = [line for line in trainer.state.log_history if "train_loss" not in line]
         common = [{name: line[name] for name in sorted(line) if not name.endswith(TIMES)} for line in history]

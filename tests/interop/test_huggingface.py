@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,13 @@ from transformers import Trainer, TrainerCallback
 
 import unisono as library
 from tests.interop import counting_training
-from tests.interop.counting import NUMBERS, accuracy, arguments, collate, model, most_likely, sequences
+from tests.interop.counting import NUMBERS, Lines, accuracy, arguments, collate, model, most_likely, sequences
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Unisono, run_nursery
 from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
 from unisono.interop.huggingface import UnisonoTrainer
+from unisono.interop.huggingface.batches import Batches, batches_of
 from unisono.interop.huggingface.progress import Handout
 from unisono.interop.huggingface.trainer import _plain
 from unisono.journal import compare
@@ -75,9 +76,17 @@ def alone(nursery_with_trainer: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_it_learns(alone: tuple[Path, Outcome]) -> None:
-    _, best, predictions = result(alone[1].output)
+    logs, best, predictions = result(alone[1].output)
     assert best["best"] > 0.9
     assert len(predictions) == 5
+    assert [line["step"] for line in logs if "eval_accuracy" in line] == [0, 4, 8, 12, 15]
+
+
+def test_what_can_only_be_iterated_over_is_shared_and_so_is_the_evaluation_at_the_start(
+    alone: tuple[Path, Outcome],
+) -> None:
+    """A line of the journal for each: of what each worker would compute by itself there is none."""
+    assert [totals["samples"] for totals in alone[1].evaluations] == [21, 21, 21, 21, 21, 5]
 
 
 @pytest.mark.usefixtures("quick")
@@ -110,7 +119,11 @@ def test_it_goes_on_from_a_checkpoint_of_the_trainer_on_two_workers(
     outcome = run(tmp_path, 2, checkpoint=folder / "output" / "checkpoint-8")
     assert outcome.digests[1:] == before.digests[9:]  # those of a run's first step have no names of sums in them
     assert outcome.final["model"] == before.final["model"]
-    assert result(outcome.output) == result(before.output)
+    (logs, *others), (expected, *expected_others) = result(outcome.output), result(before.output)
+    (evaluated,) = [line for line in expected if line["step"] == 8 and "eval_loss" in line]
+    assert logs.count(evaluated) == 2  # as eval_on_start says, also here
+    logs.remove(evaluated)
+    assert (logs, others) == (expected, expected_others)
 
 
 @pytest.mark.usefixtures("quick")
@@ -232,6 +245,103 @@ def test_a_run_does_not_go_on_before_the_epoch_of_a_checkpoint_of_the_trainer() 
     assert [handout().begins_in(epoch) for epoch in (0, 1)] == [False, True]
     with pytest.raises(library.UsageError, match=r"step 7.*step 10 or later.*without resume_from_checkpoint"):
         handout().begins_in(2)
+
+
+def test_a_batch_that_is_computed_again_is_the_same_where_samples_are_drawn() -> None:
+    """Of a stream with random samples, in a random order; its collate function draws as well."""
+
+    def noisy(rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.float64) + torch.rand(len(rows), dtype=torch.float64)
+
+    stream = DataLoader(Lines(list(range(40)), share=0.7), batch_size=4, collate_fn=noisy)
+    listed = DataLoader(list(range(30)), batch_size=4, collate_fn=noisy)  # type: ignore[arg-type]
+    for loader in (stream, listed):
+        with library.Run(seed=7) as run:
+            batches = batches_of(loader, run)
+            assert batches is not None
+            count = -(-batches.num_samples // 4)
+
+            def found(numbers: Sequence[int], batches: Batches = batches, run: library.Run = run) -> dict[int, Tensor]:
+                seen: dict[int, Tensor] = {}
+
+                def note(numbered: tuple[int, Any]) -> dict[str, int]:
+                    seen[numbered[0]] = numbered[1]
+                    return {"samples": len(numbered[1])}
+
+                batches.evaluate(run, note, numbers)
+                return seen
+
+            whole, again = found(range(count)), found([1, count - 1])
+        assert sum(map(len, whole.values())) == batches.num_samples
+        assert len({int(value) for batch in whole.values() for value in batch}) == batches.num_samples
+        assert list(whole) == list(range(count))
+        assert {number: batch.tolist() for number, batch in again.items()} == {
+            number: whole[number].tolist() for number in (1, count - 1)
+        }
+
+
+@pytest.mark.parametrize(("change", "words"), [(1, "gave more samples"), (-1, "gave 7 samples")])
+def test_a_stream_that_has_other_samples_than_when_they_were_counted_is_refused(change: int, words: str) -> None:
+    lines = Lines(list(range(8)))
+    loader = DataLoader(lines, batch_size=4)
+    with library.Run(seed=7) as run:
+        batches = batches_of(loader, run)
+        lines.rows = list(range(8 + change))
+        assert batches is not None
+        with pytest.raises(library.UsageError, match=f"{words}.*they were 8.*a list"):
+            batches.evaluate(run, lambda numbered: {"samples": 1}, [0, 1])
+
+
+def test_a_loader_that_is_none_of_torch_is_evaluated_and_not_trained_on(tmp_path: Path) -> None:
+    rows = sequences(6)
+    with library.Run(seed=7) as run:
+        args = arguments(tmp_path)
+        trainer = UnisonoTrainer(model=model(), args=args, run=run, train_dataset=rows, data_collator=collate)
+        expected = trainer.evaluate(rows)["eval_loss"]
+        batches = list(trainer.get_eval_dataloader(rows))
+        trainer.get_eval_dataloader = lambda dataset: batches
+        trainer.get_train_dataloader = lambda: batches
+        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, rel=0.1)  # a mean over batches here
+        with pytest.raises(library.UsageError, match=r"returned a list.*ConcatDataset"):
+            trainer.train()
+
+
+class _HandsOn(Trainer):
+    """Takes one argument of its own, and adds a number of this worker to the logs, as trl's trainers do."""
+
+    def __init__(self, own: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.own = own
+
+    def log(self, logs: dict[str, float], *rest: Any) -> None:
+        super().log({**logs, "own": self.own}, *rest)
+
+
+class _UnisonoHandsOn(UnisonoTrainer, _HandsOn):
+    pass
+
+
+def test_a_subclass_may_hand_arguments_on_and_log_what_is_of_one_worker(tmp_path: Path) -> None:
+    """What it logs is no part of the state in which workers are compared."""
+    args = arguments(tmp_path, max_steps=4, logging_steps=1, save_strategy="no")
+    with library.Run(tmp_path / "run", seed=7) as run:
+        trainer = _UnisonoHandsOn(0.5, model(), args, collate, train_dataset=sequences(24), run=run)
+        trainer.train()
+        state = trainer._progress.state_dict()
+    assert [line.get("own") for line in trainer.state.log_history] == [0.5] * 5
+    assert [("loss" in line, "own" in line) for line in state["log_history"]] == [(True, False)] * 4 + [(False, False)]
+    assert compare(tmp_path / "run", tmp_path / "run").startswith("identical: 4 steps")
+
+
+def test_model_init_is_for_one_training(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=1, save_strategy="no")
+    with library.Run(seed=7) as run:
+        trainer = UnisonoTrainer(
+            model_init=lambda: model(), args=args, run=run, train_dataset=sequences(12), data_collator=collate
+        )
+        trainer.train()
+        with pytest.raises(library.UsageError, match="model_init makes another model"):
+            trainer.train()
 
 
 class _StopsEpoch(TrainerCallback):

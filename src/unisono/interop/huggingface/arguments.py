@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -97,6 +98,12 @@ def _use_device(args: TrainingArguments, run: Run) -> None:
             f'TrainingArguments(use_cpu=True) and a run on {run.device} do not fit: unisono.Run(device="cpu")'
         )
     args.use_cpu = run.device.type == "cpu"
+    if args.use_cpu and args.fp16 and run.is_main:
+        warnings.warn(
+            "TrainingArguments(fp16=True) on the CPU: the Trainer computes in float32 there; bf16=True is computed in "
+            "bfloat16",
+            stacklevel=4,
+        )
     vars(args).pop("_setup_devices", None)  # it may be known already, of process 0
     with patch_environment(**({} if args.use_cpu else {"ACCELERATE_TORCH_DEVICE": run.device})):
         device = args.device

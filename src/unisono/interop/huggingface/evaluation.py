@@ -8,45 +8,21 @@ the loop has on all workers what it would have on one, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
+from unisono.interop.huggingface.batches import Batches
+from unisono.microbatch.randomness import seed_at
 from unisono.training.run import Run
 
 __all__ = ["shared"]
-
-
-class _Batches:
-    """The batches of a loader as a dataset: ``[i]`` is (number of the batch, the batch).
-
-    Args:
-        numbers: of the batches that are in it.
-    """
-
-    def __init__(self, loader: DataLoader[Any], batches: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
-        self._dataset: Any = loader.dataset
-        self._collate: Any = loader.collate_fn
-        self._batches = batches
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        number = self._numbers[index]
-        places = self._batches[number]
-        if hasattr(self._dataset, "__getitems__"):
-            samples = self._dataset.__getitems__(list(places))
-        else:
-            samples = [self._dataset[place] for place in places]
-        return number, self._collate(samples)
 
 
 class _Size(dict[str, Tensor]):
@@ -58,22 +34,14 @@ class _Size(dict[str, Tensor]):
 
 
 class _Together:
-    """What comes out of the batches of a loader, computed by all workers. Collective to make.
+    """What comes out of batches that all workers compute."""
 
-    Attributes:
-        batches: the indices of the samples of each.
-    """
-
-    def __init__(self, trainer: Trainer, run: Run, loader: DataLoader[Any]) -> None:
+    def __init__(self, trainer: Trainer, run: Run, batches: Batches) -> None:
         self._predict = trainer.prediction_step
         self._preprocess = trainer.preprocess_logits_for_metrics
         self._whole_inputs = "inputs" in trainer.args.include_for_metrics
         self._run = run
-        self._loader = loader
-        cuts: Any = loader.batch_sampler
-        self.batches = [list(batch) for batch in cuts]
-        if run.has_begun and not isinstance(cuts.sampler, SequentialSampler):
-            self.batches = run.broadcast(self.batches)  # a sampler may draw from a generator of this worker
+        self._batches = batches
         self._outcomes: dict[int, dict[str, Any]] = {}
 
     def prediction_step(
@@ -91,6 +59,7 @@ class _Together:
 
         def compute(numbered: tuple[int, Any]) -> dict[str, Any]:
             number, inputs = numbered
+            seed_at(self._run.seed, "evaluation", number)
             loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
             if logits is not None and self._preprocess is not None:
                 logits = self._preprocess(logits, labels)
@@ -100,23 +69,21 @@ class _Together:
             totals = {"samples": num_samples}
             return totals if loss is None else {**totals, "loss": float(loss) * num_samples}
 
-        missing = list(range(len(self.batches)))
+        missing = list(range(-(-self._batches.num_samples // self._batches.batch_size)))
         # Again for what a worker has computed that was lost before it could tell the others.
         while missing := [number for number in missing if number not in self._outcomes]:
-            batches = _Batches(self._loader, self.batches, missing)
-            self._run.evaluate(batches, compute, batch_size=1, collate=lambda batch: batch[0])
+            self._batches.evaluate(self._run, compute, missing)
             for outcomes in self._run.gather(own) if self._run.has_begun else [own]:
                 self._outcomes.update(outcomes)
 
 
 @contextmanager
-def shared(trainer: Trainer, run: Run, loader: DataLoader[Any]) -> Iterator[DataLoader[Any]]:
+def shared(trainer: Trainer, run: Run, batches: Batches) -> Iterator[DataLoader[Any]]:
     """Let a trainer predict together with the other workers; yields the loader for its loop. Collective."""
-    together = _Together(trainer, run, loader)
-    cuts: Any = loader.batch_sampler
-    batch_size = cuts.batch_size  # may be another than that of args
+    together = _Together(trainer, run, batches)
+    batch_size = batches.batch_size  # may be another than that of args
     sizes: DataLoader[Any] = DataLoader(
-        range(sum(map(len, together.batches))),  # type: ignore[arg-type]
+        range(batches.num_samples),  # type: ignore[arg-type]
         batch_size=batch_size,
         collate_fn=lambda places: _Size(places[0] // batch_size, len(places)),
     )

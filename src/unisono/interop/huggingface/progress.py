@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from transformers import Trainer
@@ -27,6 +27,8 @@ _STATE: Final = (
 _TIMES: Final = ("_runtime", "_per_second", "_preparation_time")
 """Logged numbers with these endings are of one worker."""
 _MEMORY: Final = "_mem_"
+_ADDED: Final = ("epoch", "step", "num_input_tokens_seen")
+"""What the Trainer adds to each log."""
 
 
 class Progress:
@@ -34,13 +36,19 @@ class Progress:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._own: dict[int, set[str]] = {}
+
+    def note_logged(self, names: Collection[str]) -> None:
+        """Note which numbers of the newest log all workers have. A subclass may have added others to them."""
+        history = self._trainer.state.log_history
+        self._own[len(history) - 1] = {*history[-1]}.difference(names, _ADDED)
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
             **{name: getattr(trainer.state, name) for name in _STATE},
             "best_checkpoint": self._relative(trainer.state.best_model_checkpoint),
-            "log_history": [_common(line) for line in trainer.state.log_history],
+            "log_history": [self._common(*line) for line in enumerate(trainer.state.log_history)],
             "current_flos": trainer.current_flos,
             "loss_since_log": float(trainer._tr_loss),
             "loss_before": trainer._total_loss_scalar,
@@ -63,17 +71,21 @@ class Progress:
         for callback, attributes in zip(self._callbacks(), state["callbacks"], strict=True):
             vars(callback).update(attributes)
 
+    def _common(self, index: int, line: dict[str, Any]) -> dict[str, Any]:
+        """Return the numbers of a log that are the same on all workers."""
+        own = self._own.get(index, ())
+        return {
+            name: value
+            for name, value in line.items()
+            if name not in own and not name.endswith(_TIMES) and _MEMORY not in name
+        }
+
     def _relative(self, checkpoint: str | None) -> str | None:
         """Return where a checkpoint is, seen from the folder of this training, which may have been moved."""
         return None if checkpoint is None else os.path.relpath(checkpoint, self._trainer.args.output_dir)
 
     def _callbacks(self) -> list[Any]:
         return [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
-
-
-def _common(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a log that are the same on all workers."""
-    return {name: value for name, value in line.items() if not name.endswith(_TIMES) and _MEMORY not in name}
 
 
 class Handout:
@@ -84,14 +96,24 @@ class Handout:
             later, or in a run that goes on.
         per_epoch: steps of an epoch.
         num_steps: of all epochs.
+        first: number of the step with which the training begins, on workers that are there from the start.
     """
 
-    def __init__(self, steps: Any, *, per_epoch: int, num_steps: int) -> None:
+    def __init__(self, steps: Any, *, per_epoch: int, num_steps: int, first: int = 0) -> None:
         self._steps = steps
+        self._first = first
         self._per_epoch = per_epoch
         self._num_steps = num_steps
         self._next: Step | None = None
         self._num_over = 0
+
+    def begins_at_first(self) -> bool:
+        """Return whether the next step is the first one of the training. Collective: the first call gets into the run.
+
+        A worker that comes later, and a run that is resumed, begin with another one.
+        """
+        following = self._look_ahead()
+        return following is not None and following.number == self._first
 
     def begins_in(self, epoch: int) -> bool:
         """Return whether the next step is one of an epoch. Collective: the first call gets into the run.
@@ -99,17 +121,21 @@ class Handout:
         Raises:
             UsageError: it is one of an epoch before.
         """
-        if self._next is None:
-            self._next = next(self._steps, None)
-        if self._next is None:
+        following = self._look_ahead()
+        if following is None:
             return False
-        if self._next.number // self._per_epoch < epoch:
+        if following.number // self._per_epoch < epoch:
             raise UsageError(
-                f"the run goes on with step {self._next.number}, and the Trainer's checkpoint would have it begin with "
+                f"the run goes on with step {following.number}, and the Trainer's checkpoint would have it begin with "
                 f"step {epoch * self._per_epoch} or later: call train() without resume_from_checkpoint where a run is "
                 "resumed (unisono run --resume), or go on from the Trainer's checkpoint in a new run"
             )
-        return self._next.number // self._per_epoch == epoch
+        return following.number // self._per_epoch == epoch
+
+    def _look_ahead(self) -> Step | None:
+        if self._next is None:
+            self._next = next(self._steps, None)
+        return self._next
 
     @property
     def is_over(self) -> bool:

@@ -15,6 +15,7 @@ The Trainer's own loop runs. What it takes for a batch is a `unisono.Step`, and 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint, has_length, seed_wor
 
 from unisono.errors import UsageError
 from unisono.interop.huggingface.arguments import adapted, check_dataset
+from unisono.interop.huggingface.batches import batches_of
 from unisono.interop.huggingface.evaluation import shared
 from unisono.interop.huggingface.progress import Following, Handler, Handout, Progress
 from unisono.training.run import Run
@@ -53,21 +55,23 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, *given: Any, run: Run, microbatches: int | None = None, **named: Any) -> None:
-        call = inspect.signature(super().__init__).bind(*given, **named)
-        args = call.arguments.get("args") or TrainingArguments("tmp_trainer")
-        check_dataset(call.arguments.get("train_dataset"))
+        named = _by_name(super().__init__, given, named)
+        args = named.get("args") or TrainingArguments("tmp_trainer")
+        check_dataset(named.get("train_dataset"))
         self.run = run
         self.microbatches = args.gradient_accumulation_steps if microbatches is None else microbatches
         self.steps_per_epoch = 0
         self._handout: Handout | None = None
-        call.arguments["args"] = adapted(args, run)
-        super().__init__(*call.args, **call.kwargs)
+        super().__init__(**{**named, "args": adapted(args, run)})
         self._tr_loss = torch.tensor(0.0, device=self.args.device)
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
         self._progress = Progress(self)
         self.callback_handler: Handler = Handler.instead_of(self.callback_handler)
         self.callback_handler.callbacks.insert(0, Following(self, run))
+        if self.args.push_to_hub:  # another worker goes on pushing if the one that does is lost
+            self.hub_model_id: str | None = run.broadcast(self.hub_model_id)
+            self.push_in_progress = None
 
     # -- who prints and writes -----------------------------------------------------------------------
 
@@ -98,10 +102,22 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
                 "a trial of a hyperparameter search begins anew with another model, and a run of Unisono has one: "
                 "start a run for each trial"
             )
+        if self.model_init is not None and self._handout is not None:
+            raise UsageError(
+                "a Trainer with model_init makes another model at each call of train, and a run of Unisono trains one: "
+                "give model= to train it further, or start a run for each model"
+            )
         # The newest one is another when a worker joins later, also where the script has looked for it.
         newest = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else None
         resume_from_checkpoint = self.run.broadcast(newest or resume_from_checkpoint)
         return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log numbers, which are the same on all workers; those that a subclass adds to them may be of this worker."""
+        names, count = set(logs), len(self.state.log_history)
+        super().log(logs, start_time)
+        if len(self.state.log_history) > count:
+            self._progress.note_logged(names)
 
     def loss_weight(self, inputs: dict[str, Any]) -> Tensor | None:
         """Return what the loss of a micro-batch is a mean over: its labels that are not -100; None: its samples.
@@ -119,9 +135,13 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Step, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Compute this worker's micro-batches of a step, and get the gradient of its global batch. Collective.
 
+        Outside of `train` it takes a batch, and does what the Trainer does with it.
+
         Returns:
             () float32: the mean loss of the global batch.
         """
+        if not isinstance(inputs, Step):
+            return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
@@ -184,7 +204,7 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
             first_step=self.state.global_step,
         )
         self.steps_per_epoch = per_epoch
-        self._handout = Handout(steps, per_epoch=per_epoch, num_steps=max_steps)
+        self._handout = Handout(steps, per_epoch=per_epoch, num_steps=max_steps, first=self.state.global_step)
         return prepared
 
     def _run_epoch(self, *, epoch: int, **others: Any) -> None:
@@ -223,13 +243,19 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
     def evaluation_loop(self, dataloader: DataLoader[Any], *given: Any, **named: Any) -> Any:
         """Evaluate or predict: each batch once, by one of the workers; the results are equal on all. Collective.
 
-        A dataset that can only be iterated over is evaluated as a whole by each worker, and so is one with batches of
-        a kind of its own.
+        Where the loader cuts its batches in a way of its own, each worker evaluates all of them.
         """
-        if isinstance(dataloader.dataset, IterableDataset) or type(dataloader.batch_sampler) is not BatchSampler:
+        batches = batches_of(dataloader, self.run)
+        if batches is None:
             return super().evaluation_loop(dataloader, *given, **named)
-        with shared(self, self.run, dataloader) as sizes:
+        with shared(self, self.run, batches) as sizes:
             return super().evaluation_loop(sizes, *given, **named)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        # With eval_on_start: within the first step, where all workers are, and not by one that comes later.
+        if skip_scheduler and self._handout is not None and not self._handout.begins_at_first():
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.store_flos()
@@ -242,8 +268,32 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self.state.best_model_checkpoint = best
 
 
-def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader as it was before Accelerate prepared it: what Unisono reads of a loader."""
+def _by_name(init: Callable[..., None], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer by name. Its ``__init__`` may hand on some of them as ``*args, **kwargs``."""
+    call = inspect.signature(init).bind(*given, **named)
+    found = dict(call.arguments)
+    for parameter in call.signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            rest = found.pop(parameter.name, ())
+            names = [name for name in inspect.signature(Trainer).parameters if name not in found]
+            found |= zip(names, rest, strict=False)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(parameter.name, {})
+    return found
+
+
+def _plain(loader: Any) -> DataLoader[Any]:
+    """Return a loader as it was before Accelerate prepared it: what Unisono reads of a loader.
+
+    Raises:
+        UsageError: it is none of torch.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"get_train_dataloader returned a {type(loader).__qualname__}, and each worker reads the samples that it "
+            "computes from the dataset of a torch DataLoader: return one (several datasets in a row are a "
+            "torch.utils.data.ConcatDataset)"
+        )
     cuts, init = loader.batch_sampler, loader.worker_init_fn
     options: dict[str, Any] = {"batch_sampler": cuts}
     if isinstance(loader.dataset, IterableDataset):
