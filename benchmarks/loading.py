@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def write_shards(folder: Path, num_samples: int, num_shards: int) -> list[str]:
     return [str(folder / f"{shard:03}.tar") for shard in range(num_shards)]
 
 
-def with_unisono(shards: list[str], batch: int, processes: int) -> Iterator[Any]:
-    data = unisono.TarShards(shards, shuffle=WINDOW // M, transform=decode)
+def with_unisono(shards: list[str], batch: int, processes: int, shuffle: int = WINDOW // M) -> Iterator[Any]:
+    data = unisono.TarShards(shards, shuffle=shuffle, transform=decode)
     lengths = data.lengths(M)
     cursor = StreamCursor(
         order=StreamOrder(sum(lengths), max(lengths) * M, "streams"),
@@ -125,6 +126,7 @@ def with_mosaic(shards: list[str], batch: int, processes: int) -> Iterable[Any]:
 
 SIDES: dict[str, Callable[[list[str], int, int], Iterable[Any]]] = {
     "unisono": with_unisono,
+    "unisono unshuffled": partial(with_unisono, shuffle=0),
     "DataLoader": with_dataloader,
     "webdataset": with_webdataset,
     "mosaicml-streaming": with_mosaic,
