@@ -176,7 +176,6 @@ FLOORS = {
     "machine.metering": 4,
     "machine.children": 4,
     "machine.descendants": 4,
-    "machine.forkend": 4,
     "machine.holder": 4,
     "machine.shipped": 4,
     "machine.placement": 4,
@@ -292,7 +291,7 @@ NEIGHBOURS = {
     "machine.holder": {"machine.descendants"},
     "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
-    "machine.nursery": {"machine.forkend", "training.run", "machine.worker"},  # it imports them before it forks
+    "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "checking": {"faults", "journal", "lifetime", "trialrun"},  # its trials are runs with a fault
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
     "training.talking": {"rounds"},

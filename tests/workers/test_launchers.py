@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import socket
@@ -100,6 +101,12 @@ class Seen:
 
     def on_lost(self, reason: str) -> None:
         self.said.put_nowait(f"lost: {reason}")
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_row_names_a_class(name: str) -> None:
+    module, _, own = LAUNCHERS[name].path.partition(":")
+    assert isinstance(getattr(importlib.import_module(module), own), type)
 
 
 def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: pytest.MonkeyPatch) -> None:

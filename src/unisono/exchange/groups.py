@@ -25,9 +25,13 @@ CALLS: Final = (
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
     *("send", "recv", "recv_anysource", "_get_backend", "_start_coalescing", "_end_coalescing"),
     *("all_gather_single", "all_to_all_single", "reduce_scatter_single"),
+    *("all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
 )
 """The methods that are passed on, as far as this version of torch has them."""
-ANSWERS: Final = ("get_future", "result", "exception", "is_success", "synchronize", "source_rank", "_source_rank")
+ANSWERS: Final = (
+    *("get_future", "result", "exception", "is_success", "synchronize", "source_rank", "_source_rank"),
+    "block_current_stream",
+)
 """What a collective is asked for besides."""
 
 
@@ -71,9 +75,7 @@ class ScriptGroup(dist.ProcessGroup):
             return list(self._pending)
 
     def _pass_on(self, name: str, *arguments: Any, **options: Any) -> Any:
-        inner = self._inner
-        if inner is None:
-            raise _over()
+        inner = self.check()
         found = getattr(inner, name)(*arguments, **options)
         if not (self._wakes and isinstance(found, dist.Work)):
             return found
@@ -82,6 +84,13 @@ class ScriptGroup(dist.ProcessGroup):
         with self._changed:
             self._pending.append(work)
         return work
+
+    def check(self) -> Any:
+        """Return what does the work. Raises RuntimeError: this group is over."""
+        inner = self._inner
+        if inner is None:
+            raise _over()
+        return inner
 
     def wait_for(self, work: _Collective, timeout: timedelta) -> None:
         """Wait until a collective has ended.
@@ -130,19 +139,22 @@ class _Collective(dist.Work):
             if not self._future.done():
                 self._future.then(self._group.notify)
                 self._group.wait_for(self, timeout)
+            self._group.pending()  # forgets this one, and with it its tensors
             return bool(self._work.wait())  # at once: raises what has gone wrong
         if self._waiter is None:
+            self._group.check()
             self._waiter = Future()
             threading.Thread(
-                target=self._wait_in_torch, args=(self._waiter,), name="unisono-message", daemon=True
+                target=self._wait_in_torch, args=(self._waiter, timeout), name="unisono-message", daemon=True
             ).start()
         self._group.wait_for(self, timeout)
+        self._group.pending()
         return self._waiter.result()
 
-    def _wait_in_torch(self, waiter: Future[bool]) -> None:
+    def _wait_in_torch(self, waiter: Future[bool], timeout: timedelta) -> None:
         try:
-            waiter.set_result(self._work.wait())  # not twice: it would wait for another message
-        except RuntimeError as error:
+            waiter.set_result(self._work.wait(timeout))  # not twice: it would wait for another message
+        except Exception as error:
             waiter.set_exception(error)
         self._group.notify()
 

@@ -21,6 +21,7 @@ Its workers order sets of strings as the nursery does: by the ``PYTHONHASHSEED``
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -35,7 +36,6 @@ from typing import Final, NoReturn
 import msgspec
 
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_group, name_process
-from unisono.machine.forkend import end_of_worker
 
 __all__ = ["ForkRequest", "Forked", "WorkerEnded", "main"]
 
@@ -112,6 +112,8 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()
     gc.enable()
+    if "triton" in sys.modules:  # its bindings report what is still frozen at a worker's end as leaked
+        atexit.register(gc.unfreeze)
     if sys.argv[1] == "--listen":
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             before = os.umask(0o177)  # whoever connects can run code as this user
@@ -276,10 +278,9 @@ def _be_worker(request: ForkRequest, descriptors: list[int]) -> NoReturn:
         if folder and folder not in sys.path:
             sys.path.insert(1, folder)
     sys.argv = ["unisono.machine.worker", *request.arguments]
-    shared = frozenset(sys.modules)
     from unisono.machine.worker import main as work
 
-    end_of_worker(work(), shared)
+    sys.exit(work())  # not os._exit: what a script leaves open is written by Python's shutdown
 
 
 if __name__ == "__main__":

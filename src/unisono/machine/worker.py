@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import runpy
 import signal
+import stat
 import sys
 import types
 from pathlib import Path
@@ -58,9 +60,22 @@ def _end_at_once(code: list[int], own: int) -> None:
     The shutdown would wait for a machine that is out of reach. In a fork, it would destroy objects of the worker.
     """
     wire = sys.modules.get("unisono.exchange.wire")
-    if os.getpid() != own or (wire is not None and wire.release_abandoned()):
+    is_own = os.getpid() == own
+    if not is_own or (wire is not None and wire.release_abandoned()):
+        if is_own:
+            _write_files()
         _flush()
         os._exit(code[0])
+
+
+def _write_files() -> None:
+    """Write what the script has left in the buffers of files that are open."""
+    for value in gc.get_objects():
+        # Not isinstance: that asks proxies for their class, and some do their work then.
+        if issubclass(type(value), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(Exception):  # closed, or broken
+                if stat.S_ISREG(os.fstat(value.fileno()).st_mode):  # a pipe that nobody reads would be waited for
+                    value.flush()
 
 
 def _work() -> int:
