@@ -440,6 +440,7 @@ class Run(Calls, Evaluating, Trainings):
             on_step=self._finish,
             finiteness=self._finiteness,
             on_head=self._begin_step,
+            before_step=planned.before_step,
             strategy=strategy,
             reduction=reduction,
             wire=wire,

@@ -9,26 +9,44 @@ from typing import Any
 
 import torch
 
+from unisono.decisions.orders import digest
 from unisono.decisions.streams import StreamCursor, StreamOrder
 from unisono.errors import RecipeError, UsageError
+from unisono.microbatch.bookmarks import Bookmarks
 from unisono.microbatch.data import Loader, Loading, MakeFetcher, Request
 from unisono.microbatch.iterables import StreamSource
 from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.microbatch.streams import Streams
+from unisono.rounds.life import Rounds
+from unisono.training.bookmarking import Bookmarking
 
 __all__ = ["Asked", "StreamSchedule", "stream_schedule"]
 
 
 class Asked:
-    """What the calls of ``run.steps`` of one run have asked of streams whose lengths are unknown.
+    """What the calls of ``run.steps`` of one run have asked of streams.
 
     It counts what the script asks for, not what was done: a worker that skips a call must count alike.
+
+    Attributes:
+        bookmarks: the states of streams that all workers know.
     """
 
     def __init__(self) -> None:
+        self.bookmarks = Bookmarks()
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: (the dataset, its number)
+        self._num_datasets = 0
         self._counts: dict[
             int, tuple[weakref.ref[Any], int, int]
         ] = {}  # by id: (the dataset, streams, samples of each)
+
+    def number(self, dataset: Any) -> int:
+        """Return the number of a dataset among those that the calls have got, which is the same on all workers."""
+        known = self._numbers.get(id(dataset))
+        if known is None or known[0]() is not dataset:
+            known = self._numbers[id(dataset)] = weakref.ref(dataset), self._num_datasets
+            self._num_datasets += 1
+        return known[1]
 
     def of(self, dataset: Any, num_streams: int) -> int:
         """Return how many samples of each stream earlier calls have asked for.
@@ -64,6 +82,7 @@ class StreamSchedule:
     given: Any
     """The script's own dataset."""
     asked: Asked
+    bookmarking: Bookmarking
 
     @property
     def num_epochs(self) -> int:
@@ -80,9 +99,22 @@ class StreamSchedule:
         assert samples is None, "local steps refuse streams"
 
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
-            return StreamFetcher(self.dataset, self.cursor, device=device, loading=self.loading, upcoming=upcoming)
+            reading = StreamFetcher(
+                self.dataset,
+                self.cursor,
+                device=device,
+                loading=self.loading,
+                upcoming=upcoming,
+                find_bookmark=self.bookmarking.find,
+            )
+            self.bookmarking.reads_with(reading)
+            return reading
 
         return make
+
+    def before_step(self, number: int, rounds: Rounds) -> None:
+        """Have the workers tell each other where streams can be opened, where it is time for it. Collective."""
+        self.bookmarking.before_step(number, rounds)
 
 
 def stream_schedule(
@@ -140,4 +172,7 @@ def stream_schedule(
     num_steps = cursor.steps_per_epoch * epochs
     if max_steps is not None:
         num_steps = max(0, min(num_steps, max_steps))
-    return StreamSchedule(data, source.loading, cursor, num_steps, source.given, asked)
+    # With other data, seed or number of streams the states of a checkpoint are those of something else.
+    key = f"{asked.number(source.given)}: {data.name}, {microbatches} streams {digest(lengths or ())}, seed {seed}"
+    bookmarking = Bookmarking(asked.bookmarks, key, cursor.share)
+    return StreamSchedule(data, source.loading, cursor, num_steps, source.given, asked, bookmarking)

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from unisono.errors import RecipeError, UsageError
+from unisono.microbatch.bookmarks import NAME as STREAMS
 from unisono.microbatch.data import MapDataset, Samples
 from unisono.microbatch.iterables import Dataset
 from unisono.microbatch.losses import Reduction
@@ -168,6 +169,8 @@ class Trainings(ABC):
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
         strategy = Delayed(delay, planned.num_steps, prediction) if delay else Synchronous()
+        if isinstance(planned, StreamSchedule):
+            self._tracked.own(STREAMS, self._asked.bookmarks)
         return self._begin_loop(planned, strategy, reduction, wire=wire, first_step=first_step)
 
     def local_steps(

@@ -1,0 +1,217 @@
+"""Bookmarks: a stream that moves goes on from a state, with the samples that reading from its beginning gives."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests.pure.test_streams import cursor
+from unisono.decisions.streams import StreamCursor, StreamOrder, Wanted
+from unisono.errors import UsageError
+from unisono.microbatch.bookmarks import FOLLOWING, STRIDE, Bookmark, Bookmarks, News, Taken
+from unisono.microbatch.data import Loading
+from unisono.microbatch.sampledigests import digest_of_sample
+from unisono.microbatch.streamfetcher import StreamFetcher
+from unisono.microbatch.streamreader import Reader
+from unisono.microbatch.streams import Streams
+from unisono.state.packing import from_bytes, to_bytes
+
+LENGTH = 1000
+
+
+class Numbers:
+    """The numbers of a stream with a random one each, and a state: as torchdata and Hugging Face have it."""
+
+    num_read = 0
+
+    def __init__(self, length: int, lacks: int = 0) -> None:
+        self._length, self._lacks = length, lacks
+        self._first = self._next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._first = state["next"] + self._lacks
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        self._next, self._first = self._first % self._length, 0  # from the state of its end it begins again
+        while self._next < self._length:
+            number, self._next = self._next, self._next + 1
+            Numbers.num_read += 1
+            yield number, random.random()
+
+
+def streams(*, known: bool, shuffle: int = 0, length: int = LENGTH, lacks: int = 0) -> Streams:
+    def make(stream: int, num_streams: int, epoch: int) -> Numbers:
+        return Numbers(length, lacks)
+
+    return Streams(make, lengths=[length] * 2 if known else None, shuffle=shuffle)
+
+
+def where(*, known: bool, length: int = LENGTH) -> StreamCursor:
+    if known:
+        return cursor([length, length], 10)
+    return StreamCursor(order=StreamOrder(80, 104, "streams"), batch_size=20, microbatches=2, seed=1, num_steps=300)
+
+
+def read(data: Streams, wanted: list[Wanted]) -> tuple[list[Any], list[Bookmark]]:
+    """Return the samples in a row, and the bookmarks that were taken."""
+    reader = Reader(data, 1, marks=True)
+    return [reader.read(one) for one in wanted], [bookmark for _, bookmark in reader.news().taken]
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("shuffle", [0, 1, 7, 300])
+def test_a_bookmark_gives_the_samples_that_reading_gives(shuffle: int, known: bool) -> None:
+    """Of each pass over the data, and of each place after the bookmark."""
+    data, at = streams(known=known, shuffle=shuffle), where(known=known)
+    wanted = [at.wanted(step, 1) for step in range(250)]
+    samples, bookmarks = read(data, wanted)
+    assert {one.epoch for one in bookmarks} == {0, 1, 2}
+    for bookmark in bookmarks:
+        assert from_bytes(bookmark.state) == {"next": bookmark.position}
+        served = [place for place, one in enumerate(wanted) if bookmark.serves(one)]
+        if not served:
+            assert bookmark is bookmarks[-1]  # it was read ahead
+            continue
+        for place in (served[0], served[len(served) // 3]):
+            reader = Reader(data, 1)
+            reader._is_checked = True
+            Numbers.num_read = 0
+            assert reader.read(wanted[place], bookmark) == samples[place]
+            assert Numbers.num_read <= wanted[place].first - bookmark.start + 2 * shuffle + FOLLOWING + 10
+
+
+@pytest.mark.parametrize("lacks", [1, 740])
+def test_a_state_that_gives_other_samples_is_not_used(lacks: int) -> None:
+    """As that of a shuffle buffer whose content is not in the state; or there are none any more."""
+    data, at = streams(known=True, lacks=lacks), where(known=True)
+    wanted = [at.wanted(step, 0) for step in range(90)]
+    samples, bookmarks = read(data, wanted)
+    reader = Reader(data, 1, marks=True)
+    with pytest.warns(UserWarning, match="stream 0 of 2 does not go on from its state.*read from its beginning"):
+        assert reader.read(wanted[60], bookmarks[0]) == samples[60]
+    assert reader.news().able is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert reader.read(wanted[89], bookmarks[-1]) == samples[89]
+
+
+def test_no_state_is_taken_at_the_end_of_a_pass() -> None:
+    """There, many an iterable begins again, and its state says so."""
+    data, at = streams(known=False, length=2 * STRIDE), where(known=False)
+    _, bookmarks = read(data, [at.wanted(step, 0) for step in range(110)])
+    assert [(one.epoch, one.begin, one.position) for one in bookmarks] == [
+        (epoch, epoch * 2 * STRIDE, STRIDE) for epoch in range(2)
+    ]
+
+
+class Unsendable(Numbers):
+    def state_dict(self) -> Any:
+        return {"next": object()}
+
+
+class Large(Numbers):
+    def state_dict(self) -> Any:
+        return {"next": bytes(1 << 20)}
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Unsendable, "is a builtins.object"), (Large, "has 1,048,... bytes")])
+def test_a_state_that_cannot_travel_is_not_used(kind: type[Numbers], words: str) -> None:
+    at = where(known=True)
+    data = Streams(lambda *_: kind(LENGTH), lengths=[LENGTH] * 2)
+    with pytest.warns(UserWarning, match=words):
+        _, bookmarks = read(data, [at.wanted(step, 0) for step in range(90)])
+    assert bookmarks == []
+
+
+def test_what_is_told_is_not_ahead_of_what_was_trained_on() -> None:
+    """Loader processes read ahead, and so does the shuffling."""
+    at = where(known=True)
+    fetcher = StreamFetcher(
+        streams(known=True, shuffle=300),
+        at,
+        device=torch.device("cpu"),
+        loading=Loading(collate=list),
+        find_bookmark=lambda wanted: None,
+    )
+    found = []
+    for step in range(100):
+        fetcher.fetch(step, 1)
+        found.append([one.position for one in fetcher.bookmarks().values()])
+    assert fetcher.taken.able
+    assert found == [[]] * 29 + [[300]] * 30 + [[600]] * 30 + [[900]] * 11
+
+
+def test_whoever_has_a_bookmark_compares_what_lies_near_it() -> None:
+    data, at = streams(known=True, length=9000), where(known=True, length=9000)
+    _, bookmarks = read(data, [at.wanted(step, 0) for step in range(600)])
+    bookmark = bookmarks[-1]
+
+    def fetcher(found: Bookmark | None) -> StreamFetcher:
+        return StreamFetcher(
+            data, at, device=torch.device("cpu"), loading=Loading(), find_bookmark=lambda wanted: found
+        )
+
+    assert fetcher(bookmark).is_near(700, 0)
+    assert not fetcher(None).is_near(700, 0)
+
+
+def test_workers_agree_on_the_newest_bookmarks() -> None:
+    def mark(epoch: int, position: int) -> Bookmark:
+        return Bookmark(epoch, 0, position, b"state", b"digest")
+
+    known = Bookmarks()
+    wanted = Wanted(0, 2, 1, 700, 10, LENGTH)
+    known.agree("data", [True, None], [{0: mark(0, 512), 1: mark(0, 256)}, {}])
+    known.agree("data", [True, True], [{1: mark(0, 512)}, {0: mark(1, 256), 1: mark(0, 256)}])
+    assert known.find("data", wanted) == mark(1, 256)
+    assert known.find("other data", wanted) is None
+    assert known.find("data", wanted._replace(first=255)) is None
+    assert known.find("data", wanted._replace(epoch=2)) is None
+    known.agree("without", [None, False, True], [{}, {}, {}])
+    known.agree("idle", [None, None], [{}, {}])
+    again = Bookmarks()
+    again.load_state_dict(from_bytes(to_bytes(known.state_dict())))
+    assert again.state_dict() == known.state_dict()
+    assert again.find("data", wanted._replace(stream=1, epoch=0)) == mark(0, 512)
+    assert [again.has_none(key) for key in ("data", "without", "idle")] == [False, True, False]
+    for number in range(20):
+        known.agree(f"data {number}", [True], [{}])
+    assert len(known.state_dict()["known"]) < 10
+
+
+def test_older_bookmarks_are_forgotten() -> None:
+    taken = Taken()
+    marks = [Bookmark(0, 0, STRIDE * number, b"", b"") for number in range(1, 5)]
+    taken.note(News(True, [(0, one) for one in marks]))
+    assert taken.newest({0: Wanted(0, 1, 0, 600, 0, LENGTH)}) == {0: marks[1]}
+    assert taken._taken[0] == marks[1:]
+    assert taken.newest({}) == {}
+
+
+def test_a_digest_is_of_what_a_sample_holds() -> None:
+    class Item:
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+    samples: list[Any] = [
+        *({"a": [1, 2.0, "x"]}, {"a": [1, 2.5, "x"]}, {"b": [1, 2.0, "x"]}, [1, 2], [12], (1, 2), ["1", 2], [[1], 2]),
+        *(b"ab", bytearray(b"ab"), "ab", None, True, 1, 1.0, -0.0, 0.0, [], [[]], {}),
+        *(torch.ones(2), torch.ones(3), torch.ones(2, 1), torch.ones(2, dtype=torch.int32), torch.zeros(0)),
+        *(numpy.ones(2), numpy.ones(2, dtype="f4"), numpy.float32(1), numpy.array(["a", 1], dtype=object)),
+        *(Item(1), Item(2)),
+    ]
+    digests = [digest_of_sample(sample) for sample in samples]
+    assert len(set(digests)) == len(samples)
+    assert [digest_of_sample(sample) for sample in samples] == digests
+    assert digest_of_sample(numpy.array(["a", 1], dtype=object)) == digests[-3]
+    with pytest.raises(UsageError, match="a sample has a object"):
+        digest_of_sample([object()])
