@@ -4,6 +4,8 @@ that moves goes on from its state.
 
 from __future__ import annotations
 
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from tests.interop import streamed_training
 from tests.interop.streamed_training import BATCH_SIZE, KINDS, NUM_SAMPLES, PER_SHARD, STEPS, M, train, write_shards
 from tests.waiting import PATIENT, WAIT_S
-from tests.workers.conftest import run_nursery
+from tests.workers.conftest import forked, marked, run_nursery, wait_until_gone
 from tests.workers.static_team import AloneRun
 from unisono.journal import compare
 from unisono.testing import Faults, Outcome, run_workers
@@ -88,14 +90,14 @@ def test_a_stream_that_moves_goes_on_from_its_state(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_goes_on_from_the_states_of_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_states_of_its_checkpoint(tmp_path: Path, mark: str) -> None:
     (folder := tmp_path / "data").mkdir()
     alone(tmp_path / "alone", "nodes", folder)
     directory = tmp_path / "cut"
-    faults = Faults().kill_run("w0", step=LATE, at="step_head")
-    cut = run(directory, 2, "nodes", folder, faults, "--checkpoint-every", f"{LATE - 2} steps")
-    assert cut.exit_code != 0
-    resumed = run(directory, 3, "nodes", folder)
+    cut = run(directory, 2, "nodes", folder, Faults().kill_run("w0", at="checkpoint_renamed"))
+    assert cut.exit_code == -signal.SIGKILL, cut.output
+    wait_until_gone({*marked(mark), *forked()}, time.monotonic() + WAIT_S)  # who still ends holds the directory
+    resumed = run(directory, 3, "nodes", folder, None, "--resume", str(directory))
     assert resumed.exit_code == 0, resumed.output
     assert compare(tmp_path / "alone", directory).startswith(f"identical: {STEPS} steps"), resumed.output
     assert reads_of_the_middle("nodes", folder) == {1}

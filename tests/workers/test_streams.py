@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import unisono
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import forked, marked, wait_until_gone
 from tests.workers.models import bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
@@ -110,12 +113,14 @@ def test_losses_and_joins_change_no_bit_and_no_sample(calm: Outcome, pattern: st
 
 
 @pytest.mark.usefixtures("nursery")
-def test_a_run_goes_on_at_another_number_of_workers(calm: Outcome, pattern: str, tmp_path: Path) -> None:
-    cut = run(
-        tmp_path / "run", 2, pattern, Faults().kill_run("w0", step=8, at="step_head"), "--checkpoint-every", "3 steps"
-    )
-    assert cut.exit_code != 0
-    assert_same(run(tmp_path / "run", 3, pattern), calm)
+def test_a_run_goes_on_at_another_number_of_workers(calm: Outcome, pattern: str, tmp_path: Path, mark: str) -> None:
+    directory = tmp_path / "run"
+    cut = run(directory, 2, pattern, Faults().kill_run("w0", at="checkpoint_renamed"))
+    assert cut.exit_code == -signal.SIGKILL, cut.output
+    wait_until_gone({*marked(mark), *forked()}, time.monotonic() + WAIT_S)  # who still ends holds the directory
+    resumed = run(directory, 3, pattern, None, "--resume", str(directory))
+    assert "goes on at step 8, from" in resumed.output
+    assert_same(resumed, calm)
 
 
 @pytest.mark.parametrize("kind", ["function", "loader"])
