@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import unisono
@@ -238,7 +239,42 @@ def test_streams_that_cannot_be_trained_on(data: Any, options: dict[str, Any], w
                 model(torch.ones(1)).sum().backward()
 
 
-def test_local_steps_refuse_streams() -> None:
-    with pytest.raises(RecipeError, match=r"run.local_steps got data that can only be iterated"), AloneRun() as run:
+def _replicated(seat: Seat, place: Place, kind: str, pattern: str, processes: int) -> tuple[list[list[int]], str]:
+    data, options = data_of(kind, pattern, processes)
+    found: list[list[int]] = []
+    with place.run(seed=3) as run:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Dropout(0.2), torch.nn.Linear(9, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.track(model=model, optimizer=optimizer)
+        options = {"batch_size": 8, "microbatches": 4, "replicas": 2, "inner_steps": 3, "max_steps": 10, **options}
+        for now in run.local_steps(data, **options):
+            for step in now:
+                for number, row in step:
+                    functional.cross_entropy(model(row), number % 4).backward()
+                    step.add(seen=functional.one_hot(number, NUM_SAMPLES).sum(0))
+                optimizer.step()
+            found.append([i for i, times in enumerate(now.totals["seen"].tolist()) for _ in range(times)])
+    return found, bits_of(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["shards", "function", "loader"])
+def test_replicas_read_streams_of_their_own(kind: str, pattern: str) -> None:
+    """With two workers for a replica, one for each, and one for both."""
+    (alone,) = train_on("shared", 1, _replicated, kind, pattern, 0)
+    for size, processes in ((2, 1), (3, 0)):
+        assert train_on("shared", size, _replicated, kind, pattern, processes) == [alone] * size
+    by_round, _ = alone
+    counts = Counter(number for numbers in by_round for number in numbers)
+    assert len(by_round) == 4
+    assert counts.total() == 80 - (kind == "shards")  # the last step of an epoch is one sample short
+    assert set(counts) == set(range(NUM_SAMPLES))
+
+
+def test_a_replica_needs_a_stream_in_each_step() -> None:
+    data = unisono.Streams(made, lengths=[9, 8, 12, 12])
+    with (
+        pytest.raises(RecipeError, match=r"streams 0 to 1, which replica 0 of 2 reads.*drop_last=True"),
+        AloneRun() as run,
+    ):
         run.track(model=torch.nn.Linear(1, 1))
-        run.local_steps(unisono.Streams(made), batch_size=8, microbatches=4, replicas=2, inner_steps=2, max_steps=4)
+        run.local_steps(data, batch_size=8, microbatches=4, replicas=2, inner_steps=2)

@@ -39,6 +39,7 @@ class StreamFetcher:
 
     Args:
         upcoming: the requests that this worker will probably make next. Used with loader processes only.
+        at_once: batches of one stream that are needed in a row, before some of another one.
         find_bookmark: returns the bookmark from which a reader comes to samples, if one is known; None: none are used.
 
     Attributes:
@@ -53,6 +54,7 @@ class StreamFetcher:
         device: torch.device,
         loading: Loading,
         upcoming: Callable[[], Iterator[Request]] | None = None,
+        at_once: int = 1,
         find_bookmark: Callable[[Wanted], Bookmark | None] | None = None,
     ) -> None:
         self._samples = samples
@@ -71,6 +73,7 @@ class StreamFetcher:
             data,
             samples.seed,
             copies=loading.collate is not default_collate,
+            at_once=at_once,
             marks=find_bookmark is not None,
         )
         self._reader = reader()

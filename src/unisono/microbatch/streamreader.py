@@ -255,11 +255,13 @@ class Reader:
     Args:
         seed: of the run.
         copies: hand out copies of samples that may be asked for again, because whoever gets them may write into them.
+        at_once: batches of one stream that are read in a row, before some of another one.
         marks: take bookmarks, which `news` gives.
     """
 
-    def __init__(self, data: Streams, seed: int, *, copies: bool = True, marks: bool = False) -> None:
+    def __init__(self, data: Streams, seed: int, *, copies: bool = True, at_once: int = 1, marks: bool = False) -> None:
         self._data, self._seed, self._copies = data, seed, copies
+        self._patience = PATIENCE * at_once
         self._notes = Notes() if marks else None
         self._open: dict[int, _Open] = {}
         self._newest: dict[int, tuple[Wanted, list[Any]]] = {}  # for another pass over the same global batch
@@ -311,7 +313,7 @@ class Reader:
         """
         self._num_reads += 1
         self._last_read[stream] = self._num_reads
-        oldest = self._num_reads - PATIENCE * len(self._open)
+        oldest = self._num_reads - self._patience * len(self._open)
         for other in [other for other, number in self._last_read.items() if number < oldest]:
             self.close(other)
 

@@ -57,9 +57,13 @@ class Bookmarking:
         """Note what reads the streams in this loop. Local."""
         self._reading = lambda: reading
 
-    def before_step(self, number: int, rounds: Rounds) -> None:
-        """Exchange bookmarks before this step of the loop, where it is time for it. Collective."""
-        if number == 0 or number % self._every or self._bookmarks.has_none(self._key):
+    def exchange(self, last: int, step: int, rounds: Rounds) -> None:
+        """Exchange bookmarks before a step of the loop, where it is time for it. Collective.
+
+        Args:
+            last: the step before which this was called last; all workers give the same two numbers.
+        """
+        if step == 0 or step // self._every == last // self._every or self._bookmarks.has_none(self._key):
             return
         round_ = TalkRound(rounds, "an exchange of states of streams", self._letter)
         for _ in rounds.play(round_):

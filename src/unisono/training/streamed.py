@@ -83,6 +83,8 @@ class StreamSchedule:
     """The script's own dataset."""
     asked: Asked
     bookmarking: Bookmarking
+    inner_steps: int = 1
+    """Steps of an iteration: those of a replica in a round of local steps."""
 
     @property
     def num_epochs(self) -> int:
@@ -95,16 +97,20 @@ class StreamSchedule:
             self.asked.add(self.given, self.cursor.microbatches, self.num_steps * self.cursor.share)
 
     def fetcher(self, device: torch.device, samples: Any = None) -> MakeFetcher:
-        """Return what makes the `StreamFetcher` of these data."""
-        assert samples is None, "local steps refuse streams"
+        """Return what makes the `StreamFetcher` of these data.
+
+        Args:
+            samples: of each micro-batch (`StreamSamples`), where a strategy cuts the data in another way.
+        """
 
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
             reading = StreamFetcher(
                 self.dataset,
-                self.cursor,
+                self.cursor if samples is None else samples,
                 device=device,
                 loading=self.loading,
                 upcoming=upcoming,
+                at_once=self.inner_steps,
                 find_bookmark=self.bookmarking.find,
             )
             self.bookmarking.reads_with(reading)
@@ -114,7 +120,7 @@ class StreamSchedule:
 
     def before_step(self, number: int, rounds: Rounds) -> None:
         """Have the workers tell each other where streams can be opened, where it is time for it. Collective."""
-        self.bookmarking.before_step(number, rounds)
+        self.bookmarking.exchange((number - 1) * self.inner_steps, number * self.inner_steps, rounds)
 
 
 def stream_schedule(
