@@ -215,3 +215,15 @@ def test_a_digest_is_of_what_a_sample_holds() -> None:
     assert digest_of_sample(numpy.array(["a", 1], dtype=object)) == digests[-3]
     with pytest.raises(UsageError, match="a sample has a object"):
         digest_of_sample([object()])
+
+
+def test_a_stream_that_was_closed_is_opened_again() -> None:
+    at = where(known=True)
+    reader = Reader(streams(known=True), 1)
+    for step in range(30):
+        reader.read(at.wanted(step, 0))
+    Numbers.num_read = 0
+    reader.close(0)
+    reader.close(0)
+    reader.read(at.wanted(30, 0))
+    assert Numbers.num_read == 310

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import unisono
+from tests.pure.test_bookmarks import Numbers
+from tests.pure.test_streams import cursor
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import forked, marked, wait_until_gone
 from tests.workers.models import bits_of
@@ -35,6 +39,9 @@ from tests.workers.stream_training import (
     write_shards,
 )
 from unisono.errors import RecipeError
+from unisono.microbatch.bookmarks import Bookmark
+from unisono.microbatch.data import Loading
+from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(__file__).with_name("stream_training.py")
@@ -198,6 +205,51 @@ def test_other_passes_over_a_batch_get_the_same_samples(pattern: str) -> None:
                     model(torch.ones(1)).sum().backward()
             half = len(passes[0])
             assert passes[0] == passes[1][:half]
+
+
+class FromItsState(Numbers):
+    """May not be read far from its beginning."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        begins = self._first == 0
+        for sample in super().__iter__():
+            assert not begins or sample[0] < 100
+            yield sample
+
+
+def fetched(
+    kind: type[Numbers], steps: range, known: Mapping[int, Bookmark] | None = None, *, length: int = 1000
+) -> tuple[list[Any], Mapping[int, Bookmark]]:
+    """What a loader process reads of two streams in these steps, and the bookmarks that it takes."""
+    at = [steps.start]
+    reading = StreamFetcher(
+        unisono.Streams(lambda *_: kind(length), shuffle=20, lengths=[length, length]),
+        cursor([length, length], 10),
+        device=torch.device("cpu"),
+        loading=Loading(processes=1, collate=list),
+        upcoming=lambda: ((step, 0, leaf) for step in range(at[0], steps.stop) for leaf in range(2)),
+        find_bookmark=lambda wanted: known[wanted.stream] if known is not None else None,
+    )
+    found = []
+    with contextlib.closing(reading):
+        for at[0] in steps:
+            assert reading.comes(at[0], 0) or at[0] == steps.start
+            found += [reading.fetch(at[0], leaf) for leaf in range(2)]
+        assert reading._reader._open == {}  # a loader process reads these streams
+        return found, reading.bookmarks()
+
+
+def test_loader_processes_take_bookmarks_and_go_on_from_them() -> None:
+    samples, known = fetched(Numbers, range(60))
+    assert {stream: one.position for stream, one in known.items()} == {0: 520, 1: 520}
+    again, _ = fetched(FromItsState, range(55, 60), known)
+    assert again == samples[-10:]
+
+
+def test_a_stream_that_has_moved_is_read_here_at_first() -> None:
+    """It lies far, and is closed when a loader process has come to it."""
+    samples, _ = fetched(Numbers, range(450, 460), length=6000)
+    assert len({number for batch in samples for number, _ in batch}) == 100
 
 
 class Undivided(IterableDataset[int]):
