@@ -17,7 +17,10 @@ from tests.interop.streamed_training import BATCH_SIZE, KINDS, NUM_SAMPLES, PER_
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import forked, marked, run_nursery, wait_until_gone
 from tests.workers.static_team import AloneRun
+from unisono.decisions.streams import StreamCursor, StreamOrder, Wanted
 from unisono.journal import compare
+from unisono.microbatch.iterables import stream_source_of
+from unisono.microbatch.streamreader import Reader
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(streamed_training.__file__)
@@ -103,20 +106,36 @@ def test_a_run_goes_on_from_the_states_of_its_checkpoint(tmp_path: Path, mark: s
     assert reads_of_the_middle("nodes", folder) == {1}
 
 
-def test_a_shuffle_buffer_is_read_from_the_beginning(tmp_path: Path) -> None:
-    """What it holds is not in the state of Hugging Face: that is noticed, and the samples are the same."""
-    from unisono.decisions.streams import StreamCursor, StreamOrder
-    from unisono.microbatch.iterables import stream_source_of
-    from unisono.microbatch.streamreader import Reader
-
-    source = stream_source_of(KINDS["shuffled"](str(tmp_path)), "run.steps", batch_size=BATCH_SIZE)
-    assert source is not None
+def place(step: int) -> Wanted:
+    """Return what a step needs of stream 2."""
     order = StreamOrder(NUM_SAMPLES, NUM_SAMPLES, "streams")
     where = StreamCursor(order=order, batch_size=BATCH_SIZE, microbatches=M, seed=1, num_steps=STEPS)
-    wanted = [where.wanted(step, 2) for step in range(STEPS)]
+    return where.wanted(step, 2)
+
+
+def test_a_shuffle_buffer_is_read_from_the_beginning(tmp_path: Path) -> None:
+    """What it holds is not in the state of Hugging Face: that is noticed, and the samples are the same."""
+    source = stream_source_of(KINDS["shuffled"](str(tmp_path)), "run.steps", batch_size=BATCH_SIZE)
+    assert source is not None
+    wanted = [place(step) for step in range(STEPS)]
     reader = Reader(source.data, 1, marks=True)
     in_a_row = [reader.read(one) for one in wanted]
     bookmarks = [bookmark for _, bookmark in reader.news().taken]
     other = Reader(source.data, 1, marks=True)
     with pytest.warns(UserWarning, match="gives other samples than after state_dict"):
         assert other.read(wanted[LATE], bookmarks[-3]) == in_a_row[LATE]
+
+
+def test_a_dataset_that_cannot_be_copied_is_read_without_states(tmp_path: Path) -> None:
+    data = KINDS["huggingface"](str(tmp_path))
+
+    def fail(memo: object) -> None:
+        raise TypeError("cannot pickle '_thread.lock' object")
+
+    data.__deepcopy__ = fail
+    source = stream_source_of(data, "run.steps", batch_size=BATCH_SIZE)
+    assert source is not None
+    reader = Reader(source.data, 1, marks=True)
+    numbers = [sample["number"] for step in range(STEPS) for sample in reader.read(place(step))]
+    assert [number // PER_SHARD % M for number in numbers] == [2] * len(numbers) == [2] * (NUM_SAMPLES // M)
+    assert reader.news() == (False, [])

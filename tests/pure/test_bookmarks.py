@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ from unisono.decisions.streams import StreamCursor, StreamOrder, Wanted
 from unisono.errors import UsageError
 from unisono.microbatch.bookmarks import FOLLOWING, STRIDE, Bookmark, Bookmarks, News, Taken
 from unisono.microbatch.data import Loading
-from unisono.microbatch.sampledigests import digest_of_sample
+from unisono.microbatch.sampledigests import digest_of_sample, together
 from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.microbatch.streamreader import Reader
 from unisono.microbatch.streams import Streams
@@ -76,7 +78,7 @@ def test_a_bookmark_gives_the_samples_that_reading_gives(shuffle: int, known: bo
     samples, bookmarks = read(data, wanted)
     assert {one.epoch for one in bookmarks} == {0, 1, 2}
     for bookmark in bookmarks:
-        assert from_bytes(bookmark.state) == {"next": bookmark.position}
+        assert from_bytes(bookmark.state) == {"next": bookmark.position - 1}
         served = [place for place, one in enumerate(wanted) if bookmark.serves(one)]
         if not served:
             assert bookmark is bookmarks[-1]  # it was read ahead
@@ -87,6 +89,127 @@ def test_a_bookmark_gives_the_samples_that_reading_gives(shuffle: int, known: bo
             Numbers.num_read = 0
             assert reader.read(wanted[place], bookmark) == samples[place]
             assert Numbers.num_read <= wanted[place].first - bookmark.start + 2 * shuffle + FOLLOWING + 10
+
+
+class Files:
+    """Lines of files in an order of the epoch that is drawn when an iteration begins, with a random number each."""
+
+    def __init__(self) -> None:
+        self._first = self._next = (0, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._first = state["next"]
+
+    def __iter__(self) -> Iterator[tuple[int, int, float]]:
+        files = random.sample(range(3), 3)
+        first_file, first_line = self._first
+        for place in range(first_file, 3):
+            for line in range(first_line if place == first_file else 0, 400):
+                self._next = (place, line + 1)
+                yield files[place], line, random.random()
+
+
+class Eager(Files):
+    """Reads its first sample before it is asked for it, if it has a state: as torchdata.nodes.Loader."""
+
+    def __iter__(self) -> Iterator[tuple[int, int, float]]:
+        samples = super().__iter__()
+        return samples if self._first == (0, 0) else itertools.chain([next(samples)], samples)
+
+
+@pytest.mark.parametrize("kind", [Files, Eager])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_drawn_when_an_iteration_begins_is_drawn_again(seed: int, kind: type[Files]) -> None:
+    data = Streams(lambda *_: kind())
+    at = where(known=False)
+    wanted = [at.wanted(step, 0) for step in range(130)]  # of the second pass as well
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reader = Reader(data, seed, marks=True)
+        samples = [reader.read(one) for one in wanted]
+        bookmarks = [bookmark for _, bookmark in reader.news().taken]
+        assert len(bookmarks) == 4
+        for bookmark in bookmarks:
+            place = -(-bookmark.start // 10)
+            other = Reader(data, seed, marks=True)
+            assert [other.read(one, bookmark) for one in wanted[place:]] == samples[place:]
+            assert other._open[0]._epoch == wanted[-1].first // 1200
+
+
+class Wrapped:
+    """An iterable with a state of its own, and an object that keeps one."""
+
+    def __init__(self, inner: Numbers) -> None:
+        self.parts = {"inner": [inner]}
+
+    def state_dict(self) -> Any:
+        return self.parts["inner"][0].state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.parts["inner"][0].load_state_dict(state)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return iter(self.parts["inner"][0])
+
+
+class Kept(Numbers):
+    """Begins at a state that was loaded whenever it is iterated over, as datasets.IterableDataset."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        first = self._first
+        yield from super().__iter__()
+        self._first = first
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_state_is_not_loaded_into_an_object_that_comes_again(is_wrapped: bool) -> None:
+    """It would stay there, and the next pass would begin in the middle."""
+    kept = Kept(LENGTH)
+    data, at = Streams(lambda *_: Wrapped(kept) if is_wrapped else kept), where(known=False)
+    wanted = [at.wanted(step, 0) for step in range(250)]
+    with pytest.warns(UserWarning, match="an object that it has returned before"):
+        samples, bookmarks = read(data, wanted)
+    assert bookmarks == []
+    assert [number for batch in samples for number, _ in batch] == [place % LENGTH for place in range(2500)]
+    bookmark = Bookmark(0, 0, 512, to_bytes({"next": 511}), digest_after(data, 512))
+    reader = Reader(data, 1, marks=True)
+    with pytest.warns(UserWarning, match="an object that it has returned before"):
+        assert [reader.read(one, bookmark) for one in wanted[60:]] == samples[60:]
+
+
+def digest_after(data: Streams, position: int) -> bytes:
+    source = iter(Numbers(LENGTH))
+    following = [data.sample(source, 1, 0, 0, number) for number in range(position + FOLLOWING)][position:]
+    return together(map(digest_of_sample, following))
+
+
+class Failing(Numbers):
+    """Cannot be opened with a state at first, as where a server does not answer."""
+
+    has_failed = False
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if not Failing.has_failed:
+            Failing.has_failed = True
+            raise OSError("no answer")
+        super().load_state_dict(state)
+
+
+def test_an_error_is_no_reason_to_use_no_states_any_more() -> None:
+    data, at = Streams(lambda *_: Failing(LENGTH), lengths=[LENGTH] * 2), where(known=True)
+    wanted = [at.wanted(step, 0) for step in range(90)]
+    samples, bookmarks = read(data, wanted)
+    reader = Reader(data, 1, marks=True)
+    with pytest.warns(UserWarning, match="is read from its beginning, as its state was of no use now: OSError: no ans"):
+        assert reader.read(wanted[60], bookmarks[0]) == samples[60]
+    assert reader.news().able
+    reader.close(0)
+    Numbers.num_read = 0
+    assert reader.read(wanted[80], bookmarks[-1]) == samples[80]
+    assert Numbers.num_read < 100
 
 
 @pytest.mark.parametrize("lacks", [1, 740])
@@ -123,7 +246,30 @@ class Large(Numbers):
         return {"next": bytes(1 << 20)}
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Unsendable, "is a builtins.object"), (Large, "has 1,048,... bytes")])
+class Counted(Numbers):
+    def state_dict(self) -> Any:
+        return {"next": [Counter("ab")]}
+
+
+class Truncated:
+    def tobytes(self) -> bytes:
+        raise OSError("image file is truncated")
+
+
+class Unread(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        return (Truncated() for _ in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Unsendable, "is a builtins.object"),
+        (Large, "has 1,048,... bytes"),
+        (Counted, r"state_dict\(\)\['next'\]\[0\] is a Counter"),
+        (Unread, "OSError: image file is truncated"),
+    ],
+)
 def test_a_state_that_cannot_travel_is_not_used(kind: type[Numbers], words: str) -> None:
     at = where(known=True)
     data = Streams(lambda *_: kind(LENGTH), lengths=[LENGTH] * 2)
@@ -147,6 +293,7 @@ def test_what_is_told_is_not_ahead_of_what_was_trained_on() -> None:
         fetcher.fetch(step, 1)
         found.append([one.position for one in fetcher.bookmarks().values()])
     assert fetcher.taken.able
+    assert len(fetcher.taken._taken[1]) == 1  # older ones are forgotten
     assert found == [[]] * 29 + [[300]] * 30 + [[600]] * 30 + [[900]] * 11
 
 
@@ -183,6 +330,10 @@ def test_workers_agree_on_the_newest_bookmarks() -> None:
     assert again.state_dict() == known.state_dict()
     assert again.find("data", wanted._replace(stream=1, epoch=0)) == mark(0, 512)
     assert [again.has_none(key) for key in ("data", "without", "idle")] == [False, True, False]
+    again.try_again()
+    assert not again.has_none("without")
+    assert known.knows("data", 0, mark(0, 512))
+    assert not known.knows("data", 0, mark(1, 512))
     for number in range(20):
         known.agree(f"data {number}", [True], [{}])
     assert len(known.state_dict()["known"]) < 10
@@ -195,6 +346,9 @@ def test_older_bookmarks_are_forgotten() -> None:
     assert taken.newest({0: Wanted(0, 1, 0, 600, 0, LENGTH)}) == {0: marks[1]}
     assert taken._taken[0] == marks[1:]
     assert taken.newest({}) == {}
+    taken.note(News(False, []))
+    taken.note(News(True, [(0, marks[3])]))  # of a loader process that does not know yet
+    assert (taken.able, taken._taken) == (False, {})
 
 
 def test_a_digest_is_of_what_a_sample_holds() -> None:
@@ -207,12 +361,12 @@ def test_a_digest_is_of_what_a_sample_holds() -> None:
         *(b"ab", bytearray(b"ab"), "ab", None, True, 1, 1.0, -0.0, 0.0, [], [[]], {}),
         *(torch.ones(2), torch.ones(3), torch.ones(2, 1), torch.ones(2, dtype=torch.int32), torch.zeros(0)),
         *(numpy.ones(2), numpy.ones(2, dtype="f4"), numpy.float32(1), numpy.array(["a", 1], dtype=object)),
-        *(Item(1), Item(2)),
+        *(Item(1), Item(2), {"a", "b"}, {"a", "c"}, frozenset("a"), deque("a"), deque("b")),
     ]
     digests = [digest_of_sample(sample) for sample in samples]
     assert len(set(digests)) == len(samples)
     assert [digest_of_sample(sample) for sample in samples] == digests
-    assert digest_of_sample(numpy.array(["a", 1], dtype=object)) == digests[-3]
+    assert digest_of_sample(numpy.array(["a", 1], dtype=object)) == digests[-8]
     with pytest.raises(UsageError, match="a sample has a object"):
         digest_of_sample([object()])
 

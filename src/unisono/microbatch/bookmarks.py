@@ -8,15 +8,22 @@ to time (`unisono.training.bookmarking`); these are a part of the run's state, s
 A bookmark also has the digest of the samples that follow it. A reader that goes on from a bookmark compares them, and
 reads from the beginning where they differ: a state may lack something, as the content of a shuffle buffer. So a
 bookmark saves time, and changes no sample.
+
+The state is taken one sample before the place of the bookmark. Whoever goes on from it reads that sample with the
+random numbers of the first sample of a pass, and drops it: what an iterable draws when its iteration begins, as the
+order of its files, is then what it draws at the beginning, and each sample after it has its own random numbers.
 """
 
 from __future__ import annotations
 
+import collections
+import types
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from unisono.decisions.streams import Wanted
 from unisono.errors import UsageError
@@ -31,9 +38,11 @@ __all__ = [
     "Bookmarks",
     "Marker",
     "News",
+    "NotOpened",
     "Notes",
     "Taken",
     "is_stateful",
+    "share_states",
 ]
 
 NAME = "streams"
@@ -44,12 +53,22 @@ FOLLOWING = 16
 """Samples after a bookmark that are compared."""
 MOST_BYTES = 1 << 18
 """Of a state; a larger one is not kept, as it would travel, and be in each checkpoint."""
-MOST_KEPT = 8
+MOST_TOGETHER = 1 << 22
+"""Bytes of the states of all streams of a data set."""
+MOST_KEPT = 2
 """Data sets of which bookmarks are kept."""
+MOST_WITHOUT = 64
+"""Data sets of which it is known that they have no bookmarks."""
+MOST_PARTS = 1000
+"""Parts of an iterable that are looked at."""
 
 
 class BadState(Exception):
-    """A stream cannot go on from a bookmark; the message says why."""
+    """A stream does not go on from its states; the message says why."""
+
+
+class NotOpened(Exception):
+    """A stream could not be opened with a bookmark this time; the message says why."""
 
 
 class Bookmark(msgspec.Struct, frozen=True, array_like=True):
@@ -107,47 +126,58 @@ class Notes:
             warnings.warn(
                 f"{words}. So a stream is read from its beginning when it moves to another worker", stacklevel=2
             )
-        self.able = False
+        self.stop()
+
+    def stop(self) -> None:
+        """Use no states any more."""
+        self.able, self.taken = False, []
 
 
 class Marker:
     """Takes the states of one pass over one stream, which is open.
 
     Args:
+        wanted: samples of the stream.
         begin: samples of the passes before.
         window: samples of a window of the shuffling; 0: there are none.
     """
 
-    def __init__(self, source: Any, stream: int, epoch: int, begin: int, window: int, notes: Notes) -> None:
-        self._source, self._stream, self._epoch, self._begin = source, stream, epoch, begin
+    def __init__(self, source: Any, wanted: Wanted, epoch: int, begin: int, window: int, notes: Notes) -> None:
+        self._source, self._stream, self._epoch, self._begin = source, wanted.stream, epoch, begin
+        self._most_bytes = min(MOST_BYTES, MOST_TOGETHER // wanted.num_streams)
         self._stride = window * -(-STRIDE // window) if window else STRIDE
         self._notes = notes
-        self._pending: tuple[int, bytes] | None = None  # (position, state), until the samples after it are read
+        self._pending: tuple[int, bytes] | None = None  # (its position, state), until the samples after it are read
         self._following: list[bytes] = []
 
     def before(self, position: int) -> None:
         """Take the state, if this is a place for it, before sample ``position`` of the pass is read."""
-        if position == 0 or position % self._stride or self._notes.able is False:
+        if (position + 1) % self._stride or self._notes.able is False:
             return
         try:
-            state = to_bytes(self._source.state_dict(), "state_dict()")
+            found = self._source.state_dict()
+            _check_kinds(found, "state_dict()")
+            state = to_bytes(found, "state_dict()")
         except Exception as error:  # of the script's own iterable
             self._notes.give_up(f"the state of a stream cannot be used: {type(error).__name__}: {error}")
             return
-        if len(state) > MOST_BYTES:
-            self._notes.give_up(f"the state of a stream has {len(state):,} bytes, and at most {MOST_BYTES:,} are kept")
+        if len(state) > self._most_bytes:
+            self._notes.give_up(
+                f"the state of a stream has {len(state):,} bytes, and at most {self._most_bytes:,} are kept "
+                f"({MOST_TOGETHER:,} of all streams together)"
+            )
             return
-        self._pending, self._following = (position, state), []
+        self._pending, self._following = (position + 1, state), []
 
-    def after(self, sample: Any) -> None:
-        """Note the sample that was read."""
-        if self._pending is None:
+    def after(self, position: int, sample: Any) -> None:
+        """Note sample ``position``, which was read."""
+        if self._pending is None or position < self._pending[0]:
             return
         try:
             self._following.append(digest_of_sample(sample))
-        except (UsageError, RecursionError) as error:
+        except Exception as error:  # of the script's own sample
             self._pending = None
-            self._notes.give_up(f"the states of streams are not used: {error}")
+            self._notes.give_up(f"the states of streams are not used: {type(error).__name__}: {error}")
             return
         if len(self._following) == FOLLOWING:
             position, state = self._pending
@@ -165,10 +195,19 @@ class Taken:
 
     def note(self, news: News) -> None:
         """Note what a reader has found out."""
-        if news.able is not None and self.able is not False:
+        if self.able is False:
+            return
+        if news.able is False:
+            self.stop()
+            return
+        if news.able is not None:
             self.able = news.able
         for stream, bookmark in news.taken:
             self._taken.setdefault(stream, []).append(bookmark)
+
+    def stop(self) -> None:
+        """Keep none any more."""
+        self.able, self._taken = False, {}
 
     def newest(self, ends: Mapping[int, Wanted]) -> dict[int, Bookmark]:
         """Return the newest bookmark of each stream that is not ahead of what was trained on, and forget older ones.
@@ -201,9 +240,18 @@ class Bookmarks:
         found = self._known.get(key, {}).get(wanted.stream)
         return found if found is not None and found.serves(wanted) else None
 
+    def knows(self, key: str, stream: int, bookmark: Bookmark) -> bool:
+        """Return whether there is one of this stream that is as new."""
+        known = self._known.get(key, {}).get(stream)
+        return known is not None and _place(known) >= _place(bookmark)
+
     def has_none(self, key: str) -> bool:
         """Return whether it is known that these data have no bookmarks."""
         return key in self._without
+
+    def try_again(self) -> None:
+        """Forget which data have none: the run goes on from a checkpoint, with another script perhaps."""
+        self._without = []
 
     def agree(self, key: str, able: Iterable[bool | None], found: Iterable[Mapping[int, Bookmark]]) -> None:
         """Note what all workers have said; equal on all of them.
@@ -214,7 +262,7 @@ class Bookmarks:
         """
         known = self._known.pop(key, {})
         if False in able:
-            self._without = [*(one for one in self._without if one != key), key][-MOST_KEPT:]
+            self._without = [*(one for one in self._without if one != key), key][-MOST_WITHOUT:]
             return
         for one in found:
             for stream, bookmark in one.items():
@@ -245,3 +293,43 @@ def _place(bookmark: Bookmark) -> tuple[int, int]:
 def is_stateful(source: Any) -> bool:
     """Return whether an iterable can go on from a state."""
     return all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def share_states(one: Any, other: Any) -> bool:
+    """Return whether two iterables are the same object, or have a part with a state in common.
+
+    Then a state that is loaded into one of them is in the other one as well. Parts are looked for in attributes, lists,
+    tuples and dicts.
+    """
+    return not _parts_with_states(one).isdisjoint(_parts_with_states(other))
+
+
+def _parts_with_states(whole: Any) -> set[int]:
+    found, seen, ahead = {id(whole)}, set[int](), collections.deque([whole])
+    while ahead and len(seen) < MOST_PARTS:
+        part = ahead.popleft()
+        if id(part) in seen or isinstance(part, (type, types.ModuleType, torch.nn.Module, torch.Tensor)):
+            continue
+        seen.add(id(part))
+        if callable(getattr(type(part), "state_dict", None)):
+            found.add(id(part))
+        if isinstance(part, dict):
+            ahead.extend(list(part.values())[:MOST_PARTS])
+        elif isinstance(part, (list, tuple)):
+            ahead.extend(part[:MOST_PARTS])
+        else:
+            ahead.extend(getattr(part, "__dict__", {}).values())
+    return found
+
+
+_KINDS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
+
+
+def _check_kinds(state: Any, path: str) -> None:
+    """Raise UsageError if a state has a container that would come back as one of another type (a Counter as a dict)."""
+    if not isinstance(state, (Mapping, list, tuple, set, frozenset)):
+        return
+    if type(state) not in _KINDS:
+        raise UsageError(f"{path} is a {type(state).__qualname__}; use a dict, list, tuple or set")
+    for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        _check_kinds(value, f"{path}[{key!r}]")

@@ -200,7 +200,10 @@ class _OfHuggingFace(Streams):
     def _stream(self, stream: int, num_streams: int, epoch: int) -> Iterable[Any]:
         divided = importlib.import_module("datasets.distributed").split_dataset_by_node
         # The state of an iteration lies in objects that the parts of one dataset share. Tables are not copied.
-        dataset = copy.deepcopy(self._dataset)
+        try:
+            dataset, is_own = copy.deepcopy(self._dataset), True
+        except Exception:  # it holds a lock, a client or an open file
+            dataset, is_own = self._dataset, False
         part: Iterable[Any] = divided(dataset, rank=stream, world_size=num_streams)
         part.set_epoch(epoch)  # type: ignore[attr-defined]
-        return part
+        return part if is_own else iter(part)  # which has no states

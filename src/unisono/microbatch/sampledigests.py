@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping
@@ -50,7 +51,10 @@ def _add(found: Any, value: Any) -> None:
         for key, item in value.items():
             _add(found, key)
             _add(found, item)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (set, frozenset)):
+        for digest in sorted(map(digest_of_sample, value)):
+            found.update(digest)
+    elif isinstance(value, (list, tuple, collections.deque)):
         found.update(f"{len(value)} ".encode())
         for item in value:
             _add(found, item)

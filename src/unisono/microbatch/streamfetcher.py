@@ -41,6 +41,7 @@ class StreamFetcher:
         upcoming: the requests that this worker will probably make next. Used with loader processes only.
         at_once: batches of one stream that are needed in a row, before some of another one.
         find_bookmark: returns the bookmark from which a reader comes to samples, if one is known; None: none are used.
+        behind: samples of each stream, of those fetched last, that may have to be read again: a bookmark lies before.
 
     Attributes:
         taken: bookmarks that were taken while streams were read.
@@ -56,11 +57,13 @@ class StreamFetcher:
         upcoming: Callable[[], Iterator[Request]] | None = None,
         at_once: int = 1,
         find_bookmark: Callable[[Wanted], Bookmark | None] | None = None,
+        behind: int = 0,
     ) -> None:
         self._samples = samples
         self._data = data
         self._device = device
         self._find = find_bookmark if find_bookmark is not None else _find_nothing
+        self._behind = behind
         self.taken = Taken()
         self._ends: dict[int, Wanted] = {}
         """By stream, what follows the batch that was fetched last."""
@@ -109,6 +112,8 @@ class StreamFetcher:
         ahead = self._ahead_of(step, leaf)
         batch, news = ahead.take((step, turn, leaf)) if ahead is not None else self._fetch_with_news(step, leaf)
         self.taken.note(news)
+        if news.taken:
+            self.bookmarks()  # forgets older ones
         if self._num_elsewhere[wanted.stream] > PATIENCE:  # the first batches of a stream that has moved come from here
             self._reader.close(wanted.stream)
         return to_device(batch, self._device)
@@ -123,8 +128,9 @@ class StreamFetcher:
         return ahead is None or ahead.comes((step, turn, leaf))
 
     def bookmarks(self) -> dict[int, Bookmark]:
-        """Return the newest bookmark of each stream that was read, up to what was fetched."""
-        return self.taken.newest(self._ends)
+        """Return the newest bookmark of each stream that was read, up to what was fetched and is not needed again."""
+        behind = self._behind
+        return self.taken.newest({stream: end._replace(first=end.first - behind) for stream, end in self._ends.items()})
 
     def close(self) -> None:
         """End the loader processes."""
@@ -137,15 +143,20 @@ class StreamFetcher:
         wanted = self._samples.wanted(step, leaf)
         self._num_elsewhere[wanted.stream] = 0
         with one_thread():
-            batch = self._collate(self._reader.read(wanted, self._find(wanted)))
+            batch = self._collate(self._reader.read(wanted, self._find(wanted), marks=self._marks))
         return batch, self._reader.news()
 
-    def _keys(self, step: int, leaf: int) -> list[tuple[Wanted, Bookmark | None]]:
+    @property
+    def _marks(self) -> bool:
+        """Whether readers are to take bookmarks, as far as they do."""
+        return self.taken.able is not False
+
+    def _keys(self, step: int, leaf: int) -> list[tuple[Wanted, Bookmark | None, bool]]:
         """Return what a loader process has to read, with a bookmark where that does not follow what it has read."""
         wanted = self._samples.wanted(step, leaf)
         last, self._asked[wanted.stream] = self._asked.get(wanted.stream), _end_of(wanted)
         goes_on = last is not None and (last.epoch, last.first) == (wanted.epoch, wanted.first)
-        return [(wanted, None if goes_on else self._find(wanted))]
+        return [(wanted, None if goes_on else self._find(wanted), self._marks)]
 
     def _ahead_of(self, step: int, leaf: int) -> Ahead | None:
         """Return the loader process that reads the stream of a micro-batch."""
@@ -163,7 +174,7 @@ class StreamFetcher:
             return True  # it was read last
         # What lies behind, or in another epoch, is read from a bookmark or from the beginning.
         begin = last.first if last is not None and last.epoch == wanted.epoch and last.first <= wanted.first else 0
-        if (bookmark := self._find(wanted)) is not None and self.taken.able is not False:
+        if (bookmark := self._find(wanted)) is not None and self._marks:
             begin = max(begin, bookmark.start)
         return wanted.first - begin <= FAR or self._seeks(wanted)
 

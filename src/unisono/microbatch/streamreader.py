@@ -11,7 +11,7 @@ from typing import Any
 from unisono.decisions.cursor import seed_of
 from unisono.decisions.streams import Wanted, window_order
 from unisono.errors import RecipeError
-from unisono.microbatch.bookmarks import FOLLOWING, BadState, Bookmark, Marker, News, Notes, is_stateful
+from unisono.microbatch.bookmarks import FOLLOWING, BadState, Bookmark, Marker, News, Notes, NotOpened, is_stateful
 from unisono.microbatch.randomness import seed_everything
 from unisono.microbatch.rereading import check_streams
 from unisono.microbatch.sampledigests import digest_of_sample, together
@@ -39,7 +39,8 @@ class _Pass:
         notes: takes the bookmarks of this pass; None: none are taken.
 
     Raises:
-        BadState: the stream cannot go on from the bookmark.
+        BadState: the stream does not go on from the bookmark.
+        NotOpened: that has failed this time.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class _Pass:
         if notes is not None:
             notes.opened(able=has_states)
             if has_states:
-                self._marker = Marker(source, wanted.stream, epoch, begin, data.shuffle, notes)
+                self._marker = Marker(source, wanted, epoch, begin, data.shuffle, notes)
 
     def __next__(self) -> Any:
         sample = self._next()
@@ -134,7 +135,7 @@ class _Pass:
                 self._marker.before(self._num_read)
             sample = self._sample(self._source, self._num_read)
             if self._marker is not None:
-                self._marker.after(sample)
+                self._marker.after(self._num_read, sample)
         self._num_read += 1
         return sample
 
@@ -146,14 +147,19 @@ class _Pass:
 
         Raises:
             BadState: they are other ones.
+            NotOpened: an error of the iterable.
         """
+        following: list[Any] = []
         try:
             source.load_state_dict(from_bytes(bookmark.state))
             samples: Iterator[Any] = iter(source)
+            self._sample(samples, 0)  # the body of a generator begins now, and draws what it draws at the beginning
             following = [self._sample(samples, bookmark.position + number) for number in range(FOLLOWING)]
             digest = together(map(digest_of_sample, following))
-        except Exception as error:  # of the script's own iterable
-            raise BadState(f"{type(error).__name__}: {error}") from error
+        except StopIteration:
+            digest = b""
+        except Exception as error:  # of the script's own iterable, or of the network
+            raise NotOpened(f"{type(error).__name__}: {error}") from error
         if digest != bookmark.digest:
             raise BadState(
                 f"after load_state_dict() it gives other samples than after state_dict(), at position "
@@ -192,11 +198,15 @@ class _Open:
     def _from(self, bookmark: Bookmark, wanted: Wanted) -> _Pass | None:
         """Return the pass of a bookmark, at its position; None: its state is of no use."""
         begin, epoch, notes = bookmark.begin, bookmark.epoch, self._notes
+        place = f"stream {wanted.stream} of {wanted.num_streams}"
         try:
             found = _Pass(self._data, self._seed, wanted, epoch, begin=begin, bookmark=bookmark, notes=notes)
         except BadState as error:
             if notes is not None:
-                notes.give_up(f"stream {wanted.stream} of {wanted.num_streams} does not go on from its state: {error}")
+                notes.give_up(f"{place} does not go on from its state: {error}")
+            return None
+        except NotOpened as error:
+            warnings.warn(f"{place} is read from its beginning, as its state was of no use now: {error}", stacklevel=2)
             return None
         self._begin, self._epoch = begin, epoch
         return found
@@ -268,23 +278,33 @@ class Reader:
         self._num_reads = 0
         self._last_read: dict[int, int] = {}  # by stream, the number of the read
         self._is_checked = False
+        self._can_load = True
 
-    def read(self, wanted: Wanted, bookmark: Bookmark | None = None) -> list[Any]:
+    def read(self, wanted: Wanted, bookmark: Bookmark | None = None, *, marks: bool = True) -> list[Any]:
         """Return samples of a stream, with the random generators set for what makes a batch of them.
 
         Args:
             bookmark: to open the stream with, if that is nearer.
+            marks: False: no bookmarks are needed any more.
 
         Raises:
             RecipeError: the stream has other samples than it should.
         """
+        if not marks and self._notes is not None:
+            self._notes.stop()
         known = self._newest.get(wanted.stream)
         if known is None or known[0] != wanted:
             # In a loader process torch would say that it is worker 0 of 1, and in the worker itself nothing.
             with as_torch_worker(None):
                 if not self._is_checked:
-                    check_streams(self._data, self._seed, wanted)
+                    self._can_load = check_streams(self._data, self._seed, wanted)
                     self._is_checked = True
+                    if not self._can_load and self._notes is not None:
+                        self._notes.give_up(
+                            "the states of streams are not used, because the function of unisono.Streams returns an "
+                            "object that it has returned before, or one that shares a part with it: a state that is "
+                            "loaded stays in it. Let it make a new object each time"
+                        )
                 known = self._newest[wanted.stream] = wanted, self._read(wanted, bookmark)
         self._close_what_has_moved(wanted.stream)
         samples = copy.deepcopy(known[1]) if self._copies else list(known[1])
@@ -292,9 +312,11 @@ class Reader:
         seed_everything(seed_of(pass_seed(self._seed, wanted.stream, wanted.epoch), "collate", wanted.first))
         return samples
 
-    def __getitems__(self, keys: Sequence[tuple[Wanted, Bookmark | None]]) -> Samples:
+    def __getitems__(self, keys: Sequence[tuple[Wanted, Bookmark | None, bool]]) -> Samples:
         """Return the samples of a micro-batch, in a loader process."""
-        samples = Samples(sample for wanted, bookmark in keys for sample in self.read(wanted, bookmark))
+        samples = Samples(
+            sample for wanted, bookmark, marks in keys for sample in self.read(wanted, bookmark, marks=marks)
+        )
         samples.news = self.news()
         return samples
 
@@ -318,7 +340,7 @@ class Reader:
             self.close(other)
 
     def _read(self, wanted: Wanted, bookmark: Bookmark | None) -> list[Any]:
-        if self._notes is not None and self._notes.able is False:
+        if not self._can_load or (self._notes is not None and self._notes.able is False):
             bookmark = None
         is_open = (stream := self._open.get(wanted.stream)) is not None and stream.reaches(wanted, bookmark)
         if not is_open:
