@@ -23,6 +23,7 @@ from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.microbatch.streamreader import Reader
 from unisono.microbatch.streams import Streams
 from unisono.state.packing import from_bytes, to_bytes
+from unisono.training.bookmarking import Bookmarking
 
 LENGTH = 1000
 
@@ -349,6 +350,16 @@ def test_older_bookmarks_are_forgotten() -> None:
     taken.note(News(False, []))
     taken.note(News(True, [(0, marks[3])]))  # of a loader process that does not know yet
     assert (taken.able, taken._taken) == (False, {})
+
+
+def test_bookmarks_are_told_rarely_with_a_delay_and_over_calls() -> None:
+    def steps(**options: int) -> list[int]:
+        exchanges = Bookmarking(Bookmarks(), "data", 32, **options)
+        return [step for step in range(200) if exchanges.is_due(step - 1, step)]
+
+    assert steps() == [32, 64, 96, 128, 160, 192]
+    assert steps(first=992) == [1, 33, 65, 97, 129, 161, 193]
+    assert steps(delay=4) == [64, 128, 192]
 
 
 def test_a_digest_is_of_what_a_sample_holds() -> None:

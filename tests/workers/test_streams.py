@@ -252,6 +252,21 @@ def test_a_stream_that_has_moved_is_read_here_at_first() -> None:
     assert len({number for batch in samples for number, _ in batch}) == 100
 
 
+def test_calls_one_after_the_other_go_on_from_states() -> None:
+    """Also where a call ends as soon as it is time to tell them."""
+    data, counts = unisono.Streams(lambda *_: Numbers(100_000)), []
+    with AloneRun(seed=3) as run:
+        model = torch.nn.Linear(1, 1)
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            Numbers.num_read = 0
+            for step in run.steps(data, batch_size=128, microbatches=2, max_steps=16):
+                for _, values in step:
+                    model(values.float()[:, None]).mean().backward()
+            counts.append(Numbers.num_read)
+    assert 2 * 1024 < counts[3] < 2 * 1600
+
+
 class Undivided(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(100))

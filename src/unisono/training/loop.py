@@ -225,7 +225,10 @@ class TrainingLoop:
                     yield self.step
                     self._process.check("run.steps")
                     self._end_step(self.step)
-            self._move_to(max(first, self.num_steps + self._strategy.num_more))
+            self._move_to(end := max(first, self.num_steps + self._strategy.num_more))
+            if self.step is not None:
+                with self.apart():
+                    self._before_step(end, rounds)
             self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)

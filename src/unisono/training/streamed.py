@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,14 +83,23 @@ class StreamSchedule:
     given: Any
     """The script's own dataset."""
     asked: Asked
-    bookmarking: Bookmarking
+    key: str
+    """Of the data and how they are cut, the same on all workers."""
     inner_steps: int = 1
     """Steps of an iteration: those of a replica in a round of local steps."""
+    delay: int = 0
+    """Iterations of which the results are under way."""
 
     @property
     def num_epochs(self) -> int:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
+
+    @cached_property
+    def bookmarking(self) -> Bookmarking:
+        """The exchanges of bookmarks."""
+        first, steps = self.cursor.first_sample, self.delay * self.inner_steps
+        return Bookmarking(self.asked.bookmarks, self.key, self.cursor.share, first=first, delay=steps)
 
     def begins(self) -> None:
         """Note that the samples are asked for, so that the next call goes on after them."""
@@ -111,7 +121,8 @@ class StreamSchedule:
                 loading=self.loading,
                 upcoming=upcoming,
                 at_once=self.inner_steps,
-                find_bookmark=self.bookmarking.find,
+                find_bookmark=self.bookmarking.find if self.bookmarking.is_of_use() else None,
+                behind=self.delay * self.inner_steps * self.cursor.share,
             )
             self.bookmarking.reads_with(reading)
             return reading
@@ -119,7 +130,9 @@ class StreamSchedule:
         return make
 
     def before_step(self, number: int, rounds: Rounds) -> None:
-        """Have the workers tell each other where streams can be opened, where it is time for it. Collective."""
+        """Have the workers tell each other where streams can be opened, where it is time for it; also at the end.
+        Collective.
+        """
         self.bookmarking.exchange((number - 1) * self.inner_steps, number * self.inner_steps, rounds)
 
 
@@ -180,5 +193,4 @@ def stream_schedule(
         num_steps = max(0, min(num_steps, max_steps))
     # With other data, seed or number of streams the states of a checkpoint are those of something else.
     key = f"{asked.number(source.given)}: {data.name}, {microbatches} streams {digest(lengths or ())}, seed {seed}"
-    bookmarking = Bookmarking(asked.bookmarks, key, cursor.share)
-    return StreamSchedule(data, source.loading, cursor, num_steps, source.given, asked, bookmarking)
+    return StreamSchedule(data, source.loading, cursor, num_steps, source.given, asked, key)

@@ -171,6 +171,7 @@ class Trainings(ABC):
         strategy = Delayed(delay, planned.num_steps, prediction) if delay else Synchronous()
         if isinstance(planned, StreamSchedule):
             self._tracked.own(STREAMS, self._asked.bookmarks)
+            planned = dataclasses.replace(planned, delay=delay)
         return self._begin_loop(planned, strategy, reduction, wire=wire, first_step=first_step)
 
     def local_steps(
@@ -267,7 +268,7 @@ class Trainings(ABC):
         check_round_delay(delay)
         if isinstance(planned, StreamSchedule):
             self._tracked.own(STREAMS, self._asked.bookmarks)
-            planned = dataclasses.replace(planned, inner_steps=inner_steps)
+            planned = dataclasses.replace(planned, inner_steps=inner_steps, delay=delay)
             samples: ReplicaSamples = ReplicaStreams(planned.cursor, replication)
         else:
             samples = ReplicaSamples(planned.cursor, replication)
