@@ -139,6 +139,7 @@ FLOORS = {
     "training.evaluator": 4,
     "training.step": 4,
     "training.steps": 4,
+    "training.bookmarking": 4,
     "training.streamed": 4,
     "training.schedule": 4,
     "training.sharing": 4,
@@ -373,7 +374,9 @@ NEIGHBOURS = {
     "training.inspecting": {"rounds"},
     "training.replaying": {"rounds"},
     "training.dissecting": {"rounds", "training.replaying"},
-    "training.schedule": {"training.streamed"},  # the same for streams
+    "training.bookmarking": {"rounds"},
+    "training.streamed": {"rounds", "training.bookmarking"},
+    "training.schedule": {"rounds", "training.streamed"},  # the same for streams
     "training.run": {
         "rounds",
         "training.audited",

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.streams import StreamBatches, StreamCursor, StreamOrder, cut, window_order
+from unisono.decisions.streams import StreamBatches, StreamCursor, StreamOrder, StreamPart, cut, window_order
 from unisono.errors import RecipeError
 from unisono.microbatch.data import Loading
 from unisono.microbatch.rereading import is_alike
@@ -71,6 +71,23 @@ def test_without_the_rest_every_batch_is_full(lengths: list[int], share: int) ->
         return
     where = cursor(lengths, share, drop_last=True)
     assert {where.position(step).num_samples for step in range(where.steps_per_epoch)} == {where.batch_size}
+
+
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 3))
+def test_replicas_share_out_the_streams(lengths: list[int], share: int, num_parts: int) -> None:
+    whole = cursor(lengths * num_parts, share)
+    parts = [StreamPart.of(whole, part, num_parts) for part in range(num_parts)]
+    for step in range(whole.steps_per_epoch + 1):
+        found = []
+        for part in parts:
+            position = part.position(step)
+            own = [part.wanted(step, leaf) for leaf in range(position.num_leaves)]
+            assert own
+            assert {one.stream for one in own} <= set(part.streams)
+            assert [part.stream(step, leaf) for leaf in range(position.num_leaves)] == [one.stream for one in own]
+            assert position.num_samples == sum(one.number for one in own)
+            found += own
+        assert found == [whole.wanted(step, leaf) for leaf in range(whole.position(step).num_leaves)]
 
 
 def test_where_lengths_are_unknown_all_streams_go_on() -> None:

@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--shards", required=True)
     parser.add_argument("--loader-workers", type=int, default=0)
     arguments = parser.parse_args()
-    with unisono.Run(seed=3) as run:
+    with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=8)) as run:
         train(run, shards(arguments.shards), epochs=2, loader_workers=arguments.loader_workers)
 
 

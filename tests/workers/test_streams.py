@@ -4,18 +4,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
+import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 import unisono
+from tests.pure.test_bookmarks import Numbers
+from tests.pure.test_streams import cursor
 from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import forked, marked, wait_until_gone
 from tests.workers.models import bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
@@ -31,6 +39,9 @@ from tests.workers.stream_training import (
     write_shards,
 )
 from unisono.errors import RecipeError
+from unisono.microbatch.bookmarks import Bookmark
+from unisono.microbatch.data import Loading
+from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(__file__).with_name("stream_training.py")
@@ -110,12 +121,14 @@ def test_losses_and_joins_change_no_bit_and_no_sample(calm: Outcome, pattern: st
 
 
 @pytest.mark.usefixtures("nursery")
-def test_a_run_goes_on_at_another_number_of_workers(calm: Outcome, pattern: str, tmp_path: Path) -> None:
-    cut = run(
-        tmp_path / "run", 2, pattern, Faults().kill_run("w0", step=8, at="step_head"), "--checkpoint-every", "3 steps"
-    )
-    assert cut.exit_code != 0
-    assert_same(run(tmp_path / "run", 3, pattern), calm)
+def test_a_run_goes_on_at_another_number_of_workers(calm: Outcome, pattern: str, tmp_path: Path, mark: str) -> None:
+    directory = tmp_path / "run"
+    cut = run(directory, 2, pattern, Faults().kill_run("w0", at="checkpoint_renamed"))
+    assert cut.exit_code == -signal.SIGKILL, cut.output
+    wait_until_gone({*marked(mark), *forked()}, time.monotonic() + WAIT_S)  # who still ends holds the directory
+    resumed = run(directory, 3, pattern, None, "--resume", str(directory))
+    assert "goes on at step 8, from" in resumed.output
+    assert_same(resumed, calm)
 
 
 @pytest.mark.parametrize("kind", ["function", "loader"])
@@ -194,6 +207,66 @@ def test_other_passes_over_a_batch_get_the_same_samples(pattern: str) -> None:
             assert passes[0] == passes[1][:half]
 
 
+class FromItsState(Numbers):
+    """May not be read far from its beginning."""
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        begins = self._first == 0
+        for sample in super().__iter__():
+            assert not begins or sample[0] < 100
+            yield sample
+
+
+def fetched(
+    kind: type[Numbers], steps: range, known: Mapping[int, Bookmark] | None = None, *, length: int = 1000
+) -> tuple[list[Any], Mapping[int, Bookmark]]:
+    """What a loader process reads of two streams in these steps, and the bookmarks that it takes."""
+    at = [steps.start]
+    reading = StreamFetcher(
+        unisono.Streams(lambda *_: kind(length), shuffle=20, lengths=[length, length]),
+        cursor([length, length], 10),
+        device=torch.device("cpu"),
+        loading=Loading(processes=1, collate=list),
+        upcoming=lambda: ((step, 0, leaf) for step in range(at[0], steps.stop) for leaf in range(2)),
+        find_bookmark=lambda wanted: known[wanted.stream] if known is not None else None,
+    )
+    found = []
+    with contextlib.closing(reading):
+        for at[0] in steps:
+            assert reading.comes(at[0], 0) or at[0] == steps.start
+            found += [reading.fetch(at[0], leaf) for leaf in range(2)]
+        assert reading._reader._open == {}  # a loader process reads these streams
+        return found, reading.bookmarks()
+
+
+def test_loader_processes_take_bookmarks_and_go_on_from_them() -> None:
+    samples, known = fetched(Numbers, range(60))
+    assert {stream: one.position for stream, one in known.items()} == {0: 520, 1: 520}
+    again, _ = fetched(FromItsState, range(55, 60), known)
+    assert again == samples[-10:]
+
+
+def test_a_stream_that_has_moved_is_read_here_at_first() -> None:
+    """It lies far, and is closed when a loader process has come to it."""
+    samples, _ = fetched(Numbers, range(450, 460), length=6000)
+    assert len({number for batch in samples for number, _ in batch}) == 100
+
+
+def test_calls_one_after_the_other_go_on_from_states() -> None:
+    """Also where a call ends as soon as it is time to tell them."""
+    data, counts = unisono.Streams(lambda *_: Numbers(100_000)), []
+    with AloneRun(seed=3) as run:
+        model = torch.nn.Linear(1, 1)
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            Numbers.num_read = 0
+            for step in run.steps(data, batch_size=128, microbatches=2, max_steps=16):
+                for _, values in step:
+                    model(values.float()[:, None]).mean().backward()
+            counts.append(Numbers.num_read)
+    assert 2 * 1024 < counts[3] < 2 * 1600
+
+
 class Undivided(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(100))
@@ -233,7 +306,42 @@ def test_streams_that_cannot_be_trained_on(data: Any, options: dict[str, Any], w
                 model(torch.ones(1)).sum().backward()
 
 
-def test_local_steps_refuse_streams() -> None:
-    with pytest.raises(RecipeError, match=r"run.local_steps got data that can only be iterated"), AloneRun() as run:
+def _replicated(seat: Seat, place: Place, kind: str, pattern: str, processes: int) -> tuple[list[list[int]], str]:
+    data, options = data_of(kind, pattern, processes)
+    found: list[list[int]] = []
+    with place.run(seed=3) as run:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Dropout(0.2), torch.nn.Linear(9, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.track(model=model, optimizer=optimizer)
+        options = {"batch_size": 8, "microbatches": 4, "replicas": 2, "inner_steps": 3, "max_steps": 10, **options}
+        for now in run.local_steps(data, **options):
+            for step in now:
+                for number, row in step:
+                    functional.cross_entropy(model(row), number % 4).backward()
+                    step.add(seen=functional.one_hot(number, NUM_SAMPLES).sum(0))
+                optimizer.step()
+            found.append([i for i, times in enumerate(now.totals["seen"].tolist()) for _ in range(times)])
+    return found, bits_of(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["shards", "function", "loader"])
+def test_replicas_read_streams_of_their_own(kind: str, pattern: str) -> None:
+    """With two workers for a replica, one for each, and one for both."""
+    (alone,) = train_on("shared", 1, _replicated, kind, pattern, 0)
+    for size, processes in ((2, 1), (3, 0)):
+        assert train_on("shared", size, _replicated, kind, pattern, processes) == [alone] * size
+    by_round, _ = alone
+    counts = Counter(number for numbers in by_round for number in numbers)
+    assert len(by_round) == 4
+    assert counts.total() == 80 - (kind == "shards")  # the last step of an epoch is one sample short
+    assert set(counts) == set(range(NUM_SAMPLES))
+
+
+def test_a_replica_needs_a_stream_in_each_step() -> None:
+    data = unisono.Streams(made, lengths=[9, 8, 12, 12])
+    with (
+        pytest.raises(RecipeError, match=r"streams 0 to 1, which replica 0 of 2 reads.*drop_last=True"),
+        AloneRun() as run,
+    ):
         run.track(model=torch.nn.Linear(1, 1))
-        run.local_steps(unisono.Streams(made), batch_size=8, microbatches=4, replicas=2, inner_steps=2, max_steps=4)
+        run.local_steps(data, batch_size=8, microbatches=4, replicas=2, inner_steps=2)

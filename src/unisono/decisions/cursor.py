@@ -20,7 +20,18 @@ from typing import Protocol
 
 from unisono.errors import RecipeError
 
-__all__ = ["Cursor", "Order", "PartOfCursor", "Permutation", "Places", "Recipe", "StepPosition", "mix", "seed_of"]
+__all__ = [
+    "Cursor",
+    "Order",
+    "PartOfCursor",
+    "Permutation",
+    "Places",
+    "Recipe",
+    "StepPosition",
+    "check_parts",
+    "mix",
+    "seed_of",
+]
 
 Recipe = dict[str, int | bool | str]
 """The parts of a recipe by name."""
@@ -241,11 +252,7 @@ class PartOfCursor(Cursor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_parts < 1 or self.microbatches % self.num_parts:
-            raise RecipeError(
-                f"{self.microbatches} micro-batches cannot be shared out equally to {self.num_parts} replicas; "
-                f"microbatches= is that of all replicas together, so use a multiple of {self.num_parts}"
-            )
+        check_parts(self.microbatches, self.num_parts)
         rest = self.num_samples % self.batch_size
         least = self.batch_size // self.num_parts * (self.num_parts - 1)
         if rest and not self.drop_last and rest <= least:
@@ -282,6 +289,15 @@ class PartOfCursor(Cursor):
             first=whole.first + self.part * size,
             num_samples=min(size, whole.num_samples - self.part * size),
             microbatch_size=whole.microbatch_size,
+        )
+
+
+def check_parts(microbatches: int, num_parts: int) -> None:
+    """Raise RecipeError unless micro-batches can be shared out equally to replicas."""
+    if num_parts < 1 or microbatches % num_parts:
+        raise RecipeError(
+            f"{microbatches} micro-batches cannot be shared out equally to {num_parts} replicas; "
+            f"microbatches= is that of all replicas together, so use a multiple of {num_parts}"
         )
 
 

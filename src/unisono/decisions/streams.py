@@ -12,13 +12,14 @@ stream begins again by itself when it ends, and how long a training is has to be
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from unisono.decisions.cursor import Cursor, Permutation, Places, Recipe, StepPosition, seed_of
+from unisono.decisions.cursor import Cursor, Permutation, Places, Recipe, StepPosition, check_parts, seed_of
 from unisono.decisions.orders import digest
 from unisono.errors import RecipeError
 from unisono.words import count
@@ -28,6 +29,7 @@ __all__ = [
     "StreamBatches",
     "StreamCursor",
     "StreamOrder",
+    "StreamPart",
     "StreamPosition",
     "StreamSamples",
     "Wanted",
@@ -195,6 +197,55 @@ class StreamCursor(Cursor):
             number=len(samples),
             length=self.lengths[stream] if self.lengths else -1,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPart(StreamCursor):
+    """The streams of one of several replicas, next to each other: the micro-batches that this replica trains on.
+
+    Micro-batches are counted from 0 within the part, streams over all parts.
+    """
+
+    part: int
+    num_parts: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_parts(self.microbatches, self.num_parts)
+        if self.lengths and not self.drop_last:
+            own, all_steps = max(self.lengths[place] for place in self.streams), self.steps_per_epoch
+            if -(-own // self.share) < all_steps:
+                raise RecipeError(
+                    f"streams {self.streams.start} to {self.streams.stop - 1}, which replica {self.part} of "
+                    f"{self.num_parts} reads, have {own} samples at most, so they end before the {all_steps} steps of "
+                    f"an epoch ({max(self.lengths)} samples of the longest stream, {self.share} in each step), and the "
+                    "replica would have none; end the epoch with the first stream by drop_last=True"
+                )
+
+    @classmethod
+    def of(cls, cursor: StreamCursor, part: int, num_parts: int) -> StreamPart:
+        """Return one part of a cursor.
+
+        Raises:
+            RecipeError: the streams cannot be shared out so.
+        """
+        known = {field.name: getattr(cursor, field.name) for field in dataclasses.fields(cursor)}
+        return cls(**known, part=part, num_parts=num_parts)
+
+    @property
+    def streams(self) -> range:
+        """The streams of this part."""
+        size = self.microbatches // self.num_parts
+        return range(self.part * size, (self.part + 1) * size)
+
+    def position(self, step: int) -> StreamPosition:
+        whole = super().position(step)
+        parts = tuple(one for one in whole.parts if one[0] in self.streams)
+        return dataclasses.replace(whole, num_samples=sum(len(samples) for _, samples in parts), parts=parts)
+
+    def stream(self, step: int, leaf: int) -> int:
+        """Return the stream that a micro-batch reads."""
+        return self.position(step).parts[leaf][0]
 
 
 @dataclass(frozen=True)

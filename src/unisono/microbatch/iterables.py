@@ -17,6 +17,7 @@ from torch.utils.data._utils import worker as torch_worker
 from unisono.decisions.cursor import seed_of
 from unisono.decisions.streams import StreamBatches
 from unisono.errors import RecipeError
+from unisono.microbatch.bookmarks import is_stateful
 from unisono.microbatch.data import Collate, Loading, MapDataset
 from unisono.microbatch.loaders import check_own_batches, check_said_once, loading_of
 from unisono.microbatch.streams import Streams, as_torch_worker
@@ -139,7 +140,8 @@ class _OfTorch(Streams):
         return f"streams of {type(self._dataset).__qualname__}"
 
     def _stream(self, stream: int, num_streams: int, epoch: int) -> Iterable[Any]:
-        return _Part(self._dataset, stream, num_streams, epoch)
+        kind = _StatefulPart if is_stateful(self._dataset) else _Part
+        return kind(self._dataset, stream, num_streams, epoch)
 
 
 class _Part:
@@ -172,6 +174,18 @@ class _Part:
             yield sample
 
 
+class _StatefulPart(_Part):
+    """Such a part of a dataset that has states."""
+
+    def state_dict(self) -> Any:
+        with as_torch_worker(self._info):
+            return self._dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        with as_torch_worker(self._info):
+            self._dataset.load_state_dict(state)
+
+
 class _OfHuggingFace(Streams):
     """A ``datasets.IterableDataset``: stream m of M is what node m of M would read."""
 
@@ -185,6 +199,11 @@ class _OfHuggingFace(Streams):
 
     def _stream(self, stream: int, num_streams: int, epoch: int) -> Iterable[Any]:
         divided = importlib.import_module("datasets.distributed").split_dataset_by_node
-        part: Iterable[Any] = divided(self._dataset, rank=stream, world_size=num_streams)
+        # The state of an iteration lies in objects that the parts of one dataset share. Tables are not copied.
+        try:
+            dataset, is_own = copy.deepcopy(self._dataset), True
+        except Exception:  # it holds a lock, a client or an open file
+            dataset, is_own = self._dataset, False
+        part: Iterable[Any] = divided(dataset, rank=stream, world_size=num_streams)
         part.set_epoch(epoch)  # type: ignore[attr-defined]
-        return part
+        return part if is_own else iter(part)  # which has no states

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono.decisions.streams import Wanted
 from unisono.errors import RecipeError
+from unisono.microbatch.bookmarks import is_stateful, share_states
 from unisono.microbatch.streams import Streams
 
 __all__ = ["check_streams", "is_alike"]
@@ -20,17 +21,21 @@ COMPARED = 16
 """Samples of two streams, at least, that are alike only by mistake."""
 
 
-def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
+def check_streams(data: Streams, seed: int, wanted: Wanted) -> bool:
     """Read the first samples of a stream twice, and where a mistake is likely those of another stream.
 
     Args:
         seed: of the run.
 
+    Returns:
+        Whether a state could be loaded into a stream: not if its iterable, or a part of it with a state, is the same
+        object when the stream is made again, and would then begin in the middle.
+
     Raises:
         RecipeError: the samples differ from one time to the other, or two streams give the same ones.
     """
     number = max(COMPARED if data.divides else 2, wanted.number)
-    first, second = (_begin(data, seed, wanted, wanted.stream, number) for _ in range(2))
+    (one, first), (another, second) = (_begin(data, seed, wanted, wanted.stream, number) for _ in range(2))
     if (place := _first_difference(first, second)) is not None:
         raise RecipeError(
             f"stream {wanted.stream} of {wanted.num_streams} gave two different samples at position {place} of epoch "
@@ -40,10 +45,15 @@ def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
             "shuffle(n, seed=...) or no shuffle, and unisono.Streams(..., shuffle=n)), no order of a set or of the "
             "file system, no state from the time before"
         )
-    if not data.divides or wanted.num_streams < 2:
-        return
+    if data.divides and wanted.num_streams > 1:
+        _check_divided(data, seed, wanted, first)
+    return not (is_stateful(one) and share_states(one, another))
+
+
+def _check_divided(data: Streams, seed: int, wanted: Wanted, first: list[Any]) -> None:
+    """Raise RecipeError if another stream begins with the same samples."""
     other = (wanted.stream + 1) % wanted.num_streams
-    theirs = _begin(data, seed, wanted, other, number)
+    _, theirs = _begin(data, seed, wanted, other, len(first))
     is_constant = all(is_alike(first[0], one) for one in first[1:])
     if first and not is_constant and _first_difference(first, theirs, unknown=False) is None:
         raise RecipeError(
@@ -54,16 +64,17 @@ def check_streams(data: Streams, seed: int, wanted: Wanted) -> None:
         )
 
 
-def _begin(data: Streams, seed: int, wanted: Wanted, stream: int, number: int) -> list[Any]:
-    """Return the first samples of a stream, before it is shuffled."""
-    source = iter(data.opened(seed, stream, wanted.num_streams, wanted.epoch))
+def _begin(data: Streams, seed: int, wanted: Wanted, stream: int, number: int) -> tuple[Any, list[Any]]:
+    """Return the iterable of a stream, and its first samples, before they are shuffled."""
+    opened = data.opened(seed, stream, wanted.num_streams, wanted.epoch)
+    source = iter(opened)
     samples: list[Any] = []
     for position in range(number):
         try:
             samples.append(data.sample(source, seed, stream, wanted.epoch, position))
         except StopIteration:
             break
-    return samples
+    return opened, samples
 
 
 def _first_difference(first: Sequence[Any], second: Sequence[Any], *, unknown: bool = True) -> int | None:

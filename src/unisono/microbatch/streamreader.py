@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unisono.decisions.cursor import seed_of
 from unisono.decisions.streams import Wanted, window_order
 from unisono.errors import RecipeError
+from unisono.microbatch.bookmarks import FOLLOWING, BadState, Bookmark, Marker, News, Notes, NotOpened, is_stateful
 from unisono.microbatch.randomness import seed_everything
 from unisono.microbatch.rereading import check_streams
+from unisono.microbatch.sampledigests import digest_of_sample, together
 from unisono.microbatch.streams import Streams, as_torch_worker, pass_seed, seek_of
+from unisono.state.packing import from_bytes
 from unisono.words import count as counted
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "Samples"]
 
 NEAR = 64
 """Samples that are read over rather than sought."""
@@ -28,10 +33,28 @@ class _Pass:
     """One pass over one stream: its samples in the order in which they are given.
 
     Args:
-        first: the sample to begin with.
+        begin: samples of the passes before.
+        first: the sample to begin with, where the stream can be sought.
+        bookmark: of this pass, to go on from.
+        notes: takes the bookmarks of this pass; None: none are taken.
+
+    Raises:
+        BadState: the stream does not go on from the bookmark.
+        NotOpened: that has failed this time.
     """
 
-    def __init__(self, data: Streams, seed: int, wanted: Wanted, epoch: int, first: int = 0) -> None:
+    def __init__(
+        self,
+        data: Streams,
+        seed: int,
+        wanted: Wanted,
+        epoch: int,
+        *,
+        begin: int = 0,
+        first: int = 0,
+        bookmark: Bookmark | None = None,
+        notes: Notes | None = None,
+    ) -> None:
         self._data = data
         self._run_seed, self._stream, self._epoch = seed, wanted.stream, epoch
         self._seed = pass_seed(seed, wanted.stream, epoch)
@@ -39,13 +62,25 @@ class _Pass:
         self._num_read = 0
         self._window: list[Any] = []
         self._following: list[Any] = []  # of the next window, as far as it was read
+        self._compared: collections.deque[Any] = collections.deque()  # samples that were read, and are to be given
         source = data.opened(seed, wanted.stream, wanted.num_streams, epoch)
         seek = seek_of(source, wanted)
         self.can_seek = seek is not None
-        if first and seek is not None:
-            self.position = self._num_read = first - first % max(1, data.shuffle)
-            seek(self._num_read)
-        self._source = iter(source)
+        has_states = seek is None and is_stateful(source)
+        if bookmark is not None:
+            if not has_states:
+                raise BadState("its iterable has no state_dict() and load_state_dict(), and had them before")
+            self._source = self._from(source, bookmark)
+        else:
+            if first and seek is not None:
+                self.position = self._num_read = first - first % max(1, data.shuffle)
+                seek(self._num_read)
+            self._source = iter(source)
+        self._marker: Marker | None = None
+        if notes is not None:
+            notes.opened(able=has_states)
+            if has_states:
+                self._marker = Marker(source, wanted, epoch, begin, data.shuffle, notes)
 
     def __next__(self) -> Any:
         sample = self._next()
@@ -93,32 +128,95 @@ class _Pass:
         return True
 
     def _read(self) -> Any:
-        sample = self._data.sample(self._source, self._run_seed, self._stream, self._epoch, self._num_read)
+        if self._compared:
+            sample = self._compared.popleft()
+        else:
+            if self._marker is not None:
+                self._marker.before(self._num_read)
+            sample = self._sample(self._source, self._num_read)
+            if self._marker is not None:
+                self._marker.after(self._num_read, sample)
         self._num_read += 1
         return sample
 
+    def _sample(self, source: Iterator[Any], position: int) -> Any:
+        return self._data.sample(source, self._run_seed, self._stream, self._epoch, position)
+
+    def _from(self, source: Any, bookmark: Bookmark) -> Iterator[Any]:
+        """Return the samples that follow a bookmark, after the first ones have been compared.
+
+        Raises:
+            BadState: they are other ones.
+            NotOpened: an error of the iterable.
+        """
+        following: list[Any] = []
+        try:
+            source.load_state_dict(from_bytes(bookmark.state))
+            samples: Iterator[Any] = iter(source)
+            self._sample(samples, 0)  # the body of a generator begins now, and draws what it draws at the beginning
+            following = [self._sample(samples, bookmark.position + number) for number in range(FOLLOWING)]
+            digest = together(map(digest_of_sample, following))
+        except StopIteration:
+            digest = b""
+        except Exception as error:  # of the script's own iterable, or of the network
+            raise NotOpened(f"{type(error).__name__}: {error}") from error
+        if digest != bookmark.digest:
+            raise BadState(
+                f"after load_state_dict() it gives other samples than after state_dict(), at position "
+                f"{bookmark.position} of its epoch {bookmark.epoch} (a shuffle buffer whose content is not in the "
+                "state? unisono.Streams(..., shuffle=n) needs none)"
+            )
+        self._compared.extend(following)
+        self.position = self._num_read = bookmark.position
+        return samples
+
 
 class _Open:
-    """A stream that is open, and can give samples from its position on."""
+    """A stream that is open, and can give samples from its position on.
 
-    def __init__(self, data: Streams, seed: int, wanted: Wanted) -> None:
-        self._data, self._seed = data, seed
+    Args:
+        bookmark: to go on from, unless its state turns out to be of no use.
+    """
+
+    def __init__(
+        self, data: Streams, seed: int, wanted: Wanted, bookmark: Bookmark | None = None, notes: Notes | None = None
+    ) -> None:
+        self._data, self._seed, self._notes = data, seed, notes
         self._epoch = wanted.epoch
         self._begin = 0  # where its current pass has begun
-        self._pass = _Pass(data, seed, wanted, wanted.epoch, wanted.first if wanted.length >= 0 else 0)
+        found = self._from(bookmark, wanted) if bookmark is not None else None
+        first = wanted.first if wanted.length >= 0 else 0
+        self._pass = found if found is not None else _Pass(data, seed, wanted, wanted.epoch, first=first, notes=notes)
 
-    def reaches(self, wanted: Wanted) -> bool:
+    def reaches(self, wanted: Wanted, bookmark: Bookmark | None) -> bool:
         """Return whether these samples lie ahead, and not so far that it is better to open the stream anew there."""
         is_same = wanted.length < 0 or wanted.epoch == self._epoch
-        gap = wanted.first - self._begin - self._pass.position
-        return is_same and gap >= 0 and (not self._pass.can_seek or gap <= NEAR + 2 * self._data.shuffle)
+        at = self._begin + self._pass.position
+        opened = wanted.first if self._pass.can_seek else bookmark.start if bookmark is not None else at
+        return is_same and wanted.first >= at and opened - at <= NEAR + 2 * self._data.shuffle
+
+    def _from(self, bookmark: Bookmark, wanted: Wanted) -> _Pass | None:
+        """Return the pass of a bookmark, at its position; None: its state is of no use."""
+        begin, epoch, notes = bookmark.begin, bookmark.epoch, self._notes
+        place = f"stream {wanted.stream} of {wanted.num_streams}"
+        try:
+            found = _Pass(self._data, self._seed, wanted, epoch, begin=begin, bookmark=bookmark, notes=notes)
+        except BadState as error:
+            if notes is not None:
+                notes.give_up(f"{place} does not go on from its state: {error}")
+            return None
+        except NotOpened as error:
+            warnings.warn(f"{place} is read from its beginning, as its state was of no use now: {error}", stacklevel=2)
+            return None
+        self._begin, self._epoch = begin, epoch
+        return found
 
     def take(self, wanted: Wanted) -> list[Any]:
         if (gap := wanted.first - self._begin - self._pass.position) > MANY:
             warnings.warn(
                 f"stream {wanted.stream} of {wanted.num_streams} is read over {gap} samples to come to the one that is "
                 "needed, because it cannot be opened in the middle: give its iterable a method seek(n), and "
-                "unisono.Streams the lengths; or use unisono.TarShards",
+                "unisono.Streams the lengths, or state_dict() and load_state_dict(); or use unisono.TarShards",
                 stacklevel=2,
             )
         while self._begin + self._pass.position < wanted.first:
@@ -151,8 +249,14 @@ class _Open:
                 f"fewer micro-batches than {wanted.num_streams}, or cut the data otherwise"
             )
         self._begin, self._epoch = self._begin + at, self._epoch + 1
-        self._pass = _Pass(self._data, self._seed, wanted, self._epoch)
+        self._pass = _Pass(self._data, self._seed, wanted, self._epoch, begin=self._begin, notes=self._notes)
         return self._step(wanted, skips=skips)
+
+
+class Samples(list[Any]):
+    """Samples of a micro-batch, from a loader process."""
+
+    news: News
 
 
 class Reader:
@@ -161,39 +265,69 @@ class Reader:
     Args:
         seed: of the run.
         copies: hand out copies of samples that may be asked for again, because whoever gets them may write into them.
+        at_once: batches of one stream that are read in a row, before some of another one.
+        marks: take bookmarks, which `news` gives.
     """
 
-    def __init__(self, data: Streams, seed: int, *, copies: bool = True) -> None:
+    def __init__(self, data: Streams, seed: int, *, copies: bool = True, at_once: int = 1, marks: bool = False) -> None:
         self._data, self._seed, self._copies = data, seed, copies
+        self._patience = PATIENCE * at_once
+        self._notes = Notes() if marks else None
         self._open: dict[int, _Open] = {}
         self._newest: dict[int, tuple[Wanted, list[Any]]] = {}  # for another pass over the same global batch
         self._num_reads = 0
         self._last_read: dict[int, int] = {}  # by stream, the number of the read
         self._is_checked = False
+        self._can_load = True
 
-    def read(self, wanted: Wanted) -> list[Any]:
+    def read(self, wanted: Wanted, bookmark: Bookmark | None = None, *, marks: bool = True) -> list[Any]:
         """Return samples of a stream, with the random generators set for what makes a batch of them.
+
+        Args:
+            bookmark: to open the stream with, if that is nearer.
+            marks: False: no bookmarks are needed any more.
 
         Raises:
             RecipeError: the stream has other samples than it should.
         """
+        if not marks and self._notes is not None:
+            self._notes.stop()
         known = self._newest.get(wanted.stream)
         if known is None or known[0] != wanted:
             # In a loader process torch would say that it is worker 0 of 1, and in the worker itself nothing.
             with as_torch_worker(None):
                 if not self._is_checked:
-                    check_streams(self._data, self._seed, wanted)
+                    self._can_load = check_streams(self._data, self._seed, wanted)
                     self._is_checked = True
-                known = self._newest[wanted.stream] = wanted, self._read(wanted)
+                    if not self._can_load and self._notes is not None:
+                        self._notes.give_up(
+                            "the states of streams are not used, because the function of unisono.Streams returns an "
+                            "object that it has returned before, or one that shares a part with it: a state that is "
+                            "loaded stays in it. Let it make a new object each time"
+                        )
+                known = self._newest[wanted.stream] = wanted, self._read(wanted, bookmark)
         self._close_what_has_moved(wanted.stream)
         samples = copy.deepcopy(known[1]) if self._copies else list(known[1])
         # However they were reached, and whatever was drawn for that.
         seed_everything(seed_of(pass_seed(self._seed, wanted.stream, wanted.epoch), "collate", wanted.first))
         return samples
 
-    def __getitems__(self, keys: list[Wanted]) -> list[Any]:
+    def __getitems__(self, keys: Sequence[tuple[Wanted, Bookmark | None, bool]]) -> Samples:
         """Return the samples of a micro-batch, in a loader process."""
-        return [sample for wanted in keys for sample in self.read(wanted)]
+        samples = Samples(
+            sample for wanted, bookmark, marks in keys for sample in self.read(wanted, bookmark, marks=marks)
+        )
+        samples.news = self.news()
+        return samples
+
+    def news(self) -> News:
+        """Return what is new about the states of the streams."""
+        return self._notes.news() if self._notes is not None else News(None, [])
+
+    def close(self, stream: int) -> None:
+        """Close a stream, which is read elsewhere now."""
+        for known in (self._last_read, self._open, self._newest):
+            known.pop(stream, None)
 
     def _close_what_has_moved(self, stream: int) -> None:
         """Note a read, and close the streams that another worker seems to read now: whoever reads streams in turn comes
@@ -201,12 +335,14 @@ class Reader:
         """
         self._num_reads += 1
         self._last_read[stream] = self._num_reads
-        oldest = self._num_reads - PATIENCE * len(self._open)
+        oldest = self._num_reads - self._patience * len(self._open)
         for other in [other for other, number in self._last_read.items() if number < oldest]:
-            del self._last_read[other], self._open[other], self._newest[other]
+            self.close(other)
 
-    def _read(self, wanted: Wanted) -> list[Any]:
-        is_open = (stream := self._open.get(wanted.stream)) is not None and stream.reaches(wanted)
+    def _read(self, wanted: Wanted, bookmark: Bookmark | None) -> list[Any]:
+        if not self._can_load or (self._notes is not None and self._notes.able is False):
+            bookmark = None
+        is_open = (stream := self._open.get(wanted.stream)) is not None and stream.reaches(wanted, bookmark)
         if not is_open:
-            self._open[wanted.stream] = _Open(self._data, self._seed, wanted)
+            self._open[wanted.stream] = _Open(self._data, self._seed, wanted, bookmark, self._notes)
         return self._open[wanted.stream].take(wanted)

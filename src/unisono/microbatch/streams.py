@@ -2,7 +2,7 @@
 
 The data are M streams, one for each micro-batch of a step (`unisono.decisions.streams`). A worker reads the streams of
 the micro-batches that it computes. When a micro-batch moves to another worker, that one opens its stream anew and goes
-to the same sample: it seeks, it loads a state of the iterable, or it counts.
+to the same sample: it seeks, it loads a state of the iterable (`unisono.microbatch.bookmarks`), or it counts.
 
 Random numbers are those of a position, as for a map-style dataset: the global generators are set from (seed, epoch)
 before a stream is made and before its first sample, and from (seed, epoch, stream, position) before each further one.
@@ -49,8 +49,8 @@ class Streams:
         make: (stream, number of streams, epoch) -> an iterable. It must give the same samples whenever it is asked: its
             random numbers come from the global generators, which up to the first sample are the same for all streams
             of an epoch. Where the lengths are known, an iterable with ``seek(n)`` (the next iteration begins with
-            sample n) is opened in the middle; any other is read from its beginning when it moves. A file, which seeks
-            bytes, is refused: yield from it.
+            sample n) is opened in the middle; one with ``state_dict()`` and ``load_state_dict()`` goes on from a state;
+            any other is read from its beginning when it moves. A file, which seeks bytes, is refused: yield from it.
         lengths: samples of each stream in an epoch, M numbers; needed for ``run.steps(epochs=...)``. None: unknown; a
             stream that ends begins again with its next epoch, and ``max_steps`` says how long the training is.
         shuffle: shuffle the samples of a stream within windows of this many, as a shuffle buffer of that size does in

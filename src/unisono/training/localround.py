@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unisono.decisions.cursor import Cursor, PartOfCursor
+from unisono.decisions.streams import StreamCursor, StreamPart, Wanted
 from unisono.errors import StepError, UsageError
 from unisono.events import StepResult
 from unisono.microbatch.losses import Microbatch
@@ -21,7 +22,7 @@ from unisono.state.sums import Total, plain
 from unisono.training.settings import check_whole
 from unisono.training.step import Played, State, Step
 
-__all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "Replicating", "Replication", "check_count"]
+__all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "ReplicaStreams", "Replicating", "Replication", "check_count"]
 
 
 def check_count(name: str, value: object) -> None:
@@ -70,9 +71,9 @@ class ReplicaSamples:
 
     def __init__(self, cursor: Cursor, replication: Replication) -> None:
         self._replication = replication
-        self._parts = [PartOfCursor.of(cursor, k, replication.replicas) for k in range(replication.replicas)]
+        self._parts = [_part_of(cursor, k, replication.replicas) for k in range(replication.replicas)]
 
-    def part(self, replica: int) -> PartOfCursor:
+    def part(self, replica: int) -> PartOfCursor | StreamPart:
         """Return the data of one replica."""
         return self._parts[replica]
 
@@ -83,6 +84,30 @@ class ReplicaSamples:
     def keys(self, step: int, leaf: int) -> Sequence[tuple[int, int]]:
         number, replica = self._replication.at(step)
         return self._parts[replica].keys(number, leaf)
+
+
+def _part_of(cursor: Cursor, part: int, num_parts: int) -> PartOfCursor | StreamPart:
+    if isinstance(cursor, StreamCursor):
+        return StreamPart.of(cursor, part, num_parts)
+    return PartOfCursor.of(cursor, part, num_parts)
+
+
+class ReplicaStreams(ReplicaSamples):
+    """The same where the data are streams: each replica reads its own ones."""
+
+    def __init__(self, cursor: StreamCursor, replication: Replication) -> None:
+        super().__init__(cursor, replication)
+        self._streams = [part for part in self._parts if isinstance(part, StreamPart)]
+        self.microbatches = cursor.microbatches
+        self.seed = cursor.seed
+
+    def stream(self, step: int, leaf: int) -> int:
+        number, replica = self._replication.at(step)
+        return self._streams[replica].stream(number, leaf)
+
+    def wanted(self, step: int, leaf: int) -> Wanted:
+        number, replica = self._replication.at(step)
+        return self._streams[replica].wanted(number, leaf)
 
 
 class InnerStep(Step):

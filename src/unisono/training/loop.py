@@ -95,6 +95,7 @@ class TrainingLoop:
         on_step: OnStep,
         finiteness: Finiteness,
         on_head: Callable[[int, Clock], None],
+        before_step: Callable[[int, Rounds], None],
         strategy: Strategy,
         reduction: Reduction = "mean",
         wire: Wire = "fp32",
@@ -116,6 +117,7 @@ class TrainingLoop:
         self._on_step = on_step
         self._finiteness = finiteness
         self._on_head = on_head
+        self._before_step = before_step
         self._strategy = strategy
         self._reduction = reduction
         self._inspector = inspector
@@ -214,6 +216,8 @@ class TrainingLoop:
                     self._keeper.boundary(rounds, may_save=self._strategy.may_save(number))
                     seed_at(self._seed, "step", *self._place_of(number))
                     self._on_head(self._base + number, self._clock)
+                    with self.apart():
+                        self._before_step(number, rounds)
                     if self._inspector is not None:
                         self._inspector.before_step(self._base + number)
                     self.step = self._strategy.make_step(number, self._unused, self._process)
@@ -221,7 +225,10 @@ class TrainingLoop:
                     yield self.step
                     self._process.check("run.steps")
                     self._end_step(self.step)
-            self._move_to(max(first, self.num_steps + self._strategy.num_more))
+            self._move_to(end := max(first, self.num_steps + self._strategy.num_more))
+            if self.step is not None:
+                with self.apart():
+                    self._before_step(end, rounds)
             self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)

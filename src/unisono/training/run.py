@@ -23,7 +23,7 @@ from torch import nn
 from unisono import member as members
 from unisono import tasks
 from unisono.decisions.audits import too_few
-from unisono.decisions.cadence import Checkpoints
+from unisono.decisions.cadence import Checkpoints, Position
 from unisono.errors import UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
@@ -441,6 +441,7 @@ class Run(Calls, Evaluating, Trainings):
             on_step=self._finish,
             finiteness=self._finiteness,
             on_head=self._begin_step,
+            before_step=planned.before_step,
             strategy=strategy,
             reduction=reduction,
             wire=wire,
@@ -562,6 +563,12 @@ class Run(Calls, Evaluating, Trainings):
         assert self._team is not None
         return self._rounds, self._team
 
+    def _load(self, phase: int, loop: TrainingLoop) -> Position | None:
+        """Load what the run goes on from, on the one worker that begins it; returns its position."""
+        if (position := self._keeper.begin(phase, loop.recipe)) is not None:
+            self._asked.bookmarks.try_again()  # the script may have been corrected
+        return position
+
     def _join(self, phase: int, loop: TrainingLoop, first_step: int) -> int | None:
         """Join the run; returns the step to begin with, None if the run is past this phase."""
         assert self._rounds is not None
@@ -572,7 +579,7 @@ class Run(Calls, Evaluating, Trainings):
             rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
             self._keeper.enter_phase(loop.recipe)
             return 0
-        if not self._admission.join(phase, recipe, partial(self._keeper.begin, phase, loop.recipe), first_step):
+        if not self._admission.join(phase, recipe, partial(self._load, phase, loop), first_step):
             return None
         self._joined = True
         self._num_steps = total = rounds.position.total

@@ -15,6 +15,7 @@ from unisono.errors import UsageError
 from unisono.microbatch.data import Fetcher, Loader, MakeFetcher, MapDataset, Request, Samples
 from unisono.microbatch.iterables import Dataset, stream_source_of
 from unisono.microbatch.loaders import Source, source_of
+from unisono.rounds.life import Rounds
 from unisono.training.settings import check_whole
 from unisono.training.streamed import Asked, StreamSchedule, stream_schedule
 
@@ -40,6 +41,9 @@ class Schedule:
 
     def begins(self) -> None:
         """Note that the training loop begins: nothing depends on it, as each epoch has its own order."""
+
+    def before_step(self, number: int, rounds: Rounds) -> None:
+        """Do nothing: samples are found by their index on each worker."""
 
     def fetcher(self, device: torch.device, samples: Samples | None = None) -> MakeFetcher:
         """Return what makes the `Fetcher` of these data.

@@ -5,30 +5,49 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from unisono.decisions.orders import digest
 from unisono.decisions.streams import StreamCursor, StreamOrder
 from unisono.errors import RecipeError, UsageError
+from unisono.microbatch.bookmarks import Bookmarks
 from unisono.microbatch.data import Loader, Loading, MakeFetcher, Request
 from unisono.microbatch.iterables import StreamSource
 from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.microbatch.streams import Streams
+from unisono.rounds.life import Rounds
+from unisono.training.bookmarking import Bookmarking
 
 __all__ = ["Asked", "StreamSchedule", "stream_schedule"]
 
 
 class Asked:
-    """What the calls of ``run.steps`` of one run have asked of streams whose lengths are unknown.
+    """What the calls of ``run.steps`` of one run have asked of streams.
 
     It counts what the script asks for, not what was done: a worker that skips a call must count alike.
+
+    Attributes:
+        bookmarks: the states of streams that all workers know.
     """
 
     def __init__(self) -> None:
+        self.bookmarks = Bookmarks()
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: (the dataset, its number)
+        self._num_datasets = 0
         self._counts: dict[
             int, tuple[weakref.ref[Any], int, int]
         ] = {}  # by id: (the dataset, streams, samples of each)
+
+    def number(self, dataset: Any) -> int:
+        """Return the number of a dataset among those that the calls have got, which is the same on all workers."""
+        known = self._numbers.get(id(dataset))
+        if known is None or known[0]() is not dataset:
+            known = self._numbers[id(dataset)] = weakref.ref(dataset), self._num_datasets
+            self._num_datasets += 1
+        return known[1]
 
     def of(self, dataset: Any, num_streams: int) -> int:
         """Return how many samples of each stream earlier calls have asked for.
@@ -64,11 +83,23 @@ class StreamSchedule:
     given: Any
     """The script's own dataset."""
     asked: Asked
+    key: str
+    """Of the data and how they are cut, the same on all workers."""
+    inner_steps: int = 1
+    """Steps of an iteration: those of a replica in a round of local steps."""
+    delay: int = 0
+    """Iterations of which the results are under way."""
 
     @property
     def num_epochs(self) -> int:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
+
+    @cached_property
+    def bookmarking(self) -> Bookmarking:
+        """The exchanges of bookmarks."""
+        first, steps = self.cursor.first_sample, self.delay * self.inner_steps
+        return Bookmarking(self.asked.bookmarks, self.key, self.cursor.share, first=first, delay=steps)
 
     def begins(self) -> None:
         """Note that the samples are asked for, so that the next call goes on after them."""
@@ -76,13 +107,33 @@ class StreamSchedule:
             self.asked.add(self.given, self.cursor.microbatches, self.num_steps * self.cursor.share)
 
     def fetcher(self, device: torch.device, samples: Any = None) -> MakeFetcher:
-        """Return what makes the `StreamFetcher` of these data."""
-        assert samples is None, "local steps refuse streams"
+        """Return what makes the `StreamFetcher` of these data.
+
+        Args:
+            samples: of each micro-batch (`StreamSamples`), where a strategy cuts the data in another way.
+        """
 
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
-            return StreamFetcher(self.dataset, self.cursor, device=device, loading=self.loading, upcoming=upcoming)
+            reading = StreamFetcher(
+                self.dataset,
+                self.cursor if samples is None else samples,
+                device=device,
+                loading=self.loading,
+                upcoming=upcoming,
+                at_once=self.inner_steps,
+                find_bookmark=self.bookmarking.find if self.bookmarking.is_of_use() else None,
+                behind=self.delay * self.inner_steps * self.cursor.share,
+            )
+            self.bookmarking.reads_with(reading)
+            return reading
 
         return make
+
+    def before_step(self, number: int, rounds: Rounds) -> None:
+        """Have the workers tell each other where streams can be opened, where it is time for it; also at the end.
+        Collective.
+        """
+        self.bookmarking.exchange((number - 1) * self.inner_steps, number * self.inner_steps, rounds)
 
 
 def stream_schedule(
@@ -140,4 +191,6 @@ def stream_schedule(
     num_steps = cursor.steps_per_epoch * epochs
     if max_steps is not None:
         num_steps = max(0, min(num_steps, max_steps))
-    return StreamSchedule(data, source.loading, cursor, num_steps, source.given, asked)
+    # With other data, seed or number of streams the states of a checkpoint are those of something else.
+    key = f"{asked.number(source.given)}: {data.name}, {microbatches} streams {digest(lengths or ())}, seed {seed}"
+    return StreamSchedule(data, source.loading, cursor, num_steps, source.given, asked, key)

@@ -6,15 +6,16 @@ A strategy that a script chooses by an argument of ``run.steps``, or by a call o
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from unisono.errors import RecipeError, UsageError
-from unisono.microbatch.data import MapDataset, Samples
+from unisono.errors import UsageError
+from unisono.microbatch.bookmarks import NAME as STREAMS
+from unisono.microbatch.data import Samples
 from unisono.microbatch.iterables import Dataset
 from unisono.microbatch.losses import Reduction
 from unisono.process import Process
@@ -27,7 +28,7 @@ from unisono.state.replicas import NAME, Replicas
 from unisono.state.tracked import Tracked
 from unisono.training.delayed import Delayed, check_delay
 from unisono.training.local import Delta, InnerState, LocalSteps
-from unisono.training.localround import LocalRound, ReplicaSamples, Replication, check_count
+from unisono.training.localround import LocalRound, ReplicaSamples, ReplicaStreams, Replication, check_count
 from unisono.training.loop import Wire, check_wire
 from unisono.training.overlapped import OverlappedSteps, check_round_delay
 from unisono.training.schedule import Planned, check_first_step, schedule
@@ -169,11 +170,14 @@ class Trainings(ABC):
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
         strategy = Delayed(delay, planned.num_steps, prediction) if delay else Synchronous()
+        if isinstance(planned, StreamSchedule):
+            self._tracked.own(STREAMS, self._asked.bookmarks)
+            planned = dataclasses.replace(planned, delay=delay)
         return self._begin_loop(planned, strategy, reduction, wire=wire, first_step=first_step)
 
     def local_steps(
         self,
-        dataset: MapDataset | DataLoader[Any],
+        dataset: Dataset,
         *,
         microbatches: int,
         replicas: int,
@@ -264,11 +268,11 @@ class Trainings(ABC):
         )
         check_round_delay(delay)
         if isinstance(planned, StreamSchedule):
-            raise RecipeError(
-                "run.local_steps got data that can only be iterated, and its replicas need parts of each batch by "
-                "their index: give it a dataset with len and [i]; run.steps takes streams"
-            )
-        samples = ReplicaSamples(planned.cursor, replication)
+            self._tracked.own(STREAMS, self._asked.bookmarks)
+            planned = dataclasses.replace(planned, inner_steps=inner_steps, delay=delay)
+            samples: ReplicaSamples = ReplicaStreams(planned.cursor, replication)
+        else:
+            samples = ReplicaSamples(planned.cursor, replication)
         if self._replicas is None:
             self._replicas = Replicas()
             self._tracked.own(NAME, self._replicas)
