@@ -177,7 +177,7 @@ def forecasts(axes: Axes) -> None:
     for y, row in enumerate(rows):
         spread, error = numbers(row["spread"])[0], numbers(row["error"])[0]
         axes.plot([-spread, spread], [y, y], color=GREEN, linewidth=7, alpha=0.35, solid_capstyle="butt")
-        axes.plot([-error if row["error"].startswith("-") else error], [y], "o", color=BLUE, markersize=6)
+        axes.plot([-error if "-" in row["error"] else error], [y], "o", color=BLUE, markersize=6)
     axes.axvline(0.0, color=INK, linewidth=1, linestyle=":")
     axes.set_yticks(range(len(rows)), [f"{row['model']}, {row['link']}, {row['workers']}" for row in rows])
     axes.set_xlabel("forecast above what came, %; the bar: by what repetitions differ")
@@ -186,9 +186,14 @@ def forecasts(axes: Axes) -> None:
 def loading(axes: Axes) -> None:
     """Samples in a second relative to other loaders, with the extremes of the turns."""
     rows = [row for row in table("streams.md", "side", "samples/s") if row["samples/s of Unisono / side"]]
-    _intervals(axes, {row["side"].split(" in a ")[0]: numbers(row["samples/s of Unisono / side"]) for row in rows})
+    _intervals(axes, {_short(row["side"]): numbers(row["samples/s of Unisono / side"]) for row in rows})
     axes.set_xlim(left=0)
-    axes.set_xlabel("samples in a second, the other loader = 1 (median, extremes)")
+    axes.margins(y=0.2)
+    axes.set_xlabel("samples a second, other loader = 1 (median, extremes)")
+
+
+def _short(side: str) -> str:
+    return side.split(" in a ")[0].replace(" over the same reader,", ",\n")
 
 
 def half_the_bytes(axes: Axes) -> None:
