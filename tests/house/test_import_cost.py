@@ -85,7 +85,7 @@ def imported(*modules: str) -> set[str]:
         ),
         (
             ("unisono.head.__main__",),
-            115,
+            120,
             {*LATE, "click", "psutil", "unisono.cli", "unisono.machine", "unisono.launchers"},
         ),
     ],
