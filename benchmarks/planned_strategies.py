@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planned import COPIES, INNER_STEPS, SPENT, STRATEGIES
-from benchmarks.planning import HOST, ROOM, STEPS, roster_of, train
+from benchmarks.planning import HOST, ROOM, STEPS, roster_over, train
 from benchmarks.report import print_table
 from unisono.decisions.checks import is_compared
 from unisono.decisions.forecast import Facts, Sample
@@ -81,7 +81,7 @@ def one_round(case: str, microbatches: int, links: Sequence[str], workers: Seque
         memories = memories_of(trials)
         for link in links:
             for number in workers:
-                roster = roster_of(link, number)
+                roster = roster_over(link, number)
                 memory = memories[min(memories, key=lambda each: abs(each - roster.neighbours))]
                 for strategy in STRATEGIES:
                     model = MODELS[strategy]

@@ -133,7 +133,7 @@ def link_of(name: str) -> Link | None:
     return Link(bits_per_s=LINKS[name].rate_mbit * 1e6, round_trip_s=2 * LINKS[name].delay_s)
 
 
-def roster_of(link: str, workers: int) -> Roster:
+def roster_over(link: str, workers: int) -> Roster:
     """Return the workers of one host, or of hosts with one worker each."""
     own = link_of(link)
     return Roster(workers=workers, per_host=ROOM if own is None else 1, link=own, on_one_machine=own is not None)
@@ -172,7 +172,7 @@ def compared(case: str, turns: Sequence[Turn]) -> Iterator[tuple[dict[str, float
             *(each.step for turn in turns for each in turn.facts.samples if link == HOST and _is_of(each, number)),
         ]
         middle, spread = statistics.median(came), (max(again) - min(again)) / 2
-        roster = roster_of(link, number)
+        roster = roster_over(link, number)
         expected = statistics.median(forecast(turn.facts, roster).step for turn in turns)
         unseen = statistics.median(forecast(_unseen(turn.facts), roster).step for turn in turns)
         error, blind = expected / middle - 1, unseen / middle - 1

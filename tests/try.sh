@@ -10,11 +10,12 @@ set -eu
 cd "$(dirname "$0")/.."
 python=$1 torch=${2:-}
 shift "$(($# < 2 ? $# : 2))"
-here=.try/$(basename "$python")-torch-${torch:-newest}
+version=$("$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')
+here=.try/python$version-torch-${torch:-newest}
 bin=$here/bin
-[ -x "$bin/python" ] || "$python" -m venv "$here"
-"$bin/python" -m pip install --quiet --disable-pip-version-check "torch${torch:+==$torch}" \
-    --editable '.[test,examples]' hatchling
+[ -x "$bin/pip" ] || "$python" -m venv --clear "$here"
+"$bin/python" -m pip install --quiet --disable-pip-version-check $([ -n "$torch" ] || echo --upgrade) \
+    "torch${torch:+==$torch}" --editable '.[test,examples]' hatchling
 
 code=0
 "$bin/python" -m pytest -n auto --dist worksteal "$@" \

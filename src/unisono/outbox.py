@@ -1,8 +1,8 @@
 """What a worker has to say to the head: messages that wait to be sent, and those that a new connection repeats.
 
 The head may miss messages while the connection is broken, or end with those that it has heard. So whenever the
-connection is new, the last `Ready`, `Holding`, `StepDone`, `Leaving` and `Finished` are sent again, the last event of
-each kind, and a `Suspect` or a `TalkCall` that has no answer yet.
+connection is new, all that was sent by `Outbox.send_repeatedly` is sent again: of each kind the newest, also of events,
+unless it was answered.
 """
 
 from __future__ import annotations

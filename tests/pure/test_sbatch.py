@@ -80,8 +80,8 @@ def run_rendered(tmp_path: Path, body: str, *, asked: str) -> tuple[int, str]:
     """Run the script with another program in place of the training.
 
     Args:
-        asked: when Slurm asks the job to end: "early" (before the script knows the program's process id), "later"
-            (while the program runs), or "never".
+        asked: when Slurm asks the job to end: "first" (before the program is started), "early" (before the script
+            knows the program's process id), "later" (while the program runs), or "never".
     """
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\n{body}\n")
@@ -90,6 +90,8 @@ def run_rendered(tmp_path: Path, body: str, *, asked: str) -> tuple[int, str]:
         (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / name).chmod(0o755)
     text = render(["train.py"], tmp_path).replace("/venv/bin/python", str(program))
+    if asked == "first":
+        text = text.replace("trap 'asked=early' TERM", "trap 'asked=early' TERM; kill -TERM $$")
     if asked == "early":
         text = text.replace("run=$!", f"while [ ! -e {tmp_path}/runs ]; do :; done; kill -TERM $$; run=$!")
     (tmp_path / "job.sh").write_text(text)
@@ -120,10 +122,18 @@ ENDS_WELL = "trap 'exit 0' TERM; echo began; while :; do :; done"
         ("echo began; exit 0", "never", (0, "")),
         ("echo began; exit 3", "never", (3, "")),
         (STOPS, "later", (75, "requeue 7\n")),
+        (STOPS, "first", (75, "requeue 7\n")),
         (STOPS, "early", (75, "requeue 7\n")),
         (ENDS_WELL, "later", (0, "")),
     ],
-    ids=["finished", "failed", "asked to end", "asked at the very beginning", "asked to end, and finished"],
+    ids=[
+        "finished",
+        "failed",
+        "asked to end",
+        "asked before it began",
+        "asked at the very beginning",
+        "asked to end, and finished",
+    ],
 )
 def test_only_a_run_that_was_asked_to_end_and_is_not_finished_goes_back_into_the_queue(
     body: str, asked: str, expected: tuple[int, str], tmp_path: Path

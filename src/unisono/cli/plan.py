@@ -17,7 +17,7 @@ from unisono.capacity import machine_cores, machine_gpus
 from unisono.cli.given import check_directory, script_arguments
 from unisono.decisions.wires import Link, parse_link
 from unisono.errors import UsageError
-from unisono.planning.found import IN_A_ROW
+from unisono.planning.found import IN_A_ROW, IN_A_ROW_ALONE
 from unisono.words import count, listed, script_in
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def _compare(directory: Path, before: Plan, samples: Sequence[Sample], *, as_jso
         had = _measured([(one.workers, one.hosts) for one in samples]) if samples else "no number of workers"
         click.echo(
             f"nothing to compare: the plan is about {_measured(planned)}, and the run has done enough steps "
-            f"({IN_A_ROW} in a row) with {had}",
+            f"({IN_A_ROW} from its beginning, or {IN_A_ROW_ALONE} in a row later or with one worker) with {had}",
             err=True,
         )
     if as_json:

@@ -23,7 +23,7 @@ from unisono.secret import KEY_BYTES, PROOF, READER_PROOF, proof_of
 __all__ = ["RUN", "NotGoing", "ask_status", "await_status", "check_head", "find", "may_act", "read_token", "tell"]
 
 TIMEOUT_S = 10.0
-RETRY_S = 0.5
+RETRY_S = 0.2
 TLS_ALERT = "\x15\x03"
 RUN: Final = (
     "RUN is the run's directory, an invitation (`unisono status` shows it), or - to read one from standard input."

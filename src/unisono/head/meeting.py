@@ -29,7 +29,7 @@ class Party(Protocol):
         """The membership."""
 
     def move(self, url: str, text: str) -> None:
-        """Send all machines to the head at this address, and say so."""
+        """Send all machines to the head at this address, and say so; from now on this head decides nothing more."""
 
     def has_workers(self) -> bool:
         """Return whether a worker is still connected."""

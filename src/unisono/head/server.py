@@ -221,7 +221,8 @@ class Head:
         if has_moved:
             self.table.take("", self._took_over)
             others = self.state.agents.keys() - {seat_of(self.state)}
-            self.table.reason = self._directory.go_on_here(others) or self.table.reason
+            if reason := self._directory.go_on_here(others):
+                self.table.say(reason)
         self._directory.open(has_moved=has_moved)
 
     # -- http ----------------------------------------------------------------------------------------
@@ -438,7 +439,7 @@ class Head:
         why = f"the head at this address is that of run {self._run_id}, and no longer of run {first.run_id}"
         line.put(encode(Ended(ok=False, reason=why, exit_code=1)))
 
-    # -- what the parts of the head need (`telling.Members`, `table.Witness`, `meeting.Party`) ---------
+    # -- what the parts of the head need (`telling.Members`, `table.Effects`, `meeting.Party`) ---------
 
     @property
     def state(self) -> State:

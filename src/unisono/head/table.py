@@ -51,15 +51,15 @@ from unisono.messages import (
 )
 from unisono.problems.kinds import Trouble
 
-__all__ = ["Table", "Witness"]
+__all__ = ["Effects", "Table"]
 
 _REPORTED_AGAIN: Final = Beat | StepDone | Hello | Ready | Holding | TalkCall
 """Messages that a worker sends again to a head that follows: one without a consequence need not be remembered at once.
 """
 
 
-class Witness(Protocol):
-    """The head (`unisono.head.server.Head`), which sees what is decided before it is sent."""
+class Effects(Protocol):
+    """The head (`unisono.head.server.Head`), which acts on what is decided before it is sent."""
 
     def follow(self, before: State, event: Event) -> None:
         """Do what follows from an event besides the messages that were decided; ``before`` is the state before it."""
@@ -81,7 +81,7 @@ class Table:
         self,
         state: State,
         memory: Memory,
-        witness: Witness,
+        effects: Effects,
         *,
         lines: Lines,
         directory: Directory,
@@ -94,7 +94,7 @@ class Table:
         """The sentence about what was decided last."""
         self.started = memory.started
         """When the run was, in seconds since 1970."""
-        self._witness = witness
+        self._effects = effects
         self._lines = lines
         self._directory = directory
         self._story = story
@@ -127,10 +127,10 @@ class Table:
         self._change_branch(before)
         self.reason = reason or self.reason
         self._remember_event(event, actions, before)
-        self._witness.follow(before, event)
+        self._effects.follow(before, event)
         for action in actions:
             if isinstance(action, Alarm):
-                self._witness.alarm(action.trouble)
+                self._effects.alarm(action.trouble)
         following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)
@@ -153,6 +153,10 @@ class Table:
         self._versions.hold(agent_id, message.number)
         if agent.lags and message.number == self._versions.number:
             self.take(agent_id, message)
+
+    def say(self, reason: str) -> None:
+        """Say why the run is as it is, where that was not decided here."""
+        self.reason = reason
 
     def close(self) -> None:
         """Decide nothing more: this side of the run ends."""

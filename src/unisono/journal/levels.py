@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.journal.rows import Row
+from unisono.journal.rows import Row, first_key
 
-__all__ = ["BEGIN", "CUTS", "FOLD", "LEVELS", "SCHEMA", "Cut", "Files", "files_of", "first_key", "path_of"]
+__all__ = ["BEGIN", "CUTS", "FOLD", "LEVELS", "SCHEMA", "Cut", "Files", "files_of", "path_of"]
 
 FOLD: Final = 8
 """So many rows of a level become one row of the next."""
@@ -59,11 +59,6 @@ def files_of(directory: Path, level: int) -> list[tuple[int, Path]]:
         with contextlib.suppress(ValueError):
             found.append((int(path.stem.partition("-")[2]), path))
     return sorted(found)
-
-
-def first_key(row: Row) -> float:
-    """Return what rows are sorted by."""
-    return row.first
 
 
 class Files:

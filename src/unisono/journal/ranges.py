@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from unisono.journal.levels import LEVELS, Files, files_of, first_key
-from unisono.journal.rows import Row, mean_of
+from unisono.journal.levels import LEVELS, Files, files_of
+from unisono.journal.rows import Row, first_key, mean_of
 
 __all__ = ["Reading", "newest", "read"]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["Row", "mean_of"]
+__all__ = ["Row", "first_key", "mean_of"]
 
 DIGITS: Final = 6
 
@@ -22,6 +22,11 @@ class Row(msgspec.Struct, frozen=True):
     count: int
     """Number of records in it."""
     record: dict[str, Any]
+
+
+def first_key(row: Row) -> float:
+    """Return what rows are sorted by."""
+    return row.first
 
 
 def mean_of(rows: Sequence[Row]) -> Row:

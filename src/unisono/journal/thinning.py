@@ -100,8 +100,13 @@ class Thinned:
         if not self._has_work.is_set():
             self._has_work.set()
         if self._thread is None and not self._is_closing.is_set():
-            self._thread = threading.Thread(target=self._run, name=f"unisono {self._directory.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"unisono {self._directory.name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no memory for it, or too many threads
+                self._warn(str(error))
+            else:
+                self._thread = thread
 
     def _run(self) -> None:
         levels = _Levels(self._directory, self._header)

@@ -10,7 +10,7 @@ from typing import Final
 
 from unisono.decisions.fitting import SPARE, Tried, expected_peak, fastest, largest, next_size, sizes_for
 from unisono.decisions.forecast import Facts, Roster, forecast
-from unisono.planning.found import PROGRAM, Found, Settings
+from unisono.planning.found import IN_A_ROW_ALONE, PROGRAM, Found, Settings
 from unisono.planning.plans import WORTH
 from unisono.planning.probing import OutOfMemory, Script, TrialFailed, trial
 from unisono.planning.told import shown_table, shown_time
@@ -79,7 +79,7 @@ def search(script: Script, found: Found, steps: int, what: Sequence[str], tell: 
         tell(f"tries micro-batches of {count(size, 'sample')}")
         settings = Settings(steps=steps, seconds=1.0, microbatches=1, batch_size=size, room=room)
         try:
-            done = trial(script, settings)
+            done = trial(script, settings, least=IN_A_ROW_ALONE)  # larger batches: fewer steps
             tried = Tried(size=size, seconds=done.sample.pace, peak=done.found.peak)
         except OutOfMemory:
             tried = Tried(size=size, seconds=math.inf, peak=0)

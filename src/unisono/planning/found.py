@@ -11,17 +11,19 @@ import msgspec
 from unisono.decisions.checks import FIRST_STEPS
 from unisono.decisions.cursor import Recipe
 
-__all__ = ["FILE", "IN_A_ROW", "NUM_COUNTED", "PROGRAM", "WARM_UP", "Found", "Settings", "found_in"]
+__all__ = ["FILE", "IN_A_ROW", "IN_A_ROW_ALONE", "NUM_COUNTED", "PROGRAM", "WARM_UP", "Found", "Settings", "found_in"]
 
 WARM_UP: Final = 3
 """Steps at the beginning of a number of workers that do not count: caches, page faults."""
 NUM_COUNTED: Final = 4
 """Steps that count, at least: of fewer, the median is one of the two extremes or lies between them."""
 IN_A_ROW: Final = FIRST_STEPS + 1 + NUM_COUNTED + 2
-"""Steps in a row with the same workers from which a plan can be made. Those that are compared do not count
-(`unisono.decisions.checks`: the first of a run, and the one after them), the times of a step come with the next one,
-and a trial ends within its last step.
+"""Steps from the beginning of a run, with the same workers, from which a plan can be made. Those that are compared do
+not count (`unisono.decisions.checks`: the first of a run, and the one after them), the times of a step come with the
+next one, and a trial ends within its last step.
 """
+IN_A_ROW_ALONE: Final = WARM_UP + NUM_COUNTED + 2
+"""The same with one worker, which compares nothing. Several workers need as many later in a run."""
 FILE: Final = "probe.json"
 PROGRAM: Final = "the program, and data"
 

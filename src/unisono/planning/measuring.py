@@ -13,7 +13,7 @@ from unisono.decisions.forecast import Facts, Sample
 from unisono.errors import UsageError
 from unisono.history import History
 from unisono.journal.times import by_step
-from unisono.planning.found import IN_A_ROW, NUM_COUNTED, WARM_UP
+from unisono.planning.found import IN_A_ROW, IN_A_ROW_ALONE, NUM_COUNTED, WARM_UP
 from unisono.rundir import read_facts
 
 __all__ = [
@@ -39,7 +39,8 @@ def samples_in(directory: Path, first: int = 0) -> list[Sample]:
     """Return a sample for each number of workers, and of their hosts, of which the run has kept enough steps.
 
     Steps at which several workers compare their bits do not count: most of them are rehearsals, with a micro-batch more
-    for each worker, and there are many at the beginning of a run and few afterwards.
+    for each worker, and there are many at the beginning of a run and few afterwards. The last steps of ``run.steps``,
+    some of which are compared as well, do count: the files do not say which steps those are.
 
     Args:
         first: the first step that counts.
@@ -79,8 +80,8 @@ def facts_of_run(directory: Path, samples: Sequence[Sample], room: int) -> Facts
     check_recipe(recipe)
     if not samples or not any(one.hosts == 1 for one in samples):
         raise UsageError(
-            f"the run in {directory} has not done {IN_A_ROW} steps in a row with workers of one "
-            "machine, from which a plan could be made"
+            f"the run in {directory} has not done enough steps with workers of one machine for a plan: {IN_A_ROW} from "
+            f"its beginning, or {IN_A_ROW_ALONE} in a row later or with one worker"
         )
     if not isinstance(size.get("gradient_bytes"), int):
         raise UsageError(f"the run in {directory} does not say how large its gradients are; plan its script instead")

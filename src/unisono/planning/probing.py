@@ -51,11 +51,14 @@ class Measurement:
     found: Found
 
 
-def trial(script: Script, settings: Settings, *, workers: int = 1, hosts: int = 1) -> Measurement:
+def trial(
+    script: Script, settings: Settings, *, workers: int = 1, hosts: int = 1, least: int = IN_A_ROW
+) -> Measurement:
     """Let workers do the first steps of a script, and return what was measured. Blocks until they have ended.
 
     Args:
         hosts: more than 1: the workers are as if on several machines.
+        least: steps that are enough where no loop of the script has as many as the settings ask for.
 
     Raises:
         TrialFailed: the script has failed, or has ended before enough steps were done.
@@ -65,15 +68,17 @@ def trial(script: Script, settings: Settings, *, workers: int = 1, hosts: int = 
     try:
         code, output = trial_run(script, place / "run", ("probe", asked), workers=workers, hosts=hosts, limit_s=LIMIT_S)
     except TimeoutError as error:
-        raise TrialFailed(f"{error}; give fewer --steps") from None
+        advice = "give fewer --steps" if settings.steps > least else f"a plan needs {least} steps"
+        raise TrialFailed(f"{error}; {advice}") from None
     found = found_in(place / "run")
-    if found is None or found.done < settings.steps:
+    enough = settings.steps if code else min(settings.steps, least)
+    if found is None or found.done < enough:
         kind = OutOfMemory if _was_short_of_memory(place / "run") else TrialFailed
-        raise kind(_words(code, settings, output, found.done if found is not None else 0))
+        raise kind(_words(code, enough, output, found.done if found is not None else 0))
     samples = [one for one in samples_in(place / "run", found.first) if one.workers == workers]
     if not samples:
         raise TrialFailed(
-            f"of {found.done} steps with {count(workers, 'worker')} too few could be measured ({IN_A_ROW} in a row, "
+            f"of {found.done} steps with {count(workers, 'worker')} too few could be measured ({least} in a row, "
             "with the same workers, are needed); give more --steps"
         )
     return Measurement(sample=samples[0], found=found)
@@ -118,12 +123,12 @@ def _was_short_of_memory(directory: Path) -> bool:
     return any(one.get("kind") == "problem" and one.get("problem") == "out-of-memory" for one in told)
 
 
-def _words(code: int, settings: Settings, output: str, done: int) -> str:
+def _words(code: int, enough: int, output: str, done: int) -> str:
     lines = without_evidence(output.strip().splitlines())[-NUM_LINES:]
     told = "".join(f"\n  {line}" for line in lines)
     if code == 0:
-        what = f"the script has ended before {settings.steps} steps of one run.steps were done: "
+        what = f"the script has ended before {enough} steps of one run.steps were done: "
         if not done:
             return f"{what}it did none (a script that does not use Unisono does none){told}"
-        return f"{what}it did {done}; let it do more steps (epochs, max_steps), or give fewer --steps{told}"
+        return f"{what}it did {done}, and a plan needs {enough}; let it do more (epochs, max_steps){told}"
     return f"the trial ended with exit code {code}:{told}"

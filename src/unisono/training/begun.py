@@ -80,7 +80,7 @@ class Begun:
         self.entries: dict[int, Entry] = {}
         self.count = 0
         self.num_done = 0
-        """All calls of ``run.evaluate`` up to now, for rehearsals. Not in the state."""
+        """Calls of ``run.evaluate`` that this worker has taken part in, for rehearsals. Not in the state."""
 
     def add(self, step: int, *, stays: bool) -> Entry:
         """Begin an evaluation; it has the next number."""

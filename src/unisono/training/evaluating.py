@@ -271,8 +271,8 @@ class Evaluating(ABC):
         Tracked modules are in ``eval()`` mode meanwhile, without gradients.
 
         Args:
-            dataset: anything with ``len`` and ``[i]``; or a ``DataLoader``, whose sampler and ``drop_last`` decide
-                which samples count.
+            dataset: anything with ``len`` and ``[i]``; data without a length (`TarShards`, an ``IterableDataset``); or
+                a ``DataLoader``, whose sampler and ``drop_last`` decide which samples count.
             function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as
                 integers.
             batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches. Default:

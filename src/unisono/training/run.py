@@ -361,7 +361,7 @@ class Run(Calls, Evaluating, Trainings):
         training loop. Local: nothing is exchanged.
 
         Raises:
-            UsageError: an object has no ``state_dict``, or its name is taken.
+            UsageError: an object has no ``state_dict``, its name is taken, or this is called inside of `steps`.
         """
         self._process.check("run.track")
         if self._loop is not None and self._loop.is_open:

@@ -18,7 +18,8 @@ trap 'asked=early' TERM
 /venv/bin/python -P -m unisono run --run-dir "/data/my runs/\$a-$SLURM_JOB_ID" --resume auto --workers 2:8 -m package.train &
 run=$!
 trap 'asked=yes; kill -TERM "$run" 2>/dev/null' TERM
-[ "$asked" != early ] || kill -TERM "$run" 2>/dev/null
+# A shell's child that is not yet the run would lose the signal: it gets a second for that.
+[ "$asked" != early ] || { sleep 1; kill -TERM "$run" 2>/dev/null; }
 wait "$run"
 code=$?
 while kill -0 "$run" 2>/dev/null; do
