@@ -41,6 +41,8 @@ def train(root: Path) -> None:
             strategy=UnisonoStrategy(run, microbatches=MICROBATCHES),
             accumulate_grad_batches=ACCUMULATE,
             max_steps=STEPS,
+            val_check_interval=12,  # within a step
+            limit_val_batches=2,
             log_every_n_steps=1,
             logger=False,
             enable_checkpointing=False,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
 import unisono as library
@@ -292,6 +294,35 @@ def test_a_stream_that_has_other_samples_than_when_they_were_counted_is_refused(
             batches.evaluate(run, lambda numbered: {"samples": 1}, [0, 1])
 
 
+@dataclass
+class _Unhashable(IterableDataset[int]):
+    rows: list[int]
+    held: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rows)
+
+
+class _Doubled(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_what_only_each_worker_can_read_is_not_shared_out() -> None:
+    with library.Run(seed=7) as run:
+        assert batches_of(DataLoader(_Unhashable([1, 2, 3])), run) is not None
+        assert batches_of(DataLoader(_Unhashable([1, 2, 3], held=threading.Lock())), run) is None  # cannot be copied
+        assert batches_of(_Doubled([1, 2, 3]), run) is None
+    with pytest.raises(library.UsageError, match=r"a _Doubled, .*__iter__ is not overridden"):
+        _plain(_Doubled([1, 2, 3]))
+
+
+def test_workers_with_other_samples_do_not_evaluate_together() -> None:
+    run: Any = SimpleNamespace(has_begun=True, seed=7, gather=lambda length: [length, length + 1])
+    with pytest.raises(library.UsageError, match="3 samples on one worker, and 4 on another"):
+        batches_of(DataLoader(_Unhashable([1, 2, 3])), run)
+
+
 def test_a_loader_that_is_none_of_torch_is_evaluated_and_not_trained_on(tmp_path: Path) -> None:
     rows = sequences(6)
     with library.Run(seed=7) as run:
@@ -318,7 +349,8 @@ class _HandsOn(Trainer):
 
 
 class _UnisonoHandsOn(UnisonoTrainer, _HandsOn):
-    pass
+    def log(self, logs: dict[str, float], *rest: Any) -> None:
+        super().log({**logs, "twice": 2 * self.own}, *rest)
 
 
 def test_a_subclass_may_hand_arguments_on_and_log_what_is_of_one_worker(tmp_path: Path) -> None:
@@ -328,8 +360,9 @@ def test_a_subclass_may_hand_arguments_on_and_log_what_is_of_one_worker(tmp_path
         trainer = _UnisonoHandsOn(0.5, model(), args, collate, train_dataset=sequences(24), run=run)
         trainer.train()
         state = trainer._progress.state_dict()
-    assert [line.get("own") for line in trainer.state.log_history] == [0.5] * 5
-    assert [("loss" in line, "own" in line) for line in state["log_history"]] == [(True, False)] * 4 + [(False, False)]
+    assert [(line.get("own"), line.get("twice")) for line in trainer.state.log_history] == [(0.5, 1.0)] * 5
+    assert ["loss" in line for line in state["log_history"]] == [True] * 4 + [False]
+    assert not any({"own", "twice"} & set(line) for line in state["log_history"])
     assert compare(tmp_path / "run", tmp_path / "run").startswith("identical: 4 steps")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,15 @@ from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
 from unisono.errors import UsageError
-from unisono.interop.lightning.data import EvaluationLoader, in_global_batches, in_one_order, steps_of, stretches
+from unisono.interop.lightning.data import (
+    EvaluationLoader,
+    GlobalBatch,
+    checked,
+    in_global_batches,
+    in_one_order,
+    steps_of,
+    stretches,
+)
 from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
 from unisono.interop.lightning.metrics import metrics_of
 from unisono.interop.lightning.refusals import check
@@ -184,6 +193,29 @@ def test_a_step_has_the_samples_of_its_batches(
     assert list(itertools.chain(*steps)) == list(itertools.chain(*given))
 
 
+class _Doubled(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_loader_that_makes_its_batches_in_a_way_of_its_own_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"the training is a _Doubled.*collate_fn"):
+        checked(_Doubled([1, 2, 3]), "the training")
+
+
+def test_what_a_hook_logs_is_weighed_by_the_batch_of_the_loader() -> None:
+    results = Results(training=True)
+    weights = []
+    for num_samples, batches in ((24, 2), (6, 1)):
+        step: Any = SimpleNamespace(num_samples=num_samples)
+        results.batch = batch = GlobalBatch(step, 12)
+        for batch.index in range(batches):
+            weights.append(
+                results._extract_batch_size(1.0, None, SimpleNamespace(on_epoch=True, is_mean_reduction=True))
+            )
+    assert weights == [12, 12, 6]
+
+
 def test_the_loader_of_an_evaluation_can_be_looked_at_outside_of_it() -> None:
     loader: DataLoader[Any] = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
     outside = EvaluationLoader(loader, lambda _: None)
@@ -191,6 +223,8 @@ def test_the_loader_of_an_evaluation_can_be_looked_at_outside_of_it() -> None:
     assert [batch.tolist() for batch in outside] == [[0, 1], [2, 3]]
     [whole] = EvaluationLoader(loader, lambda _: (0, 1.0))
     assert whole.num_samples == 2
+    with pytest.raises(UsageError, match="iterate over the DataLoader that you gave"):
+        next(iter(whole))
 
 
 def test_an_evaluation_in_an_order_of_its_own_is_refused() -> None:

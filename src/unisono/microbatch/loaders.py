@@ -40,6 +40,7 @@ __all__ = [
     "Source",
     "check_own_batches",
     "check_said_once",
+    "has_own_iter",
     "loading_of",
     "order_of",
     "source_of",
@@ -157,16 +158,20 @@ def check_said_once(caller: str, given: Mapping[str, object]) -> None:
         )
 
 
+def has_own_iter(loader: DataLoader[Any]) -> bool:
+    """Return whether the class of a DataLoader makes its batches in a way of its own, which nobody else can see."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
 def check_own_batches(loader: DataLoader[Any], instead: str) -> None:
     """Raise RecipeError if a DataLoader makes its batches in another way than torch, or makes none.
 
     Args:
         instead: what to do, for the error.
     """
-    kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__:
+    if has_own_iter(loader):
         raise RecipeError(
-            f"the loader is a {kind.__qualname__}, which makes its batches in a way of its own (it overrides "
+            f"the loader is a {type(loader).__qualname__}, which makes its batches in a way of its own (it overrides "
             f"__iter__), and Unisono loads the samples itself; {instead}"
         )
     if loader.batch_sampler is None:

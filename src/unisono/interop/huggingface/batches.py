@@ -6,21 +6,24 @@ worker was lost, is the same.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, Protocol
-from weakref import WeakKeyDictionary
 
+from accelerate.data_loader import DataLoaderAdapter
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from transformers.trainer_utils import has_length
 
-from unisono.errors import UsageError
+from unisono.errors import RecipeError, UsageError
 from unisono.microbatch.iterables import stream_source_of
+from unisono.microbatch.loaders import has_own_iter
 from unisono.microbatch.randomness import seed_at
 from unisono.microbatch.streams import Streams
 from unisono.training.run import Run
 
-__all__ = ["Batches", "batches_of"]
+__all__ = ["Batches", "batches_of", "is_of_its_own"]
 
 Function = Callable[[tuple[int, Any]], Mapping[str, Any]]
 """(number of a batch, the batch) -> its totals by name."""
@@ -36,13 +39,30 @@ class Batches(Protocol):
         """Call a function for the batches with these numbers, each on one worker. Collective."""
 
 
+def is_of_its_own(loader: Any) -> bool:
+    """Return whether a loader makes its batches in a way that only it knows: none of torch, or with an own __iter__.
+
+    Accelerate wraps loaders; of one of a class of its own it keeps no more than the dataset and the options, too.
+    """
+    if issubclass(type(loader), DataLoaderAdapter):
+        return False
+    return not isinstance(loader, DataLoader) or has_own_iter(loader)
+
+
 def batches_of(loader: Any, run: Run) -> Batches | None:
-    """Return the batches of a loader; None: they cannot be numbered in advance. Collective."""
-    if not isinstance(loader, DataLoader):
+    """Return the batches of a loader; None: each worker has to evaluate all of them. Collective.
+
+    Raises:
+        UsageError: workers have other numbers of samples.
+    """
+    if is_of_its_own(loader):
         return None
     if isinstance(loader.dataset, IterableDataset):
         divides = loader.num_workers and loader.worker_init_fn is not None
-        return None if loader.batch_size is None or divides else _Read(loader, run)
+        if loader.batch_size is None or divides:
+            return None
+        length = _agreed_length(loader.dataset, run)
+        return None if length is None else _Read(loader, length, run.seed)
     return _Picked(loader, run) if type(loader.batch_sampler) is BatchSampler else None
 
 
@@ -97,18 +117,18 @@ class _Some:
 class _Read:
     """Batches of a dataset that can only be iterated over: a worker reads over those that others compute.
 
-    The samples are counted before, where the dataset has no ``len``.
+    Args:
+        length: samples of the dataset.
+        seed: of the run.
     """
 
-    def __init__(self, loader: DataLoader[Any], run: Run) -> None:
+    def __init__(self, loader: DataLoader[Any], length: int, seed: int) -> None:
         assert loader.batch_size is not None
         self.batch_size = loader.batch_size
-        source = stream_source_of(loader.dataset, "evaluate", batch_size=loader.batch_size)
-        assert source is not None
-        self._data = source.data
-        self._seed = run.seed
+        self._data = _streams_of(loader.dataset)
+        self._seed = seed
         self._collate: Any = loader.collate_fn
-        self._length = length = _length(loader.dataset, self._data, run.seed)
+        self._length = length
         self.num_samples = length - length % self.batch_size if loader.drop_last else length
 
     def evaluate(self, run: Run, function: Function, numbers: Sequence[int]) -> None:
@@ -121,7 +141,10 @@ class _Read:
             return number, self._collate([row for _, row in rows])
 
         some = Streams(lambda *_: self._rows(wanted), lengths=[num_samples])
-        run.evaluate(some, function, batch_size=size, collate=collate)
+        with warnings.catch_warnings():
+            # Reading over the batches of others is how this dataset is shared out, and there is no other way here.
+            warnings.filterwarnings("ignore", message="stream 0 of 1 is read over")
+            run.evaluate(some, function, batch_size=size, collate=collate)
 
     def _rows(self, wanted: Collection[int]) -> Iterator[tuple[int, Any]]:
         """Yield the samples of some batches with their places in the dataset.
@@ -145,16 +168,53 @@ class _Read:
         )
 
 
-_counted: Final[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
-"""By dataset without ``len``: its samples, so that they are counted once in a training."""
+_counted: Final[dict[tuple[int, int], int | None]] = {}
+"""By id of a dataset, as long as it lives, and seed: its samples, -1 where ``len`` says them, None where it cannot be
+copied. So they are counted once in a training. Datasets need no hash.
+"""
 
 
-def _length(dataset: Any, data: Streams, seed: int) -> int:
-    if has_length(dataset):
-        return len(dataset)
-    if dataset not in _counted:
-        _counted[dataset] = sum(1 for _ in _samples(data, seed))
-    return _counted[dataset]
+def _agreed_length(dataset: Any, run: Run) -> int | None:
+    """Return the samples of a dataset; None: it cannot be shared out. Collective.
+
+    Raises:
+        UsageError: workers have other numbers of samples.
+    """
+    length = _length(dataset, run.seed)
+    lengths = run.gather(length) if run.has_begun else [length]
+    if None in lengths:
+        return None
+    if len(set(lengths)) > 1:
+        few, many = min(lengths), max(lengths)
+        raise UsageError(
+            f"the evaluation dataset has {few} samples on one worker, and {many} on another: all workers need the same "
+            "samples, which must follow from nothing but the script and the seed (no file that only one machine has, "
+            "no clock, no generator that is seeded by itself)"
+        )
+    return length
+
+
+def _length(dataset: Any, seed: int) -> int | None:
+    key = id(dataset), seed
+    if key not in _counted:
+        _counted[key] = _counted_now(dataset, seed)
+        weakref.finalize(dataset, _counted.pop, key, None)
+    return len(dataset) if _counted[key] == -1 else _counted[key]
+
+
+def _counted_now(dataset: Any, seed: int) -> int | None:
+    data = _streams_of(dataset)
+    try:
+        data.opened(seed, 0, 1, 0)
+    except RecipeError:  # it cannot be copied
+        return None
+    return -1 if has_length(dataset) else sum(1 for _ in _samples(data, seed))
+
+
+def _streams_of(dataset: Any) -> Streams:
+    source = stream_source_of(dataset, "evaluate", batch_size=1)
+    assert source is not None
+    return source.data
 
 
 def _samples(data: Streams, seed: int) -> Iterator[Any]:

@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint, has_length, seed_wor
 
 from unisono.errors import UsageError
 from unisono.interop.huggingface.arguments import adapted, check_dataset
-from unisono.interop.huggingface.batches import batches_of
+from unisono.interop.huggingface.batches import batches_of, is_of_its_own
 from unisono.interop.huggingface.evaluation import shared
 from unisono.interop.huggingface.progress import Following, Handler, Handout, Progress
 from unisono.training.run import Run
@@ -62,6 +62,7 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self.microbatches = args.gradient_accumulation_steps if microbatches is None else microbatches
         self.steps_per_epoch = 0
         self._handout: Handout | None = None
+        self.__dict__["log"] = self._log_and_note  # so that it is the outermost one, also of a class derived from this
         super().__init__(**{**named, "args": adapted(args, run)})
         self._tr_loss = torch.tensor(0.0, device=self.args.device)
         self._total_loss_scalar = 0.0
@@ -112,10 +113,10 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         resume_from_checkpoint = self.run.broadcast(newest or resume_from_checkpoint)
         return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def _log_and_note(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
         """Log numbers, which are the same on all workers; those that a subclass adds to them may be of this worker."""
         names, count = set(logs), len(self.state.log_history)
-        super().log(logs, start_time)
+        type(self).log(self, logs, *given, **named)
         if len(self.state.log_history) > count:
             self._progress.note_logged(names)
 
@@ -286,13 +287,13 @@ def _plain(loader: Any) -> DataLoader[Any]:
     """Return a loader as it was before Accelerate prepared it: what Unisono reads of a loader.
 
     Raises:
-        UsageError: it is none of torch.
+        UsageError: it is none of torch, or makes its batches in a way of its own.
     """
-    if not isinstance(loader, DataLoader):
+    if is_of_its_own(loader):
         raise UsageError(
             f"get_train_dataloader returned a {type(loader).__qualname__}, and each worker reads the samples that it "
-            "computes from the dataset of a torch DataLoader: return one (several datasets in a row are a "
-            "torch.utils.data.ConcatDataset)"
+            "computes from the dataset of a torch DataLoader, whose __iter__ is not overridden: return one (several "
+            "datasets in a row are a torch.utils.data.ConcatDataset)"
         )
     cuts, init = loader.batch_sampler, loader.worker_init_fn
     options: dict[str, Any] = {"batch_sampler": cuts}

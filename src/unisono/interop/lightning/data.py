@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from unisono.errors import StepError, UsageError
+from unisono.microbatch.loaders import has_own_iter
 from unisono.training.run import Run
 from unisono.training.step import Step
 
@@ -41,9 +42,15 @@ def checked(loader: object, what: str) -> DataLoader[Any]:
         what: what it is for, for errors.
 
     Raises:
-        UsageError: it is of another kind.
+        UsageError: it is of another kind, or makes its batches in a way of its own.
     """
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        if has_own_iter(loader):
+            raise UsageError(
+                f"the loader of {what} is a {type(loader).__qualname__}, which makes its batches in a way of its own "
+                "(it overrides __iter__), and UnisonoStrategy loads the samples itself: give a torch DataLoader, and "
+                "do in its collate_fn, or in the dataset, what __iter__ does"
+            )
         return loader
     of = f" of a {type(loader.dataset).__qualname__}" if isinstance(loader, DataLoader) else ""
     raise UsageError(
@@ -73,17 +80,26 @@ class GlobalBatch:
 
     Attributes:
         step: the `unisono.Step`.
+        batch_size: samples of a batch of the loader.
+        index: which batch of the step Lightning is at.
         is_computed: its micro-batches are done.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, batch_size: int) -> None:
         self.step = step
+        self.batch_size = batch_size
+        self.index = 0
         self.is_computed = False
 
     @property
     def num_samples(self) -> int:
         """Samples of the whole step, on all workers together."""
         return self.step.num_samples
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of the batch of the loader that Lightning is at; without accumulation, of the whole step."""
+        return min(self.batch_size, self.num_samples - self.index * self.batch_size)
 
     def __repr__(self) -> str:
         return f"<global batch of {self.num_samples} samples, step {self.step.number}>"
@@ -238,10 +254,12 @@ class StepLoader(_InPlaceOf):
             self._steps = self._begin()
         if self._current is not None and not self._current.is_computed:
             if self._accumulates():
+                self._current.index += 1
                 return self._current
             raise StepError(
-                f"step {self._current.step.number} was not trained: did on_train_batch_start return -1? All steps of "
-                "an epoch are trained; to end the training early, set trainer.should_stop = True"
+                f"step {self._current.step.number} was not trained: did on_train_batch_start return -1, or did a "
+                "hook iterate over trainer.train_dataloader? All steps of an epoch are trained: to end the training "
+                "early, set trainer.should_stop = True; for samples iterate over the DataLoader that you gave to fit"
             )
         try:
             step = next(self._steps)
@@ -250,7 +268,8 @@ class StepLoader(_InPlaceOf):
                 raise _TunerExitException from None
             raise
         self._on_step(step)
-        self._current = GlobalBatch(step)
+        assert self._loader.batch_size is not None  # `run.steps` refuses others
+        self._current = GlobalBatch(step, self._loader.batch_size)
         return self._current
 
     def _begin(self) -> Generator[Step, None, None]:
@@ -299,6 +318,12 @@ class WholeSet:
 
     def __len__(self) -> int:
         return len(self._cuts)
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError(
+            "within an evaluation the loaders of the Trainer have one item, which stands for all batches, and the "
+            "workers share these: to look at batches there, iterate over the DataLoader that you gave to the Trainer"
+        )
 
     def __getitem__(self, index: int) -> tuple[int, Any]:
         cut = self._cuts[index]

@@ -148,7 +148,9 @@ class Results(_ResultCollection):
         self.taking.note(entry, value, options.get("batch_size"))
 
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
-        if batch_size is None and isinstance(self.batch, (GlobalBatch, WholeSet)):
+        if batch_size is None and isinstance(self.batch, GlobalBatch):
+            return self.batch.batch_samples
+        if batch_size is None and isinstance(self.batch, WholeSet):
             return self.batch.num_samples
         return super()._extract_batch_size(value, batch_size, meta)
 

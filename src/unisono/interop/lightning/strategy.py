@@ -254,8 +254,9 @@ class UnisonoStrategy(SingleDeviceStrategy):
             return None
         loop = self.trainer._evaluation_loop
         assert loop._combined_loader is not None
-        number = next(i for i, one in enumerate(loop._combined_loader.flattened) if one is loader)
-        return number, float(loop.max_batches[number])
+        numbers = (i for i, one in enumerate(loop._combined_loader.flattened) if one is loader)
+        number = next(numbers, None)  # None: it is of another evaluation
+        return None if number is None else (number, float(loop.max_batches[number]))
 
     def _begin_step(self, step: Step) -> None:
         if (now := self.trainer.accumulate_grad_batches) != self._accumulates:
