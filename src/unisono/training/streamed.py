@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.decisions.orders import digest
 from unisono.decisions.streams import StreamCursor, StreamOrder
@@ -35,19 +35,17 @@ class Asked:
 
     def __init__(self) -> None:
         self.bookmarks = Bookmarks()
-        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id: (the dataset, its number)
+        self._numbers = WeakIdKeyDictionary()  # by dataset
         self._num_datasets = 0
-        self._counts: dict[
-            int, tuple[weakref.ref[Any], int, int]
-        ] = {}  # by id: (the dataset, streams, samples of each)
+        self._counts = WeakIdKeyDictionary()  # by dataset: (streams, samples of each)
 
     def number(self, dataset: Any) -> int:
         """Return the number of a dataset among those that the calls have got, which is the same on all workers."""
-        known = self._numbers.get(id(dataset))
-        if known is None or known[0]() is not dataset:
-            known = self._numbers[id(dataset)] = weakref.ref(dataset), self._num_datasets
+        if dataset not in self._numbers:
+            self._numbers[dataset] = self._num_datasets
             self._num_datasets += 1
-        return known[1]
+        number: int = self._numbers[dataset]
+        return number
 
     def of(self, dataset: Any, num_streams: int) -> int:
         """Return how many samples of each stream earlier calls have asked for.
@@ -55,10 +53,8 @@ class Asked:
         Raises:
             RecipeError: they have cut the dataset into another number of streams.
         """
-        known = self._counts.get(id(dataset))
-        if known is None or known[0]() is not dataset:
-            return 0
-        _, before, number = known
+        number: int
+        before, number = self._counts.get(dataset, (num_streams, 0))
         if before != num_streams:
             raise RecipeError(
                 f"an earlier run.steps of this run has read this {type(dataset).__qualname__} as {before} streams, and "
@@ -69,7 +65,7 @@ class Asked:
 
     def add(self, dataset: Any, num_streams: int, number: int) -> None:
         """Note that a call asks for this many samples of each stream."""
-        self._counts[id(dataset)] = weakref.ref(dataset), num_streams, self.of(dataset, num_streams) + number
+        self._counts[dataset] = num_streams, self.of(dataset, num_streams) + number
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ worker was lost, is the same.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, Protocol
 
 from accelerate.data_loader import DataLoaderAdapter
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.trainer_utils import has_length
 
 from unisono.errors import RecipeError, UsageError
@@ -168,9 +168,9 @@ class _Read:
         )
 
 
-_counted: Final[dict[tuple[int, int], int | None]] = {}
-"""By id of a dataset, as long as it lives, and seed: its samples, -1 where ``len`` says them, None where it cannot be
-copied. So they are counted once in a training. Datasets need no hash.
+_counted: Final = WeakIdKeyDictionary()
+"""By dataset, then by seed: its samples, -1 where ``len`` says them, None where it cannot be copied. So they are
+counted once in a training. Datasets need no hash.
 """
 
 
@@ -195,11 +195,10 @@ def _agreed_length(dataset: Any, run: Run) -> int | None:
 
 
 def _length(dataset: Any, seed: int) -> int | None:
-    key = id(dataset), seed
-    if key not in _counted:
-        _counted[key] = _counted_now(dataset, seed)
-        weakref.finalize(dataset, _counted.pop, key, None)
-    return len(dataset) if _counted[key] == -1 else _counted[key]
+    known: dict[int, int | None] = _counted.setdefault(dataset, {})
+    if seed not in known:
+        known[seed] = _counted_now(dataset, seed)
+    return len(dataset) if known[seed] == -1 else known[seed]
 
 
 def _counted_now(dataset: Any, seed: int) -> int | None:
