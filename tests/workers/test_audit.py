@@ -41,7 +41,7 @@ CHECKPOINTED = "checkpointed_training.py"
 SHARDED = "sharded_training.py"
 STEPS = 12
 GO_ON = ("--audit", "0.5", "--audit-then", "go-on")
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 
 def train(

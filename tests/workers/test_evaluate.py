@@ -20,6 +20,8 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.rounds import evaluation
 from unisono.rounds.life import Rounds
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:

@@ -52,6 +52,8 @@ from unisono.messages import (
 from unisono.spec import RunSpec
 from unisono.testing import run_workers
 
+pytestmark = pytest.mark.more
+
 # The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
 RUN = [sys.executable, "-m", "unisono", "run", *PATIENT, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
 M = TypeVar("M", bound=Message)

@@ -39,6 +39,8 @@ from unisono.training import life
 from unisono.training.hunting import script_stack
 from unisono.words import without_evidence
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 EVERY = unisono.Checkpoints(every_steps=2, keep=100)
 Train = Callable[[Path], None]

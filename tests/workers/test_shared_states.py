@@ -35,6 +35,8 @@ from unisono.state.sharded import held_digests, states_in
 from unisono.state.tracked import Tracked
 from unisono.training import run as running
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 NUM_PARAMETERS = 6
 
