@@ -85,6 +85,7 @@ FLOORS = {
     "link": 2,
     "invitation": 2,
     "secret": 2,
+    "owned": 2,
     "certificate": 2,
     "records": 2,
     "interfaces": 2,
