@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.house.rooms import ROOT, parse
 from unisono.cli import COMMANDS, main
 from unisono.cli.reach import NotGoing, find
+from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.owned import MOST_BYTES, read_owned
 from unisono.rundir import ADDRESS_FILE, TOKEN_FILE
@@ -174,3 +180,97 @@ def test_a_shared_directory_is_no_reason_to_refuse_an_own_file(trap: Trap, monke
     given_away(trap.folder, monkeypatch)
     if os.geteuid() == 0:
         assert read_owned(trap.folder, TOKEN_FILE, is_folder_shared=True) == b"of-the-run"
+
+
+# -- what is printed -----------------------------------------------------------------------------------
+
+EVIL = "\x1b]0;EVIL\x07\x1b[2J\x9b31m\x9d0;EVIL\x9c\r\b\u202e\nother machines join with: EVIL"
+"""A title, an empty screen, colours, the way back to the first column, letters the other way round, another line."""
+OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+RUN_01 = ROOT / "tests" / "data" / "run-0.1"
+MEANT = {"kind", "how", "state", "unit", "digests", "worker_ids", "columns", "key"}
+"""Texts of which a reader knows the possible ones, or which it compares."""
+
+
+def poisoned(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        found = {name: poisoned(each, name) for name, each in value.items()}
+        return {**found, EVIL: 1.0} if key in ("logs", "metrics", "environment", "recipe") else found
+    if isinstance(value, list):
+        return [poisoned(each, key) for each in value]
+    return value + EVIL if isinstance(value, str) and key not in MEANT else value
+
+
+@pytest.fixture
+def poison(tmp_path: Path) -> Path:
+    """A run that has ended, with something for terminals in each text."""
+    folder = Path(shutil.copytree(RUN_01, tmp_path / "run"))
+    for file in [*folder.rglob("*.jsonl"), *folder.rglob("*.json")]:
+        lines = [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines()
+        file.write_text("".join(json.dumps(poisoned(json.loads(line))) + "\n" for line in lines))
+    return folder
+
+
+SAYING = {
+    "status": ["status", "RUN"],
+    "status --json": ["status", "--json", "RUN"],
+    "watch --once": ["watch", "--once", "RUN"],
+    "watch --json": ["watch", "--json", "RUN"],
+    "watch | cat": ["watch", "RUN"],
+    "report": ["report", "RUN", "-o", "REPORT"],
+    "compare": ["compare", "RUN", "SOUND"],
+    "checkpoints": ["checkpoints", "RUN"],
+    "checkpoints --check": ["checkpoints", "RUN", "--check"],
+    "plan": ["plan", "RUN"],
+    "replay": ["replay", "RUN", "--step", "3"],
+    "run --resume": ["run", "--resume", "RUN"],
+    "stop": ["stop", "RUN"],
+}
+
+
+@pytest.mark.parametrize("command", SAYING)
+def test_a_terminal_obeys_nothing_that_a_run_says(
+    command: str, poison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = {"RUN": str(poison), "SOUND": str(RUN_01), "REPORT": str(tmp_path / "report.html")}
+    monkeypatch.setattr("sys.argv", ["unisono", *(names.get(word, word) for word in SAYING[command])])
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capfd.readouterr()
+    assert out + err
+    assert not OBEYED.findall(out + err)
+    if command in ("status", "watch --once", "watch | cat", "report"):  # a field a line
+        assert not [line for line in (out + err).splitlines() if line.startswith("other machines join")]
+
+
+def test_the_poison_is_in_what_is_said(
+    poison: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["unisono", "status", str(poison)])
+    with pytest.raises(SystemExit):
+        main()
+    assert capfd.readouterr().out.count("EVIL") >= 5
+
+
+def test_the_door_for_output(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"one{EVIL}")
+    say_lines("two\nthree\x1b[2Jä\x9b", err=True)
+    say_json(json.dumps({"a": EVIL}, ensure_ascii=False).replace("\\n", "\\n"))
+    out, err = capsys.readouterr()
+    assert err == "two\nthreeä\n"
+    first, _, rest = out.partition("\n")
+    assert first == "one other machines join with: EVIL"
+    assert json.loads(rest) == {"a": EVIL}
+    assert not OBEYED.findall(out)
+
+
+RAW = {"saying.py", "slurm.py", "kubernetes.py", "completion.py"}
+"""The door itself; those that copy the output of a job of the user's; and a text that a shell executes."""
+
+
+def test_no_command_writes_past_the_door() -> None:
+    for file in sorted((ROOT / "src" / "unisono" / "cli").glob("*.py")):
+        called = [node.func for node in ast.walk(parse(file)) if isinstance(node, ast.Call)]
+        names = {each.id for each in called if isinstance(each, ast.Name)}
+        names |= {each.attr for each in called if isinstance(each, ast.Attribute)}
+        assert file.name in RAW or not names & {"print", "echo", "secho", "stdout"}, file

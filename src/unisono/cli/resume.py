@@ -7,9 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import click
-
 from unisono.cli.given import script_arguments
+from unisono.cli.saying import say
 from unisono.errors import UsageError
 
 __all__ = ["AUTO", "Resumed", "checked", "command_of", "resumed", "threads_of"]
@@ -43,7 +42,7 @@ class Resumed(NamedTuple):
         except OSError as error:
             raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
         words = checked(arguments)
-        click.echo(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
+        say(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
         return words
 
     def threads(self) -> int:
