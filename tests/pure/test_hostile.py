@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.house.rooms import ROOT, parse
+from unisono.checkpoint.copies import COPIES
 from unisono.cli import COMMANDS, main
 from unisono.cli.reach import NotGoing, find
 from unisono.cli.saying import say, say_json, say_lines
@@ -274,3 +275,80 @@ def test_no_command_writes_past_the_door() -> None:
         names = {each.id for each in called if isinstance(each, ast.Name)}
         names |= {each.attr for each in called if isinstance(each, ast.Attribute)}
         assert file.name in RAW or not names & {"print", "echo", "secho", "stdout"}, file
+
+
+# -- what is executed ----------------------------------------------------------------------------------
+
+EXECUTING = {
+    "replay": (["replay", "RUN", "--step", "3"], 2),
+    "audit": (["audit", "RUN", "--step", "3", "--leaf", "0"], 2),
+    "compare --explain": (["compare", "RUN", "OTHER", "--explain"], 1),
+    "run --resume": (["run", "--resume", "RUN", "-n", "1"], 2),
+    "run --resume of a checkpoint": (["run", "--resume", "CHECKPOINT", "-n", "1"], 2),
+    "run --resume auto": (["run", "--resume", "auto", "--run-dir", "RUN", "-n", "1"], 2),
+    "run --resume of a copy": (["run", "--resume", "COPY", "-n", "1", "--run-dir", "NEW"], 2),
+    "run --resume of a copy by its URL": (["run", "--resume", "file://COPY", "-n", "1", "--run-dir", "NEW"], 2),
+}
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> dict[str, Path]:
+    """A run and its copy of a stranger's, which name a script of theirs that writes a file."""
+    folder = tmp_path / "strange"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    run = Path(shutil.copytree(RUN_01, tmp_path / "run"))
+    facts = json.loads((run / "run.json").read_text())
+    facts["command"] = {"folder": str(folder), "arguments": ["evil.py"]}
+    (run / "run.json").write_text(json.dumps(facts))
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    journal = (other / "journal.jsonl").read_text().splitlines()
+    at = next(at for at, line in enumerate(journal) if (one := json.loads(line))["kind"] == "step" and one["step"] == 3)
+    journal[at] = json.dumps({**json.loads(journal[at]), "loss": 77.0, "digest": "0" * 16})
+    (other / "journal.jsonl").write_text("\n".join([*journal, ""]))
+    copy = tmp_path / "copy"
+    (copy / "checkpoints").mkdir(parents=True)
+    (copy / COPIES).write_text("")
+    shutil.copytree(run / "checkpoints" / "step-0000000012", copy / "checkpoints" / "step-0000000012")
+    for name in ("run.json", "journal.jsonl"):
+        shutil.copy(run / name, copy / "checkpoints" / "step-0000000012" / name)
+    checkpoint = run / "checkpoints" / "step-0000000012"
+    return {"RUN": run, "OTHER": other, "COPY": copy, "CHECKPOINT": checkpoint, "NEW": tmp_path / "new"}
+
+
+@pytest.mark.parametrize("which", ["directory", "run.json"])
+@pytest.mark.parametrize("command", EXECUTING)
+def test_no_command_executes_what_a_strangers_directory_names(
+    command: str,
+    which: str,
+    strange: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    copied = strange["COPY"] / "checkpoints" / "step-0000000012"
+    for folder in (strange["RUN"], strange["OTHER"], copied):
+        given_away(folder if which == "directory" else folder / "run.json", monkeypatch)
+    words, code = EXECUTING[command]
+    for name, path in strange.items():
+        words = [re.sub(rf"\b{name}\b", str(path), word) for word in words]
+    monkeypatch.setattr("sys.argv", ["unisono", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capfd.readouterr()
+    assert not (tmp_path / "executed").exists()
+    assert "is not executed as you without a word of yours; give the script" in " ".join((out + err).split())
+    assert ended.value.code == code
+
+
+def test_the_users_own_run_is_executed_and_a_strangers_with_a_script_of_the_users(
+    strange: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'mine')!r}, 'w')\n")
+    for script in ([], [str(tmp_path / "mine.py")]):
+        if script:
+            given_away(strange["RUN"], monkeypatch)
+        monkeypatch.setattr("sys.argv", ["unisono", "replay", str(strange["RUN"]), "--step", "3", *script])
+        with pytest.raises(SystemExit):
+            main()
+        assert (tmp_path / ("mine" if script else "executed")).exists(), capfd.readouterr()
