@@ -85,6 +85,7 @@ FLOORS = {
     "link": 2,
     "invitation": 2,
     "secret": 2,
+    "owned": 2,
     "certificate": 2,
     "records": 2,
     "interfaces": 2,
@@ -250,7 +251,7 @@ NEIGHBOURS = {
     "certificate": {"invitation", "secret"},
     "invitation": {"secret"},
     "capacity": {"controlgroups", "seats"},  # what other runs hold cannot be had
-    "rendezvous": {"lifetime"},
+    "rendezvous": {"lifetime", "owned"},
     "trialrun": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
@@ -265,7 +266,7 @@ NEIGHBOURS = {
     "gpus": {"capacity"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
-    "watch": {"extras"},
+    "watch": {"extras", "tasks"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers", "planning", "report"},

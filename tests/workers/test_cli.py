@@ -219,12 +219,12 @@ def test_the_version_is_shown_without_torch() -> None:
 
 @pytest.mark.parametrize("unreadable", ["head.json", "token"])
 def test_a_run_that_this_user_cannot_reach_is_not_shown_as_stopped(unreadable: str, tmp_path: Path) -> None:
-    """A directory in the file's place stands for missing permission, which root does not know."""
+    """A directory in the file's place stands for whatever keeps it from being read."""
     (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": 1.0}\n')
-    (tmp_path / "head.json").write_text(json.dumps({"url": "ws://127.0.0.1:1", "token_file": str(tmp_path / "token")}))
+    (tmp_path / "head.json").write_text(json.dumps({"url": "ws://127.0.0.1:1"}))
     (tmp_path / unreadable).unlink(missing_ok=True)
     (tmp_path / unreadable).mkdir()
-    with pytest.raises(UsageError, match=f"{unreadable}.*: Is a directory"):
+    with pytest.raises(UsageError, match=f"{unreadable} is no file of that directory alone: it is a pipe, a directory"):
         CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False, catch_exceptions=False)
 
 

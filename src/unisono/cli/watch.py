@@ -13,6 +13,7 @@ import click
 
 from unisono.cli.looking import Seen, as_invitation, look
 from unisono.cli.reach import NotGoing, check_head, find
+from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.invitation import is_invitation
 from unisono.overview import Overview
@@ -93,9 +94,9 @@ def _once(seen: Iterator[Seen]) -> int:
     found = _first(seen)
     columns = shutil.get_terminal_size().columns if not sys.stdout.isatty() else size_of(sys.stdout.fileno())[0]
     assert found.overview is not None
-    print(plain(draw(found.overview, columns, 30, unicode=shows_unicode(dict(os.environ), sys.stdout.encoding))))
+    say_lines(plain(draw(found.overview, columns, 30, unicode=shows_unicode(dict(os.environ), sys.stdout.encoding))))
     if found.note:
-        print(f"unisono: {found.note}", file=sys.stderr)
+        say(f"unisono: {found.note}", err=True)
     return 0
 
 
@@ -106,10 +107,10 @@ def _json(seen: Iterator[Seen], *, once: bool) -> int:
     for each in [_first(seen)] if once else _until_over(seen):
         before, note = note, each.note.partition(";")[0]
         if note not in ("", before):
-            print(f"unisono: {each.note}", file=sys.stderr)
+            say(f"unisono: {each.note}", err=True)
         last = each.overview or last
         if each.overview is not None:
-            print(msgspec.json.encode(each.overview).decode(), flush=True)
+            say_json(msgspec.json.encode(each.overview).decode())
     return 0 if once else _code(last)
 
 
@@ -152,8 +153,8 @@ def _web(runs: tuple[str, ...], port: int) -> int:
     if len(runs) == 1 and (address := _page_of_head(runs[0])):
         import webbrowser
 
-        print(f"unisono: the page is at {address}", flush=True)
-        print("unisono: whoever has this address may look at the run, and do nothing else", flush=True)
+        say(f"unisono: the page is at {address}")
+        say("unisono: whoever has this address may look at the run, and do nothing else")
         if _has_browser():
             webbrowser.open(address)
         return 0

@@ -13,8 +13,8 @@ import msgspec
 from unisono.events import Seconds
 from unisono.overview import Overview, Recent, WorkerNow
 from unisono.watch.terminal.curve import draw_curve
-from unisono.watch.terminal.text import Line, Span, cut, duration, filled, harmless, number, size, time_of_day, width
-from unisono.words import count, progress
+from unisono.watch.terminal.text import Line, Span, cut, duration, filled, number, size, time_of_day, width
+from unisono.words import count, harmless, progress
 
 __all__ = ["draw", "fitted", "header", "in_short", "levels", "made_harmless", "workers_rows"]
 

@@ -16,7 +16,8 @@ from unisono.watch.terminal.base import Terminal, summary
 from unisono.watch.terminal.canvas import colours_wanted, shows_unicode
 from unisono.watch.terminal.drawing import draw, in_short
 from unisono.watch.terminal.screen import Screen, rows_beside_output
-from unisono.watch.terminal.text import Line, harmless, plain, to_ansi
+from unisono.watch.terminal.text import Line, plain, to_ansi
+from unisono.words import harmless
 
 __all__ = ["Live"]
 
