@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.errors import UsageError
+from unisono.exchange.flat import check_counting
 
 __all__ = ["Arithmetic", "check_whole", "choose_device", "choose_threads", "keep_freed_memory"]
 
@@ -33,6 +34,7 @@ class Arithmetic:
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
         )
+        check_counting()
         keep_freed_memory(os.environ)
         torch.set_num_threads(self.threads)
         if self.deterministic:
