@@ -12,6 +12,7 @@ import torch
 
 from unisono.errors import UsageError
 from unisono.exchange.flat import check_counting
+from unisono.fingerprint import floating_point
 
 __all__ = ["Arithmetic", "check_whole", "choose_device", "choose_threads", "keep_freed_memory"]
 
@@ -27,6 +28,7 @@ class Arithmetic:
     deterministic: bool
 
     def enter(self) -> None:
+        self.floating_point = floating_point()
         self._before = (
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
