@@ -436,7 +436,7 @@ class Run(Calls, Evaluating, Trainings):
             cursor=planned.cursor,
             num_steps=num_steps,
             seed=self.seed,
-            rehearses=self._arithmetic.deterministic,
+            arithmetic=self._arithmetic,
             num_done=lambda: self._num_steps,
             on_step=self._finish,
             finiteness=self._finiteness,
