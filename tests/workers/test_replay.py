@@ -502,6 +502,17 @@ def test_two_runs_that_differ_are_explained_by_computing_both_again(tmp_path: Pa
     assert "why: the script was not the same text in the two runs" in ended.stdout
 
 
+def test_a_weight_that_is_changed_before_the_inner_loop_is_named(tmp_path: Path) -> None:
+    """The state before the step is equal, and that of the micro-batches is not."""
+    run = trained(tmp_path, "a", TRAINING)
+    spoilt = "        step.number == 4 and model[0].weight.data[0, 0].mul_(1.5)\n        for inputs"
+    ended = compared(run, trained(tmp_path, "b", TRAINING.replace("        for inputs", spoilt)))
+    assert ended.returncode == 1, ended.stderr
+    where = [line for line in ended.stdout.splitlines() if line.startswith("where: ")]
+    assert where[0].startswith("where: micro-batch 0 of step 4 is the first that differs: the state before the step")
+    assert "the first tensor is model['0.weight']. So something changes it" in where[0]
+
+
 def test_a_script_that_was_changed_between_two_runs_is_named(tmp_path: Path) -> None:
     """One path, edited between the runs: both are computed with the text that is there now."""
     first = trained(tmp_path, "train", TRAINING)

@@ -9,12 +9,13 @@ With its totals each worker sends digests of all tracked objects, taken after it
 workers whose models have become different would go on together and mix their results.
 
 Now and then each worker evaluates a batch of another one as well. The totals must be equal: a function that counts or
-keeps state gives other totals.
+keeps state gives other totals, and so does a machine that computes wrong values. Where the run has audits, these find
+out which it is, as for a micro-batch (`unisono.rounds.auditing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +27,8 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
 from unisono.errors import DivergenceError, RecipeError, UsageError
-from unisono.faults import point
+from unisono.exchange.flat import with_flipped_bit
+from unisono.faults import point, spoils
 from unisono.microbatch.data import Loader, MakeFetcher
 from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
@@ -103,10 +105,11 @@ class EvaluationRound:
     Args:
         rehearses: evaluate a batch of another worker as well, to compare the totals.
         number: evaluations of the run that are done.
-        finds_minority: members whose state is not that of most are no error.
+        finds_wrong: members that have computed other totals, or whose state is not that of most, are no error.
     """
 
     kind: Final = "evaluation"
+    unit: Final = "evaluation batch"
 
     def __init__(
         self,
@@ -116,13 +119,16 @@ class EvaluationRound:
         num_batches: int,
         rehearses: bool,
         number: int,
-        finds_minority: bool = False,
+        finds_wrong: bool = False,
     ) -> None:
         self.is_disputed = False
-        """Most members have another state than some: it is to be done again without these."""
+        """Members have other totals or another state than others: it is to be done again without those that are wrong.
+        """
         self.state = 0
         """The digest of this member's state, once the round is over."""
-        self._finds_minority = finds_minority
+        self.digests: dict[int, int] = {}
+        """The digests of the batches that this member has evaluated and another one as well, once the round is over."""
+        self._finds_wrong = finds_wrong
         self.num_leaves = num_batches
         self.title = f"an evaluation of {num_batches} batches"
         self._members = rounds.members
@@ -133,7 +139,7 @@ class EvaluationRound:
         self._rehearses = rehearses and self._members.size > 1
         self._number = number
         self._have: dict[int, Totals] = {}
-        self._twice: dict[int, str] = {}  # digests of the totals of batches that another member evaluates
+        self._twice: dict[int, int] = {}  # digests of the totals of batches that another member evaluates
 
     def first_plan(self) -> Plan:
         return even_plan(self._members.size, self.num_leaves)
@@ -148,7 +154,7 @@ class EvaluationRound:
                 point("in_evaluation", batch)
         other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
         if other is not None and other not in self._have and self._evaluator.comes(other):
-            self._twice[other] = _digest(self._evaluate(other))
+            self._twice[other] = digest_of_state(self._evaluate(other))
         yield from ()
 
     def combine(self, plan: Plan) -> Gathered:
@@ -156,15 +162,22 @@ class EvaluationRound:
         digests = Digests(self._team.arithmetic, {name: f"{quick_digest(part):016x}" for name, part in state.items()})
         own = _Part.of(self._have, digests, self._twice)
         parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own.encode())]
+        twice = {batch for part in parts for batch in part.twice}
+        self.digests = {
+            batch: digest_of_state(totals) for batch, totals in self._have.items() if batch in twice
+        } | self._twice
         for part in parts:
             self._have.update(part.totals())
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
         found = {worker: part.digests for worker, part in by_worker.items()}
         self.state = digest_of_objects(digests)
-        self.is_disputed = self._finds_minority and (any(part.disputed for part in parts) or has_minority(found))
+        self.is_disputed = self._finds_wrong and (any(part.disputed for part in parts) or has_minority(found))
         if not self.is_disputed:
             check_digests(found)
-            _check_rehearsal(by_worker, self._have)
+            words = _differing(by_worker, self._have)
+            self.is_disputed = self._finds_wrong and bool(words)
+            if words and not self._finds_wrong:
+                raise DivergenceError(words, sound=-1)
         return Gathered(self._members, _Part.of(self._have, digests, {}, disputed=self.is_disputed).encode())
 
     def interrupt(self) -> Collection[Node]:
@@ -174,6 +187,16 @@ class EvaluationRound:
     def finish(self) -> None:
         point("evaluated")
 
+    @property
+    def number(self) -> int:
+        """Number of the next step of the run."""
+        return self._position.total
+
+    def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
+        """Evaluate a batch whose totals are not added; return their digest. Yields nothing."""
+        yield from ()
+        return digest_of_state(self._evaluate(leaf))
+
     def totals(self) -> Totals:
         """Return the totals of all batches, once the round is over."""
         return _add_up(self._have)
@@ -181,7 +204,12 @@ class EvaluationRound:
     def _evaluate(self, batch: int) -> Totals:
         self._team.check()
         self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
-        return self._evaluator.totals(batch)
+        totals = self._evaluator.totals(batch)
+        if (bit := spoils("evaluation", batch)) is not None:
+            name = next(iter(totals))
+            wrong = with_flipped_bit(torch.as_tensor(totals[name]), bit)
+            totals[name] = wrong if wrong.dim() else wrong.item()
+        return totals
 
 
 def evaluate(
@@ -205,7 +233,7 @@ def evaluate(
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
         at: called before each batch where this worker is alone.
-        audits: go on without the members whose state is not that of most; None: that is an error.
+        audits: go on without the members that are wrong where some differ; None: that is an error.
 
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
@@ -223,7 +251,7 @@ def evaluate(
         evaluator = Evaluator(fetcher, function, tracked, seed=seed)
         if rounds is None:
             return _evaluate_alone(evaluator, num_batches, at)
-        finds_minority = audits is not None
+        finds_wrong = audits is not None
         while True:
             round_ = EvaluationRound(
                 rounds,
@@ -231,15 +259,18 @@ def evaluate(
                 num_batches=num_batches,
                 rehearses=rehearses,
                 number=number,
-                finds_minority=finds_minority,
+                finds_wrong=finds_wrong,
             )
             for _ in rounds.play(round_):
                 pass
-            if audits is None or not round_.is_disputed:
+            if audits is None:
+                return round_.totals()
+            if not round_.is_disputed:
+                audits.record.same(rounds.position.total)
                 return round_.totals()
             # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
             # wrong, the next round is the last one, which raises for whatever differs.
-            finds_minority = audits.settle_states(rounds, round_.state, rounds.position.total)
+            finds_wrong = _result(audits.find(rounds, round_, round_.digests, round_.state))
     finally:
         fetcher.close()
         before.restore_modes()
@@ -290,22 +321,28 @@ def _add_up(have: Mapping[int, Totals]) -> Totals:
     }
 
 
-def _digest(totals: Totals) -> str:
-    return f"{digest_of_state(totals):016x}"
+def _result(found: Generator[Any, None, bool]) -> bool:
+    while True:
+        try:
+            next(found)
+        except StopIteration as ended:
+            return bool(ended.value)
 
 
-def _check_rehearsal(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> None:
-    """Raise DivergenceError if a batch that two workers have evaluated has different totals."""
+def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> str:
+    """Return in words which batch has other totals on a second worker; "": none has."""
     if len({part.digests.arithmetic for part in parts.values()}) > 1:
-        return
+        return ""
     for worker, part in parts.items():
         for batch, digest in part.twice.items():
-            if digest != _digest(have[batch]):
-                raise DivergenceError(
+            if digest != digest_of_state(have[batch]):
+                return (
                     f"batch {batch} of run.evaluate was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, which the other one got. The function must return the same totals on every "
-                    f"worker. {USUAL_CAUSES}"
+                    f"{have[batch]}, which the other one got. Either the function returns other totals on another "
+                    "worker, or one of the two machines computes wrong values; with three workers and unisono run "
+                    f"--audit it is found out. The totals were used nowhere. For the function: {USUAL_CAUSES}"
                 )
+    return ""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -314,13 +351,13 @@ class _Part(msgspec.Struct, frozen=True):
     have: bytes
     """The totals by batch, as `to_bytes` gives them."""
     digests: Digests
-    twice: dict[int, str]
+    twice: dict[int, int]
     """The digests of the totals of batches that other members evaluate."""
     disputed: bool = False
     """The member has seen that the members' states differ."""
 
     @classmethod
-    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str], *, disputed: bool = False) -> _Part:
+    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, int], *, disputed: bool = False) -> _Part:
         return cls(to_bytes(have), digests, twice, disputed)
 
     def encode(self) -> bytes:
