@@ -421,7 +421,7 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
         head._telling.pass_on(Happened(event=step(number), number=number))
-    head._tell_agents(Announcement(text="the last"))
+    head.tell_agents(Announcement(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
     assert kinds == [Happened] * (MAX_STEPS_QUEUED + 1) + [Announcement]
 
