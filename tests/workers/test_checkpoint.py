@@ -364,7 +364,7 @@ def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:
         pass
 
     def fail(run: unisono.Run, step: unisono.Step) -> None:
-        if run._rounds is not None and run._rounds.position.phase == 1 and step.number == 4:
+        if run._rounds is not None and run._rounds.position.phase == 1 and step.number_in_loop == 4:
             raise Stop
 
     with pytest.raises(Stop):
@@ -660,7 +660,7 @@ class Members:
 
     @property
     def moment(self) -> snapshot.Moment:
-        place = Position(phase=0, step=self.total, total=self.total, lines=self.total)
+        place = Position(phase=0, step=self.total, number=self.total, total=self.total, lines=self.total)
         return snapshot.Moment(place, self.generation, self.ids, {})
 
     def boundary(self) -> None:

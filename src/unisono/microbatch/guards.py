@@ -146,13 +146,13 @@ class Guards:
                 "after the inner loop, where .grad is the mean over the global batch"
             )
 
-    def finish_step(self, number: int) -> None:
+    def finish_step(self, step: str) -> None:
         """Check that the inner loop has changed no parameter, setting or optimizer state.
 
         Raises:
             StepError: a parameter, an option, a scheduler or an optimizer's state has changed; names it.
         """
-        self._structure.check(f"the inner loop of step {number}")
+        self._structure.check(f"the inner loop of {step}")
         _check_settings(self._settings, self._current_settings())
         states = list(_optimizer_states(self._tracked))
         if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
@@ -201,8 +201,8 @@ class UnusedGradients:
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
         self._used: set[str] = set()
-        self._unused: dict[str, int] = {}
-        self._shown = -1
+        self._unused: dict[str, str] = {}
+        self._shown = ""
         self._left_out: set[str] = set()
 
     def leave_out(self, name: str) -> None:
@@ -212,15 +212,15 @@ class UnusedGradients:
     def start_step(self) -> None:
         """Note the gradients of the step before that were not used. Called before they are dropped."""
         for name, optimizer in self._tracked.optimizers.items():
-            if name in self._used or name in self._left_out or self._shown < 0:
+            if name in self._used or name in self._left_out or not self._shown:
                 self._unused.pop(name, None)
             elif _has_finite_gradients(optimizer):  # others are left out on purpose
                 self._unused.setdefault(name, self._shown)
         self._used.clear()
 
-    def finish_step(self, number: int) -> None:
+    def finish_step(self, step: str) -> None:
         """Note that the gradients of a step are complete."""
-        self._shown = number
+        self._shown = step
 
     def dropped(self, cleared: object) -> None:
         """Note that the script has called zero_grad() of an optimizer or a module: it drops gradients on purpose."""
@@ -236,9 +236,9 @@ class UnusedGradients:
             StepError: the script has accumulated gradients.
         """
         self._used.add(name)
-        if (number := self._unused.pop(name, None)) is not None:
+        if (step := self._unused.pop(name, None)) is not None:
             raise StepError(
-                f"{name}.step() is called now, and was not called after step {number}: the gradients of that step are "
+                f"{name}.step() is called now, and was not called after {step}: the gradients of that step are "
                 "lost, because each step begins with empty gradients. To accumulate gradients, use a larger batch_size "
                 "(and more microbatches) instead of several steps for one update. To skip the update of a step on "
                 f"purpose, call {name}.zero_grad() in that step"

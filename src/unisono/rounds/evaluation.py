@@ -180,7 +180,7 @@ class EvaluationRound:
 
     def _evaluate(self, batch: int) -> Totals:
         self._team.check()
-        self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
+        self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
         return self._evaluator.totals(batch)
 
 

@@ -174,7 +174,7 @@ class Ending:
             DivergenceError: the members do not end with the same bits.
         """
         rounds, team = self._rounds, self._rounds.team
-        team.leaving(rounds.position.phase, rounds.position.step)
+        team.leaving(rounds.position.phase, rounds.position.number)
         reaches = self._keeper.wait_for_directory()
         own = msgspec.structs.replace(digests, reaches=reaches, objects=digests.objects if team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))

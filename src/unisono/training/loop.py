@@ -207,7 +207,7 @@ class TrainingLoop:
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
                     self._move_to(number)
-                    team.in_loop((phase, number))
+                    team.in_loop((phase, self._base + number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
                     self._current_folder()
                     self._keeper.settle_given_up(rounds)
@@ -255,7 +255,7 @@ class TrainingLoop:
             self._end_step(step)
         if step is not None:
             # A loop that was left by `break` has not reached its end, where it would have set this position.
-            self._move_to(step.number + (1 if step.has_begun else 0))
+            self._move_to(step.number_in_loop + (1 if step.has_begun else 0))
 
     def apart(self) -> AbstractContextManager[None]:
         """Return a context for what is done together between two steps, which is no update of the script's."""
@@ -319,7 +319,13 @@ class TrainingLoop:
         return (self._base + self.num_steps - 1, number)
 
     def _move_to(self, number: int) -> None:
-        position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)
+        position = Position(
+            phase=self._phase,
+            step=number,
+            number=self._base + number,
+            total=self._num_done(),
+            lines=self._journal.number,
+        )
         self._rounds.move_to(position)
 
     def _current_folder(self) -> GradientFolder:

@@ -164,7 +164,13 @@ class Resumption:
             describe(path, facts)
             return None
         manifest = loaded.manifest
-        position = Position(phase=manifest.phase, step=manifest.phase_step, total=manifest.step, lines=manifest.lines)
+        position = Position(
+            phase=manifest.phase,
+            step=manifest.phase_step,
+            number=manifest.step,
+            total=manifest.step,
+            lines=manifest.lines,
+        )
         if position.phase != phase:
             self._tracked.load_models(loaded.state)
             return position

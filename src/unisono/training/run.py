@@ -481,7 +481,7 @@ class Run(Calls, Evaluating, Trainings):
         loop = self._loop
         if self._follower is not None:
             visited = self._follower.step
-            at = visited.place if visited is not None else None
+            at = visited.number if visited is not None else None
             return Place(rounds=self._rounds, phases=self._phases, step=at, has_joined=False)
         if loop is not None and loop.is_apart():
             where = "`for batch in step`, where each worker is at another micro-batch"
@@ -491,7 +491,7 @@ class Run(Calls, Evaluating, Trainings):
         return Place(
             rounds=self._rounds,
             phases=self._phases,
-            step=loop.step.place if loop is not None and loop.is_open and loop.step is not None else None,
+            step=loop.step.number if loop is not None and loop.is_open and loop.step is not None else None,
             has_joined=self._joined,
         )
 
@@ -634,7 +634,7 @@ class Run(Calls, Evaluating, Trainings):
             return About(num_steps=self._num_steps)
         step = loop.step
         return About(
-            num_steps=self._num_steps, number_in_loop=step.number, loss=step.loss, totals=to_bytes(step.totals)
+            num_steps=self._num_steps, number_in_loop=step.number_in_loop, loss=step.loss, totals=to_bytes(step.totals)
         )
 
     def _record_evaluation(self, num_steps: int, totals: Totals) -> None:
@@ -647,7 +647,7 @@ class Run(Calls, Evaluating, Trainings):
         if self._rounds is not None and self._loop is not None:
             self._troubles.tell_memory(self._rounds, self._loop)
         if self._profiling is not None:
-            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
+            self._profiling.step_ends(step.number, self._in_rounds()[0], sees=self._keeper.reaches)
 
     def _record(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
         rounds, team = self._in_rounds()
