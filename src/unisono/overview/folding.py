@@ -268,7 +268,6 @@ class OverviewBuilder:
             ended=(ended.time or now) if ended is not None else 0.0,
             step=self._before if last is None else last.step,
             num_steps=last.num_steps if last is not None else 0,
-            first_step=last.first_step if last is not None else 0,
             unit=last.unit if last is not None else "step",
             epoch=last.epoch if last is not None else 0,
             loss=loss if is_finite else None,
@@ -443,7 +442,7 @@ def _largest(values: Mapping[str, float]) -> str:
 
 
 def _left_s(last: StepFinished | None, step_s: float) -> float | None:
-    """Return the time left; a script that has called ``run.steps`` before may do so again, nobody knows how often."""
-    if last is None or not last.num_steps or last.first_step:
+    """Return the time left; None where the script does not say how long it trains."""
+    if last is None or not last.num_steps:
         return None
     return max(0.0, (last.num_steps - last.step - 1) * step_s)

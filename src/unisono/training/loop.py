@@ -40,8 +40,8 @@ from unisono.words import listed
 
 __all__ = ["TrainingLoop", "Wire", "check_wire"]
 
-OnStep = Callable[[Iteration, dict[str, float], range], None]
-"""Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
+OnStep = Callable[[Iteration, dict[str, float], int], None]
+"""Callback: (finished iteration, seconds by part, steps of the run at the end of this loop)."""
 
 Wire = Literal["fp32", "bf16"]
 """As what the sums of gradients in float32 travel between hosts."""
@@ -295,7 +295,7 @@ class TrainingLoop:
         point("after_step")
         seconds = self._clock.reset()
         self._clock.switch("other")
-        self._on_step(step, seconds, range(self._base, self._base + self.num_steps))
+        self._on_step(step, seconds, self._base + self.num_steps)
 
     def _tell_loop(self, first: int) -> None:
         """Tell the inspector which loop begins."""

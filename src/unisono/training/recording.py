@@ -150,7 +150,6 @@ class Recorder:
         role: Role,
         *,
         num_steps: int,
-        first_step: int,
         seconds: Mapping[str, float],
         telemetry: Mapping[str, StepTelemetry],
         logs: dict[str, float],
@@ -163,8 +162,7 @@ class Recorder:
         """Record that the script has left a step.
 
         Args:
-            num_steps: of the run, up to the end of this ``run.steps``.
-            first_step: steps of the run before this ``run.steps``.
+            num_steps: of the whole run; 0: nobody knows.
             seconds: of the step on this worker, by the names of `Seconds`.
             telemetry: of all members that have summed the step, by worker id.
             checkpoint: news of checkpoints since the step before.
@@ -178,7 +176,6 @@ class Recorder:
         event = StepFinished(
             **{**msgspec.structs.asdict(result), "time": self._now()},
             num_steps=num_steps,
-            first_step=first_step,
             generation=role.generation,
             seconds=_rounded(seconds),
             workers={worker_id: _times(each, ids) for worker_id, each in telemetry.items()},

@@ -127,8 +127,8 @@ class Handout:
         if following.number_in_loop // self._per_epoch < epoch:
             raise UsageError(
                 f"the run goes on with step {following.number_in_loop}, and the Trainer's checkpoint would have it "
-                f"begin with step {epoch * self._per_epoch} or later: call train() without resume_from_checkpoint where a "
-                "run is resumed (unisono run --resume), or go on from the Trainer's checkpoint in a new run"
+                f"begin with step {epoch * self._per_epoch} or later: call train() without resume_from_checkpoint "
+                "where a run is resumed (unisono run --resume), or go on from the Trainer's checkpoint in a new run"
             )
         return following.number_in_loop // self._per_epoch == epoch
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from unisono.events import Announcement, Event, LinkSlow, Problem, RunEnded, StepFinished, WorkerOutput
-from unisono.overview import link_words
+from unisono.overview import Overview, link_words
 from unisono.watch.terminal.text import duration
 from unisono.words import count, evidence_words, progress
 
@@ -114,7 +114,7 @@ class Terminal(ABC):
             self._say(text)
 
     def _left(self, last: StepFinished) -> str:
-        return "" if last.first_step else f"{duration(self._pace.left_s)} left"
+        return f"{duration(self._pace.left_s)} left" if last.num_steps else ""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -145,11 +145,7 @@ def on_workers(step: StepFinished) -> str:
     return count(len(step.workers), "worker") if step.workers else ""
 
 
-def done(step: StepFinished) -> str:
-    """Return how far the run is. A script that has called ``run.steps`` before may do so for each of its epochs, so
-    nobody knows how many steps there will be.
-    """
-    if not step.first_step:
-        return progress(step.step + 1, step.num_steps, step.unit)
-    within = progress(step.step + 1 - step.first_step, step.num_steps - step.first_step, step.unit)
-    return f"epoch {step.epoch}: {within}"
+def done(at: StepFinished | Overview) -> str:
+    """Return how far the run is; where nobody knows how long it is, with its epoch."""
+    epoch = f", epoch {at.epoch}" if at.epoch and not at.num_steps else ""
+    return progress(at.step + 1, at.num_steps, at.unit) + epoch
