@@ -137,6 +137,7 @@ class Ending:
             raise
         if reached.has_joined and reached.beginning is not None and reached.beginning.step == reached.num_steps:
             self._say_nothing_left(reached.num_steps)
+        self._recorder.last_checkpoint(self._keeper.news(), self._role())
         self._recorder.run_ended(self._role(), ok=True, digests=digests)
 
     def _say_nothing_left(self, num_steps: int) -> None:

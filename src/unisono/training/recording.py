@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from unisono.chronicle import Chronicle
-from unisono.decisions.asides import Asides
+from unisono.decisions.asides import Asides, written
 from unisono.decisions.links import Slowness
 from unisono.errors import UsageError
 from unisono.events import (
@@ -201,6 +201,11 @@ class Recorder:
         found = {str(name): value for name, value in totals.items()}
         self._record(EvaluationFinished(time=self._now(), step=step, totals=found), role)
 
+    def last_checkpoint(self, news: Mapping[str, Any], role: Role) -> None:
+        """Record what became of the checkpoint that was written after the last step; of the others, steps tell."""
+        if news:
+            self._pass_on(written(self._now(), news), role)
+
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
         """Record that the script is at the end of the run, or has failed."""
         self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
@@ -287,6 +292,9 @@ class Unwatched(Recorder):
 
     def _record(self, event: Event, role: Role) -> None:
         self._journal.skip()
+
+    def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
+        pass
 
 
 class _ToHead:

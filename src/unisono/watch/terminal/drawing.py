@@ -175,7 +175,7 @@ def _speed(overview: Overview, columns: int) -> Line:
     style = "error" if overview.loss_is else "bold"
     if columns < _NARROW:
         return [(loss, style), (f"{overview.samples_per_s:>9,.0f} samples/s", "")]
-    checkpoint = f"checkpoint {overview.checkpoint_step + 1:,}" if overview.checkpoint_step >= 0 else ""
+    checkpoint = f"checkpoint {overview.checkpoint_step:,}" if overview.checkpoint_step >= 0 else ""
     return [
         (loss, style),
         (f"{overview.samples_per_s:>10,.0f} samples/s {overview.steps_per_s:>8,.2f} {overview.unit}s/s   ", ""),
