@@ -32,7 +32,7 @@ from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
 from unisono.decisions.policy import Policy
-from unisono.errors import CheckpointError, UsageError
+from unisono.errors import CheckpointError, RunDirectoryError, UsageError
 from unisono.events import RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.interfaces import Interface
 from unisono.journal import JOURNAL
@@ -787,3 +787,43 @@ def test_the_traceback_of_a_wrong_use_ends_at_the_line_to_change(unisono: Unison
     assert "UsageError: run.track(model=...) got a int without state_dict()" in shown
     assert "run.track(model=3)" in shown
     assert "tracked.py" not in shown
+
+
+@pytest.mark.parametrize(
+    ("makes", "options", "is_certain"),
+    [
+        ("unisono.Run('used', seed=3)", (), True),
+        ("Run(directory='used')", (), True),
+        ("Run(sys.argv[1])", ("--run-dir", "used"), True),
+        ("Run('used')", ("--overwrite",), False),
+        ("Run('used')", ("--run-dir", "new"), False),
+        ("Run('used', resume='auto')", (), False),
+        ("Run('used', **more)", ("--run-dir", "used"), False),
+        ("Run(sys.argv[1])", (), False),
+        ("0", ("--run-dir", "used"), False),
+    ],
+)
+def test_a_used_directory_is_refused_before_anything_is_started(
+    makes: str, options: tuple[str, ...], is_certain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(*_: object, **__: object) -> None:
+        raise Started
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("unisono.launchers.choose", start)
+    Path("used").mkdir()
+    rundir.claim(Path("used"), "r0", overwrite=False)
+    Path("train.py").write_text(f"import sys, unisono\nrun = {makes}\n")
+    command = ["run", "train.py", *options]
+
+    def run() -> None:
+        CliRunner().invoke(cli._group, command, standalone_mode=False, catch_exceptions=False)
+
+    with pytest.raises(Started):
+        run()  # the run that the directory holds has done nothing that could be lost
+    Path("used", JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n')
+    with pytest.raises(RunDirectoryError if is_certain else Started, match="--overwrite" if is_certain else ""):
+        run()

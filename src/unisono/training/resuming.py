@@ -102,7 +102,9 @@ class Resumption:
         Raises:
             RunDirectoryError: the directory holds another run, or cannot be written.
         """
-        self._directory.claim(run_id, overwrite=self._overwrite, resume=bool(self._resume))
+        self._directory.claim(
+            run_id, overwrite=self._overwrite, resume=bool(self._resume), by_command=bool(self._command)
+        )
 
     # -- the recipe ----------------------------------------------------------------------------------
 
