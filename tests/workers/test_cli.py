@@ -825,5 +825,26 @@ def test_a_used_directory_is_refused_before_anything_is_started(
     with pytest.raises(Started):
         run()  # the run that the directory holds has done nothing that could be lost
     Path("used", JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n')
-    with pytest.raises(RunDirectoryError if is_certain else Started, match="--overwrite" if is_certain else ""):
+    with pytest.raises(RunDirectoryError if is_certain else Started, match="--overwrite" if is_certain else None):
         run()
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_a_folder_of_runs_is_listed(command: str, tmp_path: Path) -> None:
+    for name, line in {
+        "a": {"line": 0, "kind": "step", "step": 2, "num_steps": 9, "loss": 0.5},
+        "second": {"line": 0, "kind": "step", "step": 4, "num_steps": 0, "loss": "nan"},
+        "third": None,
+    }.items():
+        (tmp_path / name).mkdir()
+        rundir.claim(tmp_path / name, name, overwrite=False)
+        if line is not None:
+            (tmp_path / name / JOURNAL).write_text(json.dumps(line) + "\n")
+    (tmp_path / "data").mkdir()
+    shown = CliRunner().invoke(cli._group, [command, str(tmp_path)], standalone_mode=False, catch_exceptions=False)
+    columns = len(str(tmp_path / "second"))
+    assert shown.output.splitlines() == [
+        f"{tmp_path / 'a'!s:<{columns}}  stopped   3 of 9 steps, loss 0.5000",
+        f"{tmp_path / 'second'}  stopped   5 steps, loss nan",
+        f"{tmp_path / 'third'!s:<{columns}}  unknown   no step yet",
+    ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.reach import RUN, NotGoing, ask_status, find
+from unisono.cli.runs import list_words, runs_in
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation, is_invitation
@@ -36,6 +37,8 @@ NO_HEAD: Final = "a process of the run holds its directory, and no head answers 
 def status(run: str, as_json: bool) -> int:
     """Show the state of a run, and the line with which other machines join it; or how the run has ended.
 
+    Of a folder with several runs, each has a line.
+
     Keep that line to yourself: whoever has it can run programs as you. The lines for watching are for those who look
     only.
     """
@@ -50,6 +53,9 @@ def status(run: str, as_json: bool) -> int:
     except NotGoing:
         if run == "-" or is_invitation(run):
             raise
+        if runs := runs_in(Path(run)):
+            click.echo(json.dumps(runs, indent=2) if as_json else list_words(runs))
+            return 0
         found = _afterwards(Path(run))
     click.echo(json.dumps(found, indent=2) if as_json else _words(found))
     return 0
