@@ -641,7 +641,7 @@ def test_a_day_has_a_few_hundred_lines() -> None:
 @pytest.mark.parametrize(
     ("reason", "line"),
     [
-        ("finished", "finished after 0.0 s, without a step"),
+        ("finished", "finished after 0.00 s, without a step"),
         (
             "all 2 processes have ended with exit code 0",
             "all 2 processes have ended with exit code 0 after 0.0 s",
@@ -680,7 +680,7 @@ def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int]
         screen.emit(finished(step))
     screen.emit(RunEnded(ok=True, reason="finished", digests={}, step=last))
     screen.close()
-    assert out.getvalue().splitlines()[-1].endswith(f" unisono: finished: {steps} steps in 0.0 s on 4 workers")
+    assert out.getvalue().splitlines()[-1].endswith(f" unisono: finished: {steps} steps in 0.00 s on 4 workers")
 
 
 @pytest.mark.usefixtures("nursery")

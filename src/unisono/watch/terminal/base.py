@@ -11,6 +11,7 @@ from unisono.events import Announcement, Event, LinkSlow, Problem, RunEnded, Ste
 from unisono.overview import Overview, link_words
 from unisono.watch.terminal.text import duration
 from unisono.words import count, evidence_words, progress
+from unisono.words import duration as length
 
 __all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "on_workers", "summary"]
 
@@ -70,11 +71,11 @@ def summary(pace: Pace, ended: RunEnded) -> str:
     last = pace.last
     if last is None:
         without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`
-        return f"{ended.reason} after {pace.elapsed_s:.1f} s{without}"
+        return f"{ended.reason} after {length(pace.elapsed_s)}{without}"
     ended_as = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
     steps = count(pace.num_steps(ended.step), last.unit)
     on = f" on {known}" if (known := on_workers(last)) else ""
-    return f"{ended_as}: {steps} in {pace.elapsed_s:.1f} s{on}"
+    return f"{ended_as}: {steps} in {length(pace.elapsed_s)}{on}"
 
 
 SAID_OTHERWISE: Final = ("crash", "error", "failed-join")
