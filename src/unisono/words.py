@@ -16,6 +16,7 @@ __all__ = [
     "progress",
     "script_in",
     "short_duration",
+    "stopping_words",
     "without_evidence",
 ]
 
@@ -94,6 +95,11 @@ def position_words(step: int, microbatch: int, samples: Sequence[int] = (), *, e
     if samples:
         text += f" (samples {', '.join(map(str, samples[:8]))}{', ...' if len(samples) > 8 else ''})"
     return text
+
+
+def stopping_words(reason: str) -> str:
+    """Return the sentence about a run that was asked to stop."""
+    return f"{reason}: the run ends at the end of the step"
 
 
 def exit_words(exit_code: int) -> str:

@@ -15,8 +15,11 @@ from unisono.words import duration as length
 
 __all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "on_workers", "summary"]
 
-BALANCE_EVERY_S: Final = 5.0
-"""Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen."""
+BALANCE_EVERY_S: Final = 60.0
+"""Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen.
+
+The journal has all of them.
+"""
 
 
 class Pace:
@@ -89,6 +92,7 @@ class Terminal(ABC):
         self._clock = clock
         self._pace = Pace(clock)
         self._balance_at = -math.inf
+        self._evidence = ""  # of the problem with which the run ends
 
     def emit(self, event: Event) -> None:
         match event:
@@ -98,6 +102,8 @@ class Terminal(ABC):
                 self._say(event.text)
             case LinkSlow():
                 self._say(link_words(event))
+            case Problem(ends_run=True):
+                self._evidence = problem_words(event)
             case Problem():
                 if words := problem_words(event):
                     self._say(words)
@@ -106,7 +112,7 @@ class Terminal(ABC):
                     self._say_balance(event.balance)
                     self._step(event)
             case RunEnded():
-                self._end(event)
+                self._end(event, self._evidence)
 
     def _say_balance(self, text: str) -> None:
         now = self._clock()
@@ -130,7 +136,8 @@ class Terminal(ABC):
     def _step(self, step: StepFinished) -> None: ...
 
     @abstractmethod
-    def _end(self, ended: RunEnded) -> None: ...
+    def _end(self, ended: RunEnded, evidence: str) -> None:
+        """Show how the run has ended, and then where the evidence lies; "": there is none."""
 
 
 def problem_words(event: Problem) -> str:
