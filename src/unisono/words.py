@@ -18,6 +18,7 @@ __all__ = [
     "progress",
     "script_in",
     "short_duration",
+    "stopping_words",
     "without_evidence",
 ]
 
@@ -87,14 +88,20 @@ def progress(done: int, total: int, unit: str = "step") -> str:
 
 def position_words(step: int, microbatch: int, samples: Sequence[int] = (), *, evaluates: bool = False) -> str:
     """Return ``step 4, micro-batch 2 (samples 17, 3)``, without the parts that are -1 (unknown); "" if all are."""
+    if evaluates:
+        where = f"step {step}, " if step >= 0 else ""
+        return f"{where}batch {microbatch} of an evaluation"
     if step < 0:
         return ""
-    if evaluates:
-        return f"step {step}, batch {microbatch} of an evaluation"
     text = f"step {step}" + (f", micro-batch {microbatch}" if microbatch >= 0 else "")
     if samples:
         text += f" (samples {', '.join(map(str, samples[:8]))}{', ...' if len(samples) > 8 else ''})"
     return text
+
+
+def stopping_words(reason: str) -> str:
+    """Return the sentence about a run that was asked to stop."""
+    return f"{reason}: the run ends at the end of the step"
 
 
 def exit_words(exit_code: int) -> str:

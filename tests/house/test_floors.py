@@ -104,6 +104,7 @@ FLOORS = {
     "controlgroups": 2,
     "platforms": 2,
     "extras": 2,
+    "training.length": 2,
     "training.life": 2,
     "process": 2,
     "state.packing": 2,

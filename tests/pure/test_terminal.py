@@ -112,7 +112,6 @@ OVERVIEWS = st.builds(
     started=st.floats(0, 2e9),
     step=st.integers(-1, 10**12),
     num_steps=st.integers(0, 10**12),
-    first_step=st.integers(0, 10**6),
     loss=st.none() | NUMBER,
     loss_is=st.sampled_from(["", "nan", "-inf"]),
     logs=st.dictionaries(TEXT, NUMBER, max_size=5),

@@ -64,7 +64,7 @@ def _totals(seat: Seat, place: Place, wait: bool, asks: bool) -> dict[str, Any]:
                 found.append(run.evaluate(Images(), count, batch_size=5))
             else:
                 run.evaluate(Images(), count, batch_size=5, wait=False)
-                assert run.pending[-1].step == step.place
+                assert run.pending[-1].step == step.number
         if asks:
             found += [evaluation.result() for evaluation in run.pending]
             assert run.pending == []

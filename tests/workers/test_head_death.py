@@ -74,7 +74,7 @@ with unisono.Run(seed=3) as run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(data, batch_size=24, microbatches=4, epochs=6):
-        if step.number == 5 and run.is_main:
+        if step.number_in_loop == 5 and run.is_main:
             (gate / "reached").open("w").write("x")  # a pipe: the test reads it, and then answers
             (gate / "go").open().read()
         for x, y in step:
@@ -230,7 +230,7 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
 @pytest.mark.usefixtures("nursery")
 def test_what_the_head_said_last_is_heard_before_another_one_follows(tmp_path: Path) -> None:
     """Also by a command that stood still meanwhile: the head that follows must know that steps were done."""
-    with held_run(tmp_path, SCRIPT.replace("step.number == 5", "step.number in (0, 5)"), 1) as run:
+    with held_run(tmp_path, SCRIPT.replace("step.number_in_loop == 5", "step.number_in_loop in (0, 5)"), 1) as run:
         address = find(str(run.directory))
         os.kill(run.process.pid, signal.SIGSTOP)
         run.go_on()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.reach import RUN, NotGoing, ask_status, find
-from unisono.cli.saying import say, say_json
+from unisono.cli.runs import list_words, runs_in
+from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation, is_invitation
@@ -37,6 +38,8 @@ NO_HEAD: Final = "a process of the run holds its directory, and no head answers 
 def status(run: str, as_json: bool) -> int:
     """Show the state of a run, and the line with which other machines join it; or how the run has ended.
 
+    Of a folder with several runs, each has a line.
+
     Keep that line to yourself: whoever has it can run programs as you. The lines for watching are for those who look
     only.
     """
@@ -51,6 +54,12 @@ def status(run: str, as_json: bool) -> int:
     except NotGoing:
         if run == "-" or is_invitation(run):
             raise
+        if runs := runs_in(Path(run)):
+            if as_json:
+                say_json(json.dumps(runs, indent=2))
+            else:
+                say_lines(list_words(runs))
+            return 0
         found = _afterwards(Path(run))
     if as_json:
         say_json(json.dumps(found, indent=2))

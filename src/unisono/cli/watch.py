@@ -13,6 +13,7 @@ import click
 
 from unisono.cli.looking import Seen, as_invitation, look
 from unisono.cli.reach import NotGoing, check_head, find
+from unisono.cli.runs import list_words, runs_in
 from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.invitation import is_invitation
@@ -57,6 +58,9 @@ def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool
         return _web(runs, port)
     if len(runs) > 1:
         raise UsageError(f"one run fits a terminal, got {len(runs)}; --web shows several over each other")
+    if not is_invitation(runs[0]) and (inside := runs_in(Path(runs[0]))):
+        say_lines(list_words(inside))
+        return 0
     try:
         return _look(look(runs[0]), once=once, as_json=as_json)
     except BrokenPipeError:  # the reader has what it wanted: `| head -1`

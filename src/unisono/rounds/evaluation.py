@@ -225,7 +225,7 @@ class EvaluationRound:
     @property
     def number(self) -> int:
         """Number of the next step of the run."""
-        return self._position.total
+        return self._position.number
 
     def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
         """Yield a batch whose totals are not added; return their digest."""
@@ -237,7 +237,7 @@ class EvaluationRound:
 
     def _evaluate(self, batch: int) -> Generator[Any, None, Totals]:
         self._team.check()
-        self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
+        self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
         totals = yield from self._evaluator.play(batch)
         if (bit := spoils("evaluation", batch)) is not None:
             name = next(iter(totals))
@@ -300,7 +300,7 @@ def evaluate(
             if audits is None:
                 return round_.totals()
             if not round_.is_disputed:
-                audits.record.same(rounds.position.total)
+                audits.record.same(rounds.position.number)
                 return round_.totals()
             # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
             # wrong, the next round is the last one, which raises for whatever differs.
