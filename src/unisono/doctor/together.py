@@ -79,9 +79,9 @@ def _gloo(known: Known) -> list[Finding]:
     return [
         Finding(
             check="gloo",
-            seen=f"beware: that of torch {versions[old[0]]} on {listed(old)} lets whoever reaches the port of a worker, "
-            "which is open while a generation begins, write into the worker's memory (pytorch/gloo#509); let no "
-            "strangers into the network between these machines (docs/security.md)",
+            seen=f"beware: that of torch {versions[old[0]]} on {listed(old)} lets whoever reaches the port of a "
+            "worker, which is open while a generation begins, write into the worker's memory (pytorch/gloo#509); let "
+            "no strangers into the network between these machines (docs/security.md)",
         )
     ]
 
