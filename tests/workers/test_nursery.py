@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
@@ -24,6 +25,8 @@ from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
 from unisono.machine.placement import Nursery
 from unisono.spec import WorkerSpec
 from unisono.testing import run_workers
+
+pytestmark = pytest.mark.more
 
 TRAINING = Path(__file__).with_name("small_training.py")
 STEPS = 12

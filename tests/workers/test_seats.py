@@ -24,6 +24,8 @@ from unisono.machine.places import NO_GPU, Places
 from unisono.machine.workers import Workers
 from unisono.spec import MachineSpec, RunSpec, WorkerSpec
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("small_training.py")
 HOLD = "import sys; from unisono import seats; print(seats.take(sys.argv[1:]), flush=True); sys.stdin.read()"
 

@@ -89,9 +89,9 @@ async def _serve(settings: Settings, snapshot: bytes, token: str) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)  # the head is ending already
-        if not head.superseded_by:
+        if not head.has_given_way:
             head.end_workers()  # nothing is left to do, unless the command was killed
-    return SUPERSEDED if head.superseded_by else 0
+    return SUPERSEDED if head.has_given_way else 0
 
 
 def main() -> int:

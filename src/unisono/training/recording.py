@@ -199,10 +199,14 @@ class Recorder:
         for event in self._slowness.observe(step.workers, hosts):
             self._pass_on(msgspec.structs.replace(event, time=self._now()), role)
 
-    def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
-        """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
+    def evaluation_finished(
+        self, step: int, totals: Mapping[str, Any], role: Role, *, logs: Mapping[str, float] | None = None
+    ) -> None:
+        """Record the totals of an evaluation (numbers, or lists of them), or what ``run.log`` was given, after so many
+        steps of the run.
+        """
         found = {str(name): value for name, value in totals.items()}
-        self._record(EvaluationFinished(time=self._now(), step=step, totals=found), role)
+        self._record(EvaluationFinished(time=self._now(), step=step, totals=found, logs=dict(logs or {})), role)
 
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
         """Record that the script is at the end of the run, or has failed."""
