@@ -110,6 +110,7 @@ FLOORS = {
     "state.packing": 2,
     "page.client": 2,
     "page.site": 2,
+    "page.opening": 4,
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
@@ -275,6 +276,8 @@ NEIGHBOURS = {
     "cli": {"doctor", "kubernetes", "launchers", "planning", "report"},
     "head": {"watch"},  # its overview as text for Prometheus
     "page": {"history"},
+    "page.local": {"page.opening"},
+    "page.opening": {"machine.scratch"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",
