@@ -117,3 +117,17 @@ def test_a_run_that_is_going_is_reached(unisono: Unisono, tmp_path: Path) -> Non
     assert "answers within" in command.line("run: the head at")
     assert unisono("stop", "run").wait() == 0
     assert waits.wait() == 0, waits.err
+
+
+def test_machines_are_named_as_in_a_run(unisono: Unisono, tmp_path: Path) -> None:
+    """This machine needs no ssh under any of its names, and an option of ssh is no name."""
+    here = unisono("doctor", "--hosts", "localhost:4", "--ssh", "/none/ssh", "--run-dir", tmp_path)
+    here.wait()
+    here.line("localhost:")
+    assert not any("cannot be started" in line for line in here.out + here.err)
+    refused = unisono("doctor", "--hosts", "-oProxyCommand=touch x,b")
+    assert refused.wait() == 2
+    refused.line("is no name of a machine")
+    away = unisono("doctor", "--hosts", "[fe80::1]:2", "--ssh", "/none/ssh")
+    assert away.wait() == 1
+    away.line("fe80::1:")

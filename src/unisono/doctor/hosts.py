@@ -21,6 +21,7 @@ from unisono.doctor.__main__ import MARK
 from unisono.doctor.facts import Asked, Facts
 from unisono.doctor.orders import Answer, Order
 from unisono.doctor.together import Known, Path
+from unisono.launchers.hosts import is_this_machine
 
 __all__ = ["HERE", "SSH", "Host", "examine", "hosts"]
 
@@ -113,12 +114,13 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(names: Sequence[str], ssh: str = SSH) -> Iterator[list[Host]]:
-    """Start the program here, or on all of these machines, and end it."""
+    """Start the program here, or on all of these machines (by ssh, where it is another one), and end it."""
     program = [sys.executable, "-P", "-m", "unisono.doctor"]
     started: list[Host] = []
     try:
         for name in names or [HERE]:
-            started.append(Host(name, program if not names else [*shlex.split(ssh), name, shlex.join(program)]))
+            is_here = name == HERE or is_this_machine(name)
+            started.append(Host(name, program if is_here else [*shlex.split(ssh), name, shlex.join(program)]))
         yield started
     finally:
         for host in started:
