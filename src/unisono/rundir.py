@@ -42,6 +42,7 @@ __all__ = [
     "make",
     "read_facts",
     "sound_steps",
+    "user",
 ]
 
 RUN_FILE = "run.json"
@@ -249,8 +250,8 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
         return
     if other is not None and not resume:
         if not overwrite:
-            if (user := _user(directory)) is not None:
-                raise RunDirectoryError(going(directory, user))
+            if (name := user(directory)) is not None:
+                raise RunDirectoryError(going(directory, name))
             raise RunDirectoryError(
                 f"{directory} holds another run ({other}); choose another directory, or pass overwrite=True "
                 '(--overwrite on the command line) to replace it, or resume="auto" (--resume) to go on with it'
@@ -302,16 +303,16 @@ def forget_head(directory: Path, run_id: str, token: str) -> None:
 
 def is_taken(directory: Path, run_id: str) -> bool:
     """Return whether processes of another run than ``run_id`` hold the `Lock` of a directory."""
-    user = _user(directory) or ""
-    return user != "" and not user.startswith(f"{run_id},")
+    name = user(directory) or ""
+    return name != "" and not name.startswith(f"{run_id},")
 
 
 def is_going(directory: Path) -> bool:
     """Return whether a process of a run holds the `Lock` of a directory."""
-    return bool(_user(directory))
+    return bool(user(directory))
 
 
-def _user(directory: Path) -> str | None:
+def user(directory: Path) -> str | None:
     """Return the holder of the `Lock` of a directory that this process does not hold; None: there is none."""
     with contextlib.suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
         try:
