@@ -142,7 +142,7 @@ def examine(found: Sequence[Host], asked: Asked) -> Known:
     return Known(
         facts=facts,
         clocks={host.name: _clock(host) for host in able},
-        sees_run_dir=_who_sees(able, asked),
+        sees_run_dir=_who_sees(able, facts[able[0].name].disk_folder),
         paths=[_path(source, target, facts, asked) for source, target in itertools.permutations(able, 2)],
     )
 
@@ -158,9 +158,9 @@ def _clock(host: Host) -> float:
     return min(looks)[1]
 
 
-def _who_sees(able: Sequence[Host], asked: Asked) -> Mapping[str, bool]:
-    """Return which machines see a file that the first one makes in the run directory; nothing where it cannot."""
-    file = str(PurePath(asked.run_dir) / f".unisono-doctor-{secrets.token_hex(4)}")
+def _who_sees(able: Sequence[Host], folder: str) -> Mapping[str, bool]:
+    """Return which machines see a file that the first one makes in a folder; nothing where it cannot."""
+    file = str(PurePath(folder) / f".unisono-doctor-{secrets.token_hex(4)}")
     first, *others = able
     if first.ask(Order(what="make", file=file)).error:
         return {}
