@@ -17,6 +17,8 @@ from unisono.doctor.facts import Asked, find_out
 from unisono.doctor.orders import Order, carry_out
 from unisono.doctor.path import NUM_PINGS, Server, measure
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("small_training.py")
 
 

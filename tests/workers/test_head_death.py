@@ -54,6 +54,8 @@ from unisono.messages import (
 from unisono.spec import RunSpec
 from unisono.testing import run_workers
 
+pytestmark = pytest.mark.more
+
 # The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
 RUN = [sys.executable, "-m", "unisono", "run", *PATIENT, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
 M = TypeVar("M", bound=Message)
@@ -72,7 +74,7 @@ with unisono.Run(seed=3) as run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(data, batch_size=24, microbatches=4, epochs=6):
-        if step.number == 5 and run.is_main:
+        if step.number_in_loop == 5 and run.is_main:
             (gate / "reached").open("w").write("x")  # a pipe: the test reads it, and then answers
             (gate / "go").open().read()
         for x, y in step:
@@ -228,7 +230,7 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
 @pytest.mark.usefixtures("nursery")
 def test_what_the_head_said_last_is_heard_before_another_one_follows(tmp_path: Path) -> None:
     """Also by a command that stood still meanwhile: the head that follows must know that steps were done."""
-    with held_run(tmp_path, SCRIPT.replace("step.number == 5", "step.number in (0, 5)"), 1) as run:
+    with held_run(tmp_path, SCRIPT.replace("step.number_in_loop == 5", "step.number_in_loop in (0, 5)"), 1) as run:
         address = find(str(run.directory))
         os.kill(run.process.pid, signal.SIGSTOP)
         run.go_on()
@@ -419,7 +421,7 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
         head._telling.pass_on(Happened(event=step(number), number=number))
-    head._tell_agents(Announcement(text="the last"))
+    head.tell_agents(Announcement(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
     assert kinds == [Happened] * (MAX_STEPS_QUEUED + 1) + [Announcement]
 
