@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from unisono import rundir
-from unisono.errors import RunDirectoryError
+from unisono.cli.given import check_directory
+from unisono.errors import RunDirectoryError, UsageError
 from unisono.journal import JOURNAL
 from unisono.rundir import RUN_FILE, Lock, RunDirectory, claim, describe, forget_head, holder
 
@@ -206,3 +207,16 @@ def test_without_locks_only_the_user_can_say_that_a_run_is_over(
     claim(tmp_path, "r0", overwrite=False)
     with pytest.raises(RunDirectoryError, match="holds another run"):
         RunDirectory(tmp_path).claim("r1", overwrite=False, resume=False)
+
+
+def test_a_run_goes_on_in_a_directory_as_long_as_its_processes_hold_it(tmp_path: Path) -> None:
+    """Also where it is shared: a process id in the address of the head may be that of another machine."""
+    (tmp_path / "head.json").write_text(json.dumps({"pid": os.getpid(), "url": "ws://other:1", "run_id": "a"}))
+    check_directory(tmp_path)
+    lock = Lock()
+    lock.take(tmp_path, "a")
+    try:
+        with pytest.raises(UsageError, match=r"a run is going in .* \(a, pid"):
+            check_directory(tmp_path)
+    finally:
+        lock.release()

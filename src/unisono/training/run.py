@@ -218,7 +218,7 @@ class Run(Calls, Evaluating, Trainings):
         if member is not None:
             member.begin_run()
         else:
-            tasks.refuse_torchrun(os.environ)
+            tasks.refuse_others(os.environ)
             life.end_forgotten()
         self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
         with ExitStack() as begun:  # what the end takes back, or an error on the way

@@ -86,7 +86,7 @@ SAID_OTHERWISE: Final = ("crash", "error", "failed-join")
 
 
 class Terminal(ABC):
-    """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
+    """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Live` for a terminal."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
