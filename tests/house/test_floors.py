@@ -85,6 +85,7 @@ FLOORS = {
     "link": 2,
     "invitation": 2,
     "secret": 2,
+    "owned": 2,
     "certificate": 2,
     "records": 2,
     "interfaces": 2,
@@ -103,6 +104,7 @@ FLOORS = {
     "controlgroups": 2,
     "platforms": 2,
     "extras": 2,
+    "training.length": 2,
     "training.life": 2,
     "process": 2,
     "state.packing": 2,
@@ -133,6 +135,7 @@ FLOORS = {
     "training.upcoming": 4,
     "training.talking": 4,
     "training.calls": 4,
+    "training.batches": 4,
     "training.begun": 4,
     "training.beside": 4,
     "training.evaluating": 4,
@@ -251,7 +254,7 @@ NEIGHBOURS = {
     "certificate": {"invitation", "secret"},
     "invitation": {"secret"},
     "capacity": {"controlgroups", "seats"},  # what other runs hold cannot be had
-    "rendezvous": {"lifetime"},
+    "rendezvous": {"lifetime", "owned"},
     "trialrun": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
@@ -266,7 +269,7 @@ NEIGHBOURS = {
     "gpus": {"capacity"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
-    "watch": {"extras"},
+    "watch": {"extras", "tasks"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers", "planning", "report"},
@@ -301,8 +304,10 @@ NEIGHBOURS = {
     "training.begun": {"rounds"},
     "training.requests": {"rounds"},
     "training.beside": {"rounds", "training.begun", "training.requests"},
+    "training.batches": {"rounds"},
     "training.evaluating": {
         "rounds",
+        "training.batches",
         "training.begun",
         "training.beside",
         "training.requests",
@@ -381,6 +386,7 @@ NEIGHBOURS = {
     "training.run": {
         "rounds",
         "training.audited",
+        "training.batches",
         "training.ending",
         "training.evaluating",
         "training.evaluator",
@@ -389,6 +395,7 @@ NEIGHBOURS = {
         "training.loop",
         "training.notes",
         "training.profiling",
+        "training.requests",
         "training.schedule",
         "training.step",
         "training.steps",

@@ -19,6 +19,8 @@ from unisono.errors import StepError, UsageError
 from unisono.state.packing import digest_of_state
 from unisono.training.run import Run
 
+pytestmark = pytest.mark.more
+
 M = 6
 
 

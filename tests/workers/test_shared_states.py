@@ -36,6 +36,8 @@ from unisono.state.sharded import held_digests, states_in
 from unisono.state.tracked import Tracked
 from unisono.training import run as running
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 NUM_PARAMETERS = 6
 
@@ -92,7 +94,7 @@ class Members:
     def step(self) -> None:
         reports = [saver.report() for saver in self.savers]
         self.total += 1
-        place = Position(phase=0, step=self.total, total=self.total, lines=0)
+        place = Position(phase=0, step=self.total, number=self.total, total=self.total, lines=0)
         for saver in self.savers:
             saver.on_reports(reports, 1, self.ids)
             saver.boundary(snapshot.Moment(place, 1, self.ids, {}))

@@ -324,8 +324,8 @@ class Pipeline(SumsAhead[DelayedRound]):
         arrived = self._arrived[number]
         if arrived.has_new_sums:
             raise StepError(
-                f"step.add brought a new name in step {number}. With delay= the gradient of a step is under way "
-                "while the next ones begin, so all names must be there in the first step: add zeros there"
+                f"step.add brought a new name in {self._context.name(number)}. With delay= the gradient of a step is "
+                "under way while the next ones begin, so all names must be there in the first step: add zeros there"
             )
         del self._arrived[number]
         round_ = self._summed.pop(number, None)
@@ -334,7 +334,9 @@ class Pipeline(SumsAhead[DelayedRound]):
                 yield from round_.find_not_finite()
         self._values.pop(number, None)
         if arrived.scalars[0] == 0.0:
-            raise StepError(f"all micro-batches of step {number} have weight 0: there is no mean gradient")
+            raise StepError(
+                f"all micro-batches of {self._context.name(number)} have weight 0: there is no mean gradient"
+            )
         folder.buffers.start_step()
         shown = arrived.slot
         if self._members.size > 1:  # the script may write to what it gets, and others may need the sum as it is

@@ -42,8 +42,8 @@ from unisono.words import listed
 
 __all__ = ["TrainingLoop", "Wire", "check_wire"]
 
-OnStep = Callable[[Iteration, dict[str, float], range], None]
-"""Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
+OnStep = Callable[[Iteration, dict[str, float], int], None]
+"""Callback: (finished iteration, seconds by part, steps of the run at the end of this loop)."""
 
 Wire = Literal["fp32", "bf16"]
 """As what the sums of gradients in float32 travel between hosts."""
@@ -213,7 +213,7 @@ class TrainingLoop:
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
                     self._move_to(number)
-                    team.in_loop((phase, number))
+                    team.in_loop((phase, self._base + number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
                     self._current_folder()
                     self._keeper.settle_given_up(rounds)
@@ -262,7 +262,7 @@ class TrainingLoop:
             self._end_step(step)
         if step is not None:
             # A loop that was left by `break` has not reached its end, where it would have set this position.
-            self._move_to(step.number + (1 if step.has_begun else 0))
+            self._move_to(step.number_in_loop + (1 if step.has_begun else 0))
 
     def apart(self) -> AbstractContextManager[None]:
         """Return a context for what is done together between two steps, which is no update of the script's."""
@@ -302,7 +302,7 @@ class TrainingLoop:
         point("after_step")
         seconds = self._clock.reset()
         self._clock.switch("other")
-        self._on_step(step, seconds, range(self._base, self._base + self.num_steps))
+        self._on_step(step, seconds, self._base + self.num_steps)
 
     def _tell_loop(self, first: int) -> None:
         """Tell the inspector which loop begins."""
@@ -326,7 +326,13 @@ class TrainingLoop:
         return (self._base + self.num_steps - 1, number)
 
     def _move_to(self, number: int) -> None:
-        position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)
+        position = Position(
+            phase=self._phase,
+            step=number,
+            number=self._base + number,
+            total=self._num_done(),
+            lines=self._journal.number,
+        )
         self._rounds.move_to(position)
 
     def _current_folder(self) -> GradientFolder:
