@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,23 @@ class OneBuffer(torch.autograd.Function):
         return None, OneBuffer.memory.detach()
 
 
+class OneArray(torch.autograd.Function):
+    """The same with memory of numpy, of which torch sees one tensor only."""
+
+    memory = np.empty((6, 2), dtype=np.float32)
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        return inputs @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (inputs,) = ctx.saved_tensors
+        OneArray.memory[...] = (inputs.t() @ grads[0]).numpy()
+        return None, torch.from_numpy(OneArray.memory)
+
+
 class Product(nn.Module):
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -90,9 +108,10 @@ class Product(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.* was made before")
-def test_a_gradient_in_memory_that_is_written_again_is_not_kept() -> None:
+@pytest.mark.parametrize("again", [OneBuffer, OneArray])
+def test_a_gradient_in_memory_that_is_written_again_is_not_kept(again: type[torch.autograd.Function]) -> None:
     ends = []
-    for function in (torch.matmul, OneBuffer.apply):
+    for function in (torch.matmul, again.apply):
         model = Product(function)
         ends += trained(model, SGD(model.parameters(), lr=0.1), data(6))
     assert torch.equal(*ends)

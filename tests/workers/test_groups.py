@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from tests.waiting import WAIT_S
 from unisono.errors import PeerLost
-from unisono.exchange import listening, proof
+from unisono.exchange import proof
 from unisono.exchange import wire as wires
 from unisono.exchange.listening import Port
+from unisono.exchange.sockets import tcp_sockets
 from unisono.exchange.wire import Wire
 
 pytestmark = pytest.mark.more
@@ -76,15 +77,7 @@ def connect() -> Iterator[Callable[..., list[Any]]]:
 
 def ports() -> set[int]:
     """Where gloo listens in this process."""
-    found = set()
-    for number in listening._listening().values():
-        with contextlib.suppress(OSError):  # closed meanwhile, with the group of an earlier test
-            probe = socket.socket(fileno=number)
-            try:
-                found.add(probe.getsockname()[1])
-            finally:
-                probe.detach()
-    return found
+    return {each.here[1] for each in tcp_sockets().values() if each.listens}
 
 
 def test_members_of_one_run_are_connected(connect: Callable[..., list[Any]]) -> None:

@@ -261,15 +261,39 @@ def test_a_group_of_parameters_may_not_be_added_in_the_inner_loop() -> None:
 # -- gradients ---------------------------------------------------------------------------------------
 
 
-def test_clipping_in_the_inner_loop_is_warned_of() -> None:
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_clipping_in_the_inner_loop_is_warned_of(clip: Callable[..., object]) -> None:
     """It finds no gradients there, and does nothing."""
 
     def body(training: Training, step: Step, x: Tensor, y: Tensor) -> None:
         training.backward(step, x, y)
-        nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+        clip(training.model.parameters(), 0.1)
 
-    with pytest.warns(UserWarning, match="did nothing"), AloneRun(seed=1) as run:
+    with (
+        pytest.warns(UserWarning, match=f"{clip.__name__} was called .* did nothing") as warned,
+        AloneRun(seed=1) as run,
+    ):
         Training(run).train(body, num_steps=1)
+    assert all(one.filename == __file__ for one in warned)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_clipping_in_an_iteration_without_a_gradient_does_nothing(clip: Callable[..., object]) -> None:
+    """The first iterations with a delay have none."""
+    found = []
+    with warnings.catch_warnings(), AloneRun(seed=1) as run:
+        warnings.simplefilter("error")
+        training = Training(run)
+        for step in run.steps(vectors(), batch_size=24, microbatches=4, max_steps=2, delay=1):
+            for x, y in step:
+                training.backward(step, x, y)
+            clip(training.model.parameters(), 1e-3)
+            found += [
+                parameter.grad.abs().max() for parameter in training.model.parameters() if parameter.grad is not None
+            ]
+            training.optimizer.step()
+    assert found
+    assert max(found) <= 1e-3
 
 
 def test_clipping_after_the_inner_loop_is_not_warned_of() -> None:
@@ -316,7 +340,12 @@ def test_an_update_may_be_left_out_by_zeros() -> None:
 
 
 def test_functions_of_torch_are_left_as_they_were_in_whatever_order_runs_end() -> None:
-    before = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, nn.utils.clip_grad._get_total_norm
+    def wrapped() -> list[object]:
+        clip = nn.utils.clip_grad
+        kind = torch.optim.Optimizer
+        return [kind.zero_grad, nn.Module.zero_grad, clip._get_total_norm, clip._group_tensors_by_device_and_dtype]
+
+    before = wrapped()
     with AloneRun(seed=1) as first, AloneRun(seed=2) as second:
         trainings = [Training(first), Training(second)]
         loops = [
@@ -328,7 +357,7 @@ def test_functions_of_torch_are_left_as_they_were_in_whatever_order_runs_end() -
                 for x, y in step or ():
                     training.backward(step, x, y)
                 training.optimizer.step()
-    assert (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, nn.utils.clip_grad._get_total_norm) == before
+    assert wrapped() == before
 
 
 def test_a_buffer_that_is_expanded_and_never_written_is_no_hindrance() -> None:

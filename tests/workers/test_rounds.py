@@ -20,7 +20,7 @@ from unisono.decisions.cadence import CheckpointReport, Position
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
-from unisono.errors import PeerLost
+from unisono.errors import PeerLost, StateLost
 from unisono.exchange import Exchange, Share, combine
 from unisono.exchange.alone import Alone
 from unisono.exchange.counters import Counters
@@ -35,9 +35,11 @@ from unisono.rounds.admission import Admission
 from unisono.rounds.gradient import CommittedStep
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
+from unisono.rounds.replicas import check_held
 from unisono.rounds.standing import Report
 from unisono.rounds.team import AloneTeam, HeadTeam
 from unisono.state.packing import quick_digest
+from unisono.state.replicas import Shelf
 from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
 from unisono.training.keeping import Keeper
@@ -375,3 +377,13 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
     for _ in rounds.play(Sum(rounds.members)):
         pass
     assert waits == [True]
+
+
+def test_the_error_of_a_lost_replica_names_what_the_run_can_go_on_from() -> None:
+    class Reported(Nothing):
+        def newest(self) -> str:
+            return "the newest checkpoint, runs/a/checkpoints/step-12"
+
+    members = Rounds(AloneTeam(CPU), Tracked(), reporter=Reported()).members
+    with pytest.raises(StateLost, match=r"replica 1 .* Go on from the newest checkpoint, runs/a/checkpoints/step-12; "):
+        check_held(members, {0: [0]}, Shelf({}, {}, {1: ("w1", "w2")}), [0, 1])

@@ -25,8 +25,9 @@ def gradient_of(parameter: Tensor, mean: Tensor) -> Tensor:
 
 
 def is_private(gradient: Tensor) -> bool:
-    """Return whether nothing else holds the memory of a gradient, as far as torch counts. Else the next backward may
-    write there: a replayed CUDA graph does, and so does a function that has one buffer for all its gradients.
+    """Return whether nothing else holds the memory of a gradient. Else the next backward may write there: a replayed
+    CUDA graph does, and so does a function that has one buffer for all its gradients. Torch counts who uses memory of
+    its own, and nobody counts who uses that of others, e.g. of numpy, which torch may not resize.
     """
     is_cached = torch._C._is_cached_tensor(gradient)  # type: ignore[attr-defined]  # torch.compile's CUDA graphs
-    return num_tensors_on(gradient) == 1 and not is_cached
+    return num_tensors_on(gradient) == 1 and gradient.untyped_storage().resizable() and not is_cached

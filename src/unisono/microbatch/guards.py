@@ -39,7 +39,7 @@ from unisono.stacks import level_outside
 from unisono.state.packing import quick_digest
 from unisono.state.tracked import Tracked
 
-__all__ = ["Guards", "Structure", "UnusedGradients", "warn_of_clipping", "watched_schedulers", "watched_zero_grad"]
+__all__ = ["Guards", "Structure", "UnusedGradients", "watched_clipping", "watched_schedulers", "watched_zero_grad"]
 
 Settings = dict[tuple[str, int | str, str], Any]
 """(optimizer, group, option) -> its value; (module, path, buffer) -> whether it is there; (scheduler, "", counter)."""
@@ -273,9 +273,14 @@ class UnusedGradients:
 
 
 class _Wrapped:
-    """Functions of torch that are wrapped as long as there is a listener. Runs may end in any order."""
+    """Functions of torch that are wrapped as long as there is a listener. Runs may end in any order.
 
-    def __init__(self, *functions: tuple[Any, str]) -> None:
+    Args:
+        answer: returns what is returned instead of calling a function; None: it is called.
+    """
+
+    def __init__(self, *functions: tuple[Any, str], answer: Callable[..., Any] = lambda *_, **__: None) -> None:
+        self._answer = answer
         self._functions = [(owner, name) for owner, name in functions if hasattr(owner, name)]
         self._originals: list[Any] = []
         self._listeners: list[Callable[..., None]] = []
@@ -301,7 +306,8 @@ class _Wrapped:
         def wrapped(*arguments: Any, **options: Any) -> Any:
             for listener in list(self._listeners):
                 listener(*arguments, **options)
-            return original(*arguments, **options)
+            answer = self._answer(*arguments, **options)
+            return original(*arguments, **options) if answer is None else answer
 
         return wrapped
 
@@ -309,6 +315,12 @@ class _Wrapped:
 _zero_grad = _Wrapped((torch.optim.Optimizer, "zero_grad"), (nn.Module, "zero_grad"))
 _total_norm = _Wrapped((clip_grad, "_get_total_norm"))
 """``clip_grad_norm_`` calls this function, under whichever name the script has imported ``clip_grad_norm_``."""
+
+
+_grouped = _Wrapped(
+    (clip_grad, "_group_tensors_by_device_and_dtype"), answer=lambda groups, *_, **__: None if any(groups) else {}
+)
+"""``clip_grad_value_`` calls this function."""
 
 
 _scheduler_step = _Wrapped(
@@ -326,21 +338,31 @@ def watched_zero_grad(call: Callable[[object], None]) -> AbstractContextManager[
     return _zero_grad.calling(lambda cleared, *_, **__: call(cleared))
 
 
-def warn_of_clipping(is_inside: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Return a context that warns of ``torch.nn.utils.clip_grad_norm_`` if it is called within a micro-batch.
+@contextmanager
+def watched_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
+    """Return a context in which clipping does nothing where there are no gradients, and warns of it in a micro-batch.
 
-    The function finds no gradient there, and silently does nothing.
+    So ``clip_grad_norm_`` is by itself; ``clip_grad_value_`` would raise an error of torch's.
     """
 
-    def look(tensors: Any, *_: Any, **__: Any) -> None:
-        if is_inside() and isinstance(tensors, Sequence) and not tensors:
+    def warn(name: str) -> None:
+        if is_inside():
             warnings.warn(
-                "torch.nn.utils.clip_grad_norm_ was called inside of `for batch in step`, where parameters have no "
+                f"torch.nn.utils.{name} was called inside of `for batch in step`, where parameters have no "
                 "gradient yet: it did nothing. Call it after that loop, where .grad is the mean over the global batch",
-                stacklevel=5,
+                stacklevel=6,
             )
 
-    return _total_norm.calling(look)
+    def look(tensors: Any, *_: Any, **__: Any) -> None:
+        if isinstance(tensors, Sequence) and not tensors:
+            warn("clip_grad_norm_")
+
+    def look_at_groups(groups: Sequence[Any], *_: Any, **__: Any) -> None:
+        if not any(groups):
+            warn("clip_grad_value_")
+
+    with _total_norm.calling(look), _grouped.calling(look_at_groups):
+        yield
 
 
 def _shown(option: Any) -> Any:

@@ -133,6 +133,9 @@ class Reporter(Protocol):
     def unwritten_lines(self) -> list[str]:
         """Return the lines of the journal that a newcomer may have to write."""
 
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error."""
+
 
 class Nothing:
     """Result before the first round, and reporter of a run without checkpoints and journal."""
@@ -150,3 +153,6 @@ class Nothing:
 
     def unwritten_lines(self) -> list[str]:
         return []
+
+    def newest(self) -> str:
+        return "the beginning: this run has no checkpoints"

@@ -81,6 +81,8 @@ def is_finite(slot: Slot, rows: range) -> bool:
     """Return whether the gradients in these rows of a slot are finite."""
     for piece in slot.layout.pieces(rows.start, rows.stop):
         values = slot.typed(piece.dtype)[piece.start : piece.stop]
+        if values.is_complex():
+            values = torch.view_as_real(values)
         # A sum is finite only if all of its terms are. It is infinite without that only if it overflows.
         if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
             return False

@@ -89,6 +89,10 @@ class Members:
         """Of the members, by rank."""
         return self.team.worker_ids
 
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error. Local."""
+        return self._reporter.newest()
+
     @property
     def hosts(self) -> Sequence[str]:
         """Of the members, by rank."""

@@ -125,7 +125,7 @@ class LateRound(ReplicaRound):
             for each in members.gather(msgspec.msgpack.encode(sorted(shelf.held)))
         ]
         holders = by_replica(held)
-        check_held(holders, shelf, [replica for replicas in plan.ranges for replica in replicas])
+        check_held(members, holders, shelf, [replica for replicas in plan.ranges for replica in replicas])
         shelf.held.update(deliver(members, shelf, deliveries(holders, plan.ranges)))
 
     def compute_ahead(self, plan: Plan) -> Iterator[object]:

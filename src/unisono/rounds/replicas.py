@@ -457,12 +457,12 @@ def _place(members: Members, shelf: Shelf | None, plan: Plan, groups: Groups, *,
     if shelf is None:
         return Placed(grouping, {}, {})
     holders = by_replica([seat.held for seat in seats])
-    check_held(holders, shelf, todo)
+    check_held(members, holders, shelf, todo)
     moves = deliveries(holders, [grouping.replicas(rank) for rank in range(members.size)])
     return Placed(grouping, holders_after(holders, moves), deliver(members, shelf, moves))
 
 
-def check_held(holders: Mapping[int, Sequence[int]], shelf: Shelf, todo: Sequence[int]) -> None:
+def check_held(members: Members, holders: Mapping[int, Sequence[int]], shelf: Shelf, todo: Sequence[int]) -> None:
     """Check that the states of the replicas that are to be computed are held by somebody.
 
     Args:
@@ -475,6 +475,6 @@ def check_held(holders: Mapping[int, Sequence[int]], shelf: Shelf, todo: Sequenc
         if replica not in holders:
             raise StateLost(
                 f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of "
-                'them are lost: the run cannot go on from here. Go on from the newest checkpoint (resume="auto", '
-                "or unisono run --resume RUN); with more copies= it survives more losses within one round"
+                f"them are lost: the run cannot go on from here. Go on from {members.newest()}; with more copies= it "
+                "survives more losses within one round"
             )

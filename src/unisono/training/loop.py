@@ -18,7 +18,7 @@ from unisono.faults import at_step, point
 from unisono.journal import Journal
 from unisono.microbatch.data import MakeFetcher
 from unisono.microbatch.folding import GradientFolder
-from unisono.microbatch.guards import Guards, UnusedGradients, warn_of_clipping, watched_schedulers, watched_zero_grad
+from unisono.microbatch.guards import Guards, UnusedGradients, watched_clipping, watched_schedulers, watched_zero_grad
 from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.plain import taken_backward
 from unisono.microbatch.randomness import seed_at
@@ -204,7 +204,7 @@ class TrainingLoop:
         self.is_open = True
         try:
             with (
-                warn_of_clipping(self.is_in_microbatch),
+                watched_clipping(self.is_in_microbatch),
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward),
