@@ -22,6 +22,8 @@ from unisono.rounds import evaluation
 from unisono.rounds.life import Rounds
 from unisono.rounds.testimony import Repeats
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:

@@ -8,9 +8,12 @@ A batch must change no state, because only one worker evaluates it. So modes and
 With its totals each worker sends digests of all tracked objects, taken after its last batch; without this check,
 workers whose models have become different would go on together and mix their results.
 
-Now and then each worker evaluates a batch of another one as well. The totals must be equal: a function that counts or
-keeps state gives other totals, and so does a machine that computes wrong values. Where the run has audits, these find
-out which it is, as for a micro-batch (`unisono.rounds.auditing`).
+Now and then each worker evaluates a batch of another one as well. The totals must be equal: code that counts or keeps
+state gives other totals, and so does a machine that computes wrong values. Where the run has audits, these find out
+which it is, as for a micro-batch (`unisono.rounds.auditing`).
+
+The script gets the batches one by one, and adds up what it finds in them (`BatchSums`): in a loop of its own
+(``run.batches``), or by a function (``run.evaluate``), which is a loop as well.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from unisono.decisions.checks import is_rehearsed, rehearsal
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
-from unisono.errors import DivergenceError, RecipeError, UsageError
+from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
 from unisono.exchange.flat import with_flipped_bit
 from unisono.faults import point, spoils
 from unisono.microbatch.data import Loader, MakeFetcher
@@ -40,26 +43,62 @@ from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
 from unisono.state.tracked import Tracked
 
-__all__ = ["Evaluator", "Totals", "check_batches", "evaluate"]
+__all__ = ["BatchSums", "Evaluator", "Totals", "check_batches", "evaluate"]
 
 Totals = dict[str, Any]
 """Totals by name: int, float, or a CPU tensor."""
 
 
-class Evaluator:
-    """Evaluates batches, and puts back the modes and buffers that the function has changed. Local."""
+class BatchSums:
+    """What an evaluation adds up for the batch in hand.
 
-    def __init__(
-        self, fetcher: Loader, function: Callable[[Any], Mapping[str, Any]], tracked: Tracked, *, seed: int
-    ) -> None:
+    Args:
+        what: the call of the script, for errors.
+        fills: a batch that says nothing of a name counts as zero; otherwise all batches name the same.
+    """
+
+    def __init__(self, what: str, *, fills: bool) -> None:
+        self.what, self.fills = what, fills
+        self.batch: int | None = None
+        """The batch in hand; None: there is none."""
+        self._totals: Totals = {}
+
+    def begin(self, batch: int) -> None:
+        self.batch, self._totals = batch, {}
+
+    def end(self) -> Totals:
+        """Return the totals of the batch in hand, which is done."""
+        self.batch = None
+        return self._totals
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add numbers of the batch in hand.
+
+        Raises:
+            StepError: there is no batch in hand. UsageError: a value is no number.
+        """
+        if self.batch is None:
+            raise StepError(
+                "numbers are added up within `for batch in run.batches(...)`; outside of that loop all workers would "
+                "add the same, and what is known there needs no sum"
+            )
+        for name, value in values.items():
+            total = _total(value, name)
+            self._totals[name] = self._totals[name] + total if name in self._totals else total
+
+
+class Evaluator:
+    """Gives batches to the script, and puts back the modes and buffers that the script has changed. Local."""
+
+    def __init__(self, fetcher: Loader, sums: BatchSums, tracked: Tracked, *, seed: int) -> None:
         """
         Args:
             fetcher: batches are fetched as (0, batch).
-            function: batch -> totals of this batch by name.
+            sums: where the script adds up what it finds in a batch.
             tracked: its modules are in the mode in which they are to be evaluated.
         """
         self._fetcher = fetcher
-        self._function = function
+        self.sums = sums
         self._seed = seed
         self._structure = Structure(tracked)
         self._carried = tracked.carried
@@ -70,33 +109,30 @@ class Evaluator:
         """Return whether a batch comes from where others come; see `unisono.microbatch.data.Loader.comes`."""
         return self._fetcher.comes(0, batch)
 
-    def totals(self, batch: int) -> Totals:
-        """Return the totals of one batch.
+    def play(self, batch: int) -> Generator[Any, None, Totals]:
+        """Yield one batch; returns its totals.
 
         Raises:
-            StepError: the function has made or replaced parameters.
+            StepError: the script has made or replaced parameters.
         """
         data = self._fetcher.fetch(0, batch)
         seed_at(self._seed, "evaluate", batch)
         for carried in self._carried.values():
             carried.open()
+        self.sums.begin(batch)
         with torch.no_grad():
-            totals = self._function(data)
+            yield data
             self._buffers.restore()
+        totals = self.sums.end()
         written = [name for name, carried in self._carried.items() if carried.discard()]
         if written:
             raise UsageError(
-                f"the function of run.evaluate has written rows of {written[0]!r} (a unisono.Carried), and another "
+                f"a batch of {self.sums.what} has written rows of {written[0]!r} (a unisono.Carried), and another "
                 "worker may evaluate the next batch of the same key. It may only read them"
             )
-        self._structure.check(f"batch {batch} of run.evaluate")
+        self._structure.check(f"batch {batch} of {self.sums.what}")
         self._structure.restore_modes()
-        if not isinstance(totals, Mapping):
-            raise UsageError(
-                "the function of run.evaluate must return totals by name, e.g. {'correct': 93, 'samples': 100}; "
-                f"got a {type(totals).__qualname__}"
-            )
-        return {name: _total(value, name) for name, value in totals.items()}
+        return totals
 
 
 class EvaluationRound:
@@ -150,12 +186,11 @@ class EvaluationRound:
     def compute(self, plan: Plan) -> Iterator[object]:
         for batch in plan.ranges[self._members.rank]:
             if batch not in self._have:
-                self._have[batch] = self._evaluate(batch)
+                self._have[batch] = yield from self._evaluate(batch)
                 point("in_evaluation", batch)
         other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
         if other is not None and other not in self._have and self._evaluator.comes(other):
-            self._twice[other] = digest_of_state(self._evaluate(other))
-        yield from ()
+            self._twice[other] = digest_of_state((yield from self._evaluate(other)))
 
     def combine(self, plan: Plan) -> Gathered:
         state = self._tracked.compared() if self._members.size > 1 else {}
@@ -174,7 +209,7 @@ class EvaluationRound:
         self.is_disputed = self._finds_wrong and (any(part.disputed for part in parts) or has_minority(found))
         if not self.is_disputed:
             check_digests(found)
-            words = _differing(by_worker, self._have)
+            words = _differing(by_worker, self._have, self._evaluator.sums.what)
             self.is_disputed = self._finds_wrong and bool(words)
             if words and not self._finds_wrong:
                 raise DivergenceError(words, sound=-1)
@@ -190,21 +225,20 @@ class EvaluationRound:
     @property
     def number(self) -> int:
         """Number of the next step of the run."""
-        return self._position.total
+        return self._position.number
 
     def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
-        """Evaluate a batch whose totals are not added; return their digest. Yields nothing."""
-        yield from ()
-        return digest_of_state(self._evaluate(leaf))
+        """Yield a batch whose totals are not added; return their digest."""
+        return digest_of_state((yield from self._evaluate(leaf)))
 
     def totals(self) -> Totals:
         """Return the totals of all batches, once the round is over."""
-        return _add_up(self._have)
+        return _add_up(self._have, self._evaluator.sums)
 
-    def _evaluate(self, batch: int) -> Totals:
+    def _evaluate(self, batch: int) -> Generator[Any, None, Totals]:
         self._team.check()
-        self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
-        totals = self._evaluator.totals(batch)
+        self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
+        totals = yield from self._evaluator.play(batch)
         if (bit := spoils("evaluation", batch)) is not None:
             name = next(iter(totals))
             wrong = with_flipped_bit(torch.as_tensor(totals[name]), bit)
@@ -215,7 +249,7 @@ class EvaluationRound:
 def evaluate(
     rounds: Rounds | None,
     tracked: Tracked,
-    function: Callable[[Any], Mapping[str, Any]],
+    sums: BatchSums,
     make_fetcher: MakeFetcher,
     *,
     num_batches: int,
@@ -224,12 +258,13 @@ def evaluate(
     number: int,
     at: Callable[[int], None] = lambda batch: None,
     audits: Audits | None = None,
-) -> Totals:
-    """Evaluate all batches with the tracked modules in ``eval()`` mode, and add up their totals. Collective.
+) -> Generator[Any, None, Totals]:
+    """Yield the batches of this worker with the tracked modules in ``eval()`` mode, and return the totals of all
+    batches. Collective.
 
     Args:
         rounds: None: no member has joined yet, so every worker evaluates all batches for itself.
-        function: batch -> totals of this batch by name.
+        sums: where the script adds up what it finds in a batch.
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
         at: called before each batch where this worker is alone.
@@ -248,9 +283,9 @@ def evaluate(
     for module in tracked.modules.values():
         module.eval()
     try:
-        evaluator = Evaluator(fetcher, function, tracked, seed=seed)
+        evaluator = Evaluator(fetcher, sums, tracked, seed=seed)
         if rounds is None:
-            return _evaluate_alone(evaluator, num_batches, at)
+            return (yield from _evaluate_alone(evaluator, num_batches, at))
         finds_wrong = audits is not None
         while True:
             round_ = EvaluationRound(
@@ -261,28 +296,27 @@ def evaluate(
                 number=number,
                 finds_wrong=finds_wrong,
             )
-            for _ in rounds.play(round_):
-                pass
+            yield from rounds.play(round_)
             if audits is None:
                 return round_.totals()
             if not round_.is_disputed:
-                audits.record.same(rounds.position.total)
+                audits.record.same(rounds.position.number)
                 return round_.totals()
             # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
             # wrong, the next round is the last one, which raises for whatever differs.
-            finds_wrong = _result(audits.find(rounds, round_, round_.digests, round_.state))
+            finds_wrong = yield from audits.find(rounds, round_, round_.digests, round_.state)
     finally:
         fetcher.close()
         before.restore_modes()
 
 
-def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], None]) -> Totals:
+def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], None]) -> Generator[Any, None, Totals]:
     have = {}
     for batch in range(num_batches):
         at(batch)
-        have[batch] = evaluator.totals(batch)
+        have[batch] = yield from evaluator.play(batch)
         point("in_evaluation", batch)
-    return _add_up(have)
+    return _add_up(have, evaluator.sums)
 
 
 def check_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
@@ -303,33 +337,29 @@ def check_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
     return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
-def _add_up(have: Mapping[int, Totals]) -> Totals:
-    num_batches, names = len(have), have[0].keys()
-    for batch, totals in have.items():
-        if totals.keys() != names:
+def _add_up(have: Mapping[int, Totals], sums: BatchSums) -> Totals:
+    num_batches = len(have)
+    values: dict[str, dict[int, Any]] = {}
+    for batch in range(num_batches):
+        if not sums.fills and have[batch].keys() != have[0].keys():
             raise UsageError(
-                f"the function of run.evaluate returned the totals {sorted(names)} for batch 0 and {sorted(totals)} "
-                f"for batch {batch}; it must return the same names for every batch"
+                f"the function of {sums.what} returned the totals {sorted(have[0])} for batch 0 and "
+                f"{sorted(have[batch])} for batch {batch}; it must return the same names for every batch"
             )
-    return {
-        name: fold(
-            {leaf(batch, num_batches): have[batch][name] for batch in range(num_batches)},
-            num_batches,
-            lambda a, b: a + b,
-        )
-        for name in names
-    }
+        for name, value in have[batch].items():
+            values.setdefault(name, {})[batch] = value
+    return {name: _sum(found, num_batches) for name, found in values.items()}
 
 
-def _result(found: Generator[Any, None, bool]) -> bool:
-    while True:
-        try:
-            next(found)
-        except StopIteration as ended:
-            return bool(ended.value)
+def _sum(found: Mapping[int, Any], num_batches: int) -> Any:
+    """Add up the totals of one name in the order of the tree; a batch that has none counts as zero."""
+    first = next(iter(found.values()))
+    zero = torch.zeros_like(first) if isinstance(first, Tensor) else 0
+    leaves = {leaf(batch, num_batches): found.get(batch, zero) for batch in range(num_batches)}
+    return fold(leaves, num_batches, lambda a, b: a + b)
 
 
-def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> str:
+def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str) -> str:
     """Return in words which batch has other totals on a second worker; "": none has."""
     if len({part.digests.arithmetic for part in parts.values()}) > 1:
         return ""
@@ -337,10 +367,10 @@ def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> str:
         for batch, digest in part.twice.items():
             if digest != digest_of_state(have[batch]):
                 return (
-                    f"batch {batch} of run.evaluate was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, which the other one got. Either the function returns other totals on another "
+                    f"batch {batch} of {what} was evaluated by two workers, and its totals on {worker} are not "
+                    f"{have[batch]}, which the other one got. Either the script computes other totals on another "
                     "worker, or one of the two machines computes wrong values; with three workers and unisono run "
-                    f"--audit it is found out. The totals were used nowhere. For the function: {USUAL_CAUSES}"
+                    f"--audit it is found out. The totals were used nowhere. For the script: {USUAL_CAUSES}"
                 )
     return ""
 
@@ -380,5 +410,5 @@ def _total(value: Any, name: str) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise UsageError(
-            f"run.evaluate can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
+            f"an evaluation can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
         ) from None
