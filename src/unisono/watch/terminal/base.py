@@ -67,10 +67,17 @@ class Pace:
         return max(0.0, (self.last.num_steps - self.last.step - 1) * self._seconds)
 
 
-def summary(pace: Pace, ended: RunEnded) -> str:
-    """Return the run in one line."""
+def summary(pace: Pace, ended: RunEnded, traceback: str = "") -> str:
+    """Return the run in one line.
+
+    Args:
+        traceback: is shown after it. It ends with the message of an error of the library, which is long, and is said
+            once.
+    """
     if not ended.ok:
-        return f"failed: {ended.reason}"
+        error, _, message = traceback.rstrip().rpartition("\n")[2].partition(": ")
+        is_said = message and error.startswith("unisono.errors.")
+        return f"failed: {ended.reason.replace(f': {message}', '') if is_said else ended.reason}"
     last = pace.last
     if last is None:
         without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`

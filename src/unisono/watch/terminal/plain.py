@@ -59,7 +59,10 @@ class Plain(Terminal):
     def _end(self, ended: RunEnded, evidence: str) -> None:
         if not self._is_shown:
             self._show()
-        self._write(self._out if ended.ok else self._err, f"{self._now()} unisono: {summary(self._pace, ended)}")
+        self._write(
+            self._out if ended.ok else self._err,
+            f"{self._now()} unisono: {summary(self._pace, ended, ended.traceback)}",
+        )
         if ended.traceback:
             self._write(self._err, ended.traceback.rstrip("\n"))
         if evidence:
