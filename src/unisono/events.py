@@ -304,9 +304,7 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
     """A step is finished: all members have its gradient, and the script has left its update."""
 
     num_steps: int
-    """Steps of the run up to the end of this ``run.steps``."""
-    first_step: int = 0
-    """Steps of the run before this ``run.steps``."""
+    """Steps of the whole run; 0: nobody knows."""
     generation: int
     seconds: Seconds
     """Wall time of the step on the worker that wrote the line."""

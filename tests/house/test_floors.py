@@ -85,6 +85,7 @@ FLOORS = {
     "link": 2,
     "invitation": 2,
     "secret": 2,
+    "owned": 2,
     "certificate": 2,
     "records": 2,
     "interfaces": 2,
@@ -103,7 +104,7 @@ FLOORS = {
     "controlgroups": 2,
     "platforms": 2,
     "extras": 2,
-    "training.settings": 2,
+    "training.length": 2,
     "training.life": 2,
     "process": 2,
     "state.packing": 2,
@@ -117,6 +118,8 @@ FLOORS = {
     "checkpoint.snapshot": 3,
     "checkpoint.writer": 3,
     "training.recording": 3,
+    "training.settings": 3,
+    "training.modes": 3,
     "checkpoint.saving": 3,
     "checkpoint.loading": 3,
     "history": 3,
@@ -251,7 +254,7 @@ NEIGHBOURS = {
     "certificate": {"invitation", "secret"},
     "invitation": {"secret"},
     "capacity": {"controlgroups", "seats"},  # what other runs hold cannot be had
-    "rendezvous": {"lifetime"},
+    "rendezvous": {"lifetime", "owned"},
     "trialrun": {"lifetime"},
     "beatpage": {"lifetime"},
     "dialing": {"link"},
@@ -266,7 +269,7 @@ NEIGHBOURS = {
     "gpus": {"capacity"},
     "microbatch": {"state"},
     "training.recording": {"watch"},  # the script's own sinks get what the journal gets
-    "watch": {"extras"},
+    "watch": {"extras", "tasks"},
     "__main__": {"cli"},
     "launcher": {"cli"},  # it is `unisono run` for a function
     "cli": {"doctor", "kubernetes", "launchers", "planning", "report"},

@@ -149,13 +149,13 @@ class Guards:
                 "after the inner loop, where .grad is the mean over the global batch"
             )
 
-    def finish_step(self, number: int) -> None:
+    def finish_step(self, step: str) -> None:
         """Check that the inner loop has changed no parameter, setting or optimizer state.
 
         Raises:
             StepError: a parameter, an option, a scheduler or an optimizer's state has changed; names it.
         """
-        self._structure.check(f"the inner loop of step {number}")
+        self._structure.check(f"the inner loop of {step}")
         _check_settings(self._settings, self._current_settings())
         states = list(_optimizer_states(self._tracked))
         if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
@@ -204,8 +204,8 @@ class UnusedGradients:
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
         self._used: set[str] = set()
-        self._unused: dict[str, int] = {}
-        self._shown = -1
+        self._unused: dict[str, str] = {}
+        self._shown = ""
         self._left_out: set[str] = set()
         self._is_updated = False  # since the gradients of the newest step were complete
         self._versions: list[tuple[int, int]] = []  # of the parameters then
@@ -218,15 +218,15 @@ class UnusedGradients:
     def start_step(self) -> None:
         """Note the gradients of the step before that were not used. Called before they are dropped."""
         for name, optimizer in self._tracked.optimizers.items():
-            if name in self._used or name in self._left_out or self._shown < 0:
+            if name in self._used or name in self._left_out or not self._shown:
                 self._unused.pop(name, None)
             elif _has_finite_gradients(optimizer):  # others are left out on purpose
                 self._unused.setdefault(name, self._shown)
         self._used.clear()
 
-    def finish_step(self, number: int) -> None:
+    def finish_step(self, step: str) -> None:
         """Note that the gradients of a step are complete. Warns if no parameter has changed in two steps."""
-        self._shown = number
+        self._shown = step
         is_updated, self._is_updated = self._is_updated, False
         before, self._versions = self._versions, [(id(p), p._version) for _, p in self._tracked.trained()]
         if is_updated or before != self._versions or not self._expects_updates():
@@ -263,9 +263,9 @@ class UnusedGradients:
         """
         self._used.add(name)
         self._is_updated = True
-        if (number := self._unused.pop(name, None)) is not None:
+        if (step := self._unused.pop(name, None)) is not None:
             raise StepError(
-                f"{name}.step() is called now, and was not called after step {number}: the gradients of that step are "
+                f"{name}.step() is called now, and was not called after {step}: the gradients of that step are "
                 "lost, because each step begins with empty gradients. To accumulate gradients, use a larger batch_size "
                 "(and more microbatches) instead of several steps for one update. To skip the update of a step on "
                 f"purpose, call {name}.zero_grad() in that step"

@@ -9,7 +9,8 @@ With its totals each worker sends digests of all tracked objects, taken after it
 workers whose models have become different would go on together and mix their results.
 
 Now and then each worker evaluates a batch of another one as well. The totals must be equal: code that counts or keeps
-state gives other totals.
+state gives other totals, and so does a machine that computes wrong values. Where the run has audits, these find out
+which it is, as for a micro-batch (`unisono.rounds.auditing`).
 
 The script gets the batches one by one, and adds up what it finds in them (`BatchSums`): in a loop of its own
 (``run.batches``), or by a function (``run.evaluate``), which is a loop as well.
@@ -29,7 +30,8 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
 from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
-from unisono.faults import point
+from unisono.exchange.flat import with_flipped_bit
+from unisono.faults import point, spoils
 from unisono.microbatch.data import Loader, MakeFetcher
 from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
@@ -139,10 +141,11 @@ class EvaluationRound:
     Args:
         rehearses: evaluate a batch of another worker as well, to compare the totals.
         number: evaluations of the run that are done.
-        finds_minority: members whose state is not that of most are no error.
+        finds_wrong: members that have computed other totals, or whose state is not that of most, are no error.
     """
 
     kind: Final = "evaluation"
+    unit: Final = "evaluation batch"
 
     def __init__(
         self,
@@ -152,13 +155,16 @@ class EvaluationRound:
         num_batches: int,
         rehearses: bool,
         number: int,
-        finds_minority: bool = False,
+        finds_wrong: bool = False,
     ) -> None:
         self.is_disputed = False
-        """Most members have another state than some: it is to be done again without these."""
+        """Members have other totals or another state than others: it is to be done again without those that are wrong.
+        """
         self.state = 0
         """The digest of this member's state, once the round is over."""
-        self._finds_minority = finds_minority
+        self.digests: dict[int, int] = {}
+        """The digests of the batches that this member has evaluated and another one as well, once the round is over."""
+        self._finds_wrong = finds_wrong
         self.num_leaves = num_batches
         self.title = f"an evaluation of {num_batches} batches"
         self._members = rounds.members
@@ -169,7 +175,7 @@ class EvaluationRound:
         self._rehearses = rehearses and self._members.size > 1
         self._number = number
         self._have: dict[int, Totals] = {}
-        self._twice: dict[int, str] = {}  # digests of the totals of batches that another member evaluates
+        self._twice: dict[int, int] = {}  # digests of the totals of batches that another member evaluates
 
     def first_plan(self) -> Plan:
         return even_plan(self._members.size, self.num_leaves)
@@ -184,22 +190,29 @@ class EvaluationRound:
                 point("in_evaluation", batch)
         other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
         if other is not None and other not in self._have and self._evaluator.comes(other):
-            self._twice[other] = _digest((yield from self._evaluate(other)))
+            self._twice[other] = digest_of_state((yield from self._evaluate(other)))
 
     def combine(self, plan: Plan) -> Gathered:
         state = self._tracked.compared() if self._members.size > 1 else {}
         digests = Digests(self._team.arithmetic, {name: f"{quick_digest(part):016x}" for name, part in state.items()})
         own = _Part.of(self._have, digests, self._twice)
         parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own.encode())]
+        twice = {batch for part in parts for batch in part.twice}
+        self.digests = {
+            batch: digest_of_state(totals) for batch, totals in self._have.items() if batch in twice
+        } | self._twice
         for part in parts:
             self._have.update(part.totals())
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
         found = {worker: part.digests for worker, part in by_worker.items()}
         self.state = digest_of_objects(digests)
-        self.is_disputed = self._finds_minority and (any(part.disputed for part in parts) or has_minority(found))
+        self.is_disputed = self._finds_wrong and (any(part.disputed for part in parts) or has_minority(found))
         if not self.is_disputed:
             check_digests(found)
-            _check_rehearsal(by_worker, self._have, self._evaluator.sums.what)
+            words = _differing(by_worker, self._have, self._evaluator.sums.what)
+            self.is_disputed = self._finds_wrong and bool(words)
+            if words and not self._finds_wrong:
+                raise DivergenceError(words, sound=-1)
         return Gathered(self._members, _Part.of(self._have, digests, {}, disputed=self.is_disputed).encode())
 
     def interrupt(self) -> Collection[Node]:
@@ -209,14 +222,28 @@ class EvaluationRound:
     def finish(self) -> None:
         point("evaluated")
 
+    @property
+    def number(self) -> int:
+        """Number of the next step of the run."""
+        return self._position.number
+
+    def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a batch whose totals are not added; return their digest."""
+        return digest_of_state((yield from self._evaluate(leaf)))
+
     def totals(self) -> Totals:
         """Return the totals of all batches, once the round is over."""
         return _add_up(self._have, self._evaluator.sums)
 
     def _evaluate(self, batch: int) -> Generator[Any, None, Totals]:
         self._team.check()
-        self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
-        return (yield from self._evaluator.play(batch))
+        self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
+        totals = yield from self._evaluator.play(batch)
+        if (bit := spoils("evaluation", batch)) is not None:
+            name = next(iter(totals))
+            wrong = with_flipped_bit(torch.as_tensor(totals[name]), bit)
+            totals[name] = wrong if wrong.dim() else wrong.item()
+        return totals
 
 
 def evaluate(
@@ -241,7 +268,7 @@ def evaluate(
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
         at: called before each batch where this worker is alone.
-        audits: go on without the members whose state is not that of most; None: that is an error.
+        audits: go on without the members that are wrong where some differ; None: that is an error.
 
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
@@ -259,7 +286,7 @@ def evaluate(
         evaluator = Evaluator(fetcher, sums, tracked, seed=seed)
         if rounds is None:
             return (yield from _evaluate_alone(evaluator, num_batches, at))
-        finds_minority = audits is not None
+        finds_wrong = audits is not None
         while True:
             round_ = EvaluationRound(
                 rounds,
@@ -267,14 +294,17 @@ def evaluate(
                 num_batches=num_batches,
                 rehearses=rehearses,
                 number=number,
-                finds_minority=finds_minority,
+                finds_wrong=finds_wrong,
             )
             yield from rounds.play(round_)
-            if audits is None or not round_.is_disputed:
+            if audits is None:
+                return round_.totals()
+            if not round_.is_disputed:
+                audits.record.same(rounds.position.number)
                 return round_.totals()
             # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
             # wrong, the next round is the last one, which raises for whatever differs.
-            finds_minority = audits.settle_states(rounds, round_.state, rounds.position.total)
+            finds_wrong = yield from audits.find(rounds, round_, round_.digests, round_.state)
     finally:
         fetcher.close()
         before.restore_modes()
@@ -329,22 +359,20 @@ def _sum(found: Mapping[int, Any], num_batches: int) -> Any:
     return fold(leaves, num_batches, lambda a, b: a + b)
 
 
-def _digest(totals: Totals) -> str:
-    return f"{digest_of_state(totals):016x}"
-
-
-def _check_rehearsal(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str) -> None:
-    """Raise DivergenceError if a batch that two workers have evaluated has different totals."""
+def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str) -> str:
+    """Return in words which batch has other totals on a second worker; "": none has."""
     if len({part.digests.arithmetic for part in parts.values()}) > 1:
-        return
+        return ""
     for worker, part in parts.items():
         for batch, digest in part.twice.items():
-            if digest != _digest(have[batch]):
-                raise DivergenceError(
+            if digest != digest_of_state(have[batch]):
+                return (
                     f"batch {batch} of {what} was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, which the other one got. A batch must give the same totals on every worker. "
-                    f"{USUAL_CAUSES}"
+                    f"{have[batch]}, which the other one got. Either the script computes other totals on another "
+                    "worker, or one of the two machines computes wrong values; with three workers and unisono run "
+                    f"--audit it is found out. The totals were used nowhere. For the script: {USUAL_CAUSES}"
                 )
+    return ""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -353,13 +381,13 @@ class _Part(msgspec.Struct, frozen=True):
     have: bytes
     """The totals by batch, as `to_bytes` gives them."""
     digests: Digests
-    twice: dict[int, str]
+    twice: dict[int, int]
     """The digests of the totals of batches that other members evaluate."""
     disputed: bool = False
     """The member has seen that the members' states differ."""
 
     @classmethod
-    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str], *, disputed: bool = False) -> _Part:
+    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, int], *, disputed: bool = False) -> _Part:
         return cls(to_bytes(have), digests, twice, disputed)
 
     def encode(self) -> bytes:

@@ -74,7 +74,7 @@ class Rounds:
         self.tracked = tracked
         self.reporter = reporter if reporter is not None else Nothing()
         self.members = Members(team, self.reporter, balance=balance, layout=layout)
-        self.position = Position(phase=0, step=0, total=0, lines=0)
+        self.position = Position(phase=0, step=0, number=0, total=0, lines=0)
         self.number = 0
         self.before_departure: Callable[[], None] | None = None
         self.ahead: Ahead | None = None
@@ -113,7 +113,7 @@ class Rounds:
         while True:
             try:
                 yield from round_.compute(plan)
-                with self.members.taking_part(round_.title, self.position.step):
+                with self.members.taking_part(round_.title, self.position.number):
                     self._finished = round_.combine(plan)
                 self._finished_title = round_.title
                 break  # committed: whichever member is lost from here on, this one holds the result
@@ -230,7 +230,7 @@ class Rounds:
                 with self.team.waiting():
                     self.slots.bring(self.team.exchange, layout or self.slots.layout)
                 if rounds == {self.number}:
-                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.step)
+                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.number)
                     if self.ahead is not None:
                         self.ahead.met([report.ahead for report in reports])
                     return Met(reports)
@@ -266,7 +266,7 @@ class Rounds:
                 f"{self.number}: more than one round apart"
             )
         plan = plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
-        with self.members.taking_part(self._finished_title, self.position.step):
+        with self.members.taking_part(self._finished_title, self.position.number):
             self._finished.stand_by(plan)
 
     def report(self, have: Collection[Node] = ()) -> Report:

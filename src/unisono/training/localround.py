@@ -129,7 +129,7 @@ class InnerStep(Step):
 
     def _unused_error(self) -> StepError:
         return StepError(
-            f"step {self.number} of a replica was not iterated: run.local_steps has three loops, `for round in "
+            f"{self.name} was not iterated: run.local_steps has three loops, `for round in "
             "run.local_steps(...):`, in it `for step in round:`, and in that `for batch in step:` with loss.backward()"
         )
 
@@ -169,8 +169,6 @@ class LocalRound(Played[ReplicaRound]):
         self._context = context
         self._process = process
         self._number = number
-        self.place = context.first_number + number
-        """Of this round within the run, from 0."""
         self.state = State.NEW
         self._is_left = False
         self._round: ReplicaRound | None = None
@@ -182,14 +180,17 @@ class LocalRound(Played[ReplicaRound]):
     # -- what the user reads -------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        """Of this round within ``run.local_steps``, from 0; it counts on in a worker that has joined later."""
+    def number_in_loop(self) -> int:
         return self._number
+
+    @property
+    def name(self) -> str:
+        return self._inner.name if self._inner is not None else f"round {self.number}"
 
     @property
     def steps(self) -> range:
         """The numbers of its steps: each replica makes one step with its part of each of these global batches."""
-        return self._strategy.steps_of(self.number)
+        return self._strategy.steps_of(self.number_in_loop)
 
     @property
     def epoch(self) -> int:
@@ -370,7 +371,7 @@ class LocalRound(Played[ReplicaRound]):
     def result(self) -> StepResult:
         """Return what all members agree on about this round. After the middle loop."""
         return StepResult(
-            step=self.place,
+            step=self.number,
             epoch=self.epoch,
             loss=self._loss,
             weight=self.weight,

@@ -91,7 +91,7 @@ class Requests:
 
     Args:
         deterministic: rehearse batches of other workers.
-        audits: go on without workers whose state is not that of most; None: that is an error.
+        audits: go on without workers that are wrong where some differ; None: that is an error.
     """
 
     def __init__(

@@ -56,6 +56,7 @@ from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
 from unisono.training.inspecting import inspector_of
 from unisono.training.keeping import Keeper
+from unisono.training.length import Length
 from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
@@ -198,6 +199,7 @@ class Run(Calls, Evaluating, Trainings):
         self._phases = 0
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
+        self._length = Length()
         self._asked = Asked()  # the same for data without a length
         self._loop: TrainingLoop | None = None  # the one that has begun last
         self._training: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
@@ -512,10 +514,12 @@ class Run(Calls, Evaluating, Trainings):
         num_iterations: int | None = None,
         wire: Wire = "fp32",
         first_step: int = 0,
+        is_limited: bool = False,
     ) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
         Args:
+            is_limited: the script says for how many epochs, or steps, it trains.
             samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
             num_iterations: how many there are; None: one for each global batch.
             first_step: how many of them count as done when the run begins.
@@ -538,9 +542,9 @@ class Run(Calls, Evaluating, Trainings):
             cursor=planned.cursor,
             num_steps=num_steps,
             seed=self.seed,
-            rehearses=self._arithmetic.deterministic,
+            arithmetic=self._arithmetic,
             num_done=lambda: self._num_steps,
-            on_step=self._finish,
+            on_step=partial(self._finish, more=self._length.steps_after(num_steps, is_limited=is_limited)),
             finiteness=self._finiteness,
             on_head=self._begin_step,
             before_step=planned.before_step,
@@ -585,7 +589,7 @@ class Run(Calls, Evaluating, Trainings):
         loop = self._loop
         if self._follower is not None:
             visited = self._follower.step
-            at = visited.place if visited is not None else None
+            at = visited.number if visited is not None else None
             return Place(rounds=self._rounds, phases=self._phases, step=at, has_joined=False)
         if loop is not None and loop.is_apart():
             where = "`for batch in step`, where each worker is at another micro-batch"
@@ -595,7 +599,7 @@ class Run(Calls, Evaluating, Trainings):
         return Place(
             rounds=self._rounds,
             phases=self._phases,
-            step=loop.step.place if loop is not None and loop.is_open and loop.step is not None else None,
+            step=loop.step.number if loop is not None and loop.is_open and loop.step is not None else None,
             has_joined=self._joined,
         )
 
@@ -741,23 +745,28 @@ class Run(Calls, Evaluating, Trainings):
             return About(num_steps=self._num_steps)
         step = loop.step
         return About(
-            num_steps=self._num_steps, number_in_loop=step.number, loss=step.loss, totals=to_bytes(step.totals)
+            num_steps=self._num_steps, number_in_loop=step.number_in_loop, loss=step.loss, totals=to_bytes(step.totals)
         )
 
     def _record_evaluation(self, num_steps: int, totals: Totals) -> None:
         self._recorder.evaluation_finished(num_steps, plain(totals), self._role())
 
-    def _finish(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
-        """Record a step that the script has left."""
+    def _finish(self, step: Iteration, seconds: dict[str, float], end: int, *, more: int | None) -> None:
+        """Record a step that the script has left.
+
+        Args:
+            end: steps of the run at the end of the training loop.
+            more: steps of the run after it; None: nobody knows.
+        """
         self._refuse_in_batches("the step was ended")
         if step.has_result:
-            self._record(step, seconds, steps)
+            self._record(step, seconds, end + more if more is not None else 0)
         if self._rounds is not None and self._loop is not None:
             self._troubles.tell_memory(self._rounds, self._loop)
         if self._profiling is not None:
-            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
+            self._profiling.step_ends(step.number, self._in_rounds()[0], sees=self._keeper.reaches)
 
-    def _record(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
+    def _record(self, step: Iteration, seconds: dict[str, float], num_steps: int) -> None:
         rounds, team = self._in_rounds()
         self._num_steps += 1
         result = step.result()
@@ -767,8 +776,7 @@ class Run(Calls, Evaluating, Trainings):
         self._recorder.step_finished(
             result,
             self._role(),
-            num_steps=steps.stop,
-            first_step=steps.start,
+            num_steps=num_steps,
             seconds=seconds,
             telemetry=step.telemetry,
             logs=step.logs,

@@ -41,10 +41,17 @@ class Iteration(Protocol):
     """
 
     state: State
-    place: int
 
     @property
-    def number(self) -> int: ...
+    def number(self) -> int:
+        """Number within the run: while its inner loop is under way, of the step whose micro-batch is computed."""
+
+    @property
+    def number_in_loop(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """What is computed, as messages name it: the step, or a step of a replica."""
 
     @property
     def current(self) -> Microbatch | None:
@@ -56,9 +63,6 @@ class Iteration(Protocol):
     @property
     def is_apart(self) -> bool:
         """Whether each worker is elsewhere: within a loop of the script that each runs over its own part."""
-
-    @property
-    def computes(self) -> int: ...
 
     @property
     def has_begun(self) -> bool: ...
@@ -122,18 +126,28 @@ R = TypeVar("R", bound=CommonRound)
 class Played(ABC, Generic[R]):
     """What iterations have in common that play a round while the script iterates over them."""
 
-    place: int
     state: State
+    _context: StepContext
     _round: R | None
     _is_left: bool
     _logs: dict[str, float]
 
     @property
-    def computes(self) -> int:
-        """Number, within the run, of the step whose micro-batch is being computed: with a delay, it may be one before
-        this.
+    def number(self) -> int:
+        """Number within the run, from 0, over all calls of ``run.steps``: that of the journal, of messages and of
+        ``unisono replay``. It counts on in a worker that has joined later.
         """
-        return self.place
+        return self._context.first_number + self.number_in_loop
+
+    @property
+    @abstractmethod
+    def number_in_loop(self) -> int:
+        """Number within its call of ``run.steps`` or ``run.local_steps``, from 0."""
+
+    @property
+    def name(self) -> str:
+        """What is computed, as messages name it."""
+        return self._context.name(self.number_in_loop)
 
     @property
     def has_begun(self) -> bool:
@@ -196,7 +210,7 @@ class Played(ABC, Generic[R]):
         """
         if self.state in (State.CLOSED, State.FAILED):
             raise StepError(
-                f"step.log of step {self.place} was called when that step was over, and its line of the journal is "
+                f"step.log of step {self.number} was called when that step was over, and its line of the journal is "
                 "written: call it within run.steps, or run.log after the training loop"
             )
         self._logs |= numbers(values, named, "step.log")
@@ -281,8 +295,6 @@ class Step(Played[GradientRound]):
         self._position: StepPosition = context.cursor.position(number)
         self._unused = unused
         self._process = process
-        self.place = context.first_number + number
-        """Of this step within the run, from 0: of all calls of ``run.steps``."""
         self.state = State.NEW
         self._is_left = False
         self._round: GradientRound | None = None
@@ -294,14 +306,13 @@ class Step(Played[GradientRound]):
     # -- what the user reads -------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        """Of this step within ``run.steps``, from 0; it counts on in a worker that has joined later."""
+    def number_in_loop(self) -> int:
         return self._position.number
 
     @property
     def index(self) -> int:
         """Of this step within its epoch, from 0: what ``enumerate(loader)`` would give."""
-        return self.number % self._context.cursor.steps_per_epoch
+        return self.number_in_loop % self._context.cursor.steps_per_epoch
 
     @property
     def epoch(self) -> int:
@@ -330,7 +341,7 @@ class Step(Played[GradientRound]):
         """
         self.check_not_left()
         if not self.is_complete:
-            raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
+            raise StepError(f"step.loss of {self.name} is known after the inner loop `for ... in step`")
         return self.round.loss
 
     @property
@@ -343,7 +354,7 @@ class Step(Played[GradientRound]):
             StepError: the inner loop is not over.
         """
         if not self.is_complete:
-            raise StepError(f"step.totals of step {self.number} are known after the inner loop `for ... in step`")
+            raise StepError(f"step.totals of {self.name} are known after the inner loop `for ... in step`")
         return dict(self._totals)
 
     @property
@@ -374,7 +385,7 @@ class Step(Played[GradientRound]):
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """Return the samples of one of this step's micro-batches."""
-        return self._context.cursor.indices(self.number, microbatch)
+        return self._context.cursor.indices(self.number_in_loop, microbatch)
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Write numbers into this step's line of the journal. Local: those of rank 0 count.
@@ -395,7 +406,7 @@ class Step(Played[GradientRound]):
         self._log(values, named)
 
     def __repr__(self) -> str:
-        return f"<step {self.number}: epoch {self.epoch}, {self.num_samples} samples, {self.state.value}>"
+        return f"<{self.name}: epoch {self.epoch}, {self.num_samples} samples, {self.state.value}>"
 
     # -- the inner loop ------------------------------------------------------------------------------
 
@@ -404,12 +415,12 @@ class Step(Played[GradientRound]):
         self._process.check("for batch in step")
         if self.state is State.FAILED:
             raise StepError(
-                f"the loop of step {self.number} is over. To take its steps one by one, keep the iterator: "
+                f"the loop of {self.name} is over. To take its steps one by one, keep the iterator: "
                 "`steps = run.steps(...)`, `step = next(steps)`"
             )
         if self.state is not State.NEW:
             raise StepError(
-                f"step {self.number} was iterated before; `for ... in step` can be run once for each step. For another "
+                f"{self.name} was iterated before; `for ... in step` can be run once for each step. For another "
                 "pass over the same global batch: `for ... in step.again()`"
             )
         return self._run()
@@ -442,15 +453,14 @@ class Step(Played[GradientRound]):
             return self._run()
         if self.state is not State.COMPLETE:
             raise StepError(
-                f"step.again of step {self.number} begins another pass when the one before is complete, and "
-                f"{self.state.value}"
+                f"step.again of {self.name} begins another pass when the one before is complete, and {self.state.value}"
             )
         return self._run(reseed=reseed)
 
     def _run(self, *, reseed: bool = False) -> Iterator[Any]:
         if self.state not in (State.NEW, State.COMPLETE):
             raise StepError(
-                f"a pass over step {self.number} cannot begin: {self.state.value}. The passes of a step follow each "
+                f"a pass over {self.name} cannot begin: {self.state.value}. The passes of a step follow each "
                 "other, each in a `for` loop of its own"
             )
         self.state, turn = State.INSIDE, Pass(len(self._passes), reseed and bool(self._passes))
@@ -478,7 +488,7 @@ class Step(Played[GradientRound]):
             self._totals_before = known.begin_step(context.phase, self.epoch)
         self._totals = {**known.zeros(), **self._totals, **current.totals}
         known.note(self._totals_before, self._totals, context.phase)
-        self._unused.finish_step(self.number)
+        self._unused.finish_step(self.name)
         self._complete(context.inspector, turn.number)
 
     def add(self, **values: float | Tensor) -> None:
@@ -501,7 +511,7 @@ class Step(Played[GradientRound]):
         current = self._round
         if current is None or current.microbatch is None:
             raise StepError(
-                f"step.add was called outside of the inner loop `for ... in step` of step {self.number}, where all "
+                f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all "
                 "workers would add the same; what is known there needs no sum"
             )
         current.add(values)
@@ -527,9 +537,7 @@ class Step(Played[GradientRound]):
         """
         self._process.check("step.backward")
         if (current := self.current) is None:
-            raise StepError(
-                f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}"
-            )
+            raise StepError(f"step.backward was called outside of the inner loop `for ... in step` of {self.name}")
         current.backward(loss, weight, scaler, retain_graph=retain_graph)
 
     # -- for the outer loop --------------------------------------------------------------------------
@@ -541,7 +549,7 @@ class Step(Played[GradientRound]):
 
     def _left_error(self) -> StepError:
         return StepError(
-            f"the inner loop of step {self.number} was left before its end (break, return or an exception): "
+            f"the inner loop of {self.name} was left before its end (break, return or an exception): "
             f"the step has no gradient. "
             "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
         )
@@ -555,7 +563,7 @@ class Step(Played[GradientRound]):
         """Return what all members agree on about this step. After the inner loop."""
         digests, first = [_digest(each) for each in self._passes], self._passes[0]
         return StepResult(
-            step=self.place,
+            step=self.number,
             epoch=self.epoch,
             loss=first.loss,
             weight=first.weight,
@@ -566,9 +574,7 @@ class Step(Played[GradientRound]):
         )
 
     def _unused_error(self) -> StepError:
-        return StepError(
-            f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it"
-        )
+        return StepError(f"{self.name} was not iterated: write `for batch in step:` with step.backward(loss) in it")
 
 
 def _digest(round_: GradientRound) -> int:
