@@ -118,7 +118,7 @@ class Connection:
 
     def _run(self) -> None:
         """Connect to the head, again and again, until the run is over."""
-        from unisono.link import Link, Refused  # a script that runs alone needs no WebSocket
+        from unisono.link import Refused  # a script that runs alone needs no WebSocket
 
         away_since = time.monotonic()
         tried_at = -RETRY_S
@@ -128,8 +128,7 @@ class Connection:
                 time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
                 tried_at = time.monotonic()
                 try:
-                    self._head = self._find_head()
-                    link = Link.dial(self._head, self._spec.token)
+                    link = self._dial()
                 except Refused as refused:
                     self._worker.stop(RunStopped(f"the head refuses this worker: {refused}"))
                     return
@@ -153,6 +152,24 @@ class Connection:
         finally:
             self._note_empty()
 
+    def _dial(self) -> Link:
+        """Connect to the head that this worker's agent follows, and to no other: that may count this worker as lost.
+
+        Raises:
+            OSError: there is none, or no way to it.
+        """
+        from unisono.link import Link
+
+        head = self._find_head()
+        if not head:
+            raise ConnectionError("this worker's machine has lost the head")
+        self._head = head
+        link = Link.dial(head, self._spec.token)
+        if self._find_head() != head:
+            link.close()
+            raise ConnectionError("this worker's machine follows another head now")
+        return link
+
     def _give_up_if_away(self, away_since: float, error: Exception) -> None:
         """Exit if the agent is gone; stop if the head has been out of reach for too long."""
         if parent_is_gone():
@@ -162,7 +179,7 @@ class Connection:
             self._worker.stop(RunStopped(f"the head at {shown(self._head)} has been away for {away_s:.0f} s: {error}"))
 
     def _find_head(self) -> str:
-        """Return the address of the head that this worker's agent follows."""
+        """Return the address of the head that this worker's agent follows; "": it looks for one."""
         if self._where < 0:
             return self._spec.head
         with contextlib.suppress(OSError):
@@ -210,7 +227,7 @@ class Connection:
         """
         if parent_is_gone():
             os._exit(1)
-        if self._find_head() != self._head:
+        if self._find_head() not in ("", self._head):
             raise ConnectionError("this worker's machine follows another head now")
         late_s = now - due
         # The process was stopped, or a call held the interpreter: that is no hang.

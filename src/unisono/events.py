@@ -327,13 +327,20 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
 
 
 class EvaluationFinished(_Event, tag="evaluation"):
-    """An evaluation is finished."""
+    """An evaluation is finished, or the script has logged figures of its own (``run.log``)."""
 
     step: int
     """Of the run, from 0, in which the script has called ``run.evaluate``; after a training loop, the number of steps
     that are done."""
     totals: dict[str, Any]
     """By name: numbers, or lists of numbers."""
+    logs: dict[str, float] = {}
+    """Of ``run.log``, which has a line of its own."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The totals and the logged numbers."""
+        return {**self.totals, **self.logs}
 
 
 class LinesLost(_Event, tag="gap"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -40,6 +41,14 @@ CASES: Final[list[tuple[int, set[int], str]]] = [
     (5, {4}, "mended soon"),
 ]
 """Machines, those of the side without the head (or with it alone), and what becomes of the network."""
+CUTS: Final = (
+    [(seconds, 20, busy) for seconds in range(20, 36) for busy in (False, True)]
+    if ALL
+    else [(seconds, 1, False) for seconds in (6, 7, 8)]
+)
+"""How long the cable is out, `--head-away-s`, and whether a program takes all cores. A connection breaks after 5 s, so
+the cable is back about when the machine that is cut off gets a head of its own.
+"""
 QUICK: Final = ("--head-away-s", 1, "--heartbeat-timeout-s", 4)
 """Where machines are cut off: who is silent is lost soon, and who has lost the head goes on soon."""
 JOINS = (3, 8, 13, 18)
@@ -230,6 +239,56 @@ def first_line(commands: Sequence[Command], text: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not any(text in line for command in commands for line in command.err):
         assert time.monotonic() < deadline, "\n".join(line for command in commands for line in command.err)
+        select.select([], [], [], 0.05)
+
+
+@pytest.fixture
+def load(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A program that takes all cores, if the test asks for it."""
+    command = [sys.executable, "-c", "while True: pass"]
+    programs = [subprocess.Popen(command) for _ in range((os.cpu_count() or 1) * request.param)]
+    yield
+    for program in programs:
+        program.kill()
+        program.wait()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "away_s", "load"),
+    CUTS,
+    indirect=["load"],
+    ids=[f"{seconds}-{'busy' if busy else 'rest'}" for seconds, _, busy in CUTS],
+)
+@pytest.mark.usefixtures("load")
+def test_two_machines_are_one_run_again_however_long_the_cable_was_out(
+    seconds: int, away_s: int, lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (*JOINS[:1], 20, 40)) as gates:
+        commands = started(lab, unisono, run_dir, gates, "--head-away-s", away_s, machines=2)
+        lab.cut({1})
+        gates.open(20)
+        select.select([], [], [], seconds)
+        said = [len(command.err) for command in commands]
+        lab.mend()
+        gates.open(40, first_generation_of_two(commands, said))
+        for command in commands:
+            assert command.wait() == 0, "\n".join(line for command in commands for line in command.err)
+    assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert len(workers_at(run_dir, 30)) == 1
+    assert len(workers_at(run_dir, 59)) == 2
+
+
+def first_generation_of_two(commands: Sequence[Command], said: Sequence[int]) -> int:
+    """Wait until one of these commands announces that both machines train; ``said``: how much each had said before."""
+    announced = re.compile(r"\bgeneration (\d+) with 2 workers")
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        lines = [line for command, before in zip(commands, said, strict=True) for line in command.err[before:]]
+        if found := next(filter(None, map(announced.search, lines)), None):
+            return int(found[1])
+        assert time.monotonic() < deadline, "\n".join(line for command in commands for line in command.err)
+        assert all(command.process.poll() is None for command in commands), "\n".join(lines)
         select.select([], [], [], 0.05)
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from unisono.decisions.following import GONE_S, Absence, Followed, Rank, StaleHead, Standpoint, Undelivered, merged
-from unisono.decisions.following import verdict as answer_to
+from unisono.decisions.following import GONE_S, Absence, Followed, StaleHead, Undelivered
 from unisono.decisions.membership import (
     Event,
     Lags,
@@ -32,6 +31,8 @@ from unisono.decisions.membership import (
 )
 from unisono.decisions.membership.roster import ALIVE, WorkerState, resumed
 from unisono.decisions.policy import Policy
+from unisono.decisions.sides import Rank, Standpoint, merged
+from unisono.decisions.sides import verdict as answer_to
 from unisono.messages import (
     AgentHello,
     Heads,
@@ -306,7 +307,13 @@ class World:
         machine.absence = machine.absence.tried(is_refused, self.now)
         assert was is not None
         is_due = machine.followed.may_start(
-            machine.agent_id, machine.absence, "go-on", away_s=AWAY_S, has_majority=False, now=self.now
+            machine.agent_id,
+            machine.absence,
+            "go-on",
+            away_s=AWAY_S,
+            has_majority=False,
+            has_workers=bool(machine.workers),
+            now=self.now,
         )
         if is_due:
             self.take_over(machine)

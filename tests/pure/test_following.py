@@ -13,18 +13,15 @@ from unisono.decisions.following import (
     TURN_S,
     Absence,
     Followed,
-    Rank,
     StaleHead,
-    Standpoint,
     Undelivered,
     is_majority,
     learn_term,
-    merged,
-    verdict,
 )
 from unisono.decisions.membership import Lags, TookOver, heirs, keepers, successor
 from unisono.decisions.membership.roster import WorkerState, resumed
-from unisono.messages import AgentHello, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
+from unisono.decisions.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
+from unisono.messages import AgentHello, Foreign, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
 from unisono.spec import Partition
 
 
@@ -166,9 +163,15 @@ def test_a_head_that_follows_has_its_term_in_its_state() -> None:
 
 
 def starts(
-    agent_id: str, absence: Absence, now: float, partition: Partition = "go-on", *, majority: bool = False
+    agent_id: str,
+    absence: Absence,
+    now: float,
+    partition: Partition = "go-on",
+    *,
+    majority: bool = False,
+    has_workers: bool = True,
 ) -> bool:
-    """Whether this agent starts the next head now; it holds the state, as three machines do."""
+    """Whether this agent starts the next head now; it knows the head's state, as three machines do."""
     newest = Snapshot(
         term=1,
         number=1,
@@ -178,7 +181,9 @@ def starts(
         holders=["agent0", "agent1"],
     )
     followed, _ = Followed().keep(newest)
-    return followed.may_start(agent_id, absence, partition, away_s=20.0, has_majority=majority, now=now)
+    return followed.may_start(
+        agent_id, absence, partition, away_s=20.0, has_majority=majority, has_workers=has_workers, now=now
+    )
 
 
 def test_where_nobody_listens_any_more_the_next_machine_starts_a_head_soon() -> None:
@@ -210,7 +215,20 @@ def test_a_machine_does_not_start_a_head_for_a_state_that_is_lost_or_elsewhere()
     alone = Snapshot(term=1, number=1, state=b"", successor="agent0", heirs=["agent0", "agent1"], holders=["agent0"])
     followed, _ = Followed().keep(alone)
     gone = Absence(since=0.0, refused_since=0.0)
-    assert not followed.may_start("agent1", gone, "go-on", away_s=1.0, has_majority=True, now=100.0)
+    assert not followed.may_start("agent1", gone, "go-on", away_s=1.0, has_majority=True, has_workers=True, now=100.0)
+    away = Absence(since=0.0)
+    assert not starts("agent1", away, 100.0, has_workers=False), "its workers have ended since then"
+    assert starts("agent2", away, 100.0, has_workers=False), (
+        "it never had the state, and may have a head for those that do"
+    )
+
+
+def test_an_agent_whose_head_has_given_way_starts_one_if_nobody_answers() -> None:
+    """After the other heirs: they had no head to give way."""
+    away = Absence(since=0.0)
+    assert not starts("agent0", away, 20.0 + TURN_S)
+    assert starts("agent0", away, 20.0 + 2 * TURN_S)
+    assert not starts("agent0", away, 100.0, has_workers=False)
 
 
 def test_of_two_halves_the_one_with_the_first_machine_is_the_majority() -> None:
@@ -323,3 +341,49 @@ def test_a_head_gives_way_only_to_one_that_has_said_it_stays() -> None:
     for answer in (None, Verdict(gives_way="me"), Verdict(gives_way="")):
         assert merged(asking, "ws://there:1", answer) == stand(7), answer
     assert merged(asking, "ws://there:1", Verdict(gives_way="you", step=9)).gives_way_to == "ws://there:1"
+
+
+def test_a_head_that_does_not_know_yet_whether_its_side_holds_the_state_decides_nothing() -> None:
+    waiting = msgspec.structs.replace(stand(-1), is_waiting=True)
+    assert not waiting.may_ask
+    assert verdict(waiting, proposal(8)) == (waiting, Verdict(gives_way=""))
+
+
+@pytest.mark.parametrize("gives_way", [False, True], ids=["stays", "gives way"])
+@pytest.mark.parametrize("term", [1, 2, 3])
+@pytest.mark.parametrize("is_own", [False, True], ids=["foreign", "own"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["with workers", "fresh"])
+def test_no_hello_makes_a_head_give_way(gives_way: bool, term: int, is_own: bool, fresh: bool) -> None:
+    own = msgspec.structs.replace(stand(7, term=2), gives_way_to="ws://there:1" if gives_way else "")
+    agent = AgentHello(host="far", pid=1, num_workers=1, term=term, fresh=fresh)
+    may_stay = is_own and term <= 2
+    expected = Admission.WELCOME if fresh or may_stay else Admission.FOREIGN
+    assert admission(own, agent, is_own=is_own) is (Admission.MOVED if gives_way else expected)
+    worker = Hello(info=info("w1", "far"), fingerprint={}, term=term)
+    turned_away = gives_way or term > 2
+    assert admission(own, worker, is_own=is_own) is (Admission.HANG_UP if turned_away else Admission.WELCOME)
+
+
+def test_a_machine_joins_another_side_unless_it_could_go_on_by_itself_and_has_come_further() -> None:
+    newest = Snapshot(
+        term=1, number=1, state=b"", successor="agent0", heirs=["agent0", "agent1"], holders=["agent0", "agent1"]
+    )
+    side = Allegiance(followed=Followed().keep(newest)[0], branch="h1.0")
+
+    def joins(step: int, agent_id: str = "agent1", *, has_workers: bool = True) -> str:
+        return side.offered("ws://a:1", Foreign(step=step), agent_id, has_workers=has_workers, last_step=7).joins
+
+    assert joins(6) == ""
+    assert joins(7) == joins(8) == "ws://a:1"
+    assert joins(6, has_workers=False) == "ws://a:1", "it has nothing to lose"
+    assert joins(6, "agent2") == "ws://a:1", "it cannot have a head of its own"
+
+
+def test_a_machine_keeps_what_it_knows_until_the_head_that_it_joins_answers() -> None:
+    """If that head is lost just then, this machine can still have one."""
+    side = Allegiance(branch="h1.0").seated()
+    sent = side.sent("ws://a:1")
+    assert (sent.followed, sent.branch, sent.has_seat) == (side.followed, "h1.0", False)
+    assert sent.sent("").joins == "ws://a:1", "its head has ended then"
+    assert sent.joined() == Allegiance(joins="ws://a:1", is_fresh=True)
+    assert sent.seated().joins == "", "nobody has answered"

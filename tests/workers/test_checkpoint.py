@@ -53,6 +53,8 @@ from unisono.testing import Faults, Outcome, run_workers
 from unisono.training.keeping import Keeper
 from unisono.watch.terminal.drawing import header
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 ROOT = str(Path(__file__).resolve().parents[2])
 RARE = ("in_recovery", "in_admission", "in_sums", "in_talk", "talked")

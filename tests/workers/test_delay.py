@@ -22,6 +22,8 @@ from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
 from unisono.errors import DivergenceError, StepError, UsageError
 from unisono.journal import compare
 
+pytestmark = pytest.mark.more
+
 SEED = 3
 REFUSED = {"scaler", "thawing"}
 """What a delay cannot have: a GradScaler, and parameters that are trained from some step on."""

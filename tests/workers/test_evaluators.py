@@ -26,6 +26,8 @@ from unisono.checkpoint import files
 from unisono.journal import compare
 from unisono.testing import Faults, Outcome, run_workers
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("evaluated_training.py")
 STEPS, LOOPS = 8, 2
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
@@ -46,11 +47,14 @@ from unisono.messages import (
     RunDirectory,
     Snapshot,
     Stop,
+    Welcome,
     decode,
     encode,
 )
 from unisono.spec import RunSpec
 from unisono.testing import run_workers
+
+pytestmark = pytest.mark.more
 
 # The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
 RUN = [sys.executable, "-m", "unisono", "run", *PATIENT, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
@@ -326,6 +330,54 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
+def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(tmp_path: Path) -> None:
+    """Neither where a worker names it, nor at the start and at the end of a head that follows."""
+    pipe = tmp_path / "run.json"
+    agent_hello = AgentHello(host="lab", pid=1, num_workers=1, primary=True)
+    worker_hello = Hello(info=MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu"), fingerprint={})
+
+    async def story() -> None:
+        async with serving(run_id="first") as (_, url):
+            agent, worker = await dial(url), await dial(url)
+            await agent.send(encode(agent_hello))
+            await worker.send(encode(worker_hello))
+            await worker.send(encode(RunDirectory(path=str(pipe.parent))))
+            await hear(agent, RunDirectory)
+            outside = await dial(url)
+            await outside.send(encode(Stop(reason="enough")))
+            assert "enough" in (await hear(outside, Announcement)).text
+        follows = Memory(State(policy=Policy(start=1, maximum=1)), 0.0, "", str(pipe.parent)).encode()
+        async with serving(run_id="first", snapshot=follows) as (_, url):
+            agent = await dial(url)
+            await agent.send(encode(agent_hello))
+            assert not (await hear(agent, Welcome)).may_write, "another side may"
+
+    with standing_still(pipe):
+        asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+@contextlib.contextmanager
+def standing_still(pipe: Path) -> Iterator[None]:
+    """A disk on which who reads this file waits; fails where the test waits for it too."""
+    os.mkfifo(pipe)
+    is_over, late = threading.Event(), []
+
+    def free() -> None:
+        late.append(not is_over.wait(WAIT_S / 2))
+        while not is_over.is_set() or any(thread.name == "unisono-disk" for thread in threading.enumerate()):
+            with contextlib.suppress(OSError):  # nobody reads now
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    assert late == [False], "the head has waited for the disk"
+
+
 @contextlib.asynccontextmanager
 async def serving(*, run_id: str, snapshot: bytes = b"") -> AsyncIterator[tuple[Head, str]]:
     policy = Policy(start=1, maximum=1)
@@ -369,7 +421,7 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
         head._telling.pass_on(Happened(event=step(number), number=number))
-    head._tell_agents(Announcement(text="the last"))
+    head.tell_agents(Announcement(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
     assert kinds == [Happened] * (MAX_STEPS_QUEUED + 1) + [Announcement]
 

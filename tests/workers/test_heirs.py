@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import msgspec
 import pytest
 
 from tests.waiting import WAIT_S
@@ -25,6 +25,7 @@ from unisono.messages import (
     AgentHello,
     Announcement,
     Ended,
+    Foreign,
     Hello,
     Holding,
     Kept,
@@ -32,13 +33,14 @@ from unisono.messages import (
     MemberInfo,
     Message,
     Notice,
+    Proposal,
     Ready,
     Scale,
     Snapshot,
     Start,
-    Stop,
     StoreAnswer,
     StoreCall,
+    Verdict,
     WorkerExit,
     decode,
     encode,
@@ -75,6 +77,9 @@ class Follower:
 
     def follow(self, url: str) -> None:
         self.followed = url
+
+    def has_workers(self) -> bool:
+        return False
 
     async def forget_workers(self) -> None:
         pass
@@ -155,21 +160,43 @@ def test_an_heir_that_does_not_answer_delays_a_decision_and_does_not_prevent_it(
 
 
 @pytest.mark.parametrize("who", ["agent", "worker"])
-def test_a_head_that_learns_of_a_higher_term_ends_itself(who: str, tmp_path: Path) -> None:
-    """It leaves the address to the head that has taken over, and the workers alone."""
+def test_a_head_that_hears_of_a_higher_term_stays(who: str) -> None:
+    """That head may be the one that has given way to this one, and its agent not know it."""
 
     async def story() -> None:
         async with serving(run_id="x") as (head, url):
-            head._address.write(str(tmp_path))
             stranger = await dial(url)
             info = MemberInfo(worker_id="w7", host="lab", pid=2, device="cpu")
             hello = AgentHello(host="lab", pid=1, num_workers=1, agent_id="agent1", term=2)
             await stranger.send(encode(hello if who == "agent" else Hello(info=info, fingerprint={}, term=2)))
+            if who == "agent":
+                assert (await hear(stranger, Foreign)).step == -1
             await stranger.wait_closed()
-            await asyncio.wait_for(head.over.wait(), WAIT_S)
-            assert head.superseded_by == 2
+            assert not head.over.is_set()
             assert (head.state.agents, head.state.workers) == ({}, {})
-        assert (tmp_path / "head.json").exists()
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_an_agent_that_is_late_hears_from_its_head_which_head_that_gives_way_to() -> None:
+    """The head waits for that before it ends: nobody else can tell this machine."""
+
+    async def story() -> None:
+        async with serving(run_id="x") as (old, url), serving(run_id="x") as (new, there):
+            old.table.state = msgspec.structs.replace(old.state, seat="agent7")
+            caller = await dial(url)
+            proposal = Proposal(run_id="x", agent_id="agent0", term=1, step=5, url=there)
+            await caller.send(encode(proposal))
+            assert (await hear(caller, Verdict)).gives_way == "me"
+            agent = Follower(url, primary=False)
+            agent.following.agent_id = "agent7"
+            running = asyncio.create_task(agent.following.run())
+            await asyncio.wait_for(old.over.wait(), WAIT_S)
+            assert old.has_given_way
+            await agent.hears(Start)
+            assert new.state.agents.keys() == {agent.following.agent_id}
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
@@ -194,13 +221,12 @@ def test_an_agent_leaves_a_head_of_a_lower_term() -> None:
         async with serving(run_id="old") as (head, url):
             async with follower(url, primary=True) as agent:
                 await agent.hears(Start)
-                agent.following._known = agent.following._known.learn(2)
+                side = agent.following._side
+                agent.following._side = msgspec.structs.replace(side, followed=side.followed.learn(2))
                 with pytest.raises(StaleHead):
                     agent.following._take(Snapshot(term=1, number=99, state=b""))
                 assert agent.following.snapshot != Snapshot(term=1, number=99, state=b"")
-                agent.following.send(Stop(reason="x"))
-                await asyncio.wait_for(head.over.wait(), WAIT_S)
-                assert head.superseded_by == 2, "it has come back, and has said what it knows"
+                assert not head.over.is_set()
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 

@@ -46,6 +46,8 @@ from unisono.training.schedule import schedule
 from unisono.training.streamed import Asked
 from unisono.training.upcoming import Upcoming
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 LENGTHS = [(17 * index) % 23 for index in range(21)]
 WEIGHTS = [float(index % 4) for index in range(21)]

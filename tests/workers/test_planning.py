@@ -19,7 +19,7 @@ from unisono.planning.found import FILE, Settings, found_in
 from unisono.planning.plans import PLAN, read_plan, write_plan
 from unisono.planning.probing import OutOfMemory, Script, TrialFailed, facts_of, memory_of, trial
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = """
 import sys, torch, unisono

@@ -39,6 +39,8 @@ from unisono.training import life
 from unisono.training.hunting import script_stack
 from unisono.words import without_evidence
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 EVERY = unisono.Checkpoints(every_steps=2, keep=100)
 Train = Callable[[Path], None]
@@ -498,6 +500,17 @@ def test_two_runs_that_differ_are_explained_by_computing_both_again(tmp_path: Pa
     assert "the first module whose output differs, in the order of the forward pass, is model.3." in where[0]
     assert where[1].startswith("where: 4 of the 4 micro-batches of the step differ")
     assert "why: the script was not the same text in the two runs" in ended.stdout
+
+
+def test_a_weight_that_is_changed_before_the_inner_loop_is_named(tmp_path: Path) -> None:
+    """The state before the step is equal, and that of the micro-batches is not."""
+    run = trained(tmp_path, "a", TRAINING)
+    spoilt = "        step.number == 4 and model[0].weight.data[0, 0].mul_(1.5)\n        for inputs"
+    ended = compared(run, trained(tmp_path, "b", TRAINING.replace("        for inputs", spoilt)))
+    assert ended.returncode == 1, ended.stderr
+    where = [line for line in ended.stdout.splitlines() if line.startswith("where: ")]
+    assert where[0].startswith("where: micro-batch 0 of step 4 is the first that differs: the state before the step")
+    assert "the first tensor is model['0.weight']. So something changes it" in where[0]
 
 
 def test_a_script_that_was_changed_between_two_runs_is_named(tmp_path: Path) -> None:

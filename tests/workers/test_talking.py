@@ -41,6 +41,8 @@ from unisono.rounds.team import AloneTeam
 from unisono.state.tracked import Tracked
 from unisono.testing import Outcome, run_workers
 
+pytestmark = pytest.mark.more
+
 HERE = str(Path(__file__).parents[2])
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ known to every head that may follow. An agent follows the head with the highest 
 A head that goes on without an heir, and a head that follows another one, begins a new **branch** of the run's history,
 which all hear of before the next decision. A head takes nobody who has followed a branch that it does not know: such
 a worker may have acted on decisions that this head knows nothing of. So where a network is cut, each side has heads,
-generations and versions of its own, and all that the sides have in common are the bits. When the sides find each other
-again, `verdict` says which of them ends and joins the other with new workers.
+generations and versions of its own, and all that the sides have in common are the bits. What they do when they
+find each other again is in `unisono.decisions.sides`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from unisono.messages import Kept, Proposal, Snapshot, Verdict
+from unisono.messages import Kept, Snapshot
 from unisono.spec import Partition
 
 __all__ = [
@@ -31,14 +31,11 @@ __all__ = [
     "TURN_S",
     "Absence",
     "Followed",
-    "Rank",
     "StaleHead",
-    "Standpoint",
     "Undelivered",
+    "age",
     "is_majority",
     "learn_term",
-    "merged",
-    "verdict",
 ]
 
 T = TypeVar("T")
@@ -139,19 +136,32 @@ class Followed(msgspec.Struct, frozen=True):
         return self.snapshot is None or self.snapshot.successor in ("", agent_id)
 
     def may_start(
-        self, agent_id: str, absence: Absence, partition: Partition, *, away_s: float, has_majority: bool, now: float
+        self,
+        agent_id: str,
+        absence: Absence,
+        partition: Partition,
+        *,
+        away_s: float,
+        has_majority: bool,
+        has_workers: bool,
+        now: float,
     ) -> bool:
         """Return whether this agent, which does not reach the head, starts the next one now.
 
         Args:
             away_s: how long a head may be out of reach.
             has_majority: this machine and those that it reaches are more than half of the machines.
+            has_workers: a worker of this machine runs.
         """
         if self.snapshot is None or agent_id not in self.snapshot.heirs:
             return False
-        if self.snapshot.holders == [self.snapshot.successor]:
+        successor, holders = self.snapshot.successor, self.snapshot.holders
+        if agent_id in holders and not has_workers:
+            return False  # this machine has lost the state since then
+        if holders == [successor] and agent_id != successor:
             return False  # the state is lost with that machine, or goes on there
-        turn = [heir for heir in self.snapshot.heirs if heir != self.snapshot.successor].index(agent_id) * TURN_S
+        # The agent of the last head comes last: its head has given way, else it would have started another at once.
+        turn = sorted(self.snapshot.heirs, key=lambda heir: heir == successor).index(agent_id) * TURN_S
         if absence.refused_since is not None and now >= absence.refused_since + GONE_S + turn:
             return partition != "majority" or has_majority
         if partition == "wait" or (partition == "majority" and not has_majority):
@@ -163,10 +173,11 @@ def is_majority(here: Collection[str], machines: Collection[str]) -> bool:
     """Return whether these agents are more than half of all; of two halves, the one with the eldest agent counts."""
     if 2 * len(here) != len(machines):
         return 2 * len(here) > len(machines)
-    return min(machines, key=_age) in here
+    return min(machines, key=age) in here
 
 
-def _age(agent_id: str) -> tuple[int, str]:
+def age(agent_id: str) -> tuple[int, str]:
+    """Return a key by which the agent that has joined first comes first."""
     digits = agent_id.removeprefix("agent")
     return int(digits) if digits.isdecimal() else 0, agent_id
 
@@ -183,55 +194,3 @@ class Absence(msgspec.Struct, frozen=True):
         if not refused:
             return msgspec.structs.replace(self, refused_since=None)
         return msgspec.structs.replace(self, refused_since=now if self.refused_since is None else self.refused_since)
-
-
-# -- two heads of one run ----------------------------------------------------------------------------
-
-
-class Rank(msgspec.Struct, frozen=True, order=True):
-    """How far a head's side of the run is. The side with the lower rank joins the other; no two ranks are equal."""
-
-    step: int
-    term: int
-    eldest: tuple[int, str]
-    """By the agent whose child the head is: of two that are as far, that of the older agent goes on."""
-
-    @staticmethod
-    def of(step: int, term: int, agent_id: str) -> Rank:
-        number, name = _age(agent_id)
-        return Rank(step, term, (-number, name))
-
-
-class Standpoint(msgspec.Struct, frozen=True):
-    """What a head has to do with other heads of its run. It gives way to a head only at a moment at which that head
-    is bound to stay: so of two heads one goes on, whichever messages are lost.
-    """
-
-    rank: Rank
-    is_asking: bool = False
-    """It has sent a `Proposal`, and waits for the `Verdict`."""
-    gives_way_to: str = ""
-    """The address of the head that it has given way to."""
-    their_step: int = -1
-    """The last step that is done there."""
-
-
-def verdict(own: Standpoint, other: Proposal) -> tuple[Standpoint, Verdict]:
-    """Return the answer to another head's proposal."""
-    if own.is_asking or own.gives_way_to:
-        return own, Verdict(gives_way="")
-    if Rank.of(other.step, other.term, other.agent_id) < own.rank:
-        return own, Verdict(gives_way="you", step=own.rank.step)
-    own = msgspec.structs.replace(own, gives_way_to=other.url, their_step=other.step)
-    return own, Verdict(gives_way="me", step=own.rank.step)
-
-
-def merged(own: Standpoint, url: str, answer: Verdict | None) -> Standpoint:
-    """Return the standpoint after the answer to this head's proposal, from the head at ``url``; None: there was none.
-
-    A head whose answer was lost has either given way, or stays: this one stays as well, and asks again.
-    """
-    own = msgspec.structs.replace(own, is_asking=False)
-    if answer is not None and answer.gives_way == "you":
-        return msgspec.structs.replace(own, gives_way_to=url, their_step=answer.step)
-    return own

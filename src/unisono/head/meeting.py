@@ -1,19 +1,20 @@
-"""Two heads of one run, each with its side of a network that was cut: one of them gives way (`decisions.following`)."""
+"""Two heads of one run, each with its side of a network that was cut: one of them gives way (`decisions.sides`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 from typing import Final, Protocol
 
 import msgspec
 
-from unisono.decisions.following import Rank, Standpoint, merged, verdict
 from unisono.decisions.membership import seat_of
-from unisono.decisions.membership.roster import State
+from unisono.decisions.membership.roster import State, WorkerState
+from unisono.decisions.sides import Admission, Rank, Standpoint, admission, merged, verdict
 from unisono.errors import ProtocolError
 from unisono.head.directory import Directory
-from unisono.messages import Proposal, Verdict
+from unisono.messages import AgentHello, Foreign, Hello, Message, Moved, Proposal, Verdict
 
 __all__ = ["Meeting", "Party"]
 
@@ -28,13 +29,17 @@ class Party(Protocol):
     def state(self) -> State:
         """The membership."""
 
-    def move(self, url: str, text: str) -> None:
-        """Send all machines to the head at this address, and say so; from now on this head decides nothing more."""
+    @property
+    def connected(self) -> Collection[str]:
+        """The workers and agents that are connected."""
 
-    def has_workers(self) -> bool:
-        """Return whether a worker is still connected."""
+    def close_table(self, text: str) -> None:
+        """Decide nothing more, and say why."""
 
-    def give_way(self, term: int) -> None:
+    def tell_agents(self, message: Message) -> None:
+        """Send a message to all agents that are connected."""
+
+    def give_way(self) -> None:
         """End this head, and nothing else."""
 
 
@@ -54,11 +59,7 @@ class Meeting:
         self._stand = Standpoint(Rank.of(-1, party.state.term, seat_of(party.state)))
         self._they_write = False  # the other head that this one has met last
         self._moving: asyncio.Task[None] | None = None
-
-    @property
-    def is_moving(self) -> bool:
-        """This side ends: its machines join the other one."""
-        return self._moving is not None
+        self._sent_away: set[str] = set()  # agents that know which head this one gives way to
 
     async def moved(self) -> None:
         """Wait until the machines have ended their workers, if this side ends."""
@@ -78,14 +79,14 @@ class Meeting:
     def propose(self) -> Proposal | None:
         """Return what to ask another head now; None: nothing."""
         own, state = self._standpoint(), self._party.state
-        if own.gives_way_to or state.ended is not None:
+        if not own.may_ask or state.ended is not None:
             return None
         self._stand = msgspec.structs.replace(own, is_asking=True)
         return Proposal(
             run_id=self._run_id,
             agent_id=seat_of(state),
             term=state.term,
-            step=state.committed,
+            step=own.rank.step,
             url=self._url,
             writes=self._directory.is_held,
         )
@@ -112,6 +113,19 @@ class Meeting:
         self._they_write = other.writes
         return msgspec.structs.replace(found, writes=self._directory.is_held)
 
+    def admit(self, hello: Hello | AgentHello) -> Admission | Message:
+        """Return what to answer to a worker or an agent: a message, or whether it is welcome."""
+        own = self._standpoint()
+        match admission(own, hello, is_own=self._party.state.is_own(hello.branch)):
+            case Admission.FOREIGN:
+                return Foreign(step=own.rank.step)
+            case Admission.MOVED:
+                assert isinstance(hello, AgentHello)
+                self._sent_away.add(hello.agent_id)
+                return Moved(url=own.gives_way_to)
+            case answer:
+                return answer
+
     def act(self) -> None:
         """Give way, if that is what this head has answered."""
         if self._party.state.ended is None:
@@ -119,27 +133,32 @@ class Meeting:
 
     def _standpoint(self) -> Standpoint:
         state = self._party.state
-        return msgspec.structs.replace(self._stand, rank=Rank.of(state.committed, state.term, seat_of(state)))
+        holding = {name for name, worker in state.workers.items() if worker.state is WorkerState.HOLDING}
+        is_here = not holding.isdisjoint(self._party.connected)
+        rank = Rank.of(state.committed if is_here else -1, state.term, seat_of(state))
+        return msgspec.structs.replace(self._stand, rank=rank, is_waiting=bool(holding) and not is_here)
 
     def _move_if_giving_way(self) -> None:
         """Send all machines of this side to the head that it gives way to, and end."""
-        stand = self._standpoint()
-        if not stand.gives_way_to or self.is_moving:
+        stand, state = self._standpoint(), self._party.state
+        if not stand.gives_way_to or self._moving is not None:
             return
         self._directory.put_down_pen()
-        text = (
+        self._party.close_table(
             f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
-            f"has done {stand.rank.step + 1}: all machines of this side join the other one"
+            f"has done {state.committed + 1}: all machines of this side join the other one"
         )
-        self._party.move(stand.gives_way_to, text)
+        self._sent_away |= state.agents.keys() & self._party.connected
+        self._party.tell_agents(Moved(url=stand.gives_way_to))
         self._directory.forget_address()
-        self._moving = asyncio.create_task(self._end_when_workers_have())
+        self._moving = asyncio.create_task(self._end_when_machines_have_left())
 
-    async def _end_when_workers_have(self) -> None:
-        """End this head, and with it the right to write, when the machines have ended their workers."""
+    async def _end_when_machines_have_left(self) -> None:
+        """End this head, and with it the right to write, when its workers have ended and its own agent knows why."""
+        state = self._party.state
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOVE_S):
-                while self._party.has_workers():
+                while seat_of(state) not in self._sent_away or self._party.connected & state.workers.keys():
                     await asyncio.sleep(LOOK_S)
         self._directory.leave_to_other(they_write=self._they_write)
-        self._party.give_way(self._party.state.term)
+        self._party.give_way()

@@ -23,6 +23,7 @@ from unisono.decisions.membership import Event, Send, TookOver, agent_name, mach
 from unisono.decisions.membership.likeness import differences
 from unisono.decisions.membership.roster import State, resumed
 from unisono.decisions.policy import Policy
+from unisono.decisions.sides import Admission
 from unisono.errors import ProtocolError
 from unisono.head.address import AddressFiles
 from unisono.head.delivery import Delivery
@@ -49,7 +50,6 @@ from unisono.messages import (
     Announcement,
     Beats,
     Ended,
-    Foreign,
     Happened,
     Heads,
     Hello,
@@ -57,7 +57,6 @@ from unisono.messages import (
     Kept,
     Lost,
     Message,
-    Moved,
     Proposal,
     RunDirectory,
     Scale,
@@ -151,6 +150,7 @@ class Head:
             self._address,
             told=self._announce,
             changed=self._may_write_has_changed,
+            chosen=lambda: self.table.remember(),
         )
         self._viewing = Viewing(run_id, script=script_in(spec.arguments), started=memory.started, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
@@ -170,8 +170,8 @@ class Head:
             heartbeat_s=spec.heartbeat_s,
         )
         self._meeting = Meeting(self, run_id, url, self._directory)
-        self.superseded_by = 0
-        """The term of a head that has taken over from this one."""
+        self.has_given_way = False
+        """This head has ended because another side of the run goes on."""
         self.over = asyncio.Event()
 
     async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
@@ -190,20 +190,20 @@ class Head:
             may_watch=self._viewing.why_not,
             refused=lambda why, connection: self._refusals.note(why, connection.where),
         )
+        await self._begin()
         server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
         tasks = [
             asyncio.create_task(work) for work in (Reunion(self._meeting, self._token).run(), self._directory.look())
         ]
         try:
-            self._begin()
             await self.over.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await self._troubles.end()
             await self._meeting.moved()  # else the other side would write while workers of this one still do
-            self._directory.close(forgets_address=not self.superseded_by)
-            if not self.superseded_by:
+            await self._directory.close(forgets_address=not self.has_given_way)
+            if not self.has_given_way:
                 self.table.release()
             await self._viewing.end()
             await self._lines.close(LAST_WORDS_S)
@@ -214,16 +214,13 @@ class Head:
         """End this machine's workers, with their children, unless their agent has seen them end."""
         self._processes.end()
 
-    def _begin(self) -> None:
-        """Go on with the run's directory, and from the head before this one."""
-        self._directory.take_pen()
+    async def _begin(self) -> None:
+        """Go on from the head before this one, and with the run's directory."""
         has_moved = self._took_over.before not in ("", seat_of(self.state))
         if has_moved:
             self.table.take("", self._took_over)
-            others = self.state.agents.keys() - {seat_of(self.state)}
-            if reason := self._directory.go_on_here(others):
-                self.table.say(reason)
-        self._directory.open(has_moved=has_moved)
+        others = self.state.agents.keys() - {seat_of(self.state)}
+        await self._directory.open(has_moved=has_moved, said=self.table.say, others=others)
 
     # -- http ----------------------------------------------------------------------------------------
 
@@ -321,16 +318,15 @@ class Head:
             case Proposal():
                 line.put(encode(self._meeting.answer(first)))
                 self._meeting.act()
-            case _ if self._meeting.is_moving:
-                pass
             case Hello() | AgentHello() if first.run_id not in ("", self._run_id):
                 self._refuse(line, first)
-            case AgentHello() if not first.fresh and not self.state.is_own(first.branch):
-                line.put(encode(Foreign(step=self.state.committed)))
-            case Hello() | AgentHello() if first.term > self.state.term:
-                self.give_way(first.term)
+            case Hello() | AgentHello():
+                answer = self._meeting.admit(first)
+                if isinstance(answer, Message):
+                    line.put(encode(answer))
+                return self._welcome(line, first) if answer is Admission.WELCOME else ""
             case _:
-                return self._welcome(line, first)
+                raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
         return ""
 
     async def _take(self, line: Line, name: str, message: Message) -> None:
@@ -363,7 +359,7 @@ class Head:
 
     def _take_directory(self, name: str, message: RunDirectory) -> None:
         """Note where the run writes, and that this worker sees it there."""
-        self._tell_agents(message)
+        self.tell_agents(message)
         self._directory.facts = message.facts or self._directory.facts
         self._viewing.reads_from(self._directory.path or message.path, self._directory.facts)
         worker = self.state.workers.get(name)
@@ -371,21 +367,18 @@ class Head:
             self._directory.seers[worker.agent] = None
             self.table.remember_soon()
         if self._directory.path in ("", message.path):
-            self._directory.write_address(message.path)
-            self._directory.take_pen()
-            self.table.remember()
+            self._directory.enter(message.path)
+            self.table.remember_soon()
 
-    def _welcome(self, line: Line, first: Message) -> str:
+    def _welcome(self, line: Line, first: Hello | AgentHello) -> str:
         """Answer a hello; returns the name of the worker or agent."""
         warnings: list[str] = []
         if isinstance(first, Hello):
             name = first.info.worker_id
             if self.state.fingerprint is not None:
                 warnings = differences(self.state.fingerprint, first.fingerprint)
-        elif isinstance(first, AgentHello):
-            name = agent_name(self.state, first)
         else:
-            raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
+            name = agent_name(self.state, first)
         before = self._lines.get(name)
         self._lines[name] = line
         welcome = Welcome(
@@ -412,9 +405,8 @@ class Head:
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
                 self._announce(f"a worker is refused: {error}")
-            if isinstance(first, Hello | AgentHello):
-                who, host = (name, first.info.host) if isinstance(first, Hello) else ("", first.host)
-                self._troubles.take(Trouble(kind="failed-join", worker_id=who, host=host, error=str(error)))
+            who, host = (name, first.info.host) if isinstance(first, Hello) else ("", first.host)
+            self._troubles.take(Trouble(kind="failed-join", worker_id=who, host=host, error=str(error)))
             if before is None:
                 del self._lines[name]
             else:
@@ -467,23 +459,18 @@ class Head:
     def alarm(self, trouble: Trouble) -> None:
         self._telling.take_trouble(trouble)
 
-    def move(self, url: str, text: str) -> None:
+    def close_table(self, text: str) -> None:
         self._announce(text)
-        self._tell_agents(Moved(url=url))
         self.table.close()
 
-    def has_workers(self) -> bool:
-        return bool(self._lines.keys() & self.state.workers.keys())
-
-    def give_way(self, term: int) -> None:
-        """End this head, and nothing else, because another one has taken over."""
-        self.superseded_by = term
+    def give_way(self) -> None:
+        self.has_given_way = True
         self.over.set()
 
     def _announce(self, text: str) -> None:
         self._telling.announce(text)
 
-    def _tell_agents(self, message: Message) -> None:
+    def tell_agents(self, message: Message) -> None:
         self._lines.send_all(self.state.agents, message)
 
     def _may_write_has_changed(self) -> None:

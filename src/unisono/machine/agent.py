@@ -424,8 +424,12 @@ class _Agent:
         return None
 
     def follow(self, url: str) -> None:
-        """Have the workers of this machine follow the head at this address."""
+        """Have the workers of this machine follow the head at this address; "": let them wait for one."""
         self._workers.follow(url)
+
+    def has_workers(self) -> bool:
+        """Return whether a worker of this machine runs."""
+        return bool(self._workers.running())
 
     async def forget_workers(self) -> None:
         """End the workers of this machine, and report nothing about them."""

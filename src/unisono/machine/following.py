@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from unisono.decisions.following import MAX_HEIRS, SUPERSEDED, TURN_S, Absence, Followed, StaleHead, is_majority
+from unisono.decisions.following import MAX_HEIRS, SUPERSEDED, TURN_S, Absence, StaleHead, is_majority
+from unisono.decisions.sides import Allegiance
 from unisono.dialing import open_link
 from unisono.events import StepFinished
 from unisono.invitation import shown
@@ -78,7 +79,10 @@ class Owner(Protocol):
         """Return how the run has ended, by what this machine sees; None: it does not know of an end."""
 
     def follow(self, url: str) -> None:
-        """Have the workers of this machine follow the head at this address."""
+        """Have the workers of this machine follow the head at this address; "": let them wait for one."""
+
+    def has_workers(self) -> bool:
+        """Return whether a worker of this machine runs."""
 
     async def forget_workers(self) -> None:
         """End the workers of this machine, and report nothing about them: a head elsewhere will order new ones."""
@@ -111,7 +115,7 @@ class Following:
         self._owner = owner
         self._away_s = away_s
         self._head = head
-        self._known = Followed()
+        self._side = Allegiance(has_seat=hello.primary and head is not None)
         self._link: Link | None = None
         self._is_welcome = False
         self._outbox: deque[Message] = deque()
@@ -121,10 +125,6 @@ class Following:
         self._is_sent = asyncio.Event()
         self._is_sent.set()
         self._partition = partition
-        self.has_seat = hello.primary and head is not None
-        """The head is this agent's child."""
-        self._branch = ""
-        self._is_fresh = False
         self._absence: Absence | None = None
         self._machines: list[MachineInfo] = []
         self._urls: list[str] = []  # where else a head was, or may be; the newest first
@@ -132,7 +132,6 @@ class Following:
         self._reached: set[str] = set()  # addresses of machines that have answered, be it that nobody listens
         self._was_refused = False
         self._found = url  # the address of the head at the other end of the connection
-        self._elsewhere = ""  # the head that this machine is to join with new workers
         self._last_step = -1
         self._lost_head: Child | None = None  # this head has ended, and its last messages are not all read
         self._head_is_done = False
@@ -144,9 +143,14 @@ class Following:
         self.num_machines = 1
 
     @property
+    def has_seat(self) -> bool:
+        """The head is this agent's child."""
+        return self._side.has_seat
+
+    @property
     def snapshot(self) -> Snapshot | None:
         """The newest version of the head's state."""
-        return self._known.snapshot
+        return self._side.followed.snapshot
 
     @property
     def head_url(self) -> str:
@@ -166,10 +170,11 @@ class Following:
 
     def _start_head(self, **settings: str) -> None:
         assert self._head is not None
-        self._known = self._known.learn(self._known.term + 1)
-        state = self._known.snapshot.state if self._known.snapshot is not None else b""
-        settings |= {"branch": self._branch}
-        self._head.start(self._known.term, state, self._owner.show_head_line, self._head_ended, **settings)
+        self._side = self._side.seated()
+        state = self.snapshot.state if self.snapshot is not None else b""
+        settings |= {"branch": self._side.branch}
+        term = self._side.followed.term
+        self._head.start(term, state, self._owner.show_head_line, self._head_ended, **settings)
 
     def send(self, message: Message) -> None:
         """Send a message to the head, and again to every later head: the table ignores repetitions."""
@@ -221,6 +226,7 @@ class Following:
     async def run(self) -> None:
         """Follow the head, and those that follow it, until the run is over. Each absence has its own time."""
         while not self._is_over or not self._is_answered.is_set():
+            joins = self._side.joins
             try:
                 why = await self._follow()
             except Refused as refused:
@@ -231,11 +237,12 @@ class Following:
             except Exception as error:
                 self._end(Ended(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=1))
                 raise
-            if self._elsewhere and not self._is_over:
-                await self._join_anew()
+            if self._side.joins != joins and not self._is_over:
+                self._url = self._side.joins
+                self._owner.announce(f"this machine joins the head at {self._url}, with new workers")
                 continue
             self._note_absence(why)
-            self._take_over_when_due(why)
+            await self._take_over_when_due(why)
             await asyncio.sleep(RETRY_S)
             if self._head_is_done:
                 why = (
@@ -269,47 +276,45 @@ class Following:
         return self._head.url if self._head is not None else ""
 
     def _may_be_next(self) -> bool:
-        snapshot = self._known.snapshot
-        return self._head is not None and snapshot is not None and self.agent_id in snapshot.heirs
+        return self._head is not None and self.snapshot is not None and self.agent_id in self.snapshot.heirs
 
-    def _take_over_when_due(self, why: str) -> None:
+    async def _take_over_when_due(self, why: str) -> None:
         """Start the next head here, if it is this machine's turn."""
         if self._is_over or self.has_seat or self._head is None or self._absence is None:
             return
         here = {machine.agent_id for machine in self._machines if machine.url in self._reached} | {self.agent_id}
         now = time.monotonic()
-        is_due = self._known.may_start(
+        is_due = self._side.followed.may_start(
             self.agent_id,
             self._absence,
             self._partition,
             away_s=self._away_s,
             has_majority=is_majority(here, {machine.agent_id for machine in self._machines} | here),
+            has_workers=self._owner.has_workers(),
             now=now,
         )
         if not is_due:
             return
         is_gone = self._absence.refused_since is not None
+        await self._head.end()  # one that has given way
         try:
             self._start_head(seat=self.agent_id, run_id=self.run_id, before="gone" if is_gone else "away")
         except OSError as error:
             self._end(Ended(ok=False, reason=f"{why}; the next one {NOT_STARTED.format(error)}", exit_code=1))
             return
-        self.has_seat, self._url, self._absence = True, self._head.url, None
+        self._url, self._absence = self._head.url, None
         self._owner.announce(f"{why}; this machine has the next head, and the run goes on")
 
-    async def _join_anew(self) -> None:
-        """Join the head of another side of the run: this side is behind, or its head has found that one."""
-        url, self._elsewhere = self._elsewhere, ""
-        self._owner.announce(f"this machine joins the head at {url}, with new workers")
+    async def _leave_side(self) -> None:
+        """End the workers of this machine, and the head that has given way: the head that it joins has answered."""
         await self._owner.forget_workers()
         if self._head is not None:
             await self._head.end()
             with contextlib.suppress(OSError):
-                self._head.renew(url)
+                self._head.renew(self._found)
         self._reports.clear()
         self._outbox.clear()
-        self._known, self._branch, self._is_fresh = Followed(), "", True
-        self.has_seat, self._absence, self._url = False, None, url
+        self._side, self._last_step = self._side.joined(), -1
 
     def _learn_machines(self, machines: list[MachineInfo]) -> None:
         if machines:
@@ -319,7 +324,10 @@ class Following:
 
     async def _follow(self) -> str:
         """Talk to one head until the connection ends."""
-        self._link = link = await self._reach()
+        link = await self._reach()
+        if self._found == self._side.joins:
+            await self._leave_side()
+        self._link = link
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[str] = loop.create_future()
 
@@ -338,10 +346,10 @@ class Following:
             hello = msgspec.structs.replace(
                 self._hello,
                 agent_id=self.agent_id,
-                term=self._known.term,
+                term=self._side.followed.term,
                 url=self._own_url,
-                branch=self._branch,
-                fresh=self._is_fresh,
+                branch=self._side.branch,
+                fresh=self._side.is_fresh,
                 run_id=self.run_id,
             )
             link.put(encode(hello))
@@ -349,6 +357,7 @@ class Following:
             return await ended
         finally:
             self._link, self._is_welcome = None, False
+            self._owner.follow("")  # what a head says to workers whose machine does not follow it counts for nothing
             loop.remove_reader(link.sock)
             loop.remove_writer(link.sock)
             link.close()
@@ -427,25 +436,28 @@ class Following:
     def _take(self, message: Message) -> None:
         match message:
             case Welcome():
-                self._learn_term(message.term)
+                self._welcomed(message)
                 self.agent_id, self.run_id = message.agent_id, message.run_id
-                self._url, self._branch, self._is_fresh, self._absence = self._found, message.branch, False, None
+                self._url, self._absence = self._found, None
                 self._learn_machines(message.machines)
                 self.num_machines = message.num_machines
                 self._owner.follow(self._url)
                 self._is_welcome = True
                 self._outbox = deque(self._reports.values())
             case Heads():
-                self._branch = message.branch
+                self._side = msgspec.structs.replace(self._side, branch=message.branch)
                 self.num_machines = message.num_machines
                 self._learn_machines(message.machines)
             case Foreign():
-                self._avoided[self._found] = time.monotonic() + AVOID_S
-                if not self._may_be_next() or self._last_step <= message.step:
-                    self._elsewhere = self._found
+                has_workers = self._head is not None and self._owner.has_workers()
+                self._side = self._side.offered(
+                    self._found, message, self.agent_id, has_workers=has_workers, last_step=self._last_step
+                )
+                if self._side.joins != self._found:
+                    self._avoided[self._found] = time.monotonic() + AVOID_S
                 raise ConnectionError(f"the head at {self._found} has gone on without this machine")
             case Moved():
-                self._elsewhere = message.url
+                self._side = self._side.sent(message.url)
                 raise ConnectionError(f"the head gives way to the one at {message.url}")
             case Happened(event=StepFinished() as event):
                 self._last_step = max(self._last_step, event.step)
@@ -454,7 +466,8 @@ class Following:
                 for each in message.steps:
                     self._take(each)
             case Snapshot():
-                self._known, answer = self._known.keep(message)
+                followed, answer = self._side.followed.keep(message)
+                self._side = msgspec.structs.replace(self._side, followed=followed)
                 self._outbox.append(answer)
             case Ended():
                 self._is_answered.set()
@@ -462,9 +475,9 @@ class Following:
             case _:
                 self._owner.receive(message)
 
-    def _learn_term(self, term: int) -> None:
+    def _welcomed(self, welcome: Welcome) -> None:
         try:
-            self._known = self._known.learn(term)
+            self._side = self._side.welcomed(welcome)
         except StaleHead:
             self._avoided[self._found] = time.monotonic() + AVOID_S
             raise
@@ -474,7 +487,10 @@ class Following:
     def _head_ended(self, child: Child) -> None:
         self._is_answered.set()
         if child.exit_code == SUPERSEDED:
-            self.has_seat = False
+            self._side = self._side.sent("")
+            self._url = next(
+                (url for url in (self._side.joins, *self._urls) if url not in ("", self._own_url)), self._url
+            )
             return
         if self._is_over:  # the head has done its work; what it leaves is still this agent's to look after
             return
@@ -488,7 +504,7 @@ class Following:
     def _start_next(self, child: Child) -> None:
         """Start another head after one that has died."""
         assert self._head is not None
-        if not self.has_seat and not self._known.is_successor(self.agent_id):
+        if self._side.joins or (not self.has_seat and not self._side.followed.is_successor(self.agent_id)):
             return
         lines = "".join(f"\n{line}" for line in child.output.last_lines)
         reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{lines}"

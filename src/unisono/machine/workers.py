@@ -123,8 +123,8 @@ class Workers:
             self._placement.open()
 
     def follow(self, url: str) -> None:
-        """Have the workers follow the head at this address."""
-        self._head = url
+        """Have the workers follow the head at this address; "": those that are not connected wait for one."""
+        self._head = url or self._head
         if self._where is not None:
             os.pwrite(self._where.descriptor, f"{url}\n".encode(), 0)
 

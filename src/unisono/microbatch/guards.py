@@ -33,7 +33,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 
+from unisono import member as members
 from unisono.errors import StepError
+from unisono.stacks import level_outside
+from unisono.state.packing import quick_digest
 from unisono.state.tracked import Tracked
 
 __all__ = ["Guards", "Structure", "UnusedGradients", "warn_of_clipping", "watched_schedulers", "watched_zero_grad"]
@@ -193,7 +196,7 @@ class Guards:
 
 
 class UnusedGradients:
-    """Finds a script that accumulates gradients over several steps by itself.
+    """Finds a script that accumulates gradients over several steps by itself, or applies none.
 
     A step begins with empty gradients, so gradients that the script has not used by then would be lost silently.
     """
@@ -204,6 +207,9 @@ class UnusedGradients:
         self._unused: dict[str, str] = {}
         self._shown = ""
         self._left_out: set[str] = set()
+        self._is_updated = False  # since the gradients of the newest step were complete
+        self._versions: list[tuple[int, int]] = []  # of the parameters then
+        self._digest: int | None = None  # of their values then; None: they had changed in the step before
 
     def leave_out(self, name: str) -> None:
         """Leave out an optimizer whose step() the script does not call."""
@@ -219,8 +225,28 @@ class UnusedGradients:
         self._used.clear()
 
     def finish_step(self, step: str) -> None:
-        """Note that the gradients of a step are complete."""
+        """Note that the gradients of a step are complete. Warns if no parameter has changed in two steps."""
         self._shown = step
+        is_updated, self._is_updated = self._is_updated, False
+        before, self._versions = self._versions, [(id(p), p._version) for _, p in self._tracked.trained()]
+        if is_updated or before != self._versions or not self._expects_updates():
+            self._digest = None
+            return
+        # What writes through `.data` does not count in a version, so the values are compared as well, one step later.
+        known, self._digest = self._digest, quick_digest([p.detach() for _, p in self._tracked.trained()])
+        member = members.current()
+        if known == self._digest and (member is None or member.worker_id == "w0"):  # once for all workers
+            warnings.warn(
+                "no tracked parameter has changed in the last two steps, and step() of no tracked optimizer was called "
+                "there: is `optimizer.step()` missing after `for batch in step`, or does it belong to an optimizer "
+                "that was not tracked and has other parameters?",
+                stacklevel=level_outside(),
+            )
+
+    def _expects_updates(self) -> bool:
+        """Return whether there are optimizers, and no scaler that leaves updates out when gradients overflow."""
+        scalers = [one for one in self._tracked.objects.values() if isinstance(one, torch.amp.GradScaler)]
+        return bool(self._tracked.optimizers) and not any(one.is_enabled() for one in scalers)
 
     def dropped(self, cleared: object) -> None:
         """Note that the script has called zero_grad() of an optimizer or a module: it drops gradients on purpose."""
@@ -236,6 +262,7 @@ class UnusedGradients:
             StepError: the script has accumulated gradients.
         """
         self._used.add(name)
+        self._is_updated = True
         if (step := self._unused.pop(name, None)) is not None:
             raise StepError(
                 f"{name}.step() is called now, and was not called after {step}: the gradients of that step are "

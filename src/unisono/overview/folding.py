@@ -279,7 +279,7 @@ class OverviewBuilder:
             loss=loss if is_finite else None,
             loss_is="" if is_finite or loss is None else str(loss),
             logs=finite(last.logs) if last is not None else {},
-            evaluation=finite(self._evaluation.totals) if self._evaluation is not None else {},
+            evaluation=finite(self._evaluation.values) if self._evaluation is not None else {},
             samples_per_s=samples / seconds if seconds > 0 else 0.0,
             steps_per_s=1 / step_s if step_s > 0 else 0.0,
             left_s=None if ended is not None else _left_s(last, step_s),

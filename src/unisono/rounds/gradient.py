@@ -22,7 +22,7 @@ from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.spent import Spent
 from unisono.faults import point
 from unisono.microbatch.data import Batches
-from unisono.microbatch.folding import Fingerprint, GradientFolder
+from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards
 from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.randomness import seed_at
@@ -298,16 +298,13 @@ class GradientRound:
         audits, agreement = self._context.audits, self._context.agreement
         if audits is None:
             return True
-        counts = yield from audits.settle(self._context.rounds, self, agreement.leaves, agreement.state_digest)
+        counts = yield from audits.settle(self._context.rounds, self, agreement.digests, agreement.state_digest)
         return counts
 
-    def compute_apart(self, leaf: int) -> Iterator[Any]:
-        """Yield a micro-batch to the script, of which nothing is summed."""
+    def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
         yield from self._aside(leaf)
-
-    def fingerprint(self, leaf: int) -> Fingerprint:
-        """Return the fingerprint of the micro-batch that `compute_apart` has yielded last."""
-        return self._folder.fingerprint(leaf)
+        return self._folder.fingerprint(leaf).digest
 
     # -- the round -----------------------------------------------------------------------------------
 

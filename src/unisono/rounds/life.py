@@ -99,8 +99,13 @@ class Rounds:
         Yields what the round yields while this member computes its leaves.
 
         Raises:
-            RunStopped: the run is over, or goes on without this worker.
+            RunStopped: the run is over, or goes on without this worker. StepError: another round is under way.
         """
+        if self._round is not None:
+            raise StepError(
+                f"{round_.title} was begun inside of {self._round.title}, where each worker is elsewhere: begin it "
+                "when that is over"
+            )
         self.drain()
         plan = self._begin(round_)
         self.note_round(self.number, round_.title)

@@ -36,7 +36,6 @@ from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError, StepError
 from unisono.exchange import Combined, Share
 from unisono.exchange.flat import FlatLayout, Slot
-from unisono.exchange.slots import is_held
 from unisono.faults import point
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.losses import Microbatch
@@ -346,7 +345,7 @@ class Pipeline(SumsAhead[DelayedRound]):
             self._spare.retire(arrived.slot, finished.arrived.slot if isinstance(finished, Committed) else None)
         folder.show(shown)
         before, self._shown = self._shown, shown
-        if before is not None and not is_held(before):
+        if before is not None and not before.is_shared():
             self._spare.give_back(before)
         seed_at(self._context.seed, "update", self._context.first_number + number)
         self._context.clock.switch("update")

@@ -321,7 +321,6 @@ class LocalSteps:
                 "an optimizer of the replicas has made a step between two rounds, when it belongs to none of them: "
                 "update the model within `for step in round`, or let the outer optimizer do it"
             )
-        context.rounds.members.release_results()
         with torch.no_grad():
             parameters = [parameter for _, parameter in folder.trained]
             if len(self._start) != len(parameters) or any(
@@ -331,6 +330,7 @@ class LocalSteps:
             for start, parameter in zip(self._start, parameters, strict=True):
                 start.copy_(parameter)
                 parameter.grad = None
+        context.rounds.members.release_results()
         self._structure.renew()
         self._averaged = self._averages()
         self._common = common(self._objects)

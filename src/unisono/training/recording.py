@@ -196,10 +196,14 @@ class Recorder:
         for event in self._slowness.observe(step.workers, hosts):
             self._pass_on(msgspec.structs.replace(event, time=self._now()), role)
 
-    def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
-        """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
+    def evaluation_finished(
+        self, step: int, totals: Mapping[str, Any], role: Role, *, logs: Mapping[str, float] | None = None
+    ) -> None:
+        """Record the totals of an evaluation (numbers, or lists of them), or what ``run.log`` was given, after so many
+        steps of the run.
+        """
         found = {str(name): value for name, value in totals.items()}
-        self._record(EvaluationFinished(time=self._now(), step=step, totals=found), role)
+        self._record(EvaluationFinished(time=self._now(), step=step, totals=found, logs=dict(logs or {})), role)
 
     def last_checkpoint(self, news: Mapping[str, Any], role: Role) -> None:
         """Record what became of the checkpoint that was written after the last step; of the others, steps tell."""

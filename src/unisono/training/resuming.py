@@ -36,6 +36,7 @@ RECIPE: Final = {
     "drop_last",
     "first_epoch",
     "microbatches",
+    "modes",
     "num_samples",
     "order",
     "seed",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.decisions.cursor import StepPosition, seed_of
-from unisono.errors import StepError
+from unisono.errors import StepError, UsageError
 from unisono.events import StepResult
 from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
@@ -22,7 +22,7 @@ from unisono.rounds.members import Summed
 from unisono.state.sums import Total, plain
 from unisono.telemetry import StepTelemetry
 
-__all__ = ["CommonRound", "Iteration", "Played", "State", "Step"]
+__all__ = ["CommonRound", "Iteration", "Played", "State", "Step", "numbers"]
 
 
 class State(enum.Enum):
@@ -95,6 +95,8 @@ class Iteration(Protocol):
     def sent_bytes(self) -> int: ...
 
     def sample_indices(self, microbatch: int) -> list[int]: ...
+
+    def add(self, **values: float | Tensor) -> None: ...
 
     def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None: ...
 
@@ -200,8 +202,18 @@ class Played(ABC, Generic[R]):
         """The numbers that ``log`` was given."""
         return dict(self._logs)
 
-    def _log(self, values: Mapping[str, float | Tensor]) -> None:
-        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
+    def _log(self, values: Mapping[str, float | Tensor] | None, named: Mapping[str, float | Tensor]) -> None:
+        """Note numbers for the line of the journal.
+
+        Raises:
+            StepError: that line is written.
+        """
+        if self.state in (State.CLOSED, State.FAILED):
+            raise StepError(
+                f"step.log of step {self.number} was called when that step was over, and its line of the journal is "
+                "written: call it within run.steps, or run.log after the training loop"
+            )
+        self._logs |= numbers(values, named, "step.log")
 
     def check_not_left(self) -> None:
         """Check that the script has not left the inner loop before its end.
@@ -246,6 +258,27 @@ class Played(ABC, Generic[R]):
     @abstractmethod
     def _unused_error(self) -> StepError:
         """Return the error for a script that has not iterated over it."""
+
+
+def numbers(
+    values: Mapping[str, float | Tensor] | None, named: Mapping[str, float | Tensor], what: str
+) -> dict[str, float]:
+    """Return what a script logs, by name.
+
+    Raises:
+        UsageError: it is no mapping, or a value is no number.
+    """
+    if values is not None and not isinstance(values, Mapping):
+        raise UsageError(f'{what} takes numbers by name, e.g. {{"val/rmse": 0.31}}; got a {type(values).__qualname__}')
+    found = {}
+    for name, value in {**(values or {}), **named}.items():
+        try:
+            found[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(
+                f"{what} takes numbers, or tensors of one element; {name!r} is a {type(value).__qualname__}"
+            ) from None
+    return found
 
 
 class Step(Played[GradientRound]):
@@ -354,14 +387,15 @@ class Step(Played[GradientRound]):
         """Return the samples of one of this step's micro-batches."""
         return self._context.cursor.indices(self.number_in_loop, microbatch)
 
-    def log(self, **values: float | Tensor) -> None:
+    def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Write numbers into this step's line of the journal. Local: those of rank 0 count.
 
         Args:
-            values: numbers, or tensors of one element.
+            values: numbers, or tensors of one element, by name; for names with a "/", say.
+            named: the same.
 
         Raises:
-            StepError: called within the inner loop.
+            StepError: called within the inner loop, or when the step is over.
         """
         self.check_not_left()
         if self.microbatch is not None:
@@ -369,7 +403,7 @@ class Step(Played[GradientRound]):
                 "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
                 "it after that loop (step.loss is the mean loss then, and step.add gives exact sums)"
             )
-        self._log(values)
+        self._log(values, named)
 
     def __repr__(self) -> str:
         return f"<{self.name}: epoch {self.epoch}, {self.num_samples} samples, {self.state.value}>"

@@ -14,8 +14,8 @@ from unisono.events import Seconds
 from unisono.overview import Overview, Recent, WorkerNow
 from unisono.watch.terminal.base import done
 from unisono.watch.terminal.curve import draw_curve
-from unisono.watch.terminal.text import Line, Span, cut, duration, filled, harmless, number, size, time_of_day, width
-from unisono.words import count
+from unisono.watch.terminal.text import Line, Span, cut, duration, filled, number, size, time_of_day, width
+from unisono.words import count, harmless
 
 __all__ = ["draw", "fitted", "header", "in_short", "levels", "made_harmless", "workers_rows"]
 
