@@ -42,7 +42,7 @@ from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standar
 from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.descendants import end_descendants
-from unisono.machine.following import Following, answers
+from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of
 from unisono.machine.holder import LOST
 from unisono.machine.idleness import Watching
@@ -243,7 +243,6 @@ class _Agent:
         self._forgets = False
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._url = url
-        self._outliving: asyncio.Future[None] | None = None
         self._num_signals = 0
         self._checkpoint_code = -1  # see `reaction`
         self._stop: StopRun | None = None
@@ -447,7 +446,7 @@ class _Agent:
         self.announce(text)
 
     def _on_machines_lost(self, reason: str) -> None:
-        if not self._workers.running():
+        if not self._workers.running() and self._following.num_machines == 1:
             self._end_now(reason, 1)
 
     def _on_machines_gone(self, number: int) -> None:
@@ -523,20 +522,16 @@ class _Agent:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._end_now("the launcher that has started this agent is gone", 1)
         elif data == LOST:
-            self._outliving = asyncio.ensure_future(self._outlive_launcher())
+            self._outlive_launcher()
 
-    async def _outlive_launcher(self) -> None:
-        """Go on where not only the connection to the launcher is lost, but its machine, or the path to it.
+    def _outlive_launcher(self) -> None:
+        """Go on without the connection to the launcher: from now on this machine is as one that has joined by itself.
 
-        Then the same holds as for a machine that has joined by itself: `Following` decides how long. Where the machine
-        of the launcher answers, the launcher was killed or wants no more of this agent, so the agent ends.
+        Whether the launcher's machine is lost, or the path to it, or only that connection: `Following` finds out.
         """
-        is_elsewhere = self._following.head_url not in ("", self._url)
-        if not is_elsewhere and await answers(self._url):
-            self._end_now("the connection to the launcher that has started this agent is lost", 1)
-            return
-        loop, number = asyncio.get_running_loop(), sys.stdin.fileno()
-        loop.remove_reader(number)
+        self._following.outlive_command()
+        number = sys.stdin.fileno()
+        asyncio.get_running_loop().remove_reader(number)
         with open(os.devnull, "r+b") as nothing:
             for stream in (number, sys.stdout.fileno(), sys.stderr.fileno()):
                 os.dup2(nothing.fileno(), stream)  # closes the pipes; the holder sees that
