@@ -349,7 +349,8 @@ def test_the_user_is_told_where_the_runs_directory_is_if_it_is_not_here(
     options = ("--hosts", f"{island.name}:1", "--ssh", sshd.command, "--run-dir", directory)
     command = unisono("run", SCRIPT, *options, "--", "--steps", STEPS)
     assert command.wait() == 0, command.err
-    command.line(f"the run's directory {directory} is not on this machine")
+    where = command.line(f"the run's directory {directory} is not on this machine")
+    assert f"journal and checkpoints are on {island.name}-" in where
     assert is_the_same(calm, root(island) / directory.relative_to("/"))
 
 

@@ -248,6 +248,7 @@ class _Agent:
         self._stop: StopRun | None = None
         self.run_dir = ""
         """The run directory that the script has chosen; "" before."""
+        self._run_dir_host = ""  # a machine that sees it
 
     def forget_head(self, run_dir: str, token: str, run_id: str = "") -> None:
         """Remove what a head of this machine that was killed has left in the run's directory."""
@@ -352,7 +353,7 @@ class _Agent:
                 self._end(self._with_own_exit_code(message), is_run_over=False)
             case RunDirectory():
                 self._checkpoint_code = message.on_signal
-                self.run_dir = message.path
+                self.run_dir, self._run_dir_host = message.path, message.host
                 self._chronicle.write_to(Path(message.path), self._following.run_id)
 
     def _take_told(self, event: Event) -> None:
@@ -628,10 +629,10 @@ class _Agent:
         """Return that the run's directory is on another machine, where that is so; else ""."""
         if not self._is_primary or self._spec.num_workers or not self.run_dir or self._holds_run_dir():
             return ""
+        where = self._run_dir_host or "a machine that has trained"
         return (
-            f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on a machine that "
-            "has trained; next time, name a --run-dir that this machine sees as well, or have workers here too "
-            "(--hosts localhost,...)"
+            f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on {where}; next "
+            "time, name a --run-dir that this machine sees as well, or have workers here too (--hosts localhost,...)"
         )
 
     def _how_to_go_on(self, ended: Ended) -> str:

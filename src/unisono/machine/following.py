@@ -262,6 +262,8 @@ class Following:
         self._absence = self._absence.tried(self._was_refused, now)
         has_never_followed = not self.agent_id and not self._hello.primary
         if now - self._absence.since > self._patience_s() or has_never_followed:
+            if self._partition == "wait" and self._may_be_next():
+                why += "; this machine could go on without that head, and is not to (--partition wait)"
             self._end(self._owner.known_end() or Ended(ok=False, reason=why, exit_code=1))
         gone_since = self._absence.refused_since
         if self._url == self._command and gone_since is not None and now >= gone_since + GONE_S:
