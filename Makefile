@@ -7,19 +7,8 @@ BIN := $(VENV)/bin
 DEMO := .demo
 # As many processes as tests/conftest.py finds right for this machine; one that has nothing left to do takes from another.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-# Whole trainings, which take long wherever they run.
-LONG := $(addprefix tests/workers/test_, \
-	examples.py examples_elastic.py soak.py launchers.py balance.py loaders.py life.py talking.py elastic.py \
-	head_death.py own_processes.py hangs.py trust.py plain_scripts.py copies.py when_idle.py holder.py doctor.py \
-	stream.py groups.py beats.py checkpoint.py again.py evaluate.py story.py profile.py advice.py viewing.py \
-	watching.py troubles.py not_finite.py history.py exchange.py exchange_parts.py seats.py deliver.py \
-	sharding.py sharding_elastic.py sharding_faults.py sharding_optimizers.py sharding_rounds.py \
-	shared_checkpoints.py shared_states.py local_steps.py local_delay.py delay.py delay_faults.py delay_left.py \
-	delay_predicted.py wire.py evaluators.py unlike.py local_leaving.py union_rounds.py sums.py carried.py spent.py nursery.py \
-	audit.py audit_delay.py audit_local.py local_groups.py replay.py inspecting.py planning.py check.py turns.py streams.py) \
-	tests/house/toys
-# What the tests beyond `make test` need besides.
-MORE := $(addprefix $(VENV)/., cluster-installed watch-installed interop-installed docs-installed)
+# The extras of pyproject.toml say what a target needs, and constraints.txt in which versions.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
@@ -46,10 +35,10 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/python examples/demo.py --directory $(DEMO)
 
 test: check
-	$(PYTEST) tests/house tests/pure tests/gpu tests/workers tests/docs/test_blocks.py $(LONG:%=--ignore=%)
+	$(PYTEST) -m "not more"
 
-test-more: $(MORE) needs
-	$(PYTEST) tests/hosts tests/clusters tests/patterns tests/watch tests/interop tests/docs $(LONG)
+test-more: clusters
+	$(PYTEST) -m more
 
 try:
 	tests/try.sh "$(PYTHON)" "$(TORCH)"
@@ -66,7 +55,7 @@ gpu-check: $(VENV)/.test-installed
 needs:
 	@tests/needs.sh
 
-clusters: $(MORE)
+clusters: $(VENV)/.test-more-installed needs
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .
@@ -103,17 +92,15 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp is newer than what it stands for, or the installation is done again.
-$(VENV)/.demo-installed: $(BIN)/python requirements/demo.txt pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/demo.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+$(VENV)/.demo-installed: $(BIN)/python constraints.txt pyproject.toml
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable '.[examples]'
 	touch $@
 
-$(VENV)/.test-installed: $(VENV)/.demo-installed requirements/test.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+$(VENV)/.%-installed: $(VENV)/.demo-installed
+	$(PIP) --no-build-isolation --editable '.[$*]'
 	touch $@
 
-$(MORE) $(VENV)/.figures-installed: $(VENV)/.%-installed: requirements/%.txt $(VENV)/.test-installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
-	touch $@
-
+$(VENV)/.test-more-installed $(VENV)/.docs-installed: $(VENV)/.test-installed
+$(VENV)/.test-more-installed: $(VENV)/.docs-installed
 $(VENV)/.figures-installed: $(VENV)/.docs-installed

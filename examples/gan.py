@@ -120,7 +120,7 @@ def main() -> None:
     shown_noise = torch.randn(NUM_WRITTEN, NOISE, device=run.device)
     shown_labels = torch.arange(NUM_WRITTEN, device=run.device) % 10
 
-    for _ in range(arguments.epochs):
+    for _ in run.epochs(arguments.epochs):
         for step in run.steps(train_loader, microbatches=arguments.microbatches):
             for images, labels in step:
                 noise = torch.randn(len(images), NOISE, device=run.device)

@@ -116,7 +116,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     run.track(model=model, optimizer=optimizer)
 
-    for _ in range(arguments.epochs):
+    for _ in run.epochs(arguments.epochs):
         for step in run.steps(train_loader, microbatches=arguments.microbatches):
             for nodes, near, far in step:
                 loss = F.cross_entropy(model(features[nodes], features[near], features[far]), labels[nodes])

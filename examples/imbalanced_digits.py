@@ -86,7 +86,7 @@ def main() -> None:
         images, labels = batch
         return count_right(model(images), labels)
 
-    for epoch in range(arguments.epochs):
+    for epoch in run.epochs(arguments.epochs):
         for step in run.steps(train_loader, microbatches=arguments.microbatches):
             for images, labels in step:
                 scores = model(images)

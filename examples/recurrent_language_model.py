@@ -122,7 +122,7 @@ def main() -> None:
     states = unisono.Carried(tuple(torch.zeros(2, 1, arguments.batch_size, arguments.width, device=run.device)), dim=1)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler, states=states)
 
-    for epoch in range(arguments.epochs):
+    for epoch in run.epochs(arguments.epochs):
         states[:] = 0  # every stream begins anew
         for step in run.steps(train_loader, microbatches=arguments.microbatches):
             for text, following, stream in step:

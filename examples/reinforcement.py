@@ -124,7 +124,7 @@ def main() -> None:
     run.track(policy=policy, optimizer=optimizer)
     test_loader = DataLoader(TensorDataset(torch.empty(100, 4).uniform_(-0.05, 0.05)), batch_size=25)
 
-    for epoch in range(arguments.epochs):
+    for epoch in run.epochs(arguments.epochs):
         for step in run.steps(loader, microbatches=arguments.microbatches):
             for starts in step:
                 states, actions, rewards = play(policy, starts, arguments.longest)

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 # Before torch is imported: with as many threads as cores in every process, they would wait for each other's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,12 +23,18 @@ sys.dont_write_bytecode = False
 # A shell that starts the tests in the background has Ctrl-C ignored, and so would all commands that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+TESTS = Path(__file__).parent
+
 LEAST_TESTERS, MOST_TESTERS = 6, 16
 TESTERS_PER_CORE = 2
 """Most of the time a test waits: for a process to begin, to be killed, to be missed. But each more that runs tests has
 to import torch and to make what is shared."""
 KIB_PER_TESTER = 1_250_000
 """A process that has imported torch, its nursery, and the workers of a run or two."""
+
+BEYOND = ("clusters", "hosts", "interop", "patterns", "watch")
+"""Folders of which all tests are marked ``more``: they need packages, programs or rights that `make test` does without,
+some of them already to be imported."""
 
 SKIPS = {
     r"`make data` fetches it": "what is fetched is not part of the project; the same code runs on data of its form",
@@ -46,6 +53,20 @@ def pytest_xdist_auto_num_workers() -> int:
     with open("/proc/meminfo") as file:
         available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     return max(2, min(MOST_TESTERS, max(LEAST_TESTERS, TESTERS_PER_CORE * cores), available // KIB_PER_TESTER))
+
+
+def _is_beyond(path: Path) -> bool:
+    return any(parent.name in BEYOND and parent.parent == TESTS for parent in path.parents)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` (``-m "not more"``) does not import what it cannot import."""
+    return True if config.option.markexpr == "not more" and _is_beyond(collection_path) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _is_beyond(item.path):
+        item.add_marker("more")
 
 
 @pytest.hookimpl(wrapper=True)

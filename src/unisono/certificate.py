@@ -149,13 +149,16 @@ def check(certificate: bytes | None, url: HeadUrl, token: str) -> None:
     Raises:
         Untrusted: it is neither.
     """
+    if is_reader(token) and not url.fingerprint:
+        raise Untrusted(
+            f"nothing was sent to {url.place}: this address does not say which certificate the head of the run has. "
+            "Use the whole line, or the whole address of the page, that `unisono status RUN` shows: with what stands "
+            "behind #"
+        )
     found = _digest(certificate or b"")
     if found == url.fingerprint or (not is_reader(token) and found == _derived_fingerprint(token)):
         return
-    if url.fingerprint:
-        known = f"that of the invitation is {url.fingerprint[:16]}..."
-    else:
-        known = "and the invitation names none." if is_reader(token) else "the token has another one."
+    known = f"that of the invitation is {url.fingerprint[:16]}..." if url.fingerprint else "the token has another one."
     raise Untrusted(
         f"the process at {url.place} is not the head of this run: its certificate is {found[:16]}..., {known} Nothing "
         "was sent to it. Is the invitation that of an earlier run?"

@@ -81,7 +81,7 @@ class DivergenceError(UnisonoError):
     value that differs, and the workers.
 
     Args:
-        sound: a checkpoint of more steps of the run may hold wrong values; 0: nothing is known of any.
+        sound: a checkpoint of more steps of the run may hold wrong values; 0: nothing is known of any; -1: none does.
     """
 
     def __init__(self, message: str = "", *, sound: int = 0) -> None:

@@ -304,9 +304,7 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
     """A step is finished: all members have its gradient, and the script has left its update."""
 
     num_steps: int
-    """Steps of the run up to the end of this ``run.steps``."""
-    first_step: int = 0
-    """Steps of the run before this ``run.steps``."""
+    """Steps of the whole run; 0: nobody knows."""
     generation: int
     seconds: Seconds
     """Wall time of the step on the worker that wrote the line."""
@@ -329,13 +327,20 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
 
 
 class EvaluationFinished(_Event, tag="evaluation"):
-    """An evaluation is finished."""
+    """An evaluation is finished, or the script has logged figures of its own (``run.log``)."""
 
     step: int
     """Of the run, from 0, in which the script has called ``run.evaluate``; after a training loop, the number of steps
     that are done."""
     totals: dict[str, Any]
     """By name: numbers, or lists of numbers."""
+    logs: dict[str, float] = {}
+    """Of ``run.log``, which has a line of its own."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The totals and the logged numbers."""
+        return {**self.totals, **self.logs}
 
 
 class LinesLost(_Event, tag="gap"):

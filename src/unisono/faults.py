@@ -86,6 +86,7 @@ VALUES: Final[dict[str, str]] = {
     "gradient": "the gradient of a micro-batch, as autograd has computed it",
     "parameter": "the parameters between two steps",
     "optimizer": "the state of an optimizer between two steps",
+    "evaluation": "the first total of a batch of an evaluation",
     "sums": "a part of the sums that has just arrived over the network",
 }
 """What a worker can be made to compute or store wrongly: one bit of the first tensor of it."""
@@ -114,6 +115,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Of the first number."""
     is_lasting: bool = False
     """Not once, but each time from then on."""
+    every: int = 1
+    """Of a lasting one: not each time, but every so many times."""
 
 
 _armed: list[Fault] = []
@@ -176,9 +179,11 @@ def spoils(value: str, microbatch: int = -1) -> int | None:
     for fault in list(_armed):
         is_now = fault.step in (-1, _step) or (fault.is_lasting and _step > fault.step)
         if fault.action == "corrupt" and fault.at == value and is_now and fault.microbatch in (-1, microbatch):
-            if not fault.is_lasting:
-                _armed.remove(fault)
-            return fault.bit
+            _armed.remove(fault)
+            if fault.is_lasting:
+                _armed.append(msgspec.structs.replace(fault, skip=(fault.skip or fault.every) - 1))
+            if not fault.skip:
+                return fault.bit
     return None
 
 

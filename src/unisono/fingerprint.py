@@ -13,7 +13,17 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["SWITCHES", "about_script", "fingerprint", "own_command", "package_checksum", "script_checksum"]
+__all__ = [
+    "FLOATING_POINT",
+    "SWITCHES",
+    "USUAL_FLOATING_POINT",
+    "about_script",
+    "fingerprint",
+    "floating_point",
+    "own_command",
+    "package_checksum",
+    "script_checksum",
+]
 
 SWITCHES: Final = (
     "ATEN_CPU_CAPABILITY",
@@ -26,6 +36,10 @@ SWITCHES: Final = (
     "NVIDIA_TF32_OVERRIDE",
 )
 """Environment variables by which libraries choose their kernels."""
+FLOATING_POINT: Final = "floating point"
+USUAL_FLOATING_POINT: Final = "to nearest"
+_NUMBERS: Final = [1.0, 3.0, 10.0, sys.float_info.min, 5e-324, 1e300]
+"""A list, so that Python computes with them when asked, and not when it compiles."""
 
 
 def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -42,12 +56,31 @@ def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> di
         "threads": str(torch.get_num_threads()),
         "device": device.partition(":")[0],
     }
+    if (mode := floating_point()) != USUAL_FLOATING_POINT:
+        facts[FLOATING_POINT] = mode
     if device.startswith("cuda"):
         facts["device name"] = torch.cuda.get_device_name(device)
         facts["cuda"] = str(torch.version.cuda)
         facts["cudnn"] = str(torch.backends.cudnn.version())
     facts.update({name: found[name] for name in SWITCHES if name in found})
     return facts
+
+
+def floating_point() -> str:
+    """Return in words how this thread rounds, and whether it flushes denormal numbers to zero. Takes a microsecond."""
+    one, three, ten, smallest, denormal, large = _NUMBERS
+    third, tenth = (one / three).hex()[-4], (one / ten).hex()[-4]
+    if (third, tenth) == ("5", "a"):
+        words = USUAL_FLOATING_POINT
+    elif tenth == "a":
+        words = "rounds up"
+    else:
+        words = "rounds to zero" if (-one / three).hex()[-4] == "5" else "rounds down"
+    if smallest / ten == 0.0:
+        words += ", denormal results are flushed to 0"
+    if denormal * large == 0.0:
+        words += ", denormal inputs count as 0"
+    return words
 
 
 def script_checksum(arguments: Sequence[str]) -> str:

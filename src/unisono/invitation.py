@@ -108,9 +108,14 @@ class Invitation:
 
     @property
     def page(self) -> str:
-        """The address of the page for a browser. It holds the token for looking, and never the run's."""
-        scheme, _, rest = shown(self.url).partition("://")
-        return f"{'https' if scheme == 'wss' else 'http'}://{rest}/?token={self.for_looking.token}"
+        """The address of the page for a browser. It holds the token for looking, and never the run's.
+
+        A browser keeps the fingerprint to itself. `unisono watch` needs it: the token for looking proves no head.
+        """
+        head = HeadUrl.parse(self.url)
+        scheme, _, rest = head.place.partition("://")
+        mark = f"#{head.fingerprint}" if head.fingerprint else ""
+        return f"{'https' if scheme == 'wss' else 'http'}://{rest}/?token={self.for_looking.token}{mark}"
 
     @classmethod
     def parse(cls, text: str) -> Invitation:

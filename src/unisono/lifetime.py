@@ -35,6 +35,7 @@ __all__ = [
     "parent_is_gone",
     "raise_file_limit",
     "start_time",
+    "take_inherited",
     "take_token",
 ]
 
@@ -205,6 +206,20 @@ def take_token(environment: MutableMapping[str, str]) -> str:
     token = Path(path).read_text().strip()
     close_inherited(path)
     return token
+
+
+def take_inherited(descriptor: str) -> bytes:
+    """Return what the parent has handed down in a `Memory`, and close it. No list of processes shows it, and it may be
+    longer than an argument or a variable (128 KiB).
+
+    Args:
+        descriptor: the number of `Memory.descriptor`, as an argument or a variable says it.
+
+    Raises:
+        OSError, ValueError: this is no such number.
+    """
+    with open(int(descriptor), "rb") as memory:
+        return memory.read()
 
 
 def close_inherited(path: str) -> None:

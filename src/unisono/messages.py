@@ -270,8 +270,8 @@ class Convicted(Message):
     worker_ids: list[str]
     step: int
     """Counted over the whole run."""
-    honest_until: int
-    """The last step at which they were known to be right; -1: at none."""
+    doubtful_from: int
+    """The first step in which what they have computed is to be doubted; `step` or later: there is none."""
     sound: int
     """A checkpoint of more steps may hold wrong values."""
     goes_back: bool

@@ -20,6 +20,7 @@ import msgspec
 
 from unisono.errors import UsageError
 from unisono.lifetime import start_time
+from unisono.owned import NotOwned, read_owned
 
 __all__ = ["Meeting", "Rendezvous"]
 
@@ -124,8 +125,9 @@ class Rendezvous:
 
 
 def _meeting(file: Path) -> Meeting | None:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(file.read_bytes(), type=Meeting)
+    """Return what a file of this user says; in a folder that several users share, others may have made one."""
+    with contextlib.suppress(OSError, NotOwned, msgspec.DecodeError):
+        return msgspec.json.decode(read_owned(file.parent, file.name, is_folder_shared=True), type=Meeting)
     return None
 
 

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from unisono.errors import RunDirectoryError
 from unisono.journal import JOURNAL, read
@@ -41,6 +41,7 @@ __all__ = [
     "is_taken",
     "make",
     "read_facts",
+    "refuse_used",
     "sound_steps",
 ]
 
@@ -175,7 +176,7 @@ class RunDirectory:
         self._run_id = ""
         self._look_at = 0.0
 
-    def claim(self, run_id: str, *, overwrite: bool, resume: bool) -> None:
+    def claim(self, run_id: str, *, overwrite: bool, resume: bool, by_command: bool = False) -> None:
         """Claim the directory for run ``run_id`` and lock it; see `claim` and `Lock.take`.
 
         Another run that has ended before its first step (`is_blank`) is replaced in any case.
@@ -188,7 +189,7 @@ class RunDirectory:
             self._lock.take(self.path, run_id)
         try:
             is_free = self._lock.is_certain and is_blank(self.path)  # under the lock nobody does a first step
-            claim(self.path, run_id, overwrite=overwrite or is_free, resume=resume)
+            claim(self.path, run_id, overwrite=overwrite or is_free, resume=resume, by_command=by_command)
         except BaseException:
             self._lock.release()
             raise
@@ -230,12 +231,13 @@ class RunDirectory:
         self._lock.release()
 
 
-def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False) -> None:
+def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False, by_command: bool = False) -> None:
     """Claim ``directory`` for run ``run_id``; does nothing if the directory is that run's already.
 
     Args:
         overwrite: remove the files of another run (of this library only).
         resume: go on with the run in the directory. Its id so far joins the ``earlier`` ones in the description.
+        by_command: ``unisono run`` has started the script: what to do instead is an option of it.
 
     Raises:
         RunDirectoryError: the directory holds another run, that run is still going, it cannot be written, or a newer
@@ -249,12 +251,7 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
         return
     if other is not None and not resume:
         if not overwrite:
-            if (user := _user(directory)) is not None:
-                raise RunDirectoryError(going(directory, user))
-            raise RunDirectoryError(
-                f"{directory} holds another run ({other}); choose another directory, or pass overwrite=True "
-                '(--overwrite on the command line) to replace it, or resume="auto" (--resume) to go on with it'
-            )
+            _refuse(directory, other, by_command=by_command)
         for name in _OURS:
             path = directory / name
             if path.is_dir():
@@ -265,6 +262,27 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
     if "run_id" in facts:
         facts["earlier"] = [*facts.get("earlier", ()), facts["run_id"]]
     describe(directory, {**facts, "run_id": run_id})
+
+
+def refuse_used(directory: Path) -> None:
+    """Raise the error that `claim` would raise in a worker later, for a new run of this command."""
+    other = holder(directory)
+    if other is not None and (is_going(directory) or not is_blank(directory)):
+        _refuse(directory, other, by_command=True)
+
+
+def _refuse(directory: Path, other: str, *, by_command: bool) -> NoReturn:
+    if (user := _user(directory)) is not None:
+        raise RunDirectoryError(going(directory, user))
+    replace, go_on = (
+        ("add --overwrite", f"--resume {directory}")
+        if by_command
+        else ("pass overwrite=True to unisono.Run", 'resume="auto"')
+    )
+    raise RunDirectoryError(
+        f"{directory} holds another run ({other}); choose another directory, or {replace} to replace it, or {go_on} to "
+        "go on with it"
+    )
 
 
 def check_schema(directory: Path) -> None:

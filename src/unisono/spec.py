@@ -1,8 +1,8 @@
 """Settings of a run, made once from the command line, handed down once, read once.
 
 Three values, each inside of the next: `RunSpec` (equal for the whole run), `MachineSpec` (one machine's part of the
-run), `WorkerSpec` (one worker's). The agent puts a worker's `WorkerSpec` into one environment variable. The worker
-takes the variable out of its environment, so that no process that the script starts takes part in the run.
+run), `WorkerSpec` (one worker's). The agent puts a worker's `WorkerSpec` into memory that one environment variable
+names. The worker takes both away, so that no process that the script starts takes part in the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 WORKER: Final = "UNISONO_WORKER"
-"""Name of the environment variable with a worker's `WorkerSpec` (JSON, without the token)."""
+"""Name of the environment variable with the descriptor of a worker's `WorkerSpec` (JSON, without the token)."""
 
 Partition = Literal["wait", "majority", "go-on"]
 """What machines do that hold the run's state and have lost the head: wait for it; go on under a head of their own where
@@ -174,15 +174,13 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Number of its GPU; it may be more than there are: modulo these."""
         return self.gpu if self.gpu >= 0 else self.local_rank
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment variable from which the worker reads its settings. The token is not in it."""
-        settings = msgspec.to_builtins(self)
-        del settings["token"]
-        return {WORKER: json.dumps(settings)}  # ASCII: an environment has the encoding of its locale
+    def encode(self) -> bytes:
+        """Return the settings as the worker reads them (`WORKER`). The token is not in them."""
+        return msgspec.json.encode(msgspec.structs.replace(self, token=""))
 
     @classmethod
-    def decode(cls, text: str, token: str) -> WorkerSpec:
-        """Return the settings in the value of `WORKER`.
+    def decode(cls, text: bytes, token: str) -> WorkerSpec:
+        """Return the settings in the memory that `WORKER` names.
 
         Raises:
             msgspec.DecodeError: the text is no `WorkerSpec`, or one of another version.

@@ -8,13 +8,13 @@ import hashlib
 import os
 import select
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal
+from typing import Final, Literal, TextIO
 
 import msgspec
 
 from unisono.errors import UsageError
 
-__all__ = ["FIRST_SPECIAL_STEP", "TAKEN", "Engine", "Task", "counts", "here", "refuse_torchrun"]
+__all__ = ["FIRST_SPECIAL_STEP", "TAKEN", "Engine", "Task", "counts", "here", "is_for_person", "refuse_torchrun"]
 
 Engine = Literal["Slurm", "Open MPI", "MPICH"]
 
@@ -66,6 +66,16 @@ def here(environment: Mapping[str, str]) -> Task | None:
         return _open_mpi(environment) or _hydra(environment) or _slurm(environment)
     except ValueError:  # the variables are not what they should be: another program's
         return None
+
+
+def is_for_person(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Return whether a stream is a terminal that a person looks at.
+
+    Open MPI gives task 0 a pseudo-terminal, whose other end is the output file of the job. ``srun`` gives a task one
+    only where a person asks for it (``srun --pty bash``).
+    """
+    is_task = TAKEN in environment or "OMPI_COMM_WORLD_RANK" in environment or "MPI_LOCALRANKID" in environment
+    return not is_task and stream.isatty()
 
 
 def refuse_torchrun(environment: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from typing import Final
@@ -11,11 +12,13 @@ __all__ = [
     "duration",
     "evidence_words",
     "exit_words",
+    "harmless",
     "listed",
     "position_words",
     "progress",
     "script_in",
     "short_duration",
+    "stopping_words",
     "without_evidence",
 ]
 
@@ -85,14 +88,20 @@ def progress(done: int, total: int, unit: str = "step") -> str:
 
 def position_words(step: int, microbatch: int, samples: Sequence[int] = (), *, evaluates: bool = False) -> str:
     """Return ``step 4, micro-batch 2 (samples 17, 3)``, without the parts that are -1 (unknown); "" if all are."""
+    if evaluates:
+        where = f"step {step}, " if step >= 0 else ""
+        return f"{where}batch {microbatch} of an evaluation"
     if step < 0:
         return ""
-    if evaluates:
-        return f"step {step}, batch {microbatch} of an evaluation"
     text = f"step {step}" + (f", micro-batch {microbatch}" if microbatch >= 0 else "")
     if samples:
         text += f" (samples {', '.join(map(str, samples[:8]))}{', ...' if len(samples) > 8 else ''})"
     return text
+
+
+def stopping_words(reason: str) -> str:
+    """Return the sentence about a run that was asked to stop."""
+    return f"{reason}: the run ends at the end of the step"
 
 
 def exit_words(exit_code: int) -> str:
@@ -104,3 +113,39 @@ def exit_words(exit_code: int) -> str:
             name = ""
         return f"was killed by signal {-exit_code}{name}"
     return f"ended with exit code {exit_code} and did not report an error"
+
+
+_ESCAPES: Final = re.compile(
+    r"""
+    (?P<colours> \x1b \[ [0-9;:]{0,64} m )                        # the only ones that are kept, and only if wanted
+    | (?: \x1b \[ | \x9b ) [0-?]* [\ -/]* [@-~]?                  # moves of the cursor, questions to the terminal ...
+    | (?: \x1b [\]PX^_] | [\x9d\x90\x98\x9e\x9f] ) [^\x07\x1b\x9c]* (?: \x07 | \x1b\\ | \x9c )?   # titles, links ...
+    | \x1b [\ -/]* [0-~]?
+    """,
+    re.VERBOSE,
+)
+_CONTROLS: Final = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+)
+"""Also those that hide text, or turn its direction. The tab is no harm."""
+_TAB: Final = 4
+
+
+def harmless(text: str, *, keeps_colours: bool = False) -> str:
+    """Return one line of text without anything that a terminal would obey.
+
+    Args:
+        keeps_colours: keep sequences that set colours; who writes the text resets them after it.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    kept = r"\g<colours>" if keeps_colours else ""
+    pieces = []
+    end = 0
+    for found in _ESCAPES.finditer(text):
+        pieces.append(_CONTROLS.sub("", text[end : found.start()]))
+        if keeps_colours and found["colours"]:
+            pieces.append(found.expand(kept))
+        end = found.end()
+    pieces.append(_CONTROLS.sub("", text[end:]))
+    return "".join(pieces).expandtabs(_TAB)

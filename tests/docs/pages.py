@@ -10,6 +10,8 @@ A mark is an HTML comment on the line above a block, which no reader sees: ``<!-
 - ``with runs``: finished runs are in ``runs/digits``, ``runs/a`` and ``runs/b``.
 - ``with shards``: 128 tar files are in ``data``.
 - ``not run: REASON``: it has to compile (Python), or is no command (anything else).
+
+A block of ``diff`` is the Python of its side after the change.
 """
 
 from __future__ import annotations
@@ -45,14 +47,17 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page, in order."""
+    """All fenced blocks of a page, in order; a diff as the Python that it makes."""
     text = page.read_text()
     found = []
     for match in FENCE.finditer(text):
         indent = len(match["indent"])
         lines = [line[indent:] for line in match["text"].splitlines()]
+        language = match["language"]
+        if language == "diff":
+            language, lines = "python", ["" if line.startswith("-") else line[1:] for line in lines]
         line = text[: match.start("text")].count("\n") + 1
-        found.append(Block(page, line, match["language"], match["mark"] or "", "\n".join(lines) + "\n"))
+        found.append(Block(page, line, language, match["mark"] or "", "\n".join(lines) + "\n"))
     return found
 
 

@@ -11,6 +11,8 @@ from benchmarks import figures
 from tests.house.rooms import ROOT
 from website import hooks, notebook, pictures
 
+pytestmark = pytest.mark.more
+
 ASSETS = ROOT / "docs" / "assets"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ import pytest
 from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
 
-pytest.importorskip("mkdocs", reason="mkdocs is not installed; requirements/docs.txt has it")
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed; `make test-more` installs it"),
+]
 
 LOADS = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\s\">]+)")
 

@@ -13,6 +13,8 @@ from tests.house.rooms import ROOT
 from tests.waiting import PATIENT, WAIT_S
 from unisono.testing import Faults, run_workers
 
+pytestmark = pytest.mark.more
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:

@@ -13,7 +13,7 @@ from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
 
 needs_hatchling = pytest.mark.skipif(
-    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed; requirements/demo.txt has it"
+    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed; `make test` installs it"
 )
 
 

@@ -41,7 +41,7 @@ def test_the_source_distribution_can_be_built_from_and_tested(built: Path, tmp_p
         "tests/house/test_package.py",
         "tests/data/run-0.1/journal.jsonl",
         "examples/digits.py",
-        "requirements/test.txt",
+        "constraints.txt",
     } <= names
     assert not any(name.startswith(("data/", ".venv/", "runs/", ".demo/")) or name.endswith(".pyc") for name in names)
     (wheel,) = built.glob("*.whl")

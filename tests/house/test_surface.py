@@ -81,7 +81,12 @@ def test_launch_stays_a_function_whatever_was_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
 
 
-@pytest.mark.parametrize("module", [name for name in modules() if not name.endswith("__main__")])
+def _with_its_framework(module: str) -> object:
+    """Modules of ``interop`` import a framework, which is not there in `make test`."""
+    return pytest.param(module, marks=[pytest.mark.more] if module.startswith("interop.") else [])
+
+
+@pytest.mark.parametrize("module", [_with_its_framework(name) for name in modules() if not name.endswith("__main__")])
 def test_what_a_module_exports_is_there(module: str) -> None:
     loaded = importlib.import_module(f"unisono.{module}")
     for name in getattr(loaded, "__all__", []):

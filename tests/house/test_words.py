@@ -108,7 +108,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_are_named_are_there(document: Path) -> None:
     """``tests/house/test_floors.py`` in a text is a promise as much as a link is."""
-    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks|requirements)/[\w./-]+\.\w+)`", document.read_text())
+    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]+\.\w+)`", document.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -195,7 +195,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder: Path) -> N
         (folder / name / "part").write_text("garbage")
     (folder / files.step_name(7)).mkdir()
     (folder / "notes.txt").write_text("mine")
-    files.remove_partials(folder, but=".step-0000000009-2.partial")
+    files.remove_partials(folder, but={".step-0000000009-2.partial"})
     assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, "notes.txt", "step-0000000004"])
     files.remove_abandoned(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*kept[1:], "notes.txt", "step-0000000004"])

@@ -13,22 +13,22 @@ from unisono.capacity import Workers
 from unisono.cli.back import again
 from unisono.decisions.membership.roster import WorkerState
 from unisono.errors import RunGoesBack, UsageError
-from unisono.faults import decode, encode, forget_passing
+from unisono.faults import arm, decode, encode, forget_passing, spoils
 from unisono.launchers import HERE, Machine
 from unisono.messages import Convicted, Ended, Evict, Failed, Notice, Start
 from unisono.problems.kinds import text
 from unisono.testing import Faults
 
 
-def convicted(*worker_ids: str, goes_back: bool = False, honest_until: int = 6) -> Convicted:
+def convicted(*worker_ids: str, goes_back: bool = False, doubtful_from: int = 7, is_lasting: bool = True) -> Convicted:
     return Convicted(
         worker_ids=list(worker_ids),
         step=9,
-        honest_until=honest_until,
+        doubtful_from=doubtful_from,
         sound=5,
         goes_back=goes_back,
         what="micro-batch 3",
-        is_lasting=True,
+        is_lasting=is_lasting,
     )
 
 
@@ -52,6 +52,15 @@ def test_worker_machine_device_and_what_is_to_be_doubted_are_named() -> None:
     words = text(trouble)
     assert "w2 on host lab computes wrong values on device cpu" in words
     assert "the steps 7 to 8 is to be doubted" in words
+
+
+@pytest.mark.parametrize(
+    ("is_lasting", "words"), [(True, "each time that it computed it"), (False, "it comes and goes")]
+)
+def test_it_is_said_whether_the_fault_is_always_there(is_lasting: bool, words: str) -> None:
+    story = training(3)
+    story.says("w0", convicted("w2", is_lasting=is_lasting))
+    assert words in text(alarms(story)[0])
 
 
 def test_the_reports_of_the_others_say_nothing_new() -> None:
@@ -88,6 +97,12 @@ def test_a_value_that_was_wrong_once_is_not_wrong_again_when_the_run_goes_back()
     faults = Faults().corrupt("w1", "gradient", step=3).corrupt("w2", "gradient", lasting=True).kill("w0", at="reduced")
     left = decode(forget_passing(encode(list(faults.faults))))
     assert [(each.action, each.worker) for each in left] == [("corrupt", "w2"), ("kill", "w0")]
+
+
+def test_a_value_that_comes_and_goes_is_wrong_each_so_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.faults._armed", [])
+    arm(encode(list(Faults().corrupt("w1", "gradient", bit=3, lasting=True, every=4).faults)), "w1", 0)
+    assert [spoils("gradient") for _ in range(9)] == [None, None, None, 3] * 2 + [None]
 
 
 def test_a_run_goes_back_also_where_the_wrong_worker_is_lost_meanwhile() -> None:

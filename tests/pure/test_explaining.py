@@ -47,6 +47,11 @@ def with_leaf(number: int, **values: Any) -> Dissected:
         ),
         (with_leaf(0, modules=LEAF.modules[:1]), "calls 3 modules in one run and 1 in the other"),
         (with_leaf(0, modules=[("model.0", "a"), ("head", "b")]), "calls model.1 in one run and head in the other"),
+        (
+            with_leaf(0, changed={"model['0.weight']": "a tensor (3,) with digest 2"}, loss="2"),
+            "micro-batch 0 of step 7 is the first that differs: the state before the step was equal in both runs, and "
+            "when the micro-batch begins it is not: the first tensor is model['0.weight']. So something changes it",
+        ),
         (with_leaf(0, loss="2"), "all modules give the same, and the loss is 1.5 in a and 2 in b"),
         (with_leaf(0, gradients={**LEAF.gradients, "model.1.weight": "3"}), "its backward pass is not. The first grad"),
         (with_leaf(0, weight="3.0"), "weighs 2.0 in a and 3.0 in b"),
@@ -152,13 +157,44 @@ def test_data_that_differ_with_the_hash_seed_come_from_the_order_of_a_set() -> N
     assert causes(A, changed, FACTS, FACTS)[0].startswith("the data themselves may have changed")
 
 
-def test_the_first_line_that_differs_of_two_scripts_is_named() -> None:
+def test_nothing_is_guessed_where_something_is_known() -> None:
+    """The order of a set may differ between two runs whose scripts do, and need not be the cause."""
+    changed = with_leaf(1, batch={})
+    other = {**FACTS, "environment": {"script": "y", "hash seed": "5"}}
+    first = {**FACTS, "command": {"folder": "/", "arguments": ["a.py"]}}
+    second = {**other, "command": {"folder": "/", "arguments": ["b.py"]}}
+    (said,) = causes(A, changed, first, second, ("size = 1", "size = 2"))
+    assert "1 place differs: line 1 is `size = 1`" in said
+    said, harmless = causes(A, changed, first, second, ('Run("a")  # one', 'Run("b")'))
+    assert said.startswith("PYTHONHASHSEED was 0 and 5")
+    assert "1 place differs" in harmless
+
+
+def test_up_to_five_places_are_shown_and_the_harmless_ones_last() -> None:
+    first = {**FACTS, "command": {"folder": "/", "arguments": ["a.py"]}}
+    other = {**FACTS, "environment": {"script": "y"}, "command": {"folder": "/", "arguments": ["b.py"]}}
+    lines = ['run = unisono.Run("runs/a", seed=1)  # mine', *(f"x{n} = 1\nsame{n}" for n in range(5))]
+    mine = "\n".join(lines)
+    theirs = mine.replace("runs/a", "runs/b").replace("x0 = 1", "x0 = 2")
+    (said,) = causes(A, B, first, other, (mine, theirs))
+    assert said.index("2 places differ: line 2 is `x0 = 1`") < said.index("line 1 is `run = unisono.Run(")
+    (said,) = causes(A, B, first, other, (mine, mine.replace("runs/a", "runs/b").replace(" = 1", " = 2")))
+    assert said.count("line ") == 10
+    assert said.endswith("in b.py; and 1 more")
+    assert "runs/b" not in said
+    seeded = mine.replace("seed=1", "seed=2")  # not harmless: it is the line of the directory, and more differs
+    assert "PYTHONHASHSEED" not in " ".join(causes(A, with_leaf(1, batch={}), first, other, (mine, seeded)))
+
+
+def test_the_lines_that_differ_of_two_scripts_are_named() -> None:
     first = {**FACTS, "command": {"folder": "/", "arguments": ["a.py"]}}
     other = {"environment": {"script": "y"}, "command": {"folder": "/", "arguments": ["b.py"]}}
     texts = ("import torch\nlr = 1\nend", "import torch\nlr = 2\nend\nmore")
     (said,) = causes(A, B, first, {**FACTS, **other}, texts)
-    assert said.endswith("2 places differ, the first: line 2 is `lr = 1` in a.py, and line 2 is `lr = 2` in b.py")
+    assert said.endswith(
+        "2 places differ: line 2 is `lr = 1` in a.py, and line 2 is `lr = 2` in b.py; line 4 is `more` in b.py only"
+    )
     (said,) = causes(A, B, first, {**FACTS, **other}, (texts[0], texts[0] + "\nmore"))
-    assert said.endswith("1 place differs, the first: line 4 is `more` in b.py only")
+    assert said.endswith("1 place differs: line 4 is `more` in b.py only")
     (said,) = causes(A, B, first, {**first, "environment": {"script": "y"}}, ("", ""))
     assert "it was edited in between, and both runs were computed again with the text that is there now" in said

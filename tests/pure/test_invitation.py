@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.certificate import Untrusted, check, derived
-from unisono.cli.reach import may_act, tell
+from unisono.cli.looking import as_invitation
+from unisono.cli.reach import find, may_act, tell
 from unisono.decisions.policy import Policy
 from unisono.errors import UsageError
 from unisono.interfaces import Interface, interfaces, is_local
@@ -24,6 +25,8 @@ from unisono.machine.headprocess import Service
 from unisono.machine.inviting import welcome_words
 from unisono.messages import Stop
 from unisono.secret import is_reader, reader_token
+from unisono.tasks import TAKEN
+from unisono.watch.terminal import Plain, terminal
 
 FINGERPRINT = "0123456789abcdef" * 4
 HOSTS = st.sampled_from(["lab", "node-7.cluster.example", "10.0.0.1", "fd00::2", "fe80::1%eth0"])
@@ -126,8 +129,25 @@ def test_an_invitation_says_for_whom_it_is() -> None:
     assert (looking.url, looking.token) == (invitation.url, reader_token("token"))
     assert looking.for_looking == looking == Invitation.parse(looking.line)
     assert looking.command == f"unisono watch - <<< '{looking.line}'"
-    assert invitation.page == looking.page == f"https://lab:4000/?token={looking.token}"
+    assert invitation.page == looking.page == f"https://lab:4000/?token={looking.token}#{FINGERPRINT}"
     assert Invitation("ws://127.0.0.1:4000", "token").page.startswith("http://127.0.0.1:4000/?token=r-")
+
+
+@pytest.mark.parametrize("host", ["lab", "10.0.0.1", "fd00::2"])
+@pytest.mark.parametrize("fingerprint", [derived("token").fingerprint, ""], ids=["TLS", "in the clear"])
+def test_who_has_the_address_of_the_page_can_watch_in_a_terminal(host: str, fingerprint: str) -> None:
+    invitation = Invitation(str(HeadUrl(host, 4000, bool(fingerprint), fingerprint)), "token")
+    found = find(as_invitation(invitation.page))
+    assert found == invitation.for_looking
+    if fingerprint:
+        check(der_of("token"), HeadUrl.parse(found.url), found.token)
+
+
+def test_half_an_address_of_the_page_is_refused_in_words_that_help() -> None:
+    half = Invitation(f"wss://lab:4000#{FINGERPRINT}", "token").page.partition("#")[0]
+    found = find(as_invitation(half))
+    with pytest.raises(Untrusted, match=r"does not say which certificate .* `unisono status RUN` shows"):
+        check(der_of("token"), HeadUrl.parse(found.url), found.token)
 
 
 def test_with_a_line_for_looking_nobody_joins_or_ends_a_run() -> None:
@@ -194,6 +214,29 @@ def test_the_line_is_shown_on_a_terminal_and_written_into_no_file(
     assert more == [f"watch it in a browser: {invitation.page}"] * is_one
     assert (f"other machines join with: {invitation.command}" in words) is is_one
     assert ("the line that `unisono status 'runs/a run'` shows" in words) is not is_one
+
+
+TASKS = [
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"},
+    {TAKEN: "Slurm"},
+]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=["Open MPI", "MPICH", "a task of a run"])
+def test_the_terminal_of_a_task_is_no_persons(task: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI gives task 0 a pseudo-terminal; what is written there goes into the job's output, which others read."""
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in ("sys.stdout", "sys.stderr"):
+        monkeypatch.setattr(stream, Terminal(True))
+    invitation = Invitation(f"wss://10.0.0.1:4000#{FINGERPRINT}", "the-token")
+    service = Service(policy=POLICY, bind="10.0.0.1")
+    assert len(welcome_words(invitation, service, "runs/a")) == 2
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    (words,) = welcome_words(invitation, service, "runs/a")
+    assert invitation.token not in words
+    assert isinstance(terminal(), Plain)
 
 
 def test_a_run_that_only_this_machine_can_reach_invites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ import struct
 
 import pytest
 
-from unisono.exchange.connections import Connections, Counts, connections_since, established
+from unisono.exchange.connections import Connections, Counts, connections_since
 from unisono.exchange.meter import Meter, told_apart
+from unisono.exchange.sockets import tcp_sockets
 from unisono.exchange.spent import Carried, Spent
 
 APPROXIMATELY = pytest.approx
@@ -90,7 +91,7 @@ def test_what_is_sent_before_the_arrival_overlaps() -> None:
 
 
 def test_connections_are_told_apart_by_the_address_of_the_other_member() -> None:
-    before = established()
+    before = tcp_sockets()
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as own, server.accept()[0] as other:
             found = connections_since(before, ["192.0.2.1", "127.0.0.1"], 0)

@@ -104,8 +104,7 @@ def test_numbers_are_means_of_the_last_steps() -> None:
     assert (found.step, found.num_steps, found.loss) == (19, 40, steps[-1].loss)
 
 
-def test_the_time_that_is_left_is_unknown_where_a_script_may_call_for_more_steps() -> None:
-    assert folded(step(3, first_step=2)).left_s is None
+def test_the_time_that_is_left_is_unknown_where_a_script_does_not_say_its_length() -> None:
     assert folded(step(3, num_steps=0)).left_s is None
     assert folded(step(3), ended()).left_s is None
 

@@ -55,7 +55,6 @@ class Worker:
     def finish(self, step: int, role: Role, **changes: Any) -> None:
         values: dict[str, Any] = {
             "num_steps": 9,
-            "first_step": 0,
             "seconds": {"compute": 0.25, "other": 0.5},
             "telemetry": dict.fromkeys(
                 role.worker_ids, StepTelemetry(leaves=2, compute_s=0.125, last=Seconds(waiting=1 / 3))

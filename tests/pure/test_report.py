@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -143,6 +144,23 @@ def test_nothing_that_a_run_has_named_becomes_a_part_of_the_page(names: list[str
     assert "img" not in tags
     assert HOSTILE in "".join(found.text)
     assert len(json.loads(found.scripts[1])) == 2
+
+
+def test_the_script_and_its_arguments_are_shown_and_a_difference_is_marked() -> None:
+    def of(name: str, checksum: str, rate: str) -> Account:
+        command = {"folder": "/home", "arguments": ["train.py", "--lr", rate, "--password", "hunter2"]}
+        return dataclasses.replace(
+            hostile(name), facts={"command": command, "fingerprint": {"script": checksum}, "recipe": {"seed": 7}}
+        )
+
+    text = report([of("one", "a1", "0.1"), of("two", "b2", "0.1")], 1.0)
+    assert "train.py --lr 0.1" in text
+    assert "hunter2" not in text
+    marked = re.findall(r'<tr class=differs><th scope="row">([^<]*)', text)
+    assert "Text of the script" in marked
+    assert not {"Script", "seed"} & {*marked}
+    again = report([of("one", "a1", "0.1"), of("two", "a1", "0.2")], 1.0)
+    assert "Script" in re.findall(r'<tr class=differs><th scope="row">([^<]*)', again)
 
 
 def test_nothing_is_fetched_from_elsewhere() -> None:

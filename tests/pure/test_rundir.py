@@ -68,21 +68,25 @@ def test_another_run_is_refused_and_kept(content: dict[str, str], named: str, tm
     with pytest.raises(RunDirectoryError) as caught:
         claim(tmp_path, "r1", overwrite=False)
     assert str(caught.value).startswith(f"{tmp_path} holds another run ({named}); choose another directory")
-    assert "--overwrite" in str(caught.value)
+    assert str(caught.value).endswith(
+        'or pass overwrite=True to unisono.Run to replace it, or resume="auto" to go on with it'
+    )
+    with pytest.raises(RunDirectoryError, match=f"or add --overwrite to replace it, or --resume {tmp_path} to go on"):
+        claim(tmp_path, "r1", overwrite=False, by_command=True)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == content
 
 
 def test_a_run_that_is_going_is_not_to_be_overwritten(tmp_path: Path) -> None:
-    """Whoever asks is not told to pass --overwrite, which would be refused as well."""
+    """Whoever asks is not told to pass overwrite=True, which would be refused as well."""
     claim(tmp_path, "r0", overwrite=False)
     lock = Lock()
     lock.take(tmp_path, "r0")
     with pytest.raises(RunDirectoryError) as caught:
         claim(tmp_path, "r1", overwrite=False)
     assert str(caught.value).startswith(f"a run is going in {tmp_path} (r0, pid ")
-    assert "--overwrite" not in str(caught.value)
+    assert "overwrite" not in str(caught.value)
     lock.release()
-    with pytest.raises(RunDirectoryError, match=r"holds another run .*--overwrite"):
+    with pytest.raises(RunDirectoryError, match=r"holds another run .*overwrite=True"):
         claim(tmp_path, "r1", overwrite=False)
 
 

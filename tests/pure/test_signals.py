@@ -16,8 +16,8 @@ STOPS = "interrupted, with a checkpoint"
     [
         (SIGINT, True, True, -1, EndRun("interrupted", 130)),
         (SIGTERM, True, False, -1, EndRun("ended by SIGTERM", 143)),
-        (SIGINT, True, True, 0, StopRun("interrupted", STOPS, 130)),
-        (SIGTERM, True, True, 75, StopRun("ended by SIGTERM", "ended by SIGTERM, with a checkpoint", 75)),
+        (SIGINT, True, True, 0, StopRun(STOPS, 130)),
+        (SIGTERM, True, True, 75, StopRun("ended by SIGTERM, with a checkpoint", 75)),
         (SIGHUP, True, True, 75, EndRun("ended by SIGHUP", 129)),
         (SIGINT, False, True, -1, LeaveRun()),
         (SIGTERM, False, True, 75, LeaveRun()),

@@ -322,6 +322,33 @@ def test_a_shard_that_was_cut_is_found(size: int, tmp_path: Path) -> None:
             read(str(path))
 
 
+@pytest.mark.parametrize("byte", [0, 130, 135, 150])
+def test_a_header_that_is_not_what_was_written_is_found(byte: int, tmp_path: Path) -> None:
+    """Else a file would have another size, and the sample be another one."""
+    path = write(tmp_path / "a.tar", SAMPLES)
+    with tarfile.open(path) as archive:
+        second = archive.getmembers()[1].offset
+    content = bytearray(path.read_bytes())
+    content[second + byte] ^= 1
+    path.write_bytes(content)
+    for read in (count_samples, lambda name: list(samples_of(name))):
+        with pytest.raises(
+            RecipeError, match=rf"a\.tar is damaged: the header of '.*' at byte {second} has the checksum"
+        ):
+            read(str(path))
+
+
+def test_a_checksum_of_signed_bytes_counts_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("ä.txt"))
+    content = bytearray(path.read_bytes())
+    signed = sum(byte - 256 * (byte > 127) for byte in content[:148] + b" " * 8 + content[156:512])
+    content[148:156] = b"%06o\0 " % signed
+    path.write_bytes(content)
+    assert list(samples_of(str(path))) == [{"__key__": "ä", "txt": b""}]
+
+
 def test_shards_that_cannot_be_read(tmp_path: Path) -> None:
     write(tmp_path / "0.tar", SAMPLES)
     (tmp_path / "1.tar").write_bytes(b"no tar " * 1000)

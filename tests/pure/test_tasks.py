@@ -225,6 +225,32 @@ def test_a_file_that_a_dead_job_has_left_is_removed_and_one_of_a_living_job_stay
     assert [file.exists() for file in (dead, elsewhere, going)] == [False, True, True]
 
 
+def test_the_file_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several users share the folder, another one could name a head of theirs, and a token that they know."""
+    meeting = Rendezvous(tmp_path, "77")
+    meeting.publish("ws://127.0.0.1:1", "theirs")
+    (file,) = tmp_path.iterdir()
+    if os.geteuid() == 0:
+        os.chown(file, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    with pytest.raises(UsageError, match="task 0 has not written the address"):
+        meeting.wait(0, lambda text: None)
+    Rendezvous(tmp_path, "78").remove()
+    assert file.exists(), "no address of a stranger's is asked whether its job is over"
+
+
+def test_a_link_is_not_believed(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "shared", tmp_path / "mine"
+    folder.mkdir()
+    elsewhere.mkdir()
+    Rendezvous(elsewhere, "77").publish("ws://127.0.0.1:1", "old")
+    (file,) = elsewhere.iterdir()
+    (folder / file.name).symlink_to(file)
+    with pytest.raises(UsageError, match="task 0 has not written the address"):
+        Rendezvous(folder, "77").wait(0, lambda text: None)
+
+
 def test_a_directory_that_cannot_be_written_to_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot be written to .*missing .*No such file.*--rendezvous DIR"):
         Rendezvous(tmp_path / "missing", "job").publish("ws://10.0.0.1:4711", "secret")

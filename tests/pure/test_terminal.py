@@ -23,7 +23,8 @@ from unisono.watch.terminal.canvas import Canvas, colours_wanted, is_drawable, s
 from unisono.watch.terminal.curve import draw_curve
 from unisono.watch.terminal.drawing import draw
 from unisono.watch.terminal.pages import PAGES, Looked, draw_page, turned
-from unisono.watch.terminal.text import Line, cut, duration, harmless, number, plain, size, width
+from unisono.watch.terminal.text import Line, cut, duration, number, plain, size, width
+from unisono.words import harmless
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -111,7 +112,6 @@ OVERVIEWS = st.builds(
     started=st.floats(0, 2e9),
     step=st.integers(-1, 10**12),
     num_steps=st.integers(0, 10**12),
-    first_step=st.integers(0, 10**6),
     loss=st.none() | NUMBER,
     loss_is=st.sampled_from(["", "nan", "-inf"]),
     logs=st.dictionaries(TEXT, NUMBER, max_size=5),

@@ -25,7 +25,7 @@ def told(**states: int) -> Told:
 
 
 def says(worker: str, leaves: dict[int, int] | None = None, what: Told | None = None) -> testimony.Testimony:
-    return testimony.Testimony(worker, 0, leaves or {}, None, {}, 0, {}, what)
+    return testimony.Testimony(worker, 0, leaves or {}, None, {}, 0, 0, {}, what)
 
 
 def test_members_that_remember_name_the_micro_batch() -> None:

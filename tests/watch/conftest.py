@@ -1,4 +1,4 @@
-"""Tests of what watches a run, with the packages of requirements/watch.txt and the fixtures of the tests of workers."""
+"""Tests of what watches a run, with the packages of `make test-more` and the fixtures of the tests of workers."""
 
 from __future__ import annotations
 

@@ -320,6 +320,18 @@ def test_a_lost_connection_is_said_and_comes_back(chromium: WebDriver, going: Re
         chromium.get("about:blank")
 
 
+def test_the_number_beside_a_curve_is_that_of_its_newest_step(browser: Browser, going: Recording) -> None:
+    with Serving(going.directory) as serving:
+        browser.open(serving.url)
+        browser.loaded()
+        browser.until(f"return {LOSS}.plot?.data[0].length === 10")
+        before = browser.run(f"return {LOSS}.values[0].textContent")
+        going.steps(10, 20)
+        browser.until(f"return {LOSS}.plot.data[0].length === 20")
+        newest = browser.run(f"return {LOSS}.format({LOSS}.shown.lines[0].y.at(-1))")
+        assert browser.run(f"return {LOSS}.values[0].textContent") == newest != before
+
+
 def test_silence_of_the_server_is_said(browser: Browser, going: Recording) -> None:
     with Serving(going.directory) as serving:
         browser.open(serving.url)

@@ -94,6 +94,11 @@ def test_a_browser_shows_what_happened_and_fetches_nothing(killed: Path, unisono
         )
         assert drawn
         assert all(drawn)
+        plots = "[...document.querySelectorAll('.chart')].map(each => each.plot)"
+        ranges = browser.execute_script(f"return {plots}.map(u => [u.scales.x.min, u.scales.x.max])")
+        assert all(one == ranges[0] for one in ranges), "charts stand under each other"
+        ticks = f"return {plots}[0].axes[1].values({plots}[0], [0, 0.0005, 0.001, 0.0015], 1, 50, 0.0005)"
+        assert browser.execute_script(ticks) == ["0", "0.0005", "0.001", "0.0015"]
         fetched = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
         assert fetched == []
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

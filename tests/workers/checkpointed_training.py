@@ -97,7 +97,7 @@ def main() -> None:
                 epochs=10**9,
                 max_steps=arguments.steps + phase,
             ):
-                wait_at(arguments.gates / str(step.number))
+                wait_at(arguments.gates / str(step.number_in_loop))
                 if arguments.wait_for_disk:
                     wait_for_disk(run)
                 for inputs, labels in step:
@@ -106,11 +106,11 @@ def main() -> None:
                 scheduler.step()
                 average.update_parameters(model)
                 best.seen += step.num_samples
-                if step.number % 4 == 2:
+                if step.number_in_loop % 4 == 2:
                     right = run.evaluate(data, count, batch_size=7)["right"]
                     best.right = max(best.right, int(right))
                     step.log(right=right)
-                print(f"did step {step.number}", flush=True)
+                print(f"did step {step.number_in_loop}", flush=True)
             run.evaluate(data, count, batch_size=7)
         print(f"best {best.right}, seen {best.seen}", flush=True)
 

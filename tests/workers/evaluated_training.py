@@ -78,9 +78,9 @@ def main() -> None:
 
         def look(step: unisono.Step | LocalRound) -> None:
             for evaluation in run.pending:
-                if arguments.later and evaluation.step + arguments.later <= step.place:
+                if arguments.later and evaluation.step + arguments.later <= step.number:
                     evaluation.result()
-            if step.number % arguments.every == 1:
+            if step.number_in_loop % arguments.every == 1:
                 evaluate()
 
         def train(step: unisono.Step) -> None:
@@ -101,8 +101,8 @@ def main() -> None:
             else:
                 for step in run.steps(data, delay=arguments.delay, **given):
                     if run.rank >= 0:
-                        wait_at(arguments.gates / str(step.place))
-                    if step.place == arguments.heard_at:
+                        wait_at(arguments.gates / str(step.number))
+                    if step.number == arguments.heard_at:
                         hear_of_all(run)
                     train(step)
                     assert arguments.delay or step.totals["seen"] == step.num_samples

@@ -24,7 +24,7 @@ def main() -> None:
 
     def gated(run: unisono.Run, *given: Any, **named: Any) -> Iterator[unisono.Step]:
         for step in steps(run, *given, **named):
-            wait_at(Path(gates) / str(step.place))
+            wait_at(Path(gates) / str(step.number))
             wait_for_disk(run)
             yield step
 

@@ -9,12 +9,15 @@ import statistics
 import threading
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 import unisono
 from tests.pure.test_watch import Kept
 from unisono.decisions.advice import Load, Setting, advise
 from unisono.events import Seconds, StepFinished
+
+pytestmark = pytest.mark.more
 
 SAMPLE_S = 0.01
 BATCH, MICROBATCHES = 8, 2

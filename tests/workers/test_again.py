@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import StepError, UsageError
 from unisono.state.packing import digest_of_state
 from unisono.training.run import Run
+
+pytestmark = pytest.mark.more
 
 M = 6
 
@@ -201,6 +204,19 @@ def test_a_gradient_that_the_script_holds_is_not_written_over(hold: Callable[[Te
                 copies += [torch.as_tensor(one).clone() for one in held[len(copies) :]]
             optimizer.step()
         assert all(torch.equal(torch.as_tensor(one), copy) for one, copy in zip(held, copies, strict=True))
+
+
+def test_what_the_script_holds_is_not_known_by_counting_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 does not count those of local variables, so a gradient that is held would look free."""
+    monkeypatch.setattr(sys, "getrefcount", lambda _: 1)
+    test_a_gradient_that_the_script_holds_is_not_written_over(lambda gradient: gradient)
+
+
+def test_a_torch_that_counts_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch._C._storage_Use_Count
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda data: original(data) - 1)
+    with pytest.raises(UsageError, match="gradients that a script keeps would be written over"):
+        AloneRun(seed=1)
 
 
 def test_the_journal_has_the_loss_of_every_pass(tmp_path: Any) -> None:

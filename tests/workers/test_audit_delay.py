@@ -12,7 +12,7 @@ from tests.waiting import PATIENT
 from tests.workers.trainings import Training
 from unisono.testing import Faults, Outcome
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 # Without --even a worker that is late may get nothing to compute, which could be wrong.
 train = Training("delayed_training.py", "--steps", 14, "--even")

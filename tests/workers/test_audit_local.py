@@ -12,7 +12,7 @@ from tests.waiting import PATIENT
 from tests.workers.trainings import Training
 from unisono.testing import Faults
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 # Without --even a worker that is late may get nothing to compute, which could be wrong; and two may be lost in a round.
 train = Training("local_training.py", "--rounds", 5, "--even", "--copies", 3)

@@ -636,7 +636,7 @@ def test_a_directory_that_holds_another_run(tmp_path: Path) -> None:
         Loop(run).train(max_steps=1)
     kept = (tmp_path / "run" / "journal.jsonl").read_bytes()
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    told = says(f"{tmp_path}/run", "holds another run", "overwrite=True", "--overwrite")
+    told = says(f"{tmp_path}/run", "holds another run", "overwrite=True")
     with pytest.raises(RunDirectoryError, match=told):
         AloneRun(tmp_path / "run")
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == kept

@@ -19,7 +19,7 @@ from unisono.events import Seconds
 from unisono.journal import Line, compare
 from unisono.testing import Faults, Outcome, run_workers
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("uneven_training.py")
 LATE = 10

@@ -19,6 +19,8 @@ from unisono.member import Member
 from unisono.messages import Beat, BeatOf, Beats, Hello, MemberInfo, Ready, Start, encode
 from unisono.spec import WorkerSpec
 
+pytestmark = pytest.mark.more
+
 pytest_plugins = ["tests.workers.test_member"]
 NOW = 12.5
 

@@ -18,6 +18,8 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.errors import DivergenceError, StepError, UsageError
 from unisono.training.run import Run
 
+pytestmark = pytest.mark.more
+
 STREAMS, LENGTH, M = 8, 6, 4
 
 

@@ -20,6 +20,8 @@ from unisono.checking.trials import Runner
 from unisono.checking.verdict import Verdict, check_script
 from unisono.trialrun import Script
 
+pytestmark = pytest.mark.more
+
 CASES = Path(__file__).parent / "check_cases"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MORE = os.environ.get("UNISONO_TEST_ALL") == "1"

@@ -45,11 +45,15 @@ from unisono.decisions.cursor import Cursor
 from unisono.decisions.orders import Shuffled
 from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.faults import POINTS
+from unisono.history import History
 from unisono.journal import JOURNAL, Journal, compare, read
 from unisono.rundir import RunDirectory, describe
 from unisono.state.tracked import Tracked
 from unisono.testing import Faults, Outcome, run_workers
 from unisono.training.keeping import Keeper
+from unisono.watch.terminal.drawing import header
+
+pytestmark = pytest.mark.more
 
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -359,12 +363,27 @@ def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(
     assert steps(tmp_path) == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("num_steps", [5, 6])
+def test_the_checkpoint_after_the_last_step_is_in_every_view(num_steps: int, tmp_path: Path) -> None:
+    train(tmp_path, num_steps=num_steps, checkpoint=EVERY, wait=True)
+    history = History(tmp_path)
+    history.refresh()
+    overview = history.overview()
+    assert steps(tmp_path)[-1] == overview.checkpoint_step == num_steps
+    assert overview.checkpoint == f"step-{num_steps:010}"
+    drawn = ["".join(text for text, _ in line) for line in header(overview, 120, unicode=True)]
+    assert any(line.rstrip().endswith(f"   checkpoint {num_steps}") for line in drawn)
+    told = [event["step"] for event in history.every_event() if event["kind"] == "checkpoint"]
+    assert told == sorted(set(told))
+    assert told[-1] == num_steps
+
+
 def test_a_second_phase_goes_on_without_the_first(tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 
     def fail(run: unisono.Run, step: unisono.Step) -> None:
-        if run._rounds is not None and run._rounds.position.phase == 1 and step.number == 4:
+        if run._rounds is not None and run._rounds.position.phase == 1 and step.number_in_loop == 4:
             raise Stop
 
     with pytest.raises(Stop):
@@ -660,7 +679,7 @@ class Members:
 
     @property
     def moment(self) -> snapshot.Moment:
-        place = Position(phase=0, step=self.total, total=self.total, lines=self.total)
+        place = Position(phase=0, step=self.total, number=self.total, total=self.total, lines=self.total)
         return snapshot.Moment(place, self.generation, self.ids, {})
 
     def boundary(self) -> None:

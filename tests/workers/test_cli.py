@@ -32,8 +32,8 @@ from unisono.cli.checkpoints import _export as export
 from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
 from unisono.decisions.policy import Policy
-from unisono.errors import CheckpointError, UsageError
-from unisono.events import RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
+from unisono.errors import CheckpointError, RunDirectoryError, UsageError
+from unisono.events import Problem, RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.interfaces import Interface
 from unisono.journal import JOURNAL
 from unisono.machine.headprocess import Service, listen, reserve
@@ -219,12 +219,12 @@ def test_the_version_is_shown_without_torch() -> None:
 
 @pytest.mark.parametrize("unreadable", ["head.json", "token"])
 def test_a_run_that_this_user_cannot_reach_is_not_shown_as_stopped(unreadable: str, tmp_path: Path) -> None:
-    """A directory in the file's place stands for missing permission, which root does not know."""
+    """A directory in the file's place stands for whatever keeps it from being read."""
     (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": 1.0}\n')
-    (tmp_path / "head.json").write_text(json.dumps({"url": "ws://127.0.0.1:1", "token_file": str(tmp_path / "token")}))
+    (tmp_path / "head.json").write_text(json.dumps({"url": "ws://127.0.0.1:1"}))
     (tmp_path / unreadable).unlink(missing_ok=True)
     (tmp_path / unreadable).mkdir()
-    with pytest.raises(UsageError, match=f"{unreadable}.*: Is a directory"):
+    with pytest.raises(UsageError, match=f"{unreadable} is no file of that directory alone: it is a pipe, a directory"):
         CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False, catch_exceptions=False)
 
 
@@ -641,7 +641,7 @@ def test_a_day_has_a_few_hundred_lines() -> None:
 @pytest.mark.parametrize(
     ("reason", "line"),
     [
-        ("finished", "finished after 0.0 s, without a step"),
+        ("finished", "finished after 0.00 s, without a step"),
         (
             "all 2 processes have ended with exit code 0",
             "all 2 processes have ended with exit code 0 after 0.0 s",
@@ -656,15 +656,27 @@ def test_the_last_line_of_a_run_without_steps(reason: str, line: str) -> None:
     assert out.getvalue().splitlines() == [f"{at()} unisono: {line}"]
 
 
-def test_news_of_the_balance_come_rarer_and_rarer() -> None:
+def test_news_of_the_balance_come_once_in_a_minute() -> None:
     """The journal has all of them; in a log, steps of milliseconds would show nothing else."""
     now = [100.0]
     err = io.StringIO()
     screen = Plain(io.StringIO(), err, clock=lambda: now[0], wall=lambda: MORNING)
-    for step in range(3):
+    for step in range(130):
         screen.emit(finished(step, balance=f"w0 gets {step} of 8 now"))
         now[0] += 0.6
-    assert err.getvalue().splitlines() == [f"{at()} unisono: w0 gets {step} of 8 now" for step in (0, 2)]
+    assert err.getvalue().splitlines() == [f"{at()} unisono: w0 gets {step} of 8 now" for step in (0, 101)]
+
+
+def test_the_evidence_follows_the_sentence_that_says_what_has_happened() -> None:
+    err = io.StringIO()
+    screen = Plain(io.StringIO(), err, clock=lambda: 100.0, wall=lambda: MORNING)
+    problem = Problem(time=1.0, problem="divergence", text="they differ", evidence="problems/1.txt", ends_run=True)
+    screen.emit(problem)
+    screen.emit(RunEnded(time=1.0, ok=False, reason="they differ", digests={}))
+    assert [line.removeprefix(f"{at()} unisono: ") for line in err.getvalue().splitlines()] == [
+        "failed: they differ",
+        "evidence, for a bug report: problems/1.txt in the run's directory",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -680,7 +692,7 @@ def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int]
         screen.emit(finished(step))
     screen.emit(RunEnded(ok=True, reason="finished", digests={}, step=last))
     screen.close()
-    assert out.getvalue().splitlines()[-1].endswith(f" unisono: finished: {steps} steps in 0.0 s on 4 workers")
+    assert out.getvalue().splitlines()[-1].endswith(f" unisono: finished: {steps} steps in 0.00 s on 4 workers")
 
 
 @pytest.mark.usefixtures("nursery")
@@ -787,3 +799,64 @@ def test_the_traceback_of_a_wrong_use_ends_at_the_line_to_change(unisono: Unison
     assert "UsageError: run.track(model=...) got a int without state_dict()" in shown
     assert "run.track(model=3)" in shown
     assert "tracked.py" not in shown
+
+
+@pytest.mark.parametrize(
+    ("makes", "options", "is_certain"),
+    [
+        ("unisono.Run('used', seed=3)", (), True),
+        ("Run(directory='used')", (), True),
+        ("Run(sys.argv[1])", ("--run-dir", "used"), True),
+        ("Run('used')", ("--overwrite",), False),
+        ("Run('used')", ("--run-dir", "new"), False),
+        ("Run('used', resume='auto')", (), False),
+        ("Run('used', **more)", ("--run-dir", "used"), False),
+        ("Run(sys.argv[1])", (), False),
+        ("0", ("--run-dir", "used"), False),
+    ],
+)
+def test_a_used_directory_is_refused_before_anything_is_started(
+    makes: str, options: tuple[str, ...], is_certain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(*_: object, **__: object) -> None:
+        raise Started
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("unisono.launchers.choose", start)
+    Path("used").mkdir()
+    rundir.claim(Path("used"), "r0", overwrite=False)
+    Path("train.py").write_text(f"import sys, unisono\nrun = {makes}\n")
+    command = ["run", "train.py", *options]
+
+    def run() -> None:
+        CliRunner().invoke(cli._group, command, standalone_mode=False, catch_exceptions=False)
+
+    with pytest.raises(Started):
+        run()  # the run that the directory holds has done nothing that could be lost
+    Path("used", JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n')
+    with pytest.raises(RunDirectoryError if is_certain else Started, match="--overwrite" if is_certain else None):
+        run()
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_a_folder_of_runs_is_listed(command: str, tmp_path: Path) -> None:
+    for name, line in {
+        "a": {"line": 0, "kind": "step", "step": 2, "num_steps": 9, "loss": 0.5},
+        "second": {"line": 0, "kind": "step", "step": 4, "num_steps": 0, "loss": "nan"},
+        "third": None,
+    }.items():
+        (tmp_path / name).mkdir()
+        rundir.claim(tmp_path / name, name, overwrite=False)
+        if line is not None:
+            (tmp_path / name / JOURNAL).write_text(json.dumps(line) + "\n")
+    (tmp_path / "data").mkdir()
+    shown = CliRunner().invoke(cli._group, [command, str(tmp_path)], standalone_mode=False, catch_exceptions=False)
+    columns = len(str(tmp_path / "second"))
+    assert shown.output.splitlines() == [
+        f"{tmp_path / 'a'!s:<{columns}}  stopped   3 of 9 steps, loss 0.5000",
+        f"{tmp_path / 'second'}  stopped   5 steps, loss nan",
+        f"{tmp_path / 'third'!s:<{columns}}  unknown   no step yet",
+    ]

@@ -31,6 +31,8 @@ from unisono.journal import JOURNAL, compare
 from unisono.rundir import read_facts
 from unisono.testing import run_workers
 
+pytestmark = pytest.mark.more
+
 
 def copied(place: object) -> list[int]:
     """The steps of the whole copies in a place."""

@@ -22,6 +22,8 @@ from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
 from unisono.errors import DivergenceError, StepError, UsageError
 from unisono.journal import compare
 
+pytestmark = pytest.mark.more
+
 SEED = 3
 REFUSED = {"scaler", "thawing"}
 """What a delay cannot have: a GradScaler, and parameters that are trained from some step on."""
@@ -215,7 +217,7 @@ def test_the_loss_of_a_step_stays_its_own() -> None:
 
 
 def test_a_call_in_an_iteration_has_the_place_that_the_script_reads() -> None:
-    """An evaluator gets this place as ``step.place``, by which a script may decide whether it evaluates."""
+    """An evaluator gets this place as ``step.number``, by which a script may decide whether it evaluates."""
     places = []
     with AloneRun(seed=SEED) as run:
         model = net()
@@ -224,8 +226,8 @@ def test_a_call_in_an_iteration_has_the_place_that_the_script_reads() -> None:
             for step in run.steps(vectors(), batch_size=16, microbatches=4, delay=2):
                 for inputs, labels in step:
                     F.cross_entropy(model(inputs), labels).backward()
-                assert run._place("run.evaluate").step == step.place
-                places.append(step.place)
+                assert run._place("run.evaluate").step == step.number
+                places.append(step.number)
     assert places == [*range(6), *range(4, 10)]
 
 

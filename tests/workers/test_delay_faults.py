@@ -21,7 +21,7 @@ from unisono.checkpoint import files
 from unisono.faults import POINTS
 from unisono.testing import Faults, Outcome
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 STEPS = 7
 run = Training("delayed_training.py", "--steps", STEPS)

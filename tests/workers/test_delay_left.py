@@ -16,6 +16,8 @@ from unisono.rounds.pipeline import Pipeline
 from unisono.rounds.standing import Report
 from unisono.rounds.team import Team
 
+pytestmark = pytest.mark.more
+
 LOST = PeerLost("a member was lost")
 
 

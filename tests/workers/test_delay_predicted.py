@@ -12,7 +12,7 @@ from tests.workers.losses import ended_workers
 from tests.workers.test_delay_faults import LONG, STEP, assert_same_bits, run, some
 from unisono.testing import Faults, Outcome
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 PREDICT = ["--delay", "2", "--predict"]
 

@@ -37,6 +37,8 @@ from unisono.exchange import Exchange, Parcel, delivering
 from unisono.exchange.pages import GenerationFields, WorkerPage
 from unisono.exchange.staging import STAGE_BYTES
 
+pytestmark = pytest.mark.more
+
 LARGE = STAGE_BYTES // 8 * 3 + 1
 """float64 numbers that do not fit the memory of a turn, nor that of two."""
 

@@ -15,6 +15,8 @@ from unisono.doctor.facts import Asked, find_out
 from unisono.doctor.orders import Order, carry_out
 from unisono.doctor.path import Server, measure
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("small_training.py")
 
 

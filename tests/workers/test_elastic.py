@@ -21,7 +21,7 @@ from unisono.decisions.efficiency import SETTLED, SKIPPED
 from unisono.journal import JOURNAL, compare, read, times
 from unisono.testing import Faults, run_workers
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 60

@@ -168,6 +168,7 @@ def test_an_interrupted_run_writes_a_checkpoint_and_says_how_to_go_on(unisono: U
     (checkpoint,) = files.complete(run_dir / files.FOLDER)
     files.verify(checkpoint)
     assert alarms(command.err) == []
+    assert len([line for line in command.err if "interrupted, with a checkpoint" in line]) == 1
     hint = command.line("to go on from it: ")
     assert checkpoint.name in hint
     _, *words = shlex.split(hint.partition("to go on from it: ")[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -17,8 +17,12 @@ import unisono
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.decisions.audits import Record
 from unisono.rounds import evaluation
 from unisono.rounds.life import Rounds
+from unisono.rounds.testimony import Repeats
+
+pytestmark = pytest.mark.more
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,9 +99,11 @@ def test_an_evaluation_in_which_nobody_is_found_wrong_is_repeated_once(monkeypat
     asked: list[int] = []
 
     class Undecided:
-        def settle_states(self, rounds: Rounds, digest: int, step: int) -> bool:
-            asked.append(step)
-            return False
+        record = Record()
+
+        def find(self, rounds: Rounds, round_: Repeats, leaves: Mapping[int, int], state: int) -> Iterator[None]:
+            asked.append(round_.number)
+            yield from ()
 
     monkeypatch.setattr(evaluation, "has_minority", lambda digests: True)
     with AloneRun(seed=1) as run:

@@ -26,6 +26,8 @@ from unisono.checkpoint import files
 from unisono.journal import compare
 from unisono.testing import Faults, Outcome, run_workers
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("evaluated_training.py")
 STEPS, LOOPS = 8, 2
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
@@ -62,7 +64,7 @@ def _totals(seat: Seat, place: Place, wait: bool, asks: bool) -> dict[str, Any]:
                 found.append(run.evaluate(Images(), count, batch_size=5))
             else:
                 run.evaluate(Images(), count, batch_size=5, wait=False)
-                assert run.pending[-1].step == step.place
+                assert run.pending[-1].step == step.number
         if asks:
             found += [evaluation.result() for evaluation in run.pending]
             assert run.pending == []

@@ -17,6 +17,8 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import IMPORTS
 from tests.workers.scripts import run_script
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 ACCURACY = r"test accuracy ([\d.]+)%"

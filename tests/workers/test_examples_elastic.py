@@ -28,6 +28,8 @@ from unisono.journal import compare, read
 from unisono.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).resolve().parents[2]
 GATED = Path(__file__).with_name("gated.py")
 STEPS = 6

@@ -65,6 +65,8 @@ from unisono.exchange.two_level import TwoLevel
 from unisono.exchange.wire import Wire
 from unisono.rounds.connect import EXCHANGES
 
+pytestmark = pytest.mark.more
+
 # -- the same bits -----------------------------------------------------------------------------------
 
 

@@ -36,6 +36,8 @@ from unisono.exchange import Combine, Committed, Exchange, Handle, Share, combin
 from unisono.exchange.alone import Alone
 from unisono.exchange.flat import ROW_BYTES, FlatLayout, Slot, parts_of
 
+pytestmark = pytest.mark.more
+
 Order = Callable[[int], list[tuple[str, int]]]
 """For a number of parts: what is called until the commit, in this order. "wait" is for a reduce."""
 

@@ -20,6 +20,8 @@ from unisono.exchange import wire as wires
 from unisono.exchange.listening import Port
 from unisono.exchange.wire import Wire
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 DATA = b"a gradient that is nobody's business"
 SEQUENCE_NUMBERS = range(10)

@@ -417,3 +417,49 @@ def test_a_model_that_was_made_within_the_run_is_not() -> None:
     with warnings.catch_warnings(), AloneRun(seed=1) as run:
         warnings.simplefilter("error")
         run.track(model=Mlp(), loss=nn.CrossEntropyLoss())
+
+
+def _warned(update: Callable[[nn.Module, torch.optim.Optimizer], object], **tracked: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, AloneRun(seed=1) as run:
+        warnings.simplefilter("always")
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer, **tracked)
+        for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=9, max_steps=4):
+            optimizer.zero_grad()
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            update(model, optimizer)
+    return [str(each.message) for each in caught]
+
+
+def _by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data.add_(-0.1 * parameter.grad)
+
+
+def test_a_forgotten_update_is_warned_of() -> None:
+    told = _warned(lambda model, optimizer: None)
+    assert {each[:60] for each in told} == {"no tracked parameter has changed in the last two steps, and "}
+    assert _warned(lambda model, optimizer: optimizer.step()) == []
+    assert _warned(lambda model, optimizer: _by_hand(model)) == []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    assert _warned(lambda model, optimizer: None, scaler=scaler) == []
+
+
+def test_a_number_is_logged_within_its_step() -> None:
+    """By keyword or by name; afterwards its line is written."""
+    with AloneRun(seed=1) as run:
+        training = Training(run)
+        for step in run.steps(vectors(), batch_size=24, microbatches=6, max_steps=2):
+            for x, y in step:
+                training.backward(step, x, y)
+            step.log({"a/b": torch.tensor(1.5)}, c=2)
+            assert step.logs == {"a/b": 1.5, "c": 2.0}
+            with pytest.raises(UsageError, match="'d' is a str"):
+                step.log(d="text")
+            with pytest.raises(UsageError, match="takes numbers by name"):
+                step.log(3)  # type: ignore[arg-type]
+        with pytest.raises(StepError, match=r"step\.log of step 1 was called when that step was over.*run\.log"):
+            step.log(val=1.0)

@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 Script = Callable[..., str]
 
 ONE_SAMPLE_NEVER_COMES = """

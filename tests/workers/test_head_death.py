@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
@@ -46,11 +47,14 @@ from unisono.messages import (
     RunDirectory,
     Snapshot,
     Stop,
+    Welcome,
     decode,
     encode,
 )
 from unisono.spec import RunSpec
 from unisono.testing import run_workers
+
+pytestmark = pytest.mark.more
 
 # The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
 RUN = [sys.executable, "-m", "unisono", "run", *PATIENT, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
@@ -70,7 +74,7 @@ with unisono.Run(seed=3) as run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(data, batch_size=24, microbatches=4, epochs=6):
-        if step.number == 5 and run.is_main:
+        if step.number_in_loop == 5 and run.is_main:
             (gate / "reached").open("w").write("x")  # a pipe: the test reads it, and then answers
             (gate / "go").open().read()
         for x, y in step:
@@ -226,7 +230,7 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
 @pytest.mark.usefixtures("nursery")
 def test_what_the_head_said_last_is_heard_before_another_one_follows(tmp_path: Path) -> None:
     """Also by a command that stood still meanwhile: the head that follows must know that steps were done."""
-    with held_run(tmp_path, SCRIPT.replace("step.number == 5", "step.number in (0, 5)"), 1) as run:
+    with held_run(tmp_path, SCRIPT.replace("step.number_in_loop == 5", "step.number_in_loop in (0, 5)"), 1) as run:
         address = find(str(run.directory))
         os.kill(run.process.pid, signal.SIGSTOP)
         run.go_on()
@@ -324,6 +328,54 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
         assert not directory.exists()
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(tmp_path: Path) -> None:
+    """Neither where a worker names it, nor at the start and at the end of a head that follows."""
+    pipe = tmp_path / "run.json"
+    agent_hello = AgentHello(host="lab", pid=1, num_workers=1, primary=True)
+    worker_hello = Hello(info=MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu"), fingerprint={})
+
+    async def story() -> None:
+        async with serving(run_id="first") as (_, url):
+            agent, worker = await dial(url), await dial(url)
+            await agent.send(encode(agent_hello))
+            await worker.send(encode(worker_hello))
+            await worker.send(encode(RunDirectory(path=str(pipe.parent))))
+            await hear(agent, RunDirectory)
+            outside = await dial(url)
+            await outside.send(encode(Stop(reason="enough")))
+            assert "enough" in (await hear(outside, Announcement)).text
+        follows = Memory(State(policy=Policy(start=1, maximum=1)), 0.0, "", str(pipe.parent)).encode()
+        async with serving(run_id="first", snapshot=follows) as (_, url):
+            agent = await dial(url)
+            await agent.send(encode(agent_hello))
+            assert not (await hear(agent, Welcome)).may_write, "another side may"
+
+    with standing_still(pipe):
+        asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+@contextlib.contextmanager
+def standing_still(pipe: Path) -> Iterator[None]:
+    """A disk on which who reads this file waits; fails where the test waits for it too."""
+    os.mkfifo(pipe)
+    is_over, late = threading.Event(), []
+
+    def free() -> None:
+        late.append(not is_over.wait(WAIT_S / 2))
+        while not is_over.is_set() or any(thread.name == "unisono-disk" for thread in threading.enumerate()):
+            with contextlib.suppress(OSError):  # nobody reads now
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    assert late == [False], "the head has waited for the disk"
 
 
 @contextlib.asynccontextmanager

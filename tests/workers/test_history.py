@@ -17,6 +17,8 @@ from unisono.cli.reach import ask_status, find
 from unisono.history import History
 from unisono.journal import read
 
+pytestmark = pytest.mark.more
+
 TRAINING = Path(__file__).with_name("small_training.py")
 STEPS = 150
 BEFORE, AFTER = 70, 140

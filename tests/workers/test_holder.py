@@ -17,6 +17,8 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import marked, wait_until_gone
 from unisono.machine.holder import CANNOT_START, Order
 
+pytestmark = pytest.mark.more
+
 STUBBORN = 'trap "" TERM HUP INT; echo ready; exec sleep 1000000'
 IMPATIENT = """
 import sys

@@ -23,6 +23,8 @@ from unisono.journal import JOURNAL, compare
 from unisono.spec import RunSpec
 from unisono.training.inspecting import INSPECTORS, Computed, Inspected, Inspector, Place
 
+pytestmark = pytest.mark.more
+
 
 class Notebook(Inspector):
     """Notes what it is told."""

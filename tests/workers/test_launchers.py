@@ -28,6 +28,8 @@ from unisono.lifetime import PARENT
 from unisono.machine import children
 from unisono.spec import RunSpec
 
+pytestmark = pytest.mark.more
+
 LEFT, RIGHT = Machine(name="left", num_workers=1), Machine(name="right", num_workers=2)
 FOR_EVER = "1000000"
 

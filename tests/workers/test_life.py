@@ -23,6 +23,8 @@ from unisono.errors import RunDirectoryError, UsageError
 from unisono.journal import compare, read, summary
 from unisono.testing import Faults, run_workers
 
+pytestmark = pytest.mark.more
+
 Script = Callable[..., str]
 
 TRAINING = """

@@ -25,7 +25,7 @@ from tests.workers.trainings import Training
 from unisono.errors import StepError, UsageError
 from unisono.testing import Faults, Outcome
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 run = Training("local_training.py", "--delay", 1)
 ROUNDS = 5

@@ -28,6 +28,8 @@ from unisono.state.packing import digest_of_tensor
 from unisono.state.replicas import Replicas
 from unisono.testing import Faults, Outcome
 
+pytestmark = pytest.mark.more
+
 ELSEWHERE = ("local.leaving", "local.coded", "local.grouped", "local.ungrouped")
 AT = [
     *(at for at in POINTS if at.startswith("local.") and at not in ELSEWHERE),

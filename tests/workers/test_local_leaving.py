@@ -13,7 +13,7 @@ from tests.workers.gates import Gates
 from unisono.journal import compare
 from unisono.testing import Faults, run_workers
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("local_training.py")
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))

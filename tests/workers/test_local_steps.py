@@ -31,6 +31,8 @@ from unisono.state.packing import digest_of_tensor
 from unisono.state.replicas import Replicas
 from unisono.testing import Faults, Outcome
 
+pytestmark = pytest.mark.more
+
 run = Training("local_training.py")
 ROUNDS = 5
 ROUND = 2

@@ -14,6 +14,8 @@ import unisono
 from unisono.exchange.flat import FlatLayout, Slot
 from unisono.rounds.finite import PARTS, Finiteness, NotFinite, is_finite, looked_at
 
+pytestmark = pytest.mark.more
+
 
 def slot_of(*shapes: tuple[int, ...]) -> Slot:
     named = [(f"p{number}", nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]

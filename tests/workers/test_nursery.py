@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
@@ -24,6 +25,8 @@ from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
 from unisono.machine.placement import Nursery
 from unisono.spec import WorkerSpec
 from unisono.testing import run_workers
+
+pytestmark = pytest.mark.more
 
 TRAINING = Path(__file__).with_name("small_training.py")
 STEPS = 12
@@ -113,16 +116,14 @@ def test_nothing_outlives_a_command_whose_nursery_has_ended(unisono: Unisono, sc
 
 def test_a_worker_does_nothing_before_its_agent_knows_of_it(standing_nursery: str, tmp_path: Path) -> None:
     """An agent that does not hear of a fork, because the nursery has ended, starts another with the same name."""
-    request = ForkRequest.of(
-        "w0", ["train.py"], WorkerSpec(head="ws://127.0.0.1:1", worker_id="w0").environment(), str(tmp_path)
-    )
+    request = ForkRequest.of("w0", ["train.py"], {}, str(tmp_path))
     gate, key = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
         agent.settimeout(WAIT_S)
         agent.connect(standing_nursery)
         try:
-            request.send(agent, [null, null, null, gate])
+            request.send(agent, [null, null, null, null, gate])
             forked = msgspec.msgpack.decode(agent.recv(1 << 16), type=Forked)
         finally:
             for descriptor in (null, gate, key):

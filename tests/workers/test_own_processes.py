@@ -20,7 +20,7 @@ from unisono.checkpoint import files
 from unisono.journal import compare, summary
 from unisono.testing import run_workers
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 Script = Callable[..., str]
 

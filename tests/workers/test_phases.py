@@ -16,9 +16,13 @@ from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.models import Mlp, vectors
 from tests.workers.static_team import AloneRun
-from unisono.journal import compare
+from unisono.errors import StepError
+from unisono.events import StepFinished
+from unisono.journal import JOURNAL, compare, from_line, read
 from unisono.journal.times import by_step
+from unisono.rounds.team import AloneTeam
 from unisono.testing import Faults, run_workers
+from unisono.watch.terminal.base import done
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -41,7 +45,7 @@ with unisono.Run(seed=3) as run:
     def train(optimizer, steps):
         for step in run.steps(data, batch_size=24, microbatches=8, epochs=1000, max_steps=steps):
             if steps == 20 and len(sys.argv) > 1:
-                wait_at(pathlib.Path(sys.argv[1]) / str(step.number))
+                wait_at(pathlib.Path(sys.argv[1]) / str(step.number_in_loop))
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))
             optimizer.step()
@@ -98,7 +102,7 @@ with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=6) if RESUME
     def train(inputs, model, optimizer, steps):
         data = TensorDataset(inputs, labels)
         for step in run.steps(data, batch_size=24, microbatches=8, epochs=1000, max_steps=steps):
-            wait_at(pathlib.Path(sys.argv[1]) / str(step.number))
+            wait_at(pathlib.Path(sys.argv[1]) / str(step.number_in_loop))
             wait_for_disk(run)
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y), weight=len(y))
@@ -250,3 +254,61 @@ def test_a_loop_that_was_left_by_break_is_over_at_once() -> None:
         assert run._loop is not None
         assert not run._loop.is_open
         run.track(values={"best": 0.5})
+
+
+def test_everything_names_a_step_by_its_number_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an epoch loop with one `run.steps` for each epoch: what the script reads, messages, and what the head gets."""
+    told: list[tuple[int, int]] = []
+
+    def at(team: Any, *, phase: int, step: int, microbatch: int, **rest: Any) -> None:
+        told.append((step, microbatch))
+
+    monkeypatch.setattr(AloneTeam, "at", at)
+    seen = []
+
+    def train() -> None:
+        with AloneRun(seed=3) as run:
+            model = Mlp()
+            run.track(model=model)
+            for epoch in range(2):
+                for step in run.steps(vectors(), batch_size=24, microbatches=4):
+                    with pytest.raises(StepError, match=f"outside of the inner loop .* of step {step.number},"):
+                        step.add(one=1)
+                    for inputs, labels in step:
+                        if (epoch, step.index) == (1, 1):
+                            raise ValueError("too bad")
+                        F.cross_entropy(model(inputs), labels).backward()
+                    seen.append((step.number, step.index, step.epoch, repr(step).split(":")[0]))
+
+    with pytest.raises(ValueError, match="too bad") as raised:
+        train()
+    assert seen == [(number, number % 3, number // 3, f"<step {number}") for number in range(4)]
+    assert told[-1] == (4, 0)
+    assert "(in step 4, micro-batch 0, samples" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_run_that_goes_on_knows_its_length_if_its_epoch_loop_says_it(says: bool, tmp_path: Path) -> None:
+    def train(fails_at: int) -> None:
+        every = unisono.Checkpoints(every_steps=1)
+        with AloneRun(tmp_path, seed=3, checkpoint=every, resume="auto") as run:
+            model = Mlp()
+            run.track(model=model)
+            for _ in run.epochs(4) if says else range(4):
+                for step in run.steps(vectors(), batch_size=24, microbatches=4):
+                    wait_for_disk(run)
+                    for inputs, labels in step:
+                        F.cross_entropy(model(inputs), labels).backward()
+                    if step.number == fails_at:
+                        raise ValueError("too bad")
+
+    with pytest.raises(ValueError, match="too bad"):
+        train(5)
+    train(99)
+    steps = [line for line in read(tmp_path / JOURNAL) if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [*range(12)]
+    assert {line["num_steps"] for line in steps} == {12 if says else 0}
+    shown = [done(event) for event in map(from_line, steps) if isinstance(event, StepFinished)]
+    assert [shown[5], shown[11]] == (
+        ["6 of 12 steps", "12 of 12 steps"] if says else ["6 steps, epoch 1", "12 steps, epoch 3"]
+    )

@@ -270,7 +270,9 @@ def test_what_is_no_sum(loss: Tensor) -> None:
     ("loss", "number"),
     [
         (MEAN / 8, 8),
-        ((MEAN + 0.5 * SAMPLE_LOSSES.mean()) / 2, 2),
+        (0.5 * MEAN / 2, 2),
+        ((MEAN + SAMPLE_LOSSES.mean()) / 2, None),
+        ((MEAN + 0.5 * SAMPLE_LOSSES.mean()) / 4, None),
         (SAMPLE_LOSSES.sum() / 4, None),
         (MEAN / 1.5, None),
         (MEAN / torch.tensor([4.0, 4.0]).sum().requires_grad_(), None),

@@ -19,6 +19,8 @@ from tests.waiting import WAIT_S
 from tests.workers import ddp_training
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(ddp_training.__file__)
 OWN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"}
 """What differs from start to start, or says who listens at the port."""

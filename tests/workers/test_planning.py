@@ -19,7 +19,7 @@ from unisono.planning.found import FILE, Settings, found_in
 from unisono.planning.plans import PLAN, read_plan, write_plan
 from unisono.planning.probing import OutOfMemory, Script, TrialFailed, facts_of, memory_of, trial
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = """
 import sys, torch, unisono
@@ -71,7 +71,7 @@ def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: P
     )
     assert found.sample.workers == 2
     assert found.sample.step > 0.0
-    assert (found.found.first, found.found.done, found.found.total) == (0, 15, 4000)
+    assert (found.found.first, found.found.done) == (0, 15)
     assert found.found.recipe["microbatches"] == 8, "the trial's, and not the script's"
     assert found.found.gradient_bytes == BYTES
     assert 0.0 <= found.found.held_up < 1.0
@@ -85,7 +85,22 @@ def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: P
 
 def test_a_loop_that_ends_before_the_time_of_a_trial_is_measured_to_its_end(script: Path, tmp_path: Path) -> None:
     found = trial(Script(command=[str(script), "16", "4"], directory=tmp_path), Settings(steps=15, seconds=600.0))
-    assert (found.found.done, found.found.total) == (16, 16)
+    assert found.found.done == 16
+
+
+def test_the_epochs_of_a_script_with_a_loop_for_each_are_one_training(script: Path, tmp_path: Path) -> None:
+    """Two short phases that are something else, and then epochs of four steps."""
+    loop = "    for size in (32, 32, 8, *[int(sys.argv[1])] * int(sys.argv[2])):\n"
+    head, body = SCRIPT.split("    for step in")
+    body, end = "    for step in".join(["", body]).replace("int(sys.argv[1])", "size").rsplit("print", 1)
+    body = "".join(f"    {line}\n" for line in body.replace("int(sys.argv[2])", "1").splitlines())
+    script.write_text(f"{head}{loop}{body}print{end}")
+    found = trial(
+        Script(command=[str(script), "16", "4"], directory=tmp_path), Settings(steps=15, seconds=1.0), workers=1
+    )
+    assert (found.found.first, found.found.done, found.found.recipe["batch_size"]) == (12, 16, 16)
+    with pytest.raises(TrialFailed, match="steps of one training were done: it did 12, and a plan needs 15"):
+        trial(Script(command=[str(script), "16", "3"], directory=tmp_path), Settings(steps=16))
 
 
 def test_a_loop_that_is_left_early_after_enough_steps_is_measured(script: Path, tmp_path: Path) -> None:

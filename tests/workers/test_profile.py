@@ -17,6 +17,8 @@ from unisono.journal import compare
 from unisono.testing import Faults, run_workers
 from unisono.training import profiling
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = ["--steps", "9"]
 

@@ -39,6 +39,8 @@ from unisono.training import life
 from unisono.training.hunting import script_stack
 from unisono.words import without_evidence
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("checkpointed_training.py")
 EVERY = unisono.Checkpoints(every_steps=2, keep=100)
 Train = Callable[[Path], None]
@@ -58,15 +60,15 @@ def train(
         made = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer = unisono.shard(made) if shards else made
         run.track(model=model, optimizer=optimizer)
-        for phase in range(2):
+        for _ in range(2):
             for step in run.steps(data, batch_size=12, microbatches=4, epochs=9, max_steps=5, **arguments):
                 wait_for_disk(run)
-                if phase * 5 + step.number == spoil_at:
+                if step.number == spoil_at:
                     model[3].weight.data[0, 0] = torch.nan
                 for number in range(passes):
                     for inputs, labels in step.again() if number else step:
                         loss = F.cross_entropy(model(inputs), labels)
-                        if phase * 5 + step.number == bad_at and step.microbatch == 2:
+                        if step.number == bad_at and step.microbatch == 2:
                             loss = loss + (model(inputs) * 0).sqrt().sum()  # finite, and its gradient is not
                         loss.backward()
                         step.add(seen=len(labels))
@@ -232,7 +234,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_anomaly_detection_names_its_
 def spoil_and_look(folder: Path, *, leaf: int) -> None:
     """Train until the parameters are NaN, at step 9, and look for what is not finite there in a micro-batch."""
     script = partial(train, spoil_at=9)
-    with pytest.raises(LossError, match="unisono replay RUN"):
+    with pytest.raises(LossError, match=r"the loss of step 9, micro-batch 0 is nan.*unisono replay RUN"):
         script(folder / "run")
     again = PastRun(folder / "run", (str(SCRIPT),))
     wanted = Replay(run=str(folder / "run"), step=9, leaf=leaf, looks=True, anomaly=True)
@@ -498,6 +500,17 @@ def test_two_runs_that_differ_are_explained_by_computing_both_again(tmp_path: Pa
     assert "the first module whose output differs, in the order of the forward pass, is model.3." in where[0]
     assert where[1].startswith("where: 4 of the 4 micro-batches of the step differ")
     assert "why: the script was not the same text in the two runs" in ended.stdout
+
+
+def test_a_weight_that_is_changed_before_the_inner_loop_is_named(tmp_path: Path) -> None:
+    """The state before the step is equal, and that of the micro-batches is not."""
+    run = trained(tmp_path, "a", TRAINING)
+    spoilt = "        step.number == 4 and model[0].weight.data[0, 0].mul_(1.5)\n        for inputs"
+    ended = compared(run, trained(tmp_path, "b", TRAINING.replace("        for inputs", spoilt)))
+    assert ended.returncode == 1, ended.stderr
+    where = [line for line in ended.stdout.splitlines() if line.startswith("where: ")]
+    assert where[0].startswith("where: micro-batch 0 of step 4 is the first that differs: the state before the step")
+    assert "the first tensor is model['0.weight']. So something changes it" in where[0]
 
 
 def test_a_script_that_was_changed_between_two_runs_is_named(tmp_path: Path) -> None:

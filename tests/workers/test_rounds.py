@@ -167,7 +167,7 @@ class Sum:
         self.members.slots.results.append(summed.slot)
         assert self.members.slots.layout is not None
         return CommittedStep(
-            self.members, 0, self.members.slots.layout, summed.digest, new_sums=False, is_disputed=lambda: False
+            self.members, "", self.members.slots.layout, summed.digest, new_sums=False, is_disputed=lambda: False
         )
 
     def interrupt(self) -> list[Node]:
@@ -203,7 +203,7 @@ def take_part(seat: Seat, why: str) -> None:
             raise PeerLost("c is gone")
 
     for step in range(NUM_STEPS):
-        rounds.move_to(Position(phase=0, step=step, total=step, lines=0))
+        rounds.move_to(Position(phase=0, step=step, number=step, total=step, lines=0))
         keeper.boundary(rounds)
         team.is_begun = True
         for _ in rounds.play(Sum(rounds.members, lose)):
@@ -324,7 +324,7 @@ def _trained(num_steps: int) -> tuple[Tracked, torch.optim.Optimizer]:
 def test_members_that_stand_at_different_phases_begin_together_where_the_checkpoint_is(phases: tuple[int, int]) -> None:
     """One has the models and went on, the other had lost the member that shared them: both get the whole state."""
     saved = copy.deepcopy(_trained(3)[0].state())
-    place = Position(phase=1, step=5, total=9, lines=12)
+    place = Position(phase=1, step=5, number=9, total=9, lines=12)
     barrier, box = threading.Barrier(2, timeout=WAIT_S), [None, None]
     found: dict[int, tuple[int, str]] = {}
 

@@ -38,6 +38,7 @@ from unisono.events import Announcement
 from unisono.head.memory import Memory
 from unisono.head.server import Head
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
+from unisono.machine.inspected import run_inspected
 from unisono.machine.nursery import Forked, ForkRequest
 from unisono.machine.worker import STACK_SIGNAL
 from unisono.member import Member
@@ -844,6 +845,48 @@ def test_heads_that_die_one_after_the_other_end_the_run(
     assert command.wait() == 1
     assert f"{MAX_HEADS} heads in a row have ended" in command.err[-1]
     assert list((tmp_path / "run").iterdir()) == []
+
+
+MANY = [f"--word-{number:0>1000}" for number in range(200)]
+"""Arguments of a script, more than fit into one argument or variable of a process (128 KiB)."""
+
+
+@pytest.mark.usefixtures("nursery")
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_the_arguments_of_a_script_are_in_no_command_line_but_the_scripts_own(
+    start: str, unisono: Unisono, script: Script, mark: str
+) -> None:
+    """Other users see the arguments of all processes; that of the head may be on a machine where nobody has typed them.
+
+    However long they are, they reach the worker.
+    """
+    command = unisono(
+        "run",
+        script(
+            """
+    import sys
+    print(len(sys.argv))"""
+            + FOLLOW
+        ),
+        "-n",
+        1,
+        "--start",
+        start,
+        "--",
+        *MANY,
+    )
+    command.line("[w0] generation 1 w0")
+    (head,) = [pid for pid, words in marked(mark).items() if "-m unisono.head" in words]
+    assert "--word-" not in Path(f"/proc/{head}/cmdline").read_text()
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait() == 130
+    assert f"[w0] {len(MANY) + 1}" in command.out
+
+
+def test_a_script_that_is_inspected_may_have_as_many_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text("import sys; sys.exit(len(sys.argv) - 1)")
+    assert run_inspected(RunSpec(arguments=(str(file), *MANY), folder=str(tmp_path))) == len(MANY)
 
 
 def test_the_token_is_nowhere_to_be_seen(unisono: Unisono, script: Script, mark: str, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from unisono.machine.places import NO_GPU, Places
 from unisono.machine.workers import Workers
 from unisono.spec import MachineSpec, RunSpec, WorkerSpec
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("small_training.py")
 HOLD = "import sys; from unisono import seats; print(seats.take(sys.argv[1:]), flush=True); sys.stdin.read()"
 
@@ -209,7 +211,7 @@ def test_each_worker_is_told_its_gpu(
 
     asyncio.run(work())
     assert [spec.gpu for spec in recorder.specs] == [1, 2, 3, 1]
-    assert WorkerSpec.decode(recorder.specs[1].environment()["UNISONO_WORKER"], "").gpu == 2
+    assert WorkerSpec.decode(recorder.specs[1].encode(), "").gpu == 2
     assert listener.notices == []
     assert seats.holder("gpu-3") == 0, "all is given back at the end"
 

@@ -18,6 +18,8 @@ from tests.workers.models import RECIPES, Mlp, Recipe, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 
+pytestmark = pytest.mark.more
+
 Make = Callable[[Any], optim.Optimizer]
 Held = dict[int, dict[str, str]]
 """By parameter and key, the bits of a state."""

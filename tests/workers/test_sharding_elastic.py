@@ -15,7 +15,7 @@ from tests.workers.test_elastic import on_two_cores, pid_of
 from unisono.journal import compare
 from unisono.testing import run_workers
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("sharded_training.py")
 STEPS = 24

@@ -21,7 +21,7 @@ from unisono.faults import POINTS
 from unisono.journal import compare
 from unisono.testing import Faults, Outcome
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 STEPS = 8
 STEP = 3

@@ -20,6 +20,8 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.state.sharded import Sharded
 
+pytestmark = pytest.mark.more
+
 
 class Sign(optim.Optimizer):
     """Separable, with a count of steps as a plain number, and one for a group."""

@@ -18,6 +18,8 @@ from unisono.rounds.team import LOST
 from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
 
+pytestmark = pytest.mark.more
+
 NUM_STEPS = 4
 CALLS = {
     "who has what was said": ("gather", 1),

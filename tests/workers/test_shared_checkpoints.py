@@ -19,7 +19,7 @@ from tests.workers.losses import ended_workers
 from tests.workers.test_checkpoint import CHECKPOINT_POINTS, SCRIPT, STEP_POINTS, check_readable, steps
 from unisono.testing import Faults, Outcome, run_workers
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 ALONE = [*PATIENT, "--max-restarts", "0"]

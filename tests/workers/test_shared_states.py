@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 import uuid
 import warnings
 from collections.abc import Collection, Sequence
@@ -34,6 +35,8 @@ from unisono.state.packing import digest_of_state, pack, pack_held, unpack
 from unisono.state.sharded import held_digests, states_in
 from unisono.state.tracked import Tracked
 from unisono.training import run as running
+
+pytestmark = pytest.mark.more
 
 CPU = torch.device("cpu")
 NUM_PARAMETERS = 6
@@ -91,7 +94,7 @@ class Members:
     def step(self) -> None:
         reports = [saver.report() for saver in self.savers]
         self.total += 1
-        place = Position(phase=0, step=self.total, total=self.total, lines=0)
+        place = Position(phase=0, step=self.total, number=self.total, total=self.total, lines=0)
         for saver in self.savers:
             saver.on_reports(reports, 1, self.ids)
             saver.boundary(snapshot.Moment(place, 1, self.ids, {}))
@@ -111,6 +114,54 @@ def test_a_checkpoint_is_that_of_a_replicated_optimizer_and_each_worker_writes_w
     for index, ids in enumerate(PAIRS):
         assert {writers[f"optimizer.state.{index}.{key}"] for key in ("step", "momentum")} <= set(ids)
     assert len(set(writers.values())) == 3
+
+
+def _last_moment(generation: int, ids: Sequence[str]) -> snapshot.Moment:
+    return snapshot.Moment(Position(phase=0, step=4, total=4, lines=0), generation, ids, {})
+
+
+def _attempt(members: Members, generation: int, ids: Sequence[str]) -> saving.WrittenPart:
+    """All of these workers write their parts of the last checkpoint, the writer of part 0 last; returns them."""
+    moment = _last_moment(generation, ids)
+    parts = [members.savers[members.ids.index(one)].write_part(moment, members.ids) for one in reversed(ids)]
+    files_of_all = {name: facts for one in parts for name, facts in one.parts.items()}
+    return saving.WrittenPart(generation, parts[0].num_parts, files_of_all)
+
+
+def test_a_last_checkpoint_that_only_some_know_to_be_written_is_published_after_a_loss(tmp_path: Path) -> None:
+    """w2 is lost when w1 knows that all parts are written and w0 does not: w0 writes part 0 once more meanwhile."""
+    members = Members(tmp_path, PAIRS)
+    whole_attempt = _attempt(members, 5, ["w0", "w1", "w2"])
+    left = ["w0", "w1"]
+    _attempt(members, 6, left)
+    told = [saver.publish(left, members.ids, whole_attempt) for saver in members.savers[:2]]
+    assert told == ["", None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for saver in members.savers[:2]:
+            saver.settle(_last_moment(6, left), whole_attempt)
+            saver.close()
+    checkpoints = tmp_path / files.FOLDER
+    assert [path.name for path in checkpoints.iterdir()] == [files.step_name(4)]
+    assert bits_of(read(checkpoints / files.step_name(4))[1]) == bits_of(whole())
+
+
+def test_a_last_checkpoint_that_was_removed_before_it_was_published_is_named_by_one_worker(tmp_path: Path) -> None:
+    """Also where whoever met the error is lost: all know the reason, and the first of those left tells it."""
+    members = Members(tmp_path, PAIRS)
+    attempt = _attempt(members, 5, members.ids)
+    shutil.rmtree(next((tmp_path / files.FOLDER).iterdir()))
+    left = ["w1", "w2"]
+    told = [saver.publish(left, members.ids, attempt) for saver in members.savers[1:]]
+    assert told[1] is None
+    assert told[0] is not None
+    assert "was removed before it was published" in told[0]
+    moment = _last_moment(6, left)  # w0, which has met the error, is lost
+    with pytest.warns(UserWarning, match=f"step 4 was not written into {tmp_path}.*was removed before"):
+        members.savers[1].settle(moment, None, failure=told[0], teller="w0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        members.savers[2].settle(moment, None, failure=told[0], teller="w0")
 
 
 def test_what_no_worker_holds_any_more_is_not_written_and_named(tmp_path: Path) -> None:

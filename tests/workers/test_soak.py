@@ -28,7 +28,7 @@ from unisono.testing import Faults, run_workers
 
 SOAK_S = float(os.environ.get("UNISONO_SOAK_S", "0"))
 
-pytestmark = [pytest.mark.timeout(900 + 2 * SOAK_S), pytest.mark.usefixtures("nursery")]
+pytestmark = [pytest.mark.timeout(900 + 2 * SOAK_S), pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 480

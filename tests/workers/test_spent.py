@@ -16,6 +16,8 @@ from unisono.events import Seconds, StepFinished
 from unisono.exchange import combine
 from unisono.exchange.spent import Spent
 
+pytestmark = pytest.mark.more
+
 A_WHILE_S = 0.3
 """Longer than the members wait for each other on a busy machine."""
 SAMPLE_S = 0.01

@@ -24,7 +24,7 @@ from unisono.machine.workers import machine_label
 from unisono.rundir import EVENTS_FILE, read_facts
 from unisono.testing import run_workers
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 SCRIPT = Path(small_training.__file__)
 
 

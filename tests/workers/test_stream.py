@@ -23,6 +23,8 @@ from unisono.exchange.stream import Stream, cut
 from unisono.exchange.wire import HEADER_BYTES
 from unisono.testing import run_workers
 
+pytestmark = pytest.mark.more
+
 LAYOUT = 2  # of several pieces
 
 

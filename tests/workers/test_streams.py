@@ -44,6 +44,8 @@ from unisono.microbatch.data import Loading
 from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.testing import Faults, Outcome, run_workers
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("stream_training.py")
 
 

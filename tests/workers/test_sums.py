@@ -19,6 +19,8 @@ from unisono.testing import Faults, run_workers
 from unisono.training.run import Run
 from unisono.training.step import Step
 
+pytestmark = pytest.mark.more
+
 SIZE, M = 24, 6
 
 

@@ -17,6 +17,8 @@ from unisono.problems import writing
 from unisono.problems.kinds import Trouble
 from unisono.rundir import RUN_FILE
 
+pytestmark = pytest.mark.more
+
 HANG = Trouble(kind="hang", worker_id="w1", host="b", step=4, where="step 4", seconds=60.0)
 TOKEN = "the-token-of-this-run"
 

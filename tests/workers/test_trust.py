@@ -36,6 +36,8 @@ from unisono.messages import Stop
 from unisono.rundir import EVENTS_FILE
 from unisono.testing import run_workers
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 30
 STANDARD_INPUT = ("sh", "-c", 'exec "$@" < "$0"')

@@ -13,6 +13,8 @@ from benchmarks import sides
 from tests.house.rooms import ROOT
 from tests.waiting import PATIENT, WAIT_S
 
+pytestmark = pytest.mark.more
+
 SCRIPT = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])

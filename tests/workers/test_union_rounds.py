@@ -17,6 +17,8 @@ from unisono.rounds.union import union
 from unisono.state.tracked import Tracked
 from unisono.training.sharing import LENDING
 
+pytestmark = pytest.mark.more
+
 LOST_AFTER = [1, 2]
 """After which gather b and c notice a loss, where a goes on."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.workers.conftest import Unisono
 
-pytestmark = pytest.mark.usefixtures("nursery")
+pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 Script = Callable[..., str]
 
 TRAINING = """

@@ -44,6 +44,8 @@ from unisono.rundir import describe
 from unisono.secret import reader_token
 from unisono.spec import RunSpec, WorkerSpec
 
+pytestmark = pytest.mark.more
+
 T = TypeVar("T")
 
 SCRIPT = Path(__file__).with_name("small_training.py")

@@ -13,7 +13,7 @@ from unisono.messages import EvaluationWanted
 from unisono.process import Process
 from unisono.training.evaluator import VisitedRound, visited
 
-READ = ("number", "place", "epoch", "index", "is_last_of_epoch", "num_samples", "is_complete", "has_gradient")
+READ = ("number", "number_in_loop", "epoch", "index", "is_last_of_epoch", "num_samples", "is_complete", "has_gradient")
 
 
 @pytest.mark.parametrize("delay", [0, 2])
@@ -28,7 +28,7 @@ def test_an_evaluator_reads_what_the_members_read(delay: int) -> None:
                 F.cross_entropy(model(inputs), labels).backward()
             assert run._loop is not None
             order = EvaluationWanted(
-                number=0, phases=1, step=step.place, samples=56, batch_size=8, number_in_loop=step.number
+                number=0, phases=1, step=step.number, samples=56, batch_size=8, number_in_loop=step.number_in_loop
             )
             seen = visited(run._loop, order, Process())
             assert {name: getattr(seen, name) for name in READ} == {name: getattr(step, name) for name in READ}
@@ -53,10 +53,10 @@ def test_an_evaluator_reads_of_a_round_what_the_members_read() -> None:
                 optimizer.step()
             assert run._loop is not None
             order = EvaluationWanted(
-                number=0, phases=1, step=round_.place, samples=56, batch_size=8, number_in_loop=round_.number
+                number=0, phases=1, step=round_.number, samples=56, batch_size=8, number_in_loop=round_.number_in_loop
             )
             seen = visited(run._loop, order, Process())
-            for name in ("number", "place", "epoch", "num_samples", "steps", "is_complete"):
+            for name in ("number", "number_in_loop", "epoch", "num_samples", "steps", "is_complete"):
                 assert getattr(seen, name) == getattr(round_, name), name
             assert isinstance(seen, VisitedRound)
             assert len(seen) == len(round_)

@@ -38,6 +38,8 @@ from unisono.watch.terminal.lines import Lines
 from unisono.watch.terminal.live import Live
 from unisono.watch.terminal.screen import Screen
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).parent / "small_training.py"
 
 

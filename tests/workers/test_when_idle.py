@@ -16,6 +16,8 @@ from unisono.journal import compare
 from unisono.journal.times import by_step
 from unisono.machine.idleness import last_input, others_seconds, own_seconds, session_input
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(__file__).with_name("small_training.py")
 STEPS = 60
 BURN = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"

@@ -29,6 +29,8 @@ from unisono.journal import compare
 from unisono.testing import Faults, run_workers
 from unisono.testing import Outcome as RunOutcome
 
+pytestmark = pytest.mark.more
+
 ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 SCRIPT = Path(__file__).with_name("small_training.py")
 SEED = 3

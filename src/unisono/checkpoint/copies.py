@@ -200,6 +200,12 @@ class Store:
             raise Problem(f"{RUN_FILE} of {name} cannot be read: {error}") from error
         return Copy(name, manifest.step, facts if isinstance(facts, dict) else {}, manifest)
 
+    def folder_of(self, copy: Copy) -> Path | None:
+        """Return the directory of a copy; None where it is on no file system of this machine."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        return Path(self._at(files.FOLDER, copy.name)) if isinstance(self._fs, LocalFileSystem) else None
+
     def write(self, new: Copy, manifest: bytes, checkpoint: Path, journal: Path) -> None:
         """Copy a checkpoint.
 

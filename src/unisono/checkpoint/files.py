@@ -400,11 +400,15 @@ def remove_abandoned(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_partials(folder: Path, *, but: str = "") -> None:
-    """Remove the garbage of killed processes. Only the process that holds the run's directory may call this."""
+def remove_partials(folder: Path, *, but: Collection[str] = ()) -> None:
+    """Remove the garbage of killed processes. Only the process that holds the run's directory may call this.
+
+    Args:
+        but: the names of what may still become a checkpoint.
+    """
     take_over(folder)
     for path in folder.glob(".step-*"):
-        if path.name != but and not path.name.endswith(_ABANDONED):
+        if path.name not in but and not path.name.endswith(_ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
     for path in complete(folder):
         if not (path / MANIFEST).exists():

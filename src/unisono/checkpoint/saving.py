@@ -10,6 +10,7 @@ all write together (`unisono.training.sharing`).
 from __future__ import annotations
 
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +33,7 @@ from unisono.decisions.layout import EVERYTHING, replicated
 from unisono.errors import CheckpointError
 from unisono.rundir import RunDirectory
 
-__all__ = ["Saver", "Wish", "WrittenPart"]
+__all__ = ["UNSEEN", "Saver", "Wish", "WrittenPart"]
 
 UNSEEN: Final = "no worker that is left sees that directory, which all machines must share"
 SLOW_S = 1.0
@@ -65,6 +66,8 @@ class WrittenPart(msgspec.Struct, frozen=True):
     """The last part is of tensors that no writer holds."""
     error: str = ""
     """Why it could not be written."""
+    worker_id: str = ""
+    """The member that met the error."""
 
 
 @dataclass
@@ -142,7 +145,6 @@ class Saver:
         self._news: dict[str, Any] = {}
         self._last: dict[int, Snapshot] = {}
         """By generation: the snapshots for the last checkpoint of which this member may have written a part."""
-        self._last_error: BaseException | None = None
 
     @property
     def folder(self) -> Path:
@@ -425,10 +427,7 @@ class Saver:
                 self._publish(self._start(moment, rank, self._take(moment, [publisher], is_last=True)))
         elif self._missed_step != step:  # the end of the run tries again what the end of its loop has tried
             self._missed_step = step
-            self._failure = (
-                step,
-                CheckpointError(UNSEEN),
-            )
+            self._failure = (step, CheckpointError(UNSEEN))
             self._raise_failure()
 
     # -- the end, where each worker holds some states ------------------------------------------------
@@ -466,37 +465,32 @@ class Saver:
         if snapshot.part is None:
             return written
         try:
-            self._writer.write(snapshot).result()
+            # Members that have seen that all parts of an earlier attempt were written publish that one.
+            self._writer.write(snapshot, keep={one.folder.name for one in self._last.values()}).result()
             return msgspec.structs.replace(written, parts={snapshot.path.name: read_facts(snapshot.path)})
         except Exception as error:  # of the disk: the members decide together what becomes of the checkpoint
-            self._last_error = error
-            return msgspec.structs.replace(written, error=str(error) or type(error).__name__)
+            return msgspec.structs.replace(written, error=_shown(error), worker_id=self._worker_id)
 
     def attempt(self, generation: int) -> Snapshot:
         """Return the snapshot of which this member wrote a part in this generation. Local."""
         return self._last[generation]
 
-    def miss(self) -> str:
-        """Note that no member sees the directory; returns the reason, for the others. Local."""
-        self._last_error = CheckpointError(UNSEEN)
-        return UNSEEN
-
-    def publish(self, worker_ids: Sequence[str], reaching: Collection[str], whole: WrittenPart) -> bool:
+    def publish(self, worker_ids: Sequence[str], reaching: Collection[str], whole: WrittenPart) -> str | None:
         """Publish the last checkpoint, where this member is the first that sees the directory. Local.
 
         May be called again when that member was lost; a checkpoint that it has published is not published again.
 
         Returns:
-            Whether this member knows that it is published.
+            Why it could not be published; "": it is published; None: that is for another member to say.
         """
         seeing = [one for one in worker_ids if one in reaching]
         if not seeing:
-            self.miss()
-        if self._worker_id not in seeing[:1]:
-            return False
+            return UNSEEN
+        if self._worker_id != seeing[0]:
+            return None
         snapshot, rank = self._last[whole.generation], worker_ids.index(self._worker_id)
         if not snapshot.folder.exists():
-            return snapshot.final.exists()
+            return "" if snapshot.final.exists() else f"{snapshot.folder.name} was removed before it was published"
         done: Future[float] = Future()
         done.set_result(0.0)
         step = snapshot.manifest.step
@@ -504,35 +498,33 @@ class Saver:
         under_way.publication = self._writer.publish(snapshot, done, whole.parts)
         self._writer.drain()
         self._conclude(under_way)
-        if self._failure is None:
-            return True
-        (_, self._last_error), self._failure = self._failure, None
-        return False
+        failure, self._failure = self._failure, None
+        return "" if failure is None or failure[1] is None else _shown(failure[1])
 
-    def settle(self, moment: Moment, whole: WrittenPart | None, *, has_failed: bool = False) -> None:
+    def settle(self, moment: Moment, whole: WrittenPart | None, *, failure: str = "", teller: str = "") -> None:
         """Conclude the last checkpoint, which is published, or was not needed, or has failed. Local.
 
         Args:
             whole: what was published; None: nothing.
-            has_failed: the checkpoint could not be written.
+            failure: why the checkpoint could not be written, equal on all members.
+            teller: the member that warns of it; if it is lost or none is named, the first one does.
 
         Raises:
             CheckpointError: see `boundary`.
         """
         for generation, snapshot in self._last.items():
             if snapshot.part is not None and (whole is None or generation != whole.generation):
-                self._writer.remove(snapshot)
-                if snapshot.loans:
-                    self._writer.submit(partial(files.remove_part, snapshot.lent_path))
+                # With the parts of members that were lost.
+                self._writer.submit(partial(shutil.rmtree, snapshot.folder, ignore_errors=True))
         self._last.clear()
         self._give_up(is_final=False)
         self._wanted = self._asked = False
         self._reports = ()  # these reports do not include this checkpoint
         self._last_step = moment.position.total
-        error, self._last_error = self._last_error, None
-        if has_failed and self._missed_step != self._last_step:  # the end of the run tries again what its loop tried
+        if failure and self._missed_step != self._last_step:  # the end of the run tries again what its loop tried
             self._missed_step = self._last_step
-            self._failure = (self._last_step, error)
+            tells = self._worker_id == (teller if teller in moment.worker_ids else moment.worker_ids[0])
+            self._failure = (self._last_step, CheckpointError(failure) if tells else None)
         if whole is not None and self._failure is None:
             self.saved = self._last_step
         self._raise_failure()
@@ -591,9 +583,8 @@ class Saver:
         (step, error), self._failure = self._failure, None
         why = f"the checkpoint of step {step} was not written: another worker could not write it"
         if error is not None:
-            known = error.strerror if isinstance(error, OSError) else None
-            shown = known or str(error) or type(error).__name__
-            why = f"the checkpoint of step {step} was not written into {self.folder}: {shown}"
+            into = f" into {self.folder}" if self._directory.path is not None else ""
+            why = f"the checkpoint of step {step} was not written{into}: {_shown(error)}"
         if self._policy is not None and self._policy.must_succeed:
             raise CheckpointError(f"{why}. The run ends because Checkpoints(must_succeed=True) asks for it") from error
         if error is not None:
@@ -611,3 +602,8 @@ class Saver:
                 "The disk is too slow for so many checkpoints; write them less often",
                 stacklevel=2,
             )
+
+
+def _shown(error: BaseException) -> str:
+    """Return an error in words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -71,9 +71,13 @@ class Writer:
 
     # -- the jobs ------------------------------------------------------------------------------------
 
-    def write(self, snapshot: Snapshot) -> Future[float]:
-        """Make the late copies and write the part of this member; gives the seconds that it took."""
-        return self.submit(lambda: self._write(snapshot))
+    def write(self, snapshot: Snapshot, keep: Collection[str] = ()) -> Future[float]:
+        """Make the late copies and write the part of this member; gives the seconds that it took.
+
+        Args:
+            keep: the names of other attempts that may still be published. What else is not complete is garbage.
+        """
+        return self.submit(lambda: self._write(snapshot, keep))
 
     def publish(
         self, snapshot: Snapshot, written: Future[float], facts: Mapping[str, FileFacts] = MappingProxyType({})
@@ -89,7 +93,7 @@ class Writer:
         """Remove the part of this member, of a snapshot that came to nothing."""
         self.submit(lambda: files.remove_part(snapshot.path))
 
-    def _write(self, snapshot: Snapshot) -> float:
+    def _write(self, snapshot: Snapshot, keep: Collection[str]) -> float:
         began = time.monotonic()
         try:
             for copy in snapshot.late:
@@ -101,7 +105,7 @@ class Writer:
             raise CheckpointError("the run's directory was removed or moved")
         folder = snapshot.folder
         if snapshot.part == 0:
-            files.remove_partials(folder.parent, but=folder.name)
+            files.remove_partials(folder.parent, but={folder.name, *keep})
         for each in (
             folder.parent,
             folder,

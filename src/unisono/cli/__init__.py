@@ -73,7 +73,9 @@ def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     except importlib.metadata.PackageNotFoundError:
         torch = "torch is not installed"
     own = importlib.import_module("unisono").__version__
-    click.echo(f"unisono {own} ({torch}, Python {platform.python_version()})")
+    from unisono.cli.saying import say
+
+    say(f"unisono {own} ({torch}, Python {platform.python_version()})")
     ctx.exit()
 
 
@@ -96,17 +98,19 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # workers may print characters that this terminal cannot show
+    from unisono.cli.saying import say, say_lines
+
     try:
         sys.exit(_group(standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
         if isinstance(error, click.NoSuchOption) and (hint := _script_hint(error)):
-            click.echo(hint, err=True)
+            say(hint, err=True)
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
     except UnisonoError as error:
-        click.echo(f"unisono: {error}", err=True)
+        say_lines(f"unisono: {error}", err=True)
         sys.exit(2)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
@@ -114,5 +118,5 @@ def main() -> None:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), 1
         )  # also for the buffered output, which is written when the process exits
-        click.echo(f"unisono: standard output cannot be written: {error.strerror}", err=True)
+        say(f"unisono: standard output cannot be written: {error.strerror}", err=True)
         sys.exit(2)

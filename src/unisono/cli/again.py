@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
-
 from unisono.checkpoint import files
 from unisono.cli.given import script_arguments
-from unisono.cli.resume import checked, command_of, threads_of
+from unisono.cli.resume import checked, command_of, own_command, threads_of
+from unisono.cli.saying import say
 from unisono.decisions.replaying import Start, starts
 from unisono.errors import CheckpointError, UsageError
 from unisono.fingerprint import SWITCHES
@@ -47,13 +46,14 @@ class PastRun:
         self.folder, self.arguments = self._command(given)
 
     def _command(self, given: tuple[str, ...]) -> tuple[str, list[str]]:
-        command = command_of(self.facts)
         if given:
+            command = command_of(self.facts)
             own = command[1][2 if command[1][0] == "-m" else 1 :] if command is not None else []
             if own and not given[1:]:
-                click.echo(f"unisono: {given[0]} gets the arguments of the run: {shlex.join(own)}", err=True)
+                say(f"unisono: {given[0]} gets the arguments of the run: {shlex.join(own)}", err=True)
             return os.getcwd(), script_arguments(given[0], None, given[1:] or tuple(own))
         wanted = "give the script after the options: ... SCRIPT [-- ARGUMENTS]"
+        command = own_command(self.run, wanted)
         if command is None:
             raise UsageError(f"{self.run} does not say which script it was made with; {wanted}")
         folder, arguments = command
@@ -106,7 +106,7 @@ class PastRun:
             try:
                 manifest = files.read_manifest(path)
             except CheckpointError as error:
-                click.echo(f"unisono: {error}", err=True)
+                say(f"unisono: {error}", err=True)
                 continue
             delay = manifest.recipe.get("delay", 0) if manifest.phase_step else 0
             found.append(Start(str(path), manifest.step, delay if isinstance(delay, int) else 0))
@@ -116,7 +116,7 @@ class PastRun:
                 files.verify(Path(one.path))
             except CheckpointError as error:
                 what = "an older one is used" if number < len(usable) else "there is no older one"
-                click.echo(f"unisono: {error}; {what}", err=True)
+                say(f"unisono: {error}; {what}", err=True)
             else:
                 return one
         return None

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from unisono.capacity import Workers
+from unisono.cli.saying import say
 from unisono.errors import RunGoesBack, UsageError
 from unisono.words import count, listed
 
@@ -55,13 +54,13 @@ def again(back: RunGoesBack, workers: Workers, machines: Sequence[Machine]) -> A
         raise UsageError(f"{back}. Which of the machines {listed(list(back.hosts))} is cannot be told; {hint}")
     left = [machine for machine in machines if machine.name not in dropped]
     if left:
-        click.echo(f"unisono: goes back to {checkpoint.name}, without {listed(list(back.hosts))}", err=True)
+        say(f"unisono: goes back to {checkpoint.name}, without {listed(list(back.hosts))}", err=True)
         return Again(changes, dropped)
     if workers.start < 2:
         raise UsageError(f"{back}. No worker is left to go on with; {hint}")
     number = workers.start - 1
     text = str(number) if workers.grows else f"{min(workers.minimum, number)}:{max(workers.maximum - 1, number)}"
-    click.echo(
+    say(
         f"unisono: goes back to {checkpoint.name}, with {count(number, 'worker')}, on the machine that has "
         "computed wrong values: there is no other one. Test it soon",
         err=True,

@@ -13,6 +13,7 @@ from unisono.checking.blame import Culprit
 from unisono.checking.trials import ALONE, Outcome, Runner
 from unisono.checking.verdict import Found, Verdict, check_script
 from unisono.cli.given import script_arguments, seconds
+from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.machine.scratch import scratch_folder
 from unisono.trialrun import Script
@@ -57,10 +58,10 @@ def check(
     except UsageError as error:
         if not as_json:
             raise
-        click.echo(json.dumps({"error": str(error)}, indent=2))
+        say_json(json.dumps({"error": str(error)}, indent=2))
         return 2
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(_plain(verdict))).decode())
+        say_json(msgspec.json.format(msgspec.json.encode(_plain(verdict))).decode())
     else:
         _conclude(verdict)
     return 0 if verdict.keeps else 1
@@ -92,13 +93,13 @@ def _quiet(_: Found | Outcome) -> None:
 def _say(result: Found | Outcome) -> None:
     name = f"  {result.trial.name}".ljust(WIDTH)
     if isinstance(result, Outcome):
-        click.echo(f"{name} the others are compared with it")
+        say(f"{name} the others are compared with it")
     elif result.difference is not None:
-        click.echo(f"{name} DIFFERS at {result.difference.said()}")
+        say(f"{name} DIFFERS at {result.difference.said()}")
     elif result.failure:
-        click.echo(f"{name} FAILS: {result.failure.splitlines()[-1]}")
+        say(f"{name} FAILS: {result.failure.splitlines()[-1]}")
     else:
-        click.echo(f"{name} the same bits")
+        say(f"{name} the same bits")
 
 
 def _conclude(verdict: Verdict) -> None:
@@ -107,17 +108,17 @@ def _conclude(verdict: Verdict) -> None:
         culprit = found.culprit
         if culprit is not None and (culprit.file, culprit.line) not in shown:
             shown.add((culprit.file, culprit.line))
-            click.echo(f"\n{_said(culprit, found)}")
+            say_lines(f"\n{_said(culprit, found)}")
         elif culprit is None and found.difference is not None:
-            click.echo(f"\n{found.trial.name}: {UNSEEN}")
+            say_lines(f"\n{found.trial.name}: {UNSEEN}")
         if found.failure and found.difference is None and culprit is None:
-            click.echo(f"\n{found.trial.name} fails:\n{found.failure}")
-    click.echo("")
+            say_lines(f"\n{found.trial.name} fails:\n{found.failure}")
+    say("")
     for each in verdict.unchecked:
-        click.echo(f"not checked: {each}")
+        say(f"not checked: {each}")
     microbatches = f"{verdict.microbatches:,} micro-batch{'es' if verdict.microbatches != 1 else ''}"
     what = f"{count(verdict.steps, 'step')}, {microbatches}; what comes later was not looked at"
-    click.echo(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
+    say(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
 
 
 def _said(culprit: Culprit, found: Found) -> str:

@@ -11,6 +11,7 @@ import click
 
 from unisono.checkpoint import files
 from unisono.checkpoint.files import Manifest
+from unisono.cli.saying import say
 from unisono.errors import CheckpointError, UsageError
 from unisono.words import count
 
@@ -76,9 +77,9 @@ def _list(found: list[Path], *, check: bool) -> int:
             manifest = files.verify(path) if check else files.read_manifest(path)
         except CheckpointError as error:
             num_broken += 1
-            click.echo(f"{path.name}  broken: {error}")
+            say(f"{path.name}  broken: {error}")
         else:
-            click.echo(f"{path.name}  {_line(manifest)}{'  every byte is right' if check else ''}")
+            say(f"{path.name}  {_line(manifest)}{'  every byte is right' if check else ''}")
     return 1 if num_broken else 0
 
 
@@ -98,9 +99,9 @@ def _list_copies(place: str, step: int | None, *, check: bool) -> int:
                 store.verify(copy)
         except CheckpointError as error:
             num_broken += 1
-            click.echo(f"{copy.name}  broken: {error}")
+            say(f"{copy.name}  broken: {error}")
         else:
-            click.echo(f"{copy.name}  {_line(copy.manifest)}{'  every byte is right' if check else ''}")
+            say(f"{copy.name}  {_line(copy.manifest)}{'  every byte is right' if check else ''}")
     return 1 if num_broken else 0
 
 
@@ -137,7 +138,7 @@ def _export(location: Path, file: Path, name: str | None) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    click.echo(f"{file}: {len(state)} entries, {_size(file.stat().st_size)}")
+    say(f"{file}: {len(state)} entries, {_size(file.stat().st_size)}")
 
 
 def _write_safetensors(file: Path, state: dict[str, Any]) -> None:

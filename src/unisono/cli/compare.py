@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from unisono.cli.saying import say_lines
 from unisono.errors import UsageError
 from unisono.journal import Difference
 from unisono.journal import compare as compare_runs
@@ -32,12 +33,12 @@ def compare(run_a: Path, run_b: Path, explain: bool) -> int:
         if explain:
             from unisono.cli.explain import explained
 
-            click.echo(said)
+            say_lines(said)
             said = explained(run_a, run_b, difference)
     except (OSError, ValueError) as error:
         raise UsageError(f"a journal cannot be read: {error}") from error
     try:
-        click.echo(said)
+        say_lines(said)
     except BrokenPipeError:  # the reader has gone; the exit code has the result as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code

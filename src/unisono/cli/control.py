@@ -6,6 +6,7 @@ import click
 
 from unisono.capacity import check_workers
 from unisono.cli.reach import RUN, ask_status, find, tell
+from unisono.cli.saying import say
 from unisono.errors import UsageError
 
 __all__ = ["scale", "stop"]
@@ -22,7 +23,7 @@ def scale(run: str, workers: int) -> int:
         raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop` ends it")
     address = find(run)
     check_workers(workers, num_machines=len({worker["host"] for worker in ask_status(address)["workers"]}) or 1)
-    click.echo(tell(address, Scale(num_workers=workers)))
+    say(tell(address, Scale(num_workers=workers)))
     return 0
 
 
@@ -32,5 +33,5 @@ def stop(run: str) -> int:
     """End the run at the end of the step."""
     from unisono.messages import Stop
 
-    click.echo(tell(find(run), Stop(reason="stopped by `unisono stop`")))
+    say(tell(find(run), Stop(reason="stopped by `unisono stop`")))
     return 0

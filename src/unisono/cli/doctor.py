@@ -10,6 +10,7 @@ import msgspec
 
 from unisono.cli.given import port_range
 from unisono.cli.reach import ask_status, find
+from unisono.cli.saying import say, say_json
 from unisono.doctor.checks import Finding, check
 from unisono.doctor.facts import Asked
 from unisono.doctor.hosts import SSH, examine, hosts
@@ -55,7 +56,7 @@ def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool,
                 findings += check(host.name, known.facts[host.name], asked)
     findings += check_together(known)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode({"findings": findings, "machines": known})).decode())
+        say_json(msgspec.json.format(msgspec.json.encode({"findings": findings, "machines": known})).decode())
     else:
         _show(findings)
     return 0 if all(finding.is_ok for finding in findings) else 1
@@ -95,10 +96,10 @@ def _show(findings: list[Finding]) -> None:
     for finding in findings:
         if finding.host != heading:
             heading = finding.host
-            click.echo(f"{heading or 'together'}:")
-        click.echo(f"  {'ok' if finding.is_ok else 'will hurt':<11}{finding.check}: {finding.seen}")
+            say(f"{heading or 'together'}:")
+        say(f"  {'ok' if finding.is_ok else 'will hurt':<11}{finding.check}: {finding.seen}")
         if not finding.is_ok:
-            click.echo(f"{'':13}because {finding.because}")
-            click.echo(f"{'':13}do: {finding.do}")
+            say(f"{'':13}because {finding.because}")
+            say(f"{'':13}do: {finding.do}")
     bad = sum(not finding.is_ok for finding in findings)
-    click.echo(f"{count(bad, 'thing')} will hurt" if bad else "nothing will hurt")
+    say(f"{count(bad, 'thing')} will hurt" if bad else "nothing will hurt")

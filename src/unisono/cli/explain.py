@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
 from unisono.cli.again import past_run
 from unisono.cli.resume import command_of
+from unisono.cli.saying import say
 from unisono.decisions.explaining import Dissected, Dissection, causes, parting
 from unisono.decisions.replaying import Start
 from unisono.errors import UnisonoError
@@ -44,14 +44,14 @@ def _dissected(run: Path, empty: Dissected) -> Dissected:
 
     A run that is not what it was from a checkpoint on is computed from the beginning as well.
     """
-    click.echo(f"unisono: computes step {empty.step} of {empty.run} again", err=True)
+    say(f"unisono: computes step {empty.step} of {empty.run} again", err=True)
     try:
         with past_run(run) as (found, _):
             start = found.start(empty.step)
         known = _computed(run, empty, start)
         if start is None or not known.drift or (found.fingerprint and known.fingerprint != found.fingerprint):
             return known
-        click.echo(f"unisono: {empty.run} is not what it was: computes it from the beginning as well", err=True)
+        say(f"unisono: {empty.run} is not what it was: computes it from the beginning as well", err=True)
         whole = _computed(run, empty, None)
         return known if whole.drift or whole.failure else msgspec.structs.replace(whole, untracked=start.step)
     except UnisonoError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
@@ -16,7 +17,15 @@ import click
 from unisono.errors import UsageError
 from unisono.interfaces import interfaces
 
-__all__ = ["address_of", "check_directory", "check_text", "port_range", "script_arguments", "seconds"]
+__all__ = [
+    "address_of",
+    "check_directory",
+    "check_text",
+    "directory_of_new_run",
+    "port_range",
+    "script_arguments",
+    "seconds",
+]
 
 
 def seconds(name: str, default_s: float | None, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -43,6 +52,33 @@ def check_text(what: str, *texts: str) -> None:
                 f"{what} cannot be read in this locale, whose encoding is {encoding}: {os.fsencode(text)!r}; set "
                 "PYTHONUTF8=1"
             ) from None
+
+
+def directory_of_new_run(script: Path, run_dir: str) -> Path | None:
+    """Return the directory in which a script can only begin a new run, so that a used one is refused.
+
+    None where that is not certain before the script runs: its text has no `Run`, or one that may replace the run in the
+    directory or go on with it, or the name of the directory is computed.
+
+    Args:
+        run_dir: the directory that the command names; "": the script does.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(script.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "Run"]
+    if len(calls) != 1 or {None, "overwrite", "resume"} & {keyword.arg for keyword in calls[0].keywords}:
+        return None
+    given = [*calls[0].args[:1], *(one.value for one in calls[0].keywords if one.arg == "directory")]
+    named = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return Path(run_dir) if run_dir else Path(named[0]) if named else None
+
+
+def _name(called: ast.expr) -> str:
+    if isinstance(called, ast.Attribute):
+        return called.attr
+    return called.id if isinstance(called, ast.Name) else ""
 
 
 def port_range(text: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import msgspec
 from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import address_of, check_text, seconds
 from unisono.cli.reach import RUN, NotGoing, await_status, find, may_act, read_token
+from unisono.cli.saying import say
 from unisono.errors import UsageError
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation
@@ -121,7 +122,7 @@ def join(
     idle = _when_idle(idle_s, idle_load, inputs) if when_idle else None
     if not launched:
         for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number, evaluate):
-            click.echo(f"unisono: {line}", err=True)
+            say(f"unisono: {line}", err=True)
     machine = MachineSpec(
         run=spec,
         num_workers=0 if evaluate else number,
@@ -198,7 +199,7 @@ def _when_idle(idle_s: float, load: float, inputs: tuple[str, ...]) -> WhenIdle:
 def _say_that_it_waits(error: NotGoing) -> None:
     # Process 1 of a container is not ended by a signal that it does not handle.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    click.echo(f"unisono: {error}; waiting for it", err=True)
+    say(f"unisono: {error}; waiting for it", err=True)
 
 
 def spec_of(status: dict[str, Any]) -> RunSpec:

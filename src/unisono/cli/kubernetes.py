@@ -41,7 +41,7 @@ _OPTIONS: Final = (
     option("--user", type=click.IntRange(1), default=1000, show_default=True, help="User id in the containers."),
     option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="An environment variable of all pods."),
     option("--in-image", is_flag=True, help="The script is in the image, and not here."),
-    option("--dry-run", is_flag=True, help="Print the objects, for `kubectl apply -f -`. The token is among them."),
+    option("--dry-run", is_flag=True, help="Print the objects, for `kubectl create -f -`. The token is among them."),
     option("--detach", is_flag=True, help="Do not follow the run."),
     option("--delete", default="", metavar="NAME", help="Remove a run's objects. Its run directory stays."),
 )
@@ -65,27 +65,23 @@ def kubernetes(context_: click.Context, /, **given: Any) -> int:
 
         unisono kubernetes train.py --image registry/train:1 --pvc runs:/runs --workers 2:8 -- --lr 0.01
     """
+    from unisono.kubernetes.kubectl import Cluster
+
     own = {name: given.pop(name) for name in _OWN}
     if own["delete"]:
-        from unisono.kubernetes.client import Cluster
-
         gone = Cluster(own["namespace"], own["context"]).delete(own["delete"])
         if not gone:
             raise UsageError(f"there is no run {own['delete']} in namespace {own['namespace']}")
         click.echo(f"unisono: removed {listed(gone)}")
         return 0
     request = _request(context_, Options(**given), own)
-    from unisono.kubernetes.manifests import how_to_follow, render
+    from unisono.kubernetes.manifests import as_json, how_to_follow, render
 
     if own["dry_run"]:
-        from unisono.kubernetes.text import dump
-
-        click.echo(dump(render(request)), nl=False)
+        click.echo(as_json(render(request)), nl=False)
         return 0
-    from unisono.kubernetes.client import Cluster
-
     cluster = Cluster(request.namespace, own["context"])
-    cluster.create(render(request))
+    cluster.create(request.name, render(request))
     where = f"the run {request.name} is in namespace {request.namespace}"
     click.echo(f"unisono: {where}:\n{how_to_follow(request)}", err=True)
     if own["detach"]:
@@ -127,7 +123,7 @@ def _request(context: click.Context, options: Options, own: dict[str, Any]) -> R
         path = Path(script)
         if not script or not path.is_file():
             raise UsageError(f"there is no script {script or '(none given)'} here; --in-image: it is in the image")
-        text, script = path.read_text(), path.name
+        text, script = _text(path), path.name
     name = own["name"] or f"unisono-{Path(options.module or script).stem.lower().replace('_', '-').replace('.', '-')}"
     run_dir = options.run_dir or (f"{volumes[0].path.rstrip('/')}/{name}" if volumes else "")
     if not run_dir:
@@ -155,6 +151,16 @@ def _request(context: click.Context, options: Options, own: dict[str, Any]) -> R
         volumes=volumes,
         variables=variables,
     )
+
+
+def _text(script: Path) -> str:
+    try:
+        return script.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{script} is not UTF-8 (byte {error.start}), which the script in a ConfigMap has to be; put it into the "
+            "image and say --in-image"
+        ) from error
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -61,7 +61,8 @@ def as_invitation(run: str) -> str:
     if found.scheme not in ("http", "https"):
         return run
     token = parse_qs(found.query).get("token", [""])[0]
-    return f"{'wss' if found.scheme == 'https' else 'ws'}://{quote(token, safe='')}@{found.netloc}"
+    mark = f"#{found.fragment}" if found.fragment else ""
+    return f"{'wss' if found.scheme == 'https' else 'ws'}://{quote(token, safe='')}@{found.netloc}{mark}"
 
 
 # -- over the network ----------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-import click
 from msgspec.structs import replace
 
 from unisono.capacity import Workers, check_open_files, check_workers, machine_gpus, parse_workers
+from unisono.cli.saying import say
 from unisono.errors import UsageError
 from unisono.invitation import Invitation
 from unisono.spec import MachineSpec, RunSpec, StartMethod
@@ -160,7 +160,7 @@ def settings(invitation: Invitation) -> RunSpec:
 
 
 def _say(task: Task, text: str) -> None:
-    click.echo(f"unisono: task {task.rank} of {task.command} {text}", err=True)
+    say(f"unisono: task {task.rank} of {task.command} {text}", err=True)
 
 
 class _Others:

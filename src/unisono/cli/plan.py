@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from unisono.capacity import machine_cores, machine_gpus
 from unisono.cli.given import check_directory, script_arguments
+from unisono.cli.saying import say, say_json, say_lines
 from unisono.decisions.wires import Link, parse_link
 from unisono.errors import UsageError
 from unisono.planning.found import IN_A_ROW, IN_A_ROW_ALONE
@@ -168,7 +169,7 @@ def plan(
         if holder(run_dir) is not None and (other := differs(made, read_facts(run_dir).get("recipe") or {})):
             raise UsageError(f"the plan was not written: {run_dir} has a run of another training: {other}")
         write_plan(run_dir / PLAN, made)
-        click.echo(f"the plan is {run_dir / PLAN}; after the run, `unisono plan {run_dir}` compares", err=as_json)
+        say(f"the plan is {run_dir / PLAN}; after the run, `unisono plan {run_dir}` compares", err=as_json)
     return 1 if found is not None and not found.tried else 0
 
 
@@ -217,7 +218,7 @@ def _found(script: Script, trials: list[Measurement], steps: int, wanted: list[s
     """Try sizes of a micro-batch, and return what was found."""
     from unisono.planning.finder import search
 
-    return search(script, trials[0].found, steps, wanted, lambda text: click.echo(f"unisono: {text}", err=True))
+    return search(script, trials[0].found, steps, wanted, lambda text: say(f"unisono: {text}", err=True))
 
 
 def _tell_found(found: Search, facts: Facts, wanted: list[str], asked: Asked) -> None:
@@ -225,7 +226,7 @@ def _tell_found(found: Search, facts: Facts, wanted: list[str], asked: Asked) ->
     from unisono.planning.plans import roster_of
 
     roster = roster_of(asked.workers[-1], asked.per_host, asked.link)
-    click.echo("\n" + shown_search(found, facts, roster, wanted))
+    say_lines("\n" + shown_search(found, facts, roster, wanted))
 
 
 def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[int]:
@@ -260,17 +261,17 @@ def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Measure
     from unisono.planning.measuring import check_recipe
     from unisono.planning.probing import trial
 
-    click.echo("unisono: measures the first steps, alone", err=True)
+    say("unisono: measures the first steps, alone", err=True)
     alone = trial(script, Settings(steps=steps, seconds=SECONDS))
     check_recipe(alone.found.recipe)
     found = [alone]
     same = Settings(steps=alone.found.done)
     together = min(room, asked.per_host, asked.workers[-1])
     for number in sorted({min(2, together), together} - {1}):
-        click.echo(f"unisono: measures the first steps, with {number} workers", err=True)
+        say(f"unisono: measures the first steps, with {number} workers", err=True)
         found.append(trial(script, same, workers=number))
     if asked.link is not None and room > 1:
-        click.echo("unisono: measures the first steps, with 2 workers as if on two machines", err=True)
+        say("unisono: measures the first steps, with 2 workers as if on two machines", err=True)
         found.append(trial(script, same, workers=2, hosts=2))
     return found
 
@@ -306,9 +307,9 @@ def _tell(
         _print_json(made if found is None else {**_plain(made), "found": plain_search(found)})
         return
     where = [(one.sample.workers, one.sample.hosts) for one in trials]
-    click.echo(f"plan of {made.script}: {_batches(made)}; measured {trials[0].found.done} steps of {_measured(where)}")
+    say(f"plan of {made.script}: {_batches(made)}; measured {trials[0].found.done} steps of {_measured(where)}")
     if (held_up := max(one.found.held_up for one in trials)) > BUSY:
-        click.echo(
+        say(
             f"other programs use this machine: workers had no core for {held_up:.0%} of the time, so this is a plan "
             "for a machine that is as busy"
         )
@@ -319,17 +320,17 @@ def _show(made: Plan, facts: Facts, asked: Asked, room_bytes: int | None) -> Non
     from unisono.planning.plans import roster_of
     from unisono.planning.told import shown_conclusions, shown_missing, shown_strategies, shown_workers
 
-    click.echo("\n" + shown_workers(made, asked.price) + "\n  * measured\n")
+    say_lines("\n" + shown_workers(made, asked.price) + "\n  * measured\n")
     most = asked.workers[-1]
     roster = roster_of(most, asked.per_host, asked.link)
     if most > 1:
         between = f" on {-(-most // asked.per_host)} hosts, {asked.link}" if most > asked.per_host else ""
-        click.echo(f"with {most} workers{between}, other strategies by their models (docs/plan.md):\n")
-        click.echo(shown_strategies(made, most, asked.options) + "\n")
+        say_lines(f"with {most} workers{between}, other strategies by their models (docs/plan.md):\n")
+        say_lines(shown_strategies(made, most, asked.options) + "\n")
         if missing := shown_missing(facts, roster):
-            click.echo(missing)
+            say_lines(missing)
     for sentence in shown_conclusions(facts, made, roster, room_bytes):
-        click.echo(sentence)
+        say_lines(sentence)
 
 
 def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_json: bool) -> int:
@@ -351,7 +352,7 @@ def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_j
         _print_json(made)
         return 0
     where = sorted({(one.workers, one.hosts) for one in facts.samples})
-    click.echo(f"plan from the steps of {directory} with {_measured(where)}: {_batches(made)}")
+    say(f"plan from the steps of {directory} with {_measured(where)}: {_batches(made)}")
     _show(made, facts, asked, None)
     return 0
 
@@ -371,7 +372,7 @@ def _compare(directory: Path, before: Plan, samples: Sequence[Sample], *, as_jso
     if not found:
         planned = sorted({(one.workers, one.hosts) for one in before.forecasts})
         had = _measured([(one.workers, one.hosts) for one in samples]) if samples else "no number of workers"
-        click.echo(
+        say(
             f"nothing to compare: the plan is about {_measured(planned)}, and the run has done enough steps "
             f"({IN_A_ROW} from its beginning, or {IN_A_ROW_ALONE} in a row later or with one worker) with {had}",
             err=True,
@@ -379,7 +380,7 @@ def _compare(directory: Path, before: Plan, samples: Sequence[Sample], *, as_jso
     if as_json:
         _print_json(found)
     elif found:
-        click.echo(shown_came(found))
+        say_lines(shown_came(found))
     return 0 if found else 1
 
 
@@ -401,4 +402,4 @@ def _plain(value: object) -> dict[str, object]:
 def _print_json(value: object) -> None:
     import msgspec
 
-    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+    say_json(msgspec.json.format(msgspec.json.encode(value)).decode())

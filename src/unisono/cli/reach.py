@@ -48,23 +48,38 @@ def find(run: str) -> Invitation:
         return Invitation.parse(_read_line())
     if is_invitation(run):
         return Invitation.parse(run)
-    folder = Path(run)
-    file = folder / "head.json"
+    return _of_directory(Path(run))
+
+
+def _of_directory(folder: Path) -> Invitation:
+    """Return how to reach the run of a directory. What is sent there is the token in that directory, and nothing else.
+
+    Raises:
+        NotGoing: no run is going there. UsageError: the directory's files are not this user's own.
+    """
+    from unisono.owned import NotOwned, read_owned
+    from unisono.rundir import ADDRESS_FILE, TOKEN_FILE
+
     try:
-        known = json.loads(file.read_text())
-        url, token_file = str(known["url"]), str(known["token_file"])
+        url = json.loads(read_owned(folder, ADDRESS_FILE))["url"]
+        token = read_owned(folder, TOKEN_FILE)
+        return Invitation(str(HeadUrl.parse(url)), _checked(token, folder / TOKEN_FILE))
     except (FileNotFoundError, NotADirectoryError) as error:
         if not folder.is_dir():
-            raise UsageError(f"there is no run directory {run}") from error
-        raise NotGoing(_why_not_going(run)) from error
+            raise UsageError(f"there is no run directory {folder}") from error
+        raise NotGoing(_why_not_going(str(folder))) from error
+    except NotOwned as error:
+        raise UsageError(
+            f"{error}. A command believes what a directory says of a run's head, and sends it the token there, only "
+            "where both are files of the user who calls it; that user sees with `unisono status` the line with which "
+            "others reach the run, or look at it"
+        ) from error
+    except UsageError:
+        raise
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{folder}: {ADDRESS_FILE} or {TOKEN_FILE} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise NotGoing(f"{file} cannot be read: {error}") from error
-    try:
-        return Invitation(url, read_token(token_file))
-    except FileNotFoundError as error:
-        raise NotGoing(_why_not_going(run)) from error
+        raise NotGoing(f"{folder / ADDRESS_FILE} cannot be read: {error}") from error
 
 
 def _why_not_going(run: str) -> str:
@@ -87,14 +102,26 @@ def _read_line() -> str:
 
 
 def read_token(path: str) -> str:
+    """Return the token in a file that the user names.
+
+    Raises:
+        FileNotFoundError: there is no such file. UsageError: it cannot be read, or holds no token.
+    """
     try:
-        token = Path(path).read_text().strip()
+        return _checked(Path(path).read_bytes(), path)
     except FileNotFoundError:
         raise
-    except ValueError:
-        token = ""
     except OSError as error:
         raise UsageError(f"cannot read the token in {path}: {error.strerror}") from error
+
+
+def _checked(data: bytes, path: str | Path) -> str:
+    """Return the token that was read from a file.
+
+    Raises:
+        UsageError: it is none.
+    """
+    token = data.strip().decode(errors="replace")
     if not token.isascii() or not token.isprintable() or not token:
         raise UsageError(f"{path} holds no token; it is RUN/token while the run is going")
     return token

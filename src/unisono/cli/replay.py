@@ -13,6 +13,7 @@ import msgspec
 from click import argument, option
 
 from unisono.cli.again import past_run
+from unisono.cli.saying import say
 from unisono.decisions.replaying import Replay, with_words
 from unisono.errors import UsageError
 
@@ -100,7 +101,7 @@ def play(run: Path, script: tuple[str, ...], asked: Replay, *, from_beginning: b
             found.check_step(asked.step)
         start = None if from_beginning else found.start(asked.step)
         if start is None and not from_beginning:
-            click.echo("unisono: begins at the beginning of the run: there is no checkpoint before", err=True)
+            say("unisono: begins at the beginning of the run: there is no checkpoint before", err=True)
         asked = msgspec.structs.replace(asked, run=str(found.run), fingerprint=found.fingerprint)
         spec = found.spec(start, directory, "replay", msgspec.json.encode(asked).decode())
         return run_inspected(spec, variables=found.variables)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from unisono.cli.saying import say
 from unisono.errors import UsageError
 from unisono.words import count
 
@@ -40,12 +41,12 @@ def report(runs: tuple[Path, ...], output: Path | None) -> int:
     target = output or (runs[0] / DEFAULT if len(runs) == 1 else Path(DEFAULT))
     _write(target, made_of(accounts, time.time()))
     for each in accounts:
-        click.echo(f"{each.name}: {each.sentence}")
+        say(f"{each.name}: {each.sentence}")
         for advice in each.advice[:3]:
-            click.echo(f"  {advice.text}")
+            say(f"  {advice.text}")
         for note in each.notes:
-            click.echo(f"  not shown: {note}")
-    click.echo(f"the report of {count(len(accounts), 'run')} is {target}")
+            say(f"  not shown: {note}")
+    say(f"the report of {count(len(accounts), 'run')} is {target}")
     return 0
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import click
-
 from unisono.cli.given import script_arguments
+from unisono.cli.saying import say
 from unisono.errors import UsageError
+from unisono.owned import NotOwned, read_owned
+from unisono.rundir import RUN_FILE
 
-__all__ = ["AUTO", "Resumed", "checked", "command_of", "resumed", "threads_of"]
+__all__ = ["AUTO", "Resumed", "checked", "command_of", "own_command", "resumed", "threads_of"]
 
 AUTO: Final = "auto"
 """Value of ``--resume``: go on with what the run directory holds, or begin there."""
@@ -26,6 +28,8 @@ class Resumed(NamedTuple):
     """The run or the checkpoint to resume from; "" where no run is resumed."""
     facts: dict[str, Any]
     """The description of the run that is resumed."""
+    folder: Path | None = None
+    """The directory of this machine with that description; None: it is elsewhere, e.g. in an object store."""
 
     def arguments(self) -> list[str]:
         """Return the arguments of the workers of the run that is resumed. Goes to the folder where the run began.
@@ -34,7 +38,7 @@ class Resumed(NamedTuple):
             UsageError: the run's description does not name the script, or the script or its folder is gone.
         """
         wanted = "give the script: unisono run --resume DIR SCRIPT [-- ARGUMENTS]"
-        command = command_of(self.facts)
+        command = command_of(self.facts) if self.folder is None else own_command(self.folder, wanted)
         if command is None:
             raise UsageError(f"{self.path} does not say which script it was made with; {wanted}")
         folder, arguments = command
@@ -43,7 +47,7 @@ class Resumed(NamedTuple):
         except OSError as error:
             raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
         words = checked(arguments)
-        click.echo(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
+        say(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
         return words
 
     def threads(self) -> int:
@@ -59,6 +63,26 @@ def command_of(facts: dict[str, Any]) -> tuple[str, list[str]] | None:
         ) and arguments != ["-m"]:
             return folder, arguments
     return None
+
+
+def own_command(run: Path, wanted: str) -> tuple[str, list[str]] | None:
+    """Return what `command_of` says of the run in a directory, if nobody but this user can have written it.
+
+    Args:
+        wanted: what the user may do instead.
+
+    Raises:
+        UsageError: another user has written it, or may have.
+    """
+    try:
+        facts = json.loads(read_owned(run, RUN_FILE))
+    except NotOwned as error:
+        raise UsageError(
+            f"{error}: the script that it names is not executed as you without a word of yours; {wanted}"
+        ) from error
+    except (OSError, ValueError):
+        return None
+    return command_of(facts) if isinstance(facts, dict) else None
 
 
 def checked(arguments: list[str]) -> list[str]:
@@ -92,26 +116,26 @@ def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:
     from unisono.checkpoint.copies import absolute, is_copy
     from unisono.checkpoint.files import FOLDER
     from unisono.journal import JOURNAL
-    from unisono.rundir import RUN_FILE, read_facts
+    from unisono.rundir import read_facts
 
     if overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give only one of them")
     path = Path(place)
     if place == AUTO:
-        return Resumed(run_dir, AUTO, read_facts(Path(run_dir)) if run_dir else {})
+        return Resumed(run_dir, AUTO, read_facts(Path(run_dir)) if run_dir else {}, Path(run_dir))
     if is_copy(absolute(place)):
-        return Resumed(run_dir, absolute(place), _facts_of_copy(absolute(place)))
+        return Resumed(run_dir, absolute(place), *_facts_of_copy(absolute(place)))
     if not path.is_dir():
         raise UsageError(f"--resume {path}: there is no such directory")
     inside = path.parent.name == FOLDER
     own = path.parent.parent if inside else path
     if not inside and not run_dir and not any((own / name).exists() for name in (RUN_FILE, JOURNAL, FOLDER)):
         raise UsageError(f"--resume {path}: that directory holds no run")
-    return Resumed(run_dir or str(own), str(path.resolve()), read_facts(own))
+    return Resumed(run_dir or str(own), str(path.resolve()), read_facts(own), own)
 
 
-def _facts_of_copy(place: str) -> dict[str, Any]:
-    """Return the description of the run whose copies are in a place.
+def _facts_of_copy(place: str) -> tuple[dict[str, Any], Path | None]:
+    """Return the description of the run whose copies are in a place, and the directory of this machine that holds it.
 
     Raises:
         UsageError: the place cannot be read, or holds no copy.
@@ -126,4 +150,5 @@ def _facts_of_copy(place: str) -> dict[str, Any]:
         raise UsageError(f"--resume {shown(place)}: {error}") from error
     if newest is None:
         raise UsageError(f"--resume {shown(place)}: there is no whole copy of a checkpoint")
-    return dict(newest[1].facts)
+    store, copy = newest
+    return dict(copy.facts), store.folder_of(copy)

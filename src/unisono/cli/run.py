@@ -17,7 +17,15 @@ from msgspec.structs import replace
 from unisono import faults, tasks
 from unisono.capacity import Workers, parse_workers
 from unisono.cli.back import again, by_hand
-from unisono.cli.given import address_of, check_directory, check_text, port_range, script_arguments, seconds
+from unisono.cli.given import (
+    address_of,
+    check_directory,
+    check_text,
+    directory_of_new_run,
+    port_range,
+    script_arguments,
+    seconds,
+)
 from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.errors import RunGoesBack, UsageError
@@ -177,6 +185,7 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     dropped: frozenset[str] = frozenset()
     while True:
         spec, workers = read(options)
+        _refuse_used(options, spec)
         chosen = launcher if launcher is not None else launchers.choose(options.request(spec, workers))
         machines = [machine for machine in chosen.machines() if machine.name not in dropped]
         workers = _of_machines(options, spec, workers, machines)
@@ -187,6 +196,16 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
             options, dropped = replace(options, **found.changes), dropped | found.dropped
             if faults.ENVIRONMENT in os.environ:
                 os.environ[faults.ENVIRONMENT] = faults.forget_passing(os.environ[faults.ENVIRONMENT])
+
+
+def _refuse_used(options: Options, spec: RunSpec) -> None:
+    """Raise RunDirectoryError, where that is certain, before workers import torch and load data only to be refused."""
+    from unisono.rundir import refuse_used
+
+    if options.script and not (options.overwrite or options.resume or options.plain or options.inspect[0]):
+        new = directory_of_new_run(Path(options.script), spec.run_dir)
+        if new is not None:
+            refuse_used(new)
 
 
 def _of_machines(options: Options, spec: RunSpec, workers: Workers, machines: Sequence[Machine]) -> Workers:

@@ -11,6 +11,8 @@ import click
 import msgspec
 
 from unisono.cli.reach import RUN, NotGoing, ask_status, find
+from unisono.cli.runs import list_words, runs_in
+from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.events import LinkSlow
 from unisono.interfaces import is_local
@@ -39,6 +41,8 @@ NO_HEAD: Final = "a process of the run holds its directory, and no head answers 
 def status(run: str, as_json: bool) -> int:
     """Show the state of a run, and the line with which other machines join it; or how the run has ended.
 
+    Of a folder with several runs, each has a line.
+
     Keep that line to yourself: whoever has it can run programs as you. The lines for watching are for those who look
     only.
     """
@@ -53,8 +57,18 @@ def status(run: str, as_json: bool) -> int:
     except NotGoing:
         if run == "-" or is_invitation(run):
             raise
+        if runs := runs_in(Path(run)):
+            if as_json:
+                say_json(json.dumps(runs, indent=2))
+            else:
+                say_lines(list_words(runs))
+            return 0
         found = _afterwards(Path(run))
-    click.echo(json.dumps(found, indent=2) if as_json else _words(found))
+    if as_json:
+        say_json(json.dumps(found, indent=2))
+    else:
+        for line in _words(found):
+            say(line)
     return 0
 
 
@@ -109,8 +123,8 @@ def _efficiency(history: History) -> float | None:
     return useful_share(seconds_of(history.times(first, last, points=POINTS), last).values())
 
 
-def _words(found: dict[str, Any]) -> str:
-    """Return a status as text."""
+def _words(found: dict[str, Any]) -> list[str]:
+    """Return a status as lines of text."""
     reason = found.get("reason") or ""
     state = found.get("state", "unknown")
     lines = [state if reason == state else f"{state}: {reason}".rstrip(": ")]
@@ -135,7 +149,7 @@ def _words(found: dict[str, Any]) -> str:
         watching = Invitation.parse(line)
         lines.append(f"watch it with: {watching.command}")
         lines.append(f"or in a browser: {watching.page}")
-    return "\n".join(lines)
+    return lines
 
 
 def _times(found: dict[str, Any]) -> list[str]:

@@ -13,6 +13,8 @@ import click
 
 from unisono.cli.looking import Seen, as_invitation, look
 from unisono.cli.reach import NotGoing, check_head, find
+from unisono.cli.runs import list_words, runs_in
+from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.invitation import is_invitation
 from unisono.overview import Overview
@@ -56,6 +58,9 @@ def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool
         return _web(runs, port)
     if len(runs) > 1:
         raise UsageError(f"one run fits a terminal, got {len(runs)}; --web shows several over each other")
+    if not is_invitation(runs[0]) and (inside := runs_in(Path(runs[0]))):
+        say_lines(list_words(inside))
+        return 0
     try:
         return _look(look(runs[0]), once=once, as_json=as_json)
     except BrokenPipeError:  # the reader has what it wanted: `| head -1`
@@ -93,9 +98,9 @@ def _once(seen: Iterator[Seen]) -> int:
     found = _first(seen)
     columns = shutil.get_terminal_size().columns if not sys.stdout.isatty() else size_of(sys.stdout.fileno())[0]
     assert found.overview is not None
-    print(plain(draw(found.overview, columns, 30, unicode=shows_unicode(dict(os.environ), sys.stdout.encoding))))
+    say_lines(plain(draw(found.overview, columns, 30, unicode=shows_unicode(dict(os.environ), sys.stdout.encoding))))
     if found.note:
-        print(f"unisono: {found.note}", file=sys.stderr)
+        say(f"unisono: {found.note}", err=True)
     return 0
 
 
@@ -106,10 +111,10 @@ def _json(seen: Iterator[Seen], *, once: bool) -> int:
     for each in [_first(seen)] if once else _until_over(seen):
         before, note = note, each.note.partition(";")[0]
         if note not in ("", before):
-            print(f"unisono: {each.note}", file=sys.stderr)
+            say(f"unisono: {each.note}", err=True)
         last = each.overview or last
         if each.overview is not None:
-            print(msgspec.json.encode(each.overview).decode(), flush=True)
+            say_json(msgspec.json.encode(each.overview).decode())
     return 0 if once else _code(last)
 
 
@@ -152,8 +157,8 @@ def _web(runs: tuple[str, ...], port: int) -> int:
     if len(runs) == 1 and (address := _page_of_head(runs[0])):
         import webbrowser
 
-        print(f"unisono: the page is at {address}", flush=True)
-        print("unisono: whoever has this address may look at the run, and do nothing else", flush=True)
+        say(f"unisono: the page is at {address}")
+        say("unisono: whoever has this address may look at the run, and do nothing else")
         if _has_browser():
             webbrowser.open(address)
         return 0

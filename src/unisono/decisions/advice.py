@@ -21,7 +21,7 @@ from unisono.words import short_duration
 
 __all__ = ["Advice", "Load", "Setting", "advise", "shorter_pace"]
 
-LEAST: Final = 0.03
+LEAST: Final = 0.05
 """Of a step's time: a smaller loss, or a smaller gain, is not worth a sentence."""
 FIXED_S: Final = 0.001
 """Of a micro-batch's time, what does not become less with fewer samples (Python, starting operations); at most half."""

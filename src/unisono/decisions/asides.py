@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from unisono.events import CheckpointWritten, Event, Note, StepFinished
 
-__all__ = ["BALANCE_S", "Asides"]
+__all__ = ["BALANCE_S", "Asides", "written"]
 
 BALANCE_S: Final = 60.0
 """Least time between two sentences about the balance: a run may find a better one again and again."""
@@ -23,7 +24,7 @@ class Asides:
         """Return the asides of a step."""
         told: list[Event] = []
         if step.checkpoint:
-            told.append(_checkpoint(step))
+            told.append(written(step.time, step.checkpoint))
         if step.balance and step.time - self._balance_at > BALANCE_S:
             self._balance_at = step.time
             told.append(Note(time=step.time, about="balance", step=step.step, text=step.balance))
@@ -31,7 +32,7 @@ class Asides:
         return told
 
 
-def _checkpoint(step: StepFinished) -> CheckpointWritten:
-    news = step.checkpoint
+def written(time: float, news: Mapping[str, Any]) -> CheckpointWritten:
+    """Return the event of a checkpoint from the news about it."""
     numbers = {name: news[name] for name in ("bytes", "seconds") if isinstance(news.get(name), int | float)}
-    return CheckpointWritten(time=step.time, step=int(news.get("step", -1)), **numbers)
+    return CheckpointWritten(time=time, step=int(news.get("step", -1)), **numbers)

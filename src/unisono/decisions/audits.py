@@ -12,13 +12,19 @@ All functions give the same on all members, from what all of them know.
 * **Who is wrong** (`judge`). Where the two results of a micro-batch differ, all members compute it once more, and the
   result of most of them is the right one. Two members cannot tell who of them is wrong, and where several results
   differ, the micro-batch is not deterministic, and nobody is wrong.
-* **What is to be doubted** (`Record`). A member is known to be right at the steps at which it was audited and was. What
-  it has done since the last of these steps is not known.
+* **What is to be doubted** (`Record`). An audit that a member has passed shows that this one micro-batch was right, and
+  that the parameters were when its step began. It says nothing of the member's other micro-batches, of that step or
+  before it: a fault that spoils a part q of them passes n audits with a probability of (1 - q) ** n. So all compute
+  more micro-batches of the step (`tried`), which tells a fault that is always there (q = 1) from one that comes and
+  goes. Of the first kind the last `IN_DOUBT_OF_LASTING` audits that the member has passed are in doubt: whatever q is,
+  a fault that looks like that was there before them with a probability of at most 0.16%, the largest value of
+  q ** 8 * (1 - q) ** 3. Of the second kind the last `IN_DOUBT` are.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +46,16 @@ __all__ = [
     "odd_states",
     "parts",
     "too_few",
+    "tried",
 ]
+
+IN_DOUBT: Final = 100
+"""A fault that comes and goes puts so many passed audits in doubt. One that spoils each 20th micro-batch passes them
+with a probability of 0.6%."""
+IN_DOUBT_OF_LASTING: Final = 3
+"""A fault that was there each time puts so many in doubt."""
+TRIED: Final = 8
+"""So many micro-batches of a step all members compute again to find out who is wrong."""
 
 _WORD: Final = 1 << 64
 _SEVERAL: Final = 1 << 62
@@ -172,15 +187,27 @@ class Verdict:
     wrong: tuple[str, ...] = ()
     """The members that are wrong, also those that are lost meanwhile. Of two: the one that has computed two results."""
     is_lasting: bool = False
-    """They were wrong each time that they computed it."""
+    """They were wrong in everything that all have computed again. Of two: these differ in all of it."""
+    is_of_state: bool = False
+    """Their state is wrong, and not a micro-batch."""
 
 
-def judge(first: Mapping[str, int], again: Mapping[str, int]) -> Verdict:
+def tried(disputed: Sequence[int], num_leaves: int) -> list[int]:
+    """Return the micro-batches that all compute again: the disputed ones, then others of the step; in a small step some
+    of them several times.
+    """
+    others = (leaf for leaf in range(num_leaves) if leaf not in disputed)
+    once = [*disputed, *itertools.islice(others, max(TRIED - len(disputed), 0))]
+    return list(itertools.islice(itertools.cycle(once), max(TRIED, len(once))))
+
+
+def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[Mapping[str, int]] = ()) -> Verdict:
     """Judge the results of one micro-batch that differ.
 
     Args:
         first: digests by worker, of the two members that computed it in the step, as far as they are known.
         again: digests by worker, of all members of the same arithmetic, which have computed it again.
+        others: the same of each other micro-batch that these have computed meanwhile.
     """
     usual = _most(again.values())
     if len(again) == 1 and len(set(first.values())) > 1:
@@ -188,12 +215,16 @@ def judge(first: Mapping[str, int], again: Mapping[str, int]) -> Verdict:
     wrong = [worker for worker in again if first.get(worker, usual) != usual or again[worker] != usual]
     num_right = len(again) - len(wrong)
     if len(again) <= 2 and wrong:
-        return Verdict("two", tuple(worker for worker in wrong if usual is not None))
+        always_differ = all(len(set(each.values())) > 1 for each in (again, *others))
+        return Verdict("two", tuple(worker for worker in wrong if usual is not None), always_differ)
     both_differ = len(first) > 1 and usual not in first.values()
     if usual is None or both_differ or 2 * num_right <= len(again):
         return Verdict("many")
     wrong += [worker for worker in first if worker not in again and len(again) > 1 and first[worker] != usual]
-    return Verdict("convicted", tuple(wrong), is_lasting=all(again.get(worker) != usual for worker in wrong))
+    is_lasting = all(
+        worker in each and each[worker] != _most(each.values()) for worker in wrong for each in (again, *others)
+    )
+    return Verdict("convicted", tuple(wrong), is_lasting)
 
 
 def judge_states(states: Mapping[str, int]) -> Verdict:
@@ -201,7 +232,7 @@ def judge_states(states: Mapping[str, int]) -> Verdict:
     usual = _most(states.values())
     if usual is None:
         return Verdict("two" if len(states) <= 2 else "many")
-    return Verdict("convicted", tuple(worker for worker, digest in states.items() if digest != usual), True)
+    return Verdict("convicted", tuple(worker for worker, digest in states.items() if digest != usual), True, True)
 
 
 def odd_states(states: Mapping[str, int]) -> tuple[str, ...]:
@@ -226,58 +257,76 @@ def _most(digests: Iterable[int]) -> int | None:
 
 @dataclass
 class Record:
-    """Since when the members of a run are known to be honest."""
+    """When the members of a run were seen to be right, and what is to be doubted where one of them is wrong."""
 
     lag: int = 0
     """By so many steps the update of a gradient comes later than the gradient (``delay=``)."""
-    honest: dict[str, int] = field(default_factory=dict)
-    """By worker, the last step of the run at which it was audited and was right, or before which it has joined."""
+    passed: dict[str, list[int]] = field(default_factory=dict)
+    """By worker, the step of the run of each micro-batch of it that was audited and was right: the last `IN_DOUBT`,
+    oldest first."""
     begins: int = 0
     """The step at which the run has begun, or has gone on from a checkpoint; 0 where that is not known."""
     compared: int = 0
     """The updates that were done when all members were last seen to have the same state; 0 where that is not known."""
-    num_audited: int = 0
-    """Micro-batches that were audited and had the same bits."""
-    _ids: frozenset[str] = frozenset()
+    _hosts: dict[str, str] = field(default_factory=dict)
 
-    def right(self, step: int, workers: Iterable[str], number: int = 0) -> None:
+    def right(self, step: int, workers: Iterable[str], number: int = 1) -> None:
         """Note that these workers were audited at a step, with so many micro-batches, and were right."""
-        self.num_audited += number
         for worker in workers:
-            self.honest[worker] = max(step, self.honest.get(worker, -1))
+            self.passed[worker] = sorted([*self.passed.get(worker, ()), *[step] * number])[-IN_DOUBT:]
 
     def same(self, step: int) -> None:
         """Note that all members had the same state when they began a step."""
         self.compared = max(0, step - self.lag)
 
-    def seen(self, step: int, workers: Iterable[str]) -> None:
-        """Note that these workers take part in a step. One that was not there in the step before is new, and has done
-        nothing before it.
-        """
-        ids = frozenset(workers)
-        if self._ids:
-            self.right(step - 1, ids - self._ids)
-        self._ids = ids
+    def seen(self, step: int, hosts: Mapping[str, str]) -> None:
+        """Note the workers that take part in a step, and their hosts.
 
-    def learn(self, honest: Mapping[str, int], begins: int) -> None:
+        A new worker has done nothing before, which is as good as having passed all audits; but where a worker of its
+        host is gone, it may be the same machine that has computed before, so it has passed what that worker has.
+        """
+        for worker in hosts.keys() - self._hosts.keys() if self._hosts else ():
+            gone = [one for one, host in self._hosts.items() if host == hosts[worker] and one not in hosts]
+            known = [self.passed.get(one, []) for one in gone]
+            self.passed[worker] = min(known, key=_knowledge, default=[step] * IN_DOUBT)
+        self._hosts.update(hosts)
+
+    def learn(self, passed: Mapping[str, list[int]], begins: int, compared: int) -> None:
         """Note what another member knows."""
         self.begins = max(self.begins, begins)
-        for worker, step in honest.items():
-            self.right(step, [worker])
+        self.compared = max(self.compared, compared)
+        for worker, steps in passed.items():
+            self.passed[worker] = max(self.passed.get(worker, []), steps, key=_knowledge)
 
-    def doubtful_from(self, workers: Iterable[str]) -> int:
-        """Return the first step of the run that is to be doubted, because one of these workers has taken part."""
-        return min((max(self.honest.get(worker, -1) + 1, self.begins) for worker in workers), default=self.begins)
+    def doubtful_from(self, workers: Iterable[str], *, is_lasting: bool = False) -> int:
+        """Return the first step of the run that is to be doubted, because one of these workers has taken part.
 
-    def sound(self, workers: Iterable[str]) -> int:
+        It is a step in which that worker has passed an audit: its other micro-batches there are not known.
+        """
+        number = IN_DOUBT_OF_LASTING if is_lasting else IN_DOUBT
+        known = (self.passed.get(worker, []) for worker in workers)
+        return max(min((each[-number] if len(each) >= number else 0 for each in known), default=0), self.begins)
+
+    def sound(self, workers: Iterable[str], *, is_lasting: bool = False) -> int:
         """Return how many steps a checkpoint may have at most, of which nothing is to be doubted though these workers
         have written parts of it.
 
         Right gradients in a step show that the parameters were right when it began, and the states of the optimizers
         when the step before it began: a wrong state shows one update later. With a delay, so many updates are done at
-        the beginning of a step as there are steps before it, less the delay.
+        the beginning of a step as there are steps before it, less the delay. A fault that comes and goes may have
+        spoilt what few gradients depend on (a row of an embedding): only a comparison of the states shows that.
         """
-        return max(self.doubtful_from(workers) - 2 - self.lag, self.begins)
+        most = self.doubtful_from(workers, is_lasting=is_lasting) - 1 - self.lag
+        return max(most if is_lasting else min(most, self.compared), self.begins)
+
+    @property
+    def alike(self) -> int:
+        """The updates up to which nothing is to be doubted because of a state that differs."""
+        return max(self.compared, self.begins)
+
+
+def _knowledge(passed: list[int]) -> tuple[int, list[int]]:
+    return len(passed), passed
 
 
 def advice(steps: Iterable[int], sound: int) -> tuple[int, bool]:

@@ -126,6 +126,8 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the call of ``run.steps``, from 0."""
     step: int
     """Steps of the phase that are done."""
+    number: int
+    """Of the next step within the run. With a delay, steps whose gradients are under way count."""
     total: int
     """Steps of the run that are done."""
     lines: int

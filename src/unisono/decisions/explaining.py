@@ -8,8 +8,9 @@ The first of these that differs is where the two runs part.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -18,6 +19,9 @@ from unisono.words import count, listed, script_in
 __all__ = ["Dissected", "Dissection", "Leaf", "causes", "parting"]
 
 MOST_NAMED = 3
+MOST_SHOWN = 5
+_HARMLESS: Final = re.compile(r"""#.*|(?<=\bRun\()\s*(["']).*?\1|\s+""")
+"""A comment, blanks, and the directory of a run: what may differ between two scripts that compute the same."""
 
 
 class Dissection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +41,8 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """``micro-batch 3``, or with its replica, its step in the round and its pass."""
+    changed: dict[str, str] = {}
+    """The parameters and buffers at its beginning as text, by path, that are not as they were before the step."""
     batch: dict[str, str]
     """The values of the batch as text (tensors: shape and digest), by path."""
     modules: list[tuple[str, str]]
@@ -127,7 +133,7 @@ def _not_reproduced(a: Dissected, b: Dissected, journals: tuple[str, str]) -> li
 
 def _in_state(a: Dissected, b: Dissected) -> list[str]:
     """Return what differs in the state before the step; empty if nothing does."""
-    different = [path for path in dict.fromkeys((*a.state, *b.state)) if a.state.get(path) != b.state.get(path)]
+    different = _unequal(a.state, b.state)
     if not different:
         return []
     missing = [path for path in different if path not in a.state or path not in b.state]
@@ -177,10 +183,13 @@ def _in_leaves(a: Dissected, b: Dissected) -> list[str]:
 
 def _in_leaf(mine: Leaf, theirs: Leaf, a: Dissected, b: Dissected) -> list[str]:
     where = f"{mine.name} of step {a.step}"
-    paths = [
-        path for path in dict.fromkeys((*mine.batch, *theirs.batch)) if mine.batch.get(path) != theirs.batch.get(path)
-    ]
-    if paths:
+    if paths := _unequal(mine.changed, theirs.changed):
+        return [
+            f"{where} is the first that differs: the state before the step was equal in both runs, and when the "
+            f"micro-batch begins it is not: the first tensor is {paths[0]}{_more(paths)}. So something changes it "
+            "between the head of the step and the micro-batch"
+        ]
+    if paths := _unequal(mine.batch, theirs.batch):
         first = paths[0]
         return [
             f"{where} is the first that differs, and its data do: {first} is {mine.batch.get(first, 'not there')} in "
@@ -201,6 +210,10 @@ def _in_leaf(mine: Leaf, theirs: Leaf, a: Dissected, b: Dissected) -> list[str]:
     if gradients:
         return [f"{where} is the first that differs: its loss is the same, and its backward pass is not{lost}"]
     return []
+
+
+def _unequal(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    return [path for path in dict.fromkeys((*mine, *theirs)) if mine.get(path) != theirs.get(path)]
 
 
 def _in_modules(mine: Leaf, theirs: Leaf) -> str:
@@ -231,13 +244,18 @@ def causes(
         facts_a, facts_b: the descriptions of the runs (``run.json``).
         texts: of the scripts, where they are still there as the runs have used them; "": they are not.
     """
-    found = []
+    found: list[str] = []
+    harmless: list[str] = []
     recipe = _other(facts_a, facts_b, "recipe")
     if recipe:
         found.append(f"the recipes differ: {_said(recipe)}")
     environment = _other(facts_a, facts_b, "environment")
     if "script" in environment:
-        found.append(_of_scripts(environment["script"], facts_a, facts_b, texts))
+        changes = _changes(texts)
+        is_harmless = bool(changes) and all(each.is_harmless for each in changes)
+        (harmless if is_harmless else found).append(
+            _of_scripts(environment["script"], facts_a, facts_b, changes if all(texts) else ())
+        )
     arithmetic = _other(facts_a, facts_b, "fingerprint")
     if arithmetic:
         found.append(f"the arithmetic differs: {_said(arithmetic)}")
@@ -251,18 +269,19 @@ def causes(
     if command[0] != command[1]:
         first, second = (" ".join(words) or "(no arguments)" for words in command)
         found.append(f"the scripts were called differently: {first}; {second}")
-    is_data = _is_in_data(a, b)
-    if is_data and "hash seed" in environment:
+    found += _untracked(a, b, facts_a, facts_b)
+    is_guessed = not found and _is_in_data(a, b)
+    if is_guessed and "hash seed" in environment:
         seeds = [value or "random" for value in environment["hash seed"]]
         found.append(
             f"PYTHONHASHSEED was {seeds[0]} and {seeds[1]}: the order of the data may come from a set or a hash of "
             "strings; sort it"
         )
-    elif is_data and not recipe:
+    elif is_guessed:
         found.append(
             "the data themselves may have changed between the runs, or come from something random of their own"
         )
-    found += _untracked(a, b, facts_a, facts_b)
+    found += harmless
     if not found:
         found.append(
             "recipes, scripts, arguments and environments are the same. So the script depends on something that is not "
@@ -280,29 +299,58 @@ def _is_in_data(a: Dissected, b: Dissected) -> bool:
     return next((mine.batch != theirs.batch for mine, theirs in pairs if _in_leaf(mine, theirs, a, b)), False)
 
 
+class _Change(NamedTuple):
+    """A place at which two scripts differ: their lines there, and the numbers of the first ones."""
+
+    mine: list[str]
+    theirs: list[str]
+    at: tuple[int, int]
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether only comments, blanks or the directory of the run differ."""
+        first, second = ("".join(_HARMLESS.sub("", line) for line in each) for each in (self.mine, self.theirs))
+        return first == second
+
+    def said(self, scripts: tuple[str, str]) -> str:
+        found = [
+            f"line {at + 1} is `{lines[0].strip()}` in {script}"
+            for at, lines, script in zip(self.at, (self.mine, self.theirs), scripts, strict=True)
+            if lines
+        ]
+        return f"{', and '.join(found)}{' only' if len(found) == 1 else ''}"
+
+
+def _changes(texts: tuple[str, str]) -> list[_Change]:
+    """Return the places at which two scripts differ, the harmless ones last."""
+    mine, theirs = (text.splitlines() for text in texts)
+    matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
+    found = []
+    for kind, first, stop, other, other_stop in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        while first < stop and other < other_stop:  # lines in a row that differ may differ for several reasons
+            found.append(_Change(mine[first : first + 1], theirs[other : other + 1], (first, other)))
+            first, other = first + 1, other + 1
+        if first < stop or other < other_stop:
+            found.append(_Change(mine[first:stop], theirs[other:other_stop], (first, other)))
+    return sorted(found, key=lambda each: each.is_harmless)
+
+
 def _of_scripts(
-    checksums: tuple[str, str], facts_a: Mapping[str, Any], facts_b: Mapping[str, Any], texts: tuple[str, str]
+    checksums: tuple[str, str], facts_a: Mapping[str, Any], facts_b: Mapping[str, Any], changes: Sequence[_Change]
 ) -> str:
     """Return a sentence about two scripts that are not the same text."""
     words = f"the script was not the same text in the two runs (its checksum was {checksums[0]} and {checksums[1]})"
     if facts_a.get("command") == facts_b.get("command"):
         return f"{words}; it was edited in between, and both runs were computed again with the text that is there now"
-    if not all(texts):
-        return words
-    mine, theirs = (text.splitlines() for text in texts)
-    matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
-    changes = [each for each in matcher.get_opcodes() if each[0] != "equal"]
     if not changes:
         return words
-    _, first, stop, other, other_stop = changes[0]
-    shown = [
-        f"line {at + 1} is `{found[0].strip()}` in {_script(facts)}"
-        for at, found, facts in ((first, mine[first:stop], facts_a), (other, theirs[other:other_stop], facts_b))
-        if found
-    ]
-    only = " only" if len(shown) == 1 else ""
+    scripts = _script(facts_a), _script(facts_b)
+    shown = [each.said(scripts) for each in changes[:MOST_SHOWN]]
+    more = f"; and {len(changes) - MOST_SHOWN} more" if len(changes) > MOST_SHOWN else ""
     differ = f"{count(len(changes), 'place')} differ{'s' if len(changes) == 1 else ''}"
-    return f"{words}: {differ}, the first: {', and '.join(shown)}{only}"
+    return f"{words}: {differ}: {'; '.join(shown)}{more}"
 
 
 def _untracked(a: Dissected, b: Dissected, facts_a: Mapping[str, Any], facts_b: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,6 @@ class LeaveRun(msgspec.Struct, frozen=True):
 class StopRun(msgspec.Struct, frozen=True):
     """End the run at the end of the step, with a checkpoint."""
 
-    word: str
     reason: str
     """Why the run ends then."""
     exit_code: int
@@ -73,7 +72,7 @@ def reaction(
     word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     if number is signal.SIGHUP or checkpoint_code < 0:
         return EndRun(word, code)
-    return StopRun(word, f"{word}, with a checkpoint", checkpoint_code if number == signal.SIGTERM else code)
+    return StopRun(f"{word}, with a checkpoint", checkpoint_code if number == signal.SIGTERM else code)
 
 
 def _asked(name: str, engine: str) -> str:

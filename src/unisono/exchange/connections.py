@@ -8,16 +8,15 @@ at: a copy of a descriptor would keep a connection open after gloo has closed it
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import socket
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Connections", "Counts", "connections_since", "established"]
+from unisono.exchange.sockets import tcp_sockets
+
+__all__ = ["Connections", "Counts", "connections_since"]
 
 TCP_INFO: Final = 11
 _COUNTS: Final = struct.Struct("=16xI4xI92xQ16xI20xQ")
@@ -70,37 +69,21 @@ class Connections:
         return Counts(busy_us / 1e6, nbytes, queued)
 
 
-def established() -> dict[int, tuple[int, str]]:
-    """Return the TCP connections of this process: inode -> (descriptor, address of the other end)."""
-    found: dict[int, tuple[int, str]] = {}
-    if sys.platform != "linux":
-        return found
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
-            probe = socket.socket(fileno=int(name))
-            try:
-                if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.type == socket.SOCK_STREAM:
-                    found[os.fstat(int(name)).st_ino] = (int(name), _plain(probe.getpeername()[0]))
-            finally:
-                probe.detach()
-    return found
-
-
 def connections_since(before: Mapping[int, object], addresses: Sequence[str], rank: int) -> Connections:
     """Return the connections to the other members that were made since then.
 
     Where several members have one address, all connections to it count as those to the first of them.
 
     Args:
-        before: what `established` returned before the group was formed.
+        before: what `tcp_sockets` returned before the group was formed.
         addresses: of the members, by rank.
         rank: of this member.
     """
     by_address = {_plain(address): other for other, address in reversed([*enumerate(addresses)]) if other != rank}
     descriptors: dict[int, list[int]] = {}
-    for inode, (descriptor, address) in established().items():
-        if inode not in before and address in by_address:
-            descriptors.setdefault(by_address[address], []).append(descriptor)
+    for inode, each in tcp_sockets().items():
+        if inode not in before and each.there[0] in by_address:
+            descriptors.setdefault(by_address[each.there[0]], []).append(each.descriptor)
     return Connections(descriptors)
 
 

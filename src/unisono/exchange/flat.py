@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from unisono.decisions.tree import Node, level_of, schedule
+from unisono.errors import UsageError
 
 __all__ = [
     "ROUNDED_NODES",
@@ -44,9 +45,11 @@ __all__ = [
     "Rows",
     "Slot",
     "blocks",
+    "check_counting",
     "digest_rows",
     "divide_rows",
     "fold_rows",
+    "num_tensors_on",
     "parts_of",
     "round_in_place",
     "split_rows",
@@ -245,7 +248,7 @@ class Slot:
         self.scalars = self._view(layout.scalars)
         self.used = self._view(layout.used)
         self.tail = [self.typed(p.dtype)[p.start : p.stop] for p in layout.pieces(layout.tail_row, layout.num_rows)]
-        self._num_others = self._num_tensors() - len(self._typed)
+        self._num_others = num_tensors_on(memory) - len(self._typed)
 
     def typed(self, dtype: torch.dtype) -> Tensor:
         """Return the whole slot viewed as ``dtype``."""
@@ -255,11 +258,7 @@ class Slot:
 
     def is_shared(self) -> bool:
         """Return whether there are tensors on this memory besides the slot's own: views of a gradient, say."""
-        return self._num_tensors() > self._num_others + len(self._typed)
-
-    def _num_tensors(self) -> int:
-        storage = self.memory.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata)
+        return num_tensors_on(self.memory) > self._num_others + len(self._typed)
 
     def rows(self, first_row: int, end_row: int) -> Tensor:
         """((end_row - first_row) * ROW_BYTES,) uint8."""
@@ -277,6 +276,30 @@ class Slot:
 
     def _view(self, entry: Entry) -> Tensor:
         return self.typed(entry.sum_dtype)[entry.offset : entry.offset + entry.shape.numel()].view(entry.shape)
+
+
+def num_tensors_on(tensor: Tensor) -> int:
+    """Return how many tensors use the memory of this one, itself among them."""
+    storage = tensor.untyped_storage()  # it is counted as well
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def check_counting() -> None:
+    """Raise UsageError if this torch does not count as expected: the script's gradients would be written over."""
+    first, expected = torch.empty(2), [1, 2, 3, 1]
+    found = [num_tensors_on(first)]
+    views = [first.detach()]
+    found.append(num_tensors_on(first))
+    views.append(first[:1])
+    found.append(num_tensors_on(first))
+    views.clear()
+    found.append(num_tensors_on(first))
+    if found != expected:
+        raise UsageError(
+            f"torch {torch.__version__} counts the tensors that use one memory in another way ({found} instead of "
+            f"{expected}), so gradients that a script keeps would be written over: use a version of torch that "
+            "docs/releasing.md lists"
+        )
 
 
 @dataclass(frozen=True)

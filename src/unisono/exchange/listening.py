@@ -12,10 +12,11 @@ import ctypes
 import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
+
+from unisono.exchange.sockets import tcp_sockets
 
 __all__ = ["Port"]
 
@@ -28,20 +29,22 @@ _making = threading.Lock()
 
 
 class Port:
-    """The sockets that listen for a group."""
+    """The sockets that listen for a group. (gloo makes them so that they do not block, as Python's copies would.)"""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
+        self.address: tuple[str, int] = ("", 0)
+        """Where it listens; port 0: that cannot be seen."""
 
     def opened_by(self, make: Callable[[], T]) -> T:
         """Call ``make``; what listens afterwards and did not before is this port."""
         with _making:
-            before = set(_listening())
+            before = tcp_sockets().keys()
             made = make()
+            own = [each for inode, each in tcp_sockets().items() if each.listens and inode not in before]
             # A copy of the descriptor: its number may be another socket's by the time that the group is formed.
-            self._sockets = [
-                socket.socket(fileno=os.dup(number)) for inode, number in _listening().items() if inode not in before
-            ]
+            self._sockets = [socket.socket(fileno=os.dup(each.descriptor)) for each in own]
+            self.address = own[0].here if own else ("", 0)
         return made
 
     def close(self) -> None:
@@ -58,21 +61,3 @@ class Port:
         for each in self._sockets:
             each.close()
         self._sockets = []
-
-
-def _listening() -> dict[int, int]:
-    """Return the TCP sockets of this process that listen: inode -> descriptor."""
-    found: dict[int, int] = {}
-    if sys.platform != "linux":
-        return found
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
-            probe = socket.socket(fileno=int(name))
-            try:
-                if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                ):
-                    found[os.fstat(int(name)).st_ino] = int(name)
-            finally:
-                probe.detach()
-    return found

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Final
-
 from unisono.decisions.tree import Node
 from unisono.exchange import Exchange
 from unisono.exchange.flat import FlatLayout, Slot
 
-__all__ = ["Slots", "is_held"]
-
-REFERENCES: Final = 3
-"""To a gradient that nobody holds, while it is looked at: the slot's list, the loop's variable, the argument."""
+__all__ = ["Slots"]
 
 
 class Slots:
@@ -22,7 +16,7 @@ class Slots:
         layout: of the current sums; None before the first sum.
         nodes: the complete nodes of the step under way.
         ahead: by number of the step, the nodes of steps whose sums are under way (`unisono.rounds.pipeline`).
-        results: the sums of which the script may still hold gradients, oldest first; ``.grad`` is a view of the last.
+        results: the sums of which the script may still hold gradients, oldest first; ``.grad`` is a view of the last's.
     """
 
     def __init__(self) -> None:
@@ -52,14 +46,9 @@ class Slots:
         }
 
     def release_results(self, exchange: Exchange) -> None:
-        """Free the results that nobody reads any more: but for ``.grad``, the script holds no gradient of them."""
-        kept = [slot for slot in self.results if is_held(slot)]
+        """Free the results that nobody reads any more: neither ``.grad`` nor the script holds a gradient of them."""
+        kept = [slot for slot in self.results if slot.is_shared()]
         for slot in self.results:
             if slot not in kept:
                 exchange.release(slot)
         self.results = kept
-
-
-def is_held(slot: Slot) -> bool:
-    """Return whether a gradient of the slot, or a view of it, has references besides the slot's own."""
-    return slot.is_shared() or any(sys.getrefcount(gradient) > REFERENCES for gradient in slot.gradients)

@@ -4,8 +4,8 @@ The group is built directly (never the global default group), so that a generati
 forming of a group nor a blocked collective can be woken: ``abort()`` and ``shutdown()`` do not, and deleting a
 group with a pending operation blocks. So no thread of the run waits *in* torch. The group is formed by a
 thread of its own, and the pump (`unisono.exchange.pump`) waits for messages; these threads, a collective's future and
-`interrupt` notify the same condition; and an abandoned group is kept until its last operation has ended, at the latest
-by its timeout.
+`interrupt` notify the same condition; and an abandoned group is kept until its last operation has ended. Its
+connections are shut, which ends the operations of gloo at both ends at once; those of NCCL are aborted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,12 +27,13 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Broadc
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange.addresses import AddressStore
 from unisono.exchange.checking import Checks
-from unisono.exchange.connections import connections_since, established
+from unisono.exchange.connections import connections_since
 from unisono.exchange.groups import ScriptGroup
 from unisono.exchange.listening import Port
 from unisono.exchange.meter import WORD_BYTES, Meter
 from unisono.exchange.proof import prove
 from unisono.exchange.pump import Job, Pump
+from unisono.exchange.sockets import TcpSocket, shut, tcp_sockets
 from unisono.exchange.spent import Spent
 from unisono.exchange.window import Window
 from unisono.words import listed
@@ -52,6 +53,8 @@ FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have n
 
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups that were closed while collectives were pending, with those collectives."""
+_abandoning = threading.Lock()
+"""Held while these are changed: wires are closed by the thread of the run, and formed by others."""
 
 
 class Wire:
@@ -114,6 +117,8 @@ class Wire:
         self._given: ScriptGroup | None = None
         self._failure: Exception | None = None
         self._missing: list[str] = []
+        self._connections: Mapping[int, TcpSocket] = {}
+        """Of the group, by inode, when it is formed. gloo only."""
         self._all_here_at: float | None = None
         self._closed = False
 
@@ -126,10 +131,12 @@ class Wire:
                 store.set(f"here-{rank}", "")
                 store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
                 self._all_here_at = time.perf_counter()
-                before = established()
+                before = tcp_sockets()
                 formed = _make_group(store, rank, size, backend, address, timeout_s, port)
                 if backend == "gloo" and size > 1:
                     prove(formed, rank, size, secret, names)
+                if backend == "gloo" and size > 1:
+                    self._connections = _own_connections(store, size, port, before)
                 port.close()
                 if addresses and backend == "gloo":
                     self.meter.connections = connections_since(before, addresses, rank)
@@ -139,6 +146,7 @@ class Wire:
                 port.forget()
                 if self._all_here_at is None:
                     missing = _missing(store, names)
+            release_abandoned()  # of the generation before
             with self.changed:
                 self._failure, self._missing = failure, missing
                 if not self._closed:
@@ -318,9 +326,11 @@ class Wire:
             # abort() takes long if a peer is gone, and ends the pending collectives.
             threading.Thread(target=_abort, args=(group,), name="unisono-abort", daemon=True).start()
             return
-        _abandoned.append((group, pending))
+        with _abandoning:
+            _abandoned.append((group, pending))
         del group
-        release_abandoned()
+        if release_abandoned():
+            shut(self._connections)
 
     def _connected(self) -> Any:
         """Return the group, when it is formed. Raise if this member was interrupted."""
@@ -423,13 +433,15 @@ def wire_of_one(device: torch.device) -> Wire:
 
 
 def release_abandoned() -> bool:
-    """Delete the abandoned groups whose last operation has ended. Called whenever a wire is closed.
+    """Delete the abandoned groups whose last operation has ended. Called whenever a wire is closed or formed.
 
     Returns:
         Whether a group is left: deleting it would block until its operation times out, also at the end of the process.
     """
-    _abandoned[:] = [(group, works) for group, works in _abandoned if not all(work.is_completed() for work in works)]
-    return bool(_abandoned)
+    with _abandoning:
+        pending = [each for each in _abandoned if not all(work.is_completed() for work in each[1])]
+        _abandoned[:] = pending
+        return bool(pending)
 
 
 def _missing(store: dist.Store, names: Sequence[str]) -> list[str]:
@@ -452,6 +464,17 @@ def _abort(group: Any) -> None:
         group.abort()
 
 
+def _own_connections(store: dist.Store, size: int, port: Port, before: Mapping[int, TcpSocket]) -> dict[int, TcpSocket]:
+    """Return the connections that gloo has made for a group: to this member's port, or to that of another one."""
+    told = [each.decode().rsplit(" ", 1) for each in store.multi_get([f"port-{rank}" for rank in range(size)])]
+    ports = {(host, int(number)) for host, number in told if host}
+    return {
+        inode: each
+        for inode, each in tcp_sockets().items()
+        if inode not in before and not each.listens and (each.here == port.address or each.there in ports)
+    }
+
+
 def _make_group(
     store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float, port: Port
 ) -> Any:
@@ -464,5 +487,6 @@ def _make_group(
         return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
+    store.set(f"port-{rank}", " ".join(map(str, port.address)))
     gloo._timeout = limit
     return dist.ProcessGroupGloo(AddressStore(store, size), rank, size, gloo)

@@ -1,4 +1,7 @@
-"""The head as a process of its own: ``python -m unisono.head SETTINGS``, started by `unisono.machine.agent`."""
+"""The head as a process of its own: ``python -m unisono.head SETTINGS SNAPSHOT``.
+
+An agent starts it (`unisono.machine.headprocess`). Both arguments are descriptors of memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from unisono.certificate import server_context
 from unisono.decisions.following import SUPERSEDED
 from unisono.decisions.policy import Policy
 from unisono.head.server import Head
-from unisono.lifetime import bind_to_parent, close_inherited, name_process, raise_file_limit, take_token
+from unisono.lifetime import bind_to_parent, close_inherited, name_process, raise_file_limit, take_inherited, take_token
 from unisono.spec import RunSpec
 
 __all__ = ["Settings", "main"]
@@ -29,7 +32,7 @@ members and viewers send is short.
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the head, from its command line (JSON). None of them is secret."""
+    """Settings of the head. They hold the arguments of the script, which are not for other users of the machine."""
 
     policy: Policy
     listener: int
@@ -53,17 +56,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """"gone": the machine of the head before this one answers, and no agent is there; "away": it is out of reach."""
     name: str = ""
     """A name that no other head of the run has."""
-    snapshot: int = -1
-    """File descriptor of the memory of a head that has died; -1: this is the first."""
 
 
-async def _serve(settings: Settings, token: str) -> int:
+async def _serve(settings: Settings, snapshot: bytes, token: str) -> int:
+    """Be the head. Returns the exit code.
+
+    Args:
+        snapshot: the newest state of the head before; empty for the first head.
+    """
     tls = server_context(settings.identity) if settings.identity else None
     close_inherited(settings.identity)
-    snapshot = b""
-    if settings.snapshot >= 0:
-        with os.fdopen(settings.snapshot, "rb") as memory:
-            snapshot = memory.read()
     head = Head(
         settings.policy,
         token=token,
@@ -98,10 +100,11 @@ def main() -> int:
     name_process("unisono head")
     raise_file_limit()
     SSLProtocol.max_size = TLS_BUFFER_BYTES
-    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    written, snapshot = (take_inherited(descriptor) for descriptor in sys.argv[1:])
+    settings = msgspec.json.decode(written, type=Settings)
     token = take_token(os.environ)
     os.set_inheritable(settings.listener, False)
-    return asyncio.run(_serve(settings, token))
+    return asyncio.run(_serve(settings, snapshot, token))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class AddressFiles:
             file.write(self._token)
         self._written[token_file] = self._token
         address = folder / ADDRESS_FILE
-        known = {"url": self._url, "pid": os.getpid(), "token_file": str(token_file), "run_id": self._run_id}
+        known = {"url": self._url, "pid": os.getpid(), "run_id": self._run_id}
         part = folder / f"{ADDRESS_FILE}.part"
         text = json.dumps(known) + "\n"
         part.write_text(text)

@@ -150,6 +150,7 @@ class Head:
             self._address,
             told=self._announce,
             changed=self._may_write_has_changed,
+            chosen=lambda: self.table.remember(),
         )
         self._viewing = Viewing(run_id, script=script_in(spec.arguments), started=memory.started, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
@@ -189,19 +190,19 @@ class Head:
             may_watch=self._viewing.why_not,
             refused=lambda why, connection: self._refusals.note(why, connection.where),
         )
+        await self._begin()
         server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
         tasks = [
             asyncio.create_task(work) for work in (Reunion(self._meeting, self._token).run(), self._directory.look())
         ]
         try:
-            self._begin()
             await self.over.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await self._troubles.end()
             await self._meeting.moved()  # else the other side would write while workers of this one still do
-            self._directory.close(forgets_address=not self.has_given_way)
+            await self._directory.close(forgets_address=not self.has_given_way)
             if not self.has_given_way:
                 self.table.release()
             await self._viewing.end()
@@ -213,16 +214,13 @@ class Head:
         """End this machine's workers, with their children, unless their agent has seen them end."""
         self._processes.end()
 
-    def _begin(self) -> None:
-        """Go on with the run's directory, and from the head before this one."""
-        self._directory.take_pen()
+    async def _begin(self) -> None:
+        """Go on from the head before this one, and with the run's directory."""
         has_moved = self._took_over.before not in ("", seat_of(self.state))
         if has_moved:
             self.table.take("", self._took_over)
-            others = self.state.agents.keys() - {seat_of(self.state)}
-            if reason := self._directory.go_on_here(others):
-                self.table.say(reason)
-        self._directory.open(has_moved=has_moved)
+        others = self.state.agents.keys() - {seat_of(self.state)}
+        await self._directory.open(has_moved=has_moved, said=self.table.say, others=others)
 
     # -- http ----------------------------------------------------------------------------------------
 
@@ -370,9 +368,8 @@ class Head:
             self._directory.seers[worker.agent] = None
             self.table.remember_soon()
         if self._directory.path in ("", message.path):
-            self._directory.write_address(message.path)
-            self._directory.take_pen()
-            self.table.remember()
+            self._directory.enter(message.path)
+            self.table.remember_soon()
 
     def _welcome(self, line: Line, first: Hello | AgentHello) -> str:
         """Answer a hello; returns the name of the worker or agent."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, Protocol
 
 import msgspec
 
 from unisono.events import Announcement, Event, Problem, StepFinished
+from unisono.head.disk import in_thread
 from unisono.messages import Ailing, Holds, Inquire, Statement
 from unisono.problems import evidence as files
 from unisono.problems.evidence import Witness, redacted, shown_environment
@@ -29,8 +29,6 @@ from unisono.problems.witness import versions
 from unisono.problems.writing import FOLDER, stamp, write
 
 __all__ = ["House", "Troubles"]
-
-T = TypeVar("T")
 
 ANSWER_S: Final = 3.0
 """So long the head waits for answers; a worker whose interpreter is held by native code gives none."""
@@ -277,7 +275,7 @@ class Troubles:
             return content
 
         try:
-            content = await _in_thread(work)
+            content = await in_thread(work)
         except OSError as error:
             self._house.announce(f"{FOLDER}/{inquiry.name} could not be written: {error.strerror}")
             return
@@ -315,33 +313,6 @@ class Troubles:
     def _last_events(self) -> list[str]:
         known = sorted([*self._recent, *self._steps], key=lambda item: item[0])
         return [f"{time.strftime('%H:%M:%S', time.localtime(when))}  {_line(event)}" for when, event in known]
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Do this in a thread that this process does not wait for at its end: the disk may stand still."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | None, error: Exception | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(cast("T", result))
-
-    def run() -> None:
-        result: T | None = None
-        failed: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            failed = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, result, failed)
-
-    threading.Thread(target=run, name="unisono-evidence", daemon=True).start()
-    return await done
 
 
 def _line(event: Event) -> str:

@@ -151,7 +151,7 @@ def block_of(placed: Sequence[Placed]) -> Block:
         else:
             others.append((offset, kind))
             if kind == "evaluation" and line is not None:
-                evaluations.append((line.step, line.time, _plain(line.totals)))  # type: ignore[union-attr]
+                evaluations.append((line.step, line.time, _plain({**line.totals, **line.logs})))  # type: ignore[union-attr]
     values: dict[str, Extremes] = {}
     odd: dict[str, tuple[int, int, int]] = {}
     for name, column in columns_of(steps):

@@ -1,1 +1,1 @@
-"""Kubernetes: a run as objects of a cluster. `manifests` renders them, `text` writes them, `client` applies them."""
+"""Kubernetes: a run as objects of a cluster. `manifests` renders them, `kubectl` applies them."""

@@ -11,23 +11,39 @@ docs/kubernetes.md says why these kinds, and what follows from each.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from unisono.errors import UsageError
 
-__all__ = ["PARTS", "Request", "Volume", "head_name", "labels", "parse_volume", "render", "workers_name"]
+__all__ = [
+    "HEAD",
+    "PARTS",
+    "Request",
+    "Volume",
+    "as_json",
+    "head_name",
+    "labels",
+    "parse_volume",
+    "render",
+    "workers_name",
+]
 
+HEAD: Final = "head"
+"""The part of the run that is the head, and its container."""
 PORT: Final = 7777
 GRACE_S: Final = 120
 """Time from SIGTERM to SIGKILL: until the end of the step."""
 KEPT_S: Final = 300
 """Time from the end of the head's job to its removal, and with it that of the workers."""
 HEAD_RETRIES: Final = 20
+LASTING: Final = (1, 2)
+"""Exit codes of a head that ends the same way again: of a script that fails, and of a wrong command line."""
 HEAD_AWAY_S: Final = 300.0
 WAIT_S: Final = 86400.0
 TOKEN: Final = "/etc/unisono/secret/token"
@@ -151,9 +167,14 @@ def render(request: Request) -> list[dict[str, Any]]:
     return found
 
 
+def as_json(objects: Sequence[Mapping[str, Any]]) -> str:
+    """Return objects as one text for ``kubectl create -f -``, in characters that every locale has."""
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2) + "\n"
+
+
 def _service(request: Request) -> dict[str, Any]:
     ports = [{"name": "head", "port": PORT, "targetPort": "head", "protocol": "TCP"}]
-    return {"selector": labels(request.name, "head"), "ports": ports}
+    return {"selector": labels(request.name, HEAD), "ports": ports}
 
 
 def _network_policy(request: Request) -> dict[str, Any]:
@@ -175,17 +196,22 @@ def _job(request: Request) -> dict[str, Any]:
     health = {"path": "/health", "port": "head", "scheme": "HTTPS"}  # the kubelet takes any certificate
     probe = {"httpGet": health, "periodSeconds": 5, "timeoutSeconds": 5}
     container = {
-        **_container(request, "head", words),
+        **_container(request, HEAD, words),
         "ports": [{"name": "head", "containerPort": PORT, "protocol": "TCP"}],
         "startupProbe": {**probe, "failureThreshold": 60},
         "readinessProbe": {**probe, "failureThreshold": 2},
         "livenessProbe": {**probe, "periodSeconds": 20, "failureThreshold": 6},
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
     }
+    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    codes = {"containerName": HEAD, "operator": "In", "values": list(LASTING)}
+    lasting = {"action": "FailJob", "onExitCodes": codes, "onPodConditions": []}  # older schemas want the empty list
     return {
         "backoffLimit": HEAD_RETRIES,
+        # The first rule that fits counts: a head whose node is drained may end with code 1 as well.
+        "podFailurePolicy": {"rules": [disrupted, lasting]},
         "ttlSecondsAfterFinished": KEPT_S,
-        "template": _pod(request, "head", container, restart="Never"),
+        "template": _pod(request, HEAD, container, restart="Never"),
     }
 
 

@@ -78,7 +78,7 @@ from unisono.rundir import doubt, forget_head, holder
 from unisono.spec import MachineSpec
 from unisono.unwatched import IS_WATCHED
 from unisono.watch import Stream, make
-from unisono.words import count
+from unisono.words import count, stopping_words
 
 __all__ = ["Machines", "join", "run"]
 
@@ -359,6 +359,8 @@ class _Agent:
     def _take_told(self, event: Event) -> None:
         """Show an event of the run's story, and keep it for its file."""
         is_new = isinstance(event, MachineUsed) or self._chronicle.tell(event)
+        if isinstance(event, Announcement) and self._stop and event.text == stopping_words(self._stop.reason):
+            return  # this agent has said so at once
         # The command that has started this machine's agent shows it; this agent itself shows how the run has ended.
         if is_new and not (self._spec.launched or isinstance(event, RunEnded)):
             self._stream.emit(event)
@@ -494,10 +496,10 @@ class _Agent:
             case AwaitEnd(words):
                 if words:
                     self.say(words)
-            case StopRun(word, reason):
+            case StopRun(reason):
                 self._stop = found
                 again = "" if self._spec.engine else " (again: end it now)"
-                self.say(f"{word}: the run ends at the end of the step, with a checkpoint{again}")
+                self.say(f"{stopping_words(reason)}{again}")
                 self._following.send(Stop(reason=reason))
 
     def _watch_engine(self) -> None:

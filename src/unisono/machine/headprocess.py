@@ -237,11 +237,15 @@ class HeadProcess:
         """
         self._starts.append(time.monotonic())
         self._listener.listen(BACKLOG)
-        with Memory("unisono-head", snapshot) as memory:
-            known = {**self._settings, **settings, "url": self.url, "listener": self._listener.fileno()}
-            known |= {"term": term, "name": secrets.token_hex(4), "snapshot": memory.descriptor if snapshot else -1}
-            command = [sys.executable, "-P", "-m", "unisono.head", msgspec.json.encode(known).decode()]
-            descriptors = (self._listener.fileno(), *self._inherited, memory.descriptor)
+        known = {**self._settings, **settings, "url": self.url, "listener": self._listener.fileno()}
+        known |= {"term": term, "name": secrets.token_hex(4)}
+        with (
+            Memory("unisono-head", snapshot) as memory,
+            # Not an argument: other users of this machine must not read those of the script.
+            Memory("unisono-head", msgspec.json.encode(known)) as written,
+        ):
+            command = [sys.executable, "-P", "-m", "unisono.head", str(written.descriptor), str(memory.descriptor)]
+            descriptors = (self._listener.fileno(), *self._inherited, written.descriptor, memory.descriptor)
             self.child = spawn("head", command, self._environment, descriptors, on_line=on_line, on_end=on_end)
 
     def renew(self, url: str) -> None:

@@ -23,7 +23,7 @@ from unisono import member
 from unisono.decisions.replaying import LEFT
 from unisono.errors import StopInspection
 from unisono.fingerprint import SWITCHES
-from unisono.lifetime import bind_to_parent
+from unisono.lifetime import Memory, bind_to_parent, take_inherited
 from unisono.machine.placement import inherited_environment
 from unisono.machine.worker import end_of_fork, exit_code, run
 from unisono.spec import RunSpec
@@ -33,7 +33,7 @@ from unisono.training import life
 __all__ = ["INTERRUPTED", "main", "run_inspected"]
 
 SETTINGS: Final = "UNISONO_INSPECTED"
-"""Name of the environment variable with the settings of the run (JSON)."""
+"""Name of the environment variable with the descriptor of the settings of the run (JSON)."""
 INTERRUPTED: Final = 128 + signal.SIGINT
 """Exit code of a script that was interrupted."""
 ENDINGS: Final = (signal.SIGINT, signal.SIGCHLD)
@@ -53,9 +53,17 @@ def run_inspected(
         stdout: a file descriptor for what the script prints; None: that of this process.
     """
     inherited = {name: value for name, value in inherited_environment(spec).items() if name not in SWITCHES}
-    environment = {**inherited, **variables, SETTINGS: msgspec.json.encode(spec).decode()}
     command = [sys.executable, "-P", "-m", "unisono.machine.inspected", *spec.arguments]
-    with subprocess.Popen(command, env=environment, cwd=spec.folder or None, stdout=stdout) as child:
+    with (
+        Memory("unisono-inspected", msgspec.json.encode(spec)) as memory,
+        subprocess.Popen(
+            command,
+            env={**inherited, **variables, SETTINGS: str(memory.descriptor)},
+            cwd=spec.folder or None,
+            stdout=stdout,
+            pass_fds=(memory.descriptor,),
+        ) as child,
+    ):
         before = signal.signal(signal.SIGINT, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
         try:
@@ -84,11 +92,11 @@ def _wait_for(child: subprocess.Popen[bytes]) -> int:
 def main() -> int:
     """Be that process. Returns its exit code."""
     bind_to_parent(signal.SIGKILL)
-    text = os.environ.pop(SETTINGS, None)
-    if text is None:
+    given = os.environ.pop(SETTINGS, None)
+    if given is None:
         print("python -m unisono.machine.inspected is started by commands of unisono, not by hand", file=sys.stderr)
         return 2
-    member.settle(msgspec.json.decode(text, type=RunSpec))
+    member.settle(msgspec.json.decode(take_inherited(given), type=RunSpec))
     own = os.getpid()
     error: BaseException | None = None
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation
 from unisono.machine.headprocess import Service, other_addresses
+from unisono.tasks import is_for_person
 from unisono.words import listed
 
 __all__ = ["welcome_words"]
@@ -19,7 +21,7 @@ def welcome_words(invitation: Invitation, service: Service, run_dir: str) -> lis
     Lines with a token are for a terminal. They are not written into a file or a pipe, which others may be able to read:
     whoever has the run's token can run code as this user.
     """
-    is_terminal = (sys.stdout if sys.stdout.isatty() else sys.stderr).isatty()  # see `watch.terminal`
+    is_terminal = any(is_for_person(stream, os.environ) for stream in (sys.stdout, sys.stderr))  # see `watch.terminal`
     found = []
     host = HeadUrl.parse(invitation.url).host
     if not is_local(host):

@@ -36,6 +36,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from unisono.lifetime import PARENT, TOKEN_FILE, Memory, bind_to_parent, end_group, name_process
+from unisono.spec import WORKER
 
 __all__ = ["ForkRequest", "Forked", "WorkerEnded", "main"]
 
@@ -44,9 +45,9 @@ MAX_DESCRIPTORS: Final = 8
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
-    """Fork a worker. Attached: its standard output, its standard error, the token, and a pipe from which the worker
-    reads a byte before it does anything. The byte says that the agent knows of the worker; at the pipe's end the worker
-    exits.
+    """Fork a worker. Attached: its standard output, its standard error, the token, its settings (`WorkerSpec.encode`),
+    and a pipe from which the worker reads a byte before it does anything. The byte says that the agent knows of the
+    worker; at the pipe's end the worker exits.
     """
 
     name: str
@@ -260,7 +261,7 @@ def _be_worker(request: ForkRequest, descriptors: list[int]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    out, error, token, gate = descriptors
+    out, error, token, settings, gate = descriptors
     if not os.read(gate, 1):
         os._exit(1)  # the agent has ended, or does not know this worker
     os.close(gate)
@@ -273,6 +274,7 @@ def _be_worker(request: ForkRequest, descriptors: list[int]) -> NoReturn:
     if not request.adopted:
         os.environ[PARENT] = str(parent)
     os.environ[TOKEN_FILE] = f"/proc/self/fd/{token}"
+    os.environ[WORKER] = str(settings)
     # A nursery that stands by itself was started with another environment than the run.
     for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if folder and folder not in sys.path:

@@ -28,7 +28,7 @@ from unisono.machine.children import (
     watch,
 )
 from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
-from unisono.spec import RunSpec, WorkerSpec
+from unisono.spec import WORKER, RunSpec, WorkerSpec
 
 __all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Plain", "Spawn"]
 
@@ -80,17 +80,18 @@ class Spawn:
         pass
 
     def start(self, spec: WorkerSpec, on_started: OnStarted) -> None:
-        handed = {**spec.environment(), TOKEN_FILE: self._secret.inherited_path}
         command = [sys.executable, "-u", "-P", "-m", "unisono.machine.worker", *self._run.arguments]
         try:
-            child = spawn(
-                spec.worker_id,
-                command,
-                inherited_environment(self._run) | handed,
-                (self._secret.descriptor,),
-                on_line=partial(self._listener.on_line, spec.worker_id),
-                on_end=self._on_end,
-            )
+            with Memory("unisono-worker", spec.encode()) as memory:
+                handed = {WORKER: str(memory.descriptor), TOKEN_FILE: self._secret.inherited_path}
+                child = spawn(
+                    spec.worker_id,
+                    command,
+                    inherited_environment(self._run) | handed,
+                    (self._secret.descriptor, memory.descriptor),
+                    on_line=partial(self._listener.on_line, spec.worker_id),
+                    on_end=self._on_end,
+                )
         except OSError as error:
             on_started(error)
         else:
@@ -126,9 +127,8 @@ class Fork:
             else:
                 on_started(result)
 
-        environment = inherited_environment(self._run) | spec.environment()
         try:
-            nursery.fork(spec, environment, on_forked)
+            nursery.fork(spec, inherited_environment(self._run), on_forked)
         except OSError as error:
             on_forked(error)
 
@@ -230,7 +230,8 @@ class Nursery:
         try:
             # A few bytes, to a process that does nothing else.
             self._channel.settimeout(SEND_TIMEOUT_S)
-            request.send(self._channel, [out_end, error_end, self._secret.descriptor, gate])
+            with Memory("unisono-worker", spec.encode()) as memory:
+                request.send(self._channel, [out_end, error_end, self._secret.descriptor, memory.descriptor, gate])
         except OSError as failure:
             self._requests.pop(name)(Forked(name, 0, f"the nursery does not answer: {failure}"))
         finally:

@@ -25,7 +25,7 @@ import msgspec
 from unisono import faults
 from unisono.beatpage import open_slot
 from unisono.errors import RunStopped, StopInspection, UsageError
-from unisono.lifetime import TOKEN_FILE, bind_to_parent, name_process, take_token
+from unisono.lifetime import TOKEN_FILE, bind_to_parent, name_process, take_inherited, take_token
 from unisono.member import Member
 from unisono.messages import MemberInfo
 from unisono.spec import WORKER, WorkerSpec
@@ -110,11 +110,11 @@ def _take_spec() -> WorkerSpec | None:
     Raises:
         UsageError: the settings or the token cannot be read.
     """
-    text = os.environ.pop(WORKER, None)
-    if text is None:
+    given = os.environ.pop(WORKER, None)
+    if given is None:
         return None
     try:
-        return WorkerSpec.decode(text, take_token(os.environ))
+        return WorkerSpec.decode(take_inherited(given), take_token(os.environ))
     except (msgspec.MsgspecError, KeyError, ValueError, OSError) as error:
         raise UsageError(
             f"{WORKER} is set, but with {TOKEN_FILE} it does not make a worker ({type(error).__name__}: {error}); "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unisono.exchange.flat import num_tensors_on
+
 __all__ = ["gradient_of", "is_private"]
 
 
@@ -15,10 +17,10 @@ def gradient_of(parameter: Tensor, mean: Tensor) -> Tensor:
     model in ``torch.channels_last``) it would take the gradient of another element, without an error on the CPU.
 
     Returns:
-        ``mean`` itself, or a copy.
+        A view of ``mean``, by which the slot knows that somebody holds it (`Slot.is_shared`); or a copy.
     """
     if mean.dtype == parameter.dtype and mean.stride() == parameter.stride():
-        return mean
+        return mean.view_as(mean)
     return torch.empty_like(parameter, requires_grad=False).copy_(mean)
 
 
@@ -26,6 +28,5 @@ def is_private(gradient: Tensor) -> bool:
     """Return whether nothing else holds the memory of a gradient, as far as torch counts. Else the next backward may
     write there: a replayed CUDA graph does, and so does a function that has one buffer for all its gradients.
     """
-    storage = gradient.untyped_storage()  # it is counted as well
     is_cached = torch._C._is_cached_tensor(gradient)  # type: ignore[attr-defined]  # torch.compile's CUDA graphs
-    return torch._C._storage_Use_Count(storage._cdata) <= 2 and not is_cached
+    return num_tensors_on(gradient) == 1 and not is_cached

@@ -56,12 +56,16 @@ def is_sum(loss: Tensor, num_samples: int) -> bool:
 
 
 def divided_by(loss: Tensor) -> int | None:
-    """Return the small integer by which the loss, clearly a mean, was divided; None: it was not."""
+    """Return the small integer by which the loss, clearly one mean, was divided; None: it was not.
+
+    A sum of several terms is divided for the mean of these: ``(start_loss + end_loss) / 2``.
+    """
     node: Any = loss.grad_fn
     number = _number(node) if node is not None and node.name() == "DivBackward0" else None
     if number is None or not 2 <= number <= MOST_ACCUMULATED or not number.is_integer():
         return None
-    return int(number) if any(map(_is_mean, _terms(node.next_functions[0][0]))) else None
+    terms = list(_terms(node.next_functions[0][0]))
+    return int(number) if len(terms) == 1 and _is_mean(terms[0]) else None
 
 
 def _terms(node: Any) -> Iterator[Any]:

@@ -33,7 +33,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 
+from unisono import member as members
 from unisono.errors import StepError
+from unisono.stacks import level_outside
+from unisono.state.packing import quick_digest
 from unisono.state.tracked import Tracked
 
 __all__ = ["Guards", "Structure", "UnusedGradients", "warn_of_clipping", "watched_schedulers", "watched_zero_grad"]
@@ -146,13 +149,13 @@ class Guards:
                 "after the inner loop, where .grad is the mean over the global batch"
             )
 
-    def finish_step(self, number: int) -> None:
+    def finish_step(self, step: str) -> None:
         """Check that the inner loop has changed no parameter, setting or optimizer state.
 
         Raises:
             StepError: a parameter, an option, a scheduler or an optimizer's state has changed; names it.
         """
-        self._structure.check(f"the inner loop of step {number}")
+        self._structure.check(f"the inner loop of {step}")
         _check_settings(self._settings, self._current_settings())
         states = list(_optimizer_states(self._tracked))
         if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
@@ -193,7 +196,7 @@ class Guards:
 
 
 class UnusedGradients:
-    """Finds a script that accumulates gradients over several steps by itself.
+    """Finds a script that accumulates gradients over several steps by itself, or applies none.
 
     A step begins with empty gradients, so gradients that the script has not used by then would be lost silently.
     """
@@ -201,9 +204,12 @@ class UnusedGradients:
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
         self._used: set[str] = set()
-        self._unused: dict[str, int] = {}
-        self._shown = -1
+        self._unused: dict[str, str] = {}
+        self._shown = ""
         self._left_out: set[str] = set()
+        self._is_updated = False  # since the gradients of the newest step were complete
+        self._versions: list[tuple[int, int]] = []  # of the parameters then
+        self._digest: int | None = None  # of their values then; None: they had changed in the step before
 
     def leave_out(self, name: str) -> None:
         """Leave out an optimizer whose step() the script does not call."""
@@ -212,15 +218,35 @@ class UnusedGradients:
     def start_step(self) -> None:
         """Note the gradients of the step before that were not used. Called before they are dropped."""
         for name, optimizer in self._tracked.optimizers.items():
-            if name in self._used or name in self._left_out or self._shown < 0:
+            if name in self._used or name in self._left_out or not self._shown:
                 self._unused.pop(name, None)
             elif _has_finite_gradients(optimizer):  # others are left out on purpose
                 self._unused.setdefault(name, self._shown)
         self._used.clear()
 
-    def finish_step(self, number: int) -> None:
-        """Note that the gradients of a step are complete."""
-        self._shown = number
+    def finish_step(self, step: str) -> None:
+        """Note that the gradients of a step are complete. Warns if no parameter has changed in two steps."""
+        self._shown = step
+        is_updated, self._is_updated = self._is_updated, False
+        before, self._versions = self._versions, [(id(p), p._version) for _, p in self._tracked.trained()]
+        if is_updated or before != self._versions or not self._expects_updates():
+            self._digest = None
+            return
+        # What writes through `.data` does not count in a version, so the values are compared as well, one step later.
+        known, self._digest = self._digest, quick_digest([p.detach() for _, p in self._tracked.trained()])
+        member = members.current()
+        if known == self._digest and (member is None or member.worker_id == "w0"):  # once for all workers
+            warnings.warn(
+                "no tracked parameter has changed in the last two steps, and step() of no tracked optimizer was called "
+                "there: is `optimizer.step()` missing after `for batch in step`, or does it belong to an optimizer "
+                "that was not tracked and has other parameters?",
+                stacklevel=level_outside(),
+            )
+
+    def _expects_updates(self) -> bool:
+        """Return whether there are optimizers, and no scaler that leaves updates out when gradients overflow."""
+        scalers = [one for one in self._tracked.objects.values() if isinstance(one, torch.amp.GradScaler)]
+        return bool(self._tracked.optimizers) and not any(one.is_enabled() for one in scalers)
 
     def dropped(self, cleared: object) -> None:
         """Note that the script has called zero_grad() of an optimizer or a module: it drops gradients on purpose."""
@@ -236,9 +262,10 @@ class UnusedGradients:
             StepError: the script has accumulated gradients.
         """
         self._used.add(name)
-        if (number := self._unused.pop(name, None)) is not None:
+        self._is_updated = True
+        if (step := self._unused.pop(name, None)) is not None:
             raise StepError(
-                f"{name}.step() is called now, and was not called after step {number}: the gradients of that step are "
+                f"{name}.step() is called now, and was not called after {step}: the gradients of that step are "
                 "lost, because each step begins with empty gradients. To accumulate gradients, use a larger batch_size "
                 "(and more microbatches) instead of several steps for one update. To skip the update of a step on "
                 f"purpose, call {name}.zero_grad() in that step"

@@ -26,7 +26,7 @@ class Microbatch:
     """One micro-batch, from its loading until its gradient is folded.
 
     Args:
-        step: the number of its step within ``run.steps``.
+        step: its step, as messages name it.
         num_samples: the weight of a loss that gives none.
         samples: returns the indices of its samples, for errors.
         scale: a power of two that all weights are divided by.
@@ -43,7 +43,7 @@ class Microbatch:
     def __init__(
         self,
         folder: GradientFolder,
-        step: int,
+        step: str,
         leaf: int,
         *,
         num_samples: int,
@@ -52,7 +52,7 @@ class Microbatch:
         reduction: Reduction = "mean",
     ) -> None:
         self.leaf = leaf
-        self.where = f"step {step}, micro-batch {leaf}"
+        self.where = f"{step}, micro-batch {leaf}"
         self.weight = self.weighted_loss = 0.0
         self.is_in_backward = self.has_foreign = self.is_scaled = False
         self._reduction = reduction
@@ -141,7 +141,7 @@ class Microbatch:
                 "write `for images, labels in step:` within that loop"
             )
             raise StepError(
-                f"micro-batch {self.leaf} of step {self._step} ended without step.backward(loss){why}. "
+                f"micro-batch {self.leaf} of {self._step} ended without step.backward(loss){why}. "
                 f"To leave it out, call step.backward(loss, weight=0){unpacked if self._folder.is_new else ''}"
             )
 

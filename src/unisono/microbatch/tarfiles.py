@@ -22,6 +22,9 @@ FILES = (b"0", b"\0", b"7")
 """Kinds of an entry that is a file."""
 PART = re.compile(r"(?!__[^/]*__(/|$))(.*/)?[^/.]+\.[^/]*", re.DOTALL)
 """The name of a file that is a part of a sample: it has a dot, and is none of WebDataset's own (``__meta__``)."""
+CHECKSUM = slice(148, 156)
+"""Of a header: the sum of its bytes, with spaces in place of the checksum."""
+SPACES = 8 * ord(" ")
 BUFFER_BYTES = 1 << 18
 
 
@@ -90,6 +93,7 @@ def _entries(file: IO[bytes], path: str) -> Iterator[tuple[str, int, int]]:
         header = _exactly(file, BLOCK, path, at)
         if header == bytes(BLOCK):
             return
+        _check_header(header, path, at)
         size = _number(header[124:136], path, at)
         kind = header[156:157]
         if kind in (b"L", b"x"):  # the name of the next file, where it is long
@@ -108,6 +112,17 @@ def _entries(file: IO[bytes], path: str) -> Iterator[tuple[str, int, int]]:
             _pass_over(file, size)
             name = ""
         at += BLOCK + size + -size % BLOCK
+
+
+def _check_header(header: bytes, path: str, at: int) -> None:
+    """Raise RecipeError if a header does not have its own checksum: its size or its name may be wrong."""
+    given, rest = _number(header[CHECKSUM], path, at), header[: CHECKSUM.start] + header[CHECKSUM.stop :]
+    found = sum(rest) + SPACES
+    if given != found and given != found - 256 * sum(byte > 127 for byte in rest):  # old writers count signed bytes
+        raise RecipeError(
+            f"the shard {path} is damaged: the header of {_text(header[:100])!r} at byte {at} has the checksum "
+            f"{found:o}, and says {given:o}, so its size or its name may be wrong. Copy or write it again"
+        )
 
 
 def _pass_over(file: IO[bytes], size: int) -> None:

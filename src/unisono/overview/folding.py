@@ -13,6 +13,7 @@ import msgspec
 
 from unisono.events import (
     Announcement,
+    CheckpointWritten,
     EvaluationFinished,
     Event,
     LinesLost,
@@ -126,8 +127,7 @@ class OverviewBuilder:
         if self._late:  # all members have taken part
             self._late.clear()
         if step.checkpoint:
-            self._checkpoint = step.checkpoint
-            self._told.replace("checkpoint", step.time, checkpoint_words(step.checkpoint))
+            self._save(step.time, step.checkpoint)
         for warning in step.warnings:
             self._told.add(step.time, warning, "warning")
 
@@ -154,6 +154,8 @@ class OverviewBuilder:
                 self._forget(event)
             case EvaluationFinished():
                 self._evaluate(event)
+            case CheckpointWritten() if event.step >= self._checkpoint.get("step", -1):
+                self._save(event.time, msgspec.to_builtins(event))
             case RunEnded():
                 self._end(event)
             case Problem():
@@ -194,6 +196,10 @@ class OverviewBuilder:
         if event.step == 0:
             self._checkpoint = {}
         self._told.begins(event)
+
+    def _save(self, time: float, news: Mapping[str, Any]) -> None:
+        self._checkpoint = news
+        self._told.replace("checkpoint", time, checkpoint_words(news))
 
     def _end(self, event: RunEnded) -> None:
         if self._ended is not None:  # a worker has said it before the head, or several workers have
@@ -268,13 +274,12 @@ class OverviewBuilder:
             ended=(ended.time or now) if ended is not None else 0.0,
             step=self._before if last is None else last.step,
             num_steps=last.num_steps if last is not None else 0,
-            first_step=last.first_step if last is not None else 0,
             unit=last.unit if last is not None else "step",
             epoch=last.epoch if last is not None else 0,
             loss=loss if is_finite else None,
             loss_is="" if is_finite or loss is None else str(loss),
             logs=finite(last.logs) if last is not None else {},
-            evaluation=finite(self._evaluation.totals) if self._evaluation is not None else {},
+            evaluation=finite(self._evaluation.values) if self._evaluation is not None else {},
             samples_per_s=samples / seconds if seconds > 0 else 0.0,
             steps_per_s=1 / step_s if step_s > 0 else 0.0,
             left_s=None if ended is not None else _left_s(last, step_s),
@@ -443,7 +448,7 @@ def _largest(values: Mapping[str, float]) -> str:
 
 
 def _left_s(last: StepFinished | None, step_s: float) -> float | None:
-    """Return the time left; a script that has called ``run.steps`` before may do so again, nobody knows how often."""
-    if last is None or not last.num_steps or last.first_step:
+    """Return the time left; None where the script does not say how long it trains."""
+    if last is None or not last.num_steps:
         return None
     return max(0.0, (last.num_steps - last.step - 1) * step_s)

@@ -143,7 +143,7 @@ def checkpoint_words(news: Mapping[str, Any]) -> str:
 
 
 def evaluation_words(event: EvaluationFinished) -> str:
-    totals = ", ".join(f"{name} {value:g}" for name, value in finite(event.totals).items())
+    totals = ", ".join(f"{name} {value:g}" for name, value in finite(event.values).items())
     return f"evaluation at step {event.step}" + (f": {totals}" if totals else "")
 
 

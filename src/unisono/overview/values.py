@@ -74,9 +74,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1
     """The last one that was finished; -1: none."""
     num_steps: int = 0
-    """Up to the end of this ``run.steps``; 0: unknown."""
-    first_step: int = 0
-    """Steps before this ``run.steps``."""
+    """Steps of the whole run; 0: unknown."""
     unit: str = "step"
     """What the script calls these steps: "step", or "round" of local steps."""
     epoch: int = 0

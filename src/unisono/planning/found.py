@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What is measured. Of the arguments of ``run.steps``, zeros and "" leave the script's own."""
 
     steps: int
-    """Steps of one training loop, at least."""
+    """Steps of one training, at least."""
     workers: int = 1
     seconds: float = 0.0
     """Where a run has one worker: it goes on until they have taken so long, or the loop is at its end."""
@@ -48,11 +48,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker has found besides the times, which are among the run's own files."""
 
     first: int
-    """The first step of the loop that was measured, by its number in the run."""
+    """The first step of the training that was measured, by its number in the run."""
     done: int
     """Steps of it that were done."""
-    total: int
-    """Steps that the loop would have had from its beginning."""
     device: str
     recipe: Recipe
     is_sharded: bool

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from unisono.decisions.cursor import Recipe
 from unisono.errors import StopInspection
 from unisono.events import StepResult
 from unisono.planning.found import FILE, PROGRAM, Found, Settings
@@ -30,9 +31,10 @@ def probe(settings: str) -> Probe:
 
 
 class Probe(Inspector):
-    """Stops the run when a loop has done enough steps, and writes `FILE`, on the first worker.
+    """Stops the run when a training has done enough steps, and writes `FILE`, on the first worker.
 
-    Where no loop has so many, `FILE` tells of the one with the most.
+    A training is a loop, or several with the same recipe that follow each other: an epoch each. Where none has so many
+    steps, `FILE` tells of the one with the most.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -41,6 +43,7 @@ class Probe(Inspector):
         self._settings = settings
         self._directory = Path(member.spec().run.run_dir)
         self._loop: Inspected | None = None
+        self._first = 0  # step of the training
         self._done = 0
         self._best: Found | None = None
         self._before = 0
@@ -58,7 +61,10 @@ class Probe(Inspector):
 
     def before_loop(self, loop: Inspected) -> None:
         self._note()
-        self._loop, self._done = loop, 0
+        before, self._loop = self._loop, loop
+        if before is not None and _alike(before.recipe, loop.recipe):
+            return
+        self._first, self._done = loop.steps.start, 0
         self._since, self._without_core = time.monotonic(), without_core()
         self._before = own_share()
         reset_peak()
@@ -73,11 +79,11 @@ class Probe(Inspector):
             return
         if self._best is not None and self._best.done >= self._settings.steps:
             raise StopInspection("")  # the loop before this one was left early, with enough steps
-        self._done = done = result.step - loop.steps.start + 1
+        self._done = done = result.step - self._first + 1
         if done < self._settings.steps:
             return
-        most = min(MOST_STEPS, len(loop.steps))
-        if self._settings.seconds and done < most and time.monotonic() - self._since < self._settings.seconds:
+        may_go_on = done < MOST_STEPS and result.step + 1 < loop.steps.stop
+        if self._settings.seconds and may_go_on and time.monotonic() - self._since < self._settings.seconds:
             return
         self._note()
         raise StopInspection("")
@@ -86,7 +92,7 @@ class Probe(Inspector):
         self._note()
 
     def _note(self) -> None:
-        """Write what the newest loop has shown, unless one before it has shown more."""
+        """Write what the newest training has shown, unless one before it has shown more."""
         if self._loop is None or self._done <= (0 if self._best is None else self._best.done):
             return
         self._best = self._look(self._loop, self._done)
@@ -121,9 +127,8 @@ class Probe(Inspector):
         )
         leaves = -(-int(loop.recipe.get("microbatches", 1)) // self._settings.workers)
         return Found(
-            first=loop.steps.start,
+            first=self._first,
             done=done,
-            total=len(loop.steps),
             device=str(device),
             recipe=loop.recipe,
             is_sharded=bool(tracked.sharded),
@@ -144,6 +149,12 @@ class Probe(Inspector):
         part = self._directory / f"{FILE}.{os.getpid()}"
         part.write_bytes(msgspec.json.encode(found))
         part.replace(self._directory / FILE)
+
+
+def _alike(one: Recipe, other: Recipe) -> bool:
+    """Return whether two loops are epochs of one training."""
+    position = {"first_epoch": 0, "order": ""}  # of the loop within it
+    return {**one, **position} == {**other, **position}
 
 
 def without_core() -> float:

@@ -58,7 +58,7 @@ def trial(
 
     Args:
         hosts: more than 1: the workers are as if on several machines.
-        least: steps that are enough where no loop of the script has as many as the settings ask for.
+        least: steps that are enough where no training of the script has as many as the settings ask for.
 
     Raises:
         TrialFailed: the script has failed, or has ended before enough steps were done.
@@ -127,7 +127,7 @@ def _words(code: int, enough: int, output: str, done: int) -> str:
     lines = without_evidence(output.strip().splitlines())[-NUM_LINES:]
     told = "".join(f"\n  {line}" for line in lines)
     if code == 0:
-        what = f"the script has ended before {enough} steps of one run.steps were done: "
+        what = f"the script has ended before {enough} steps of one training were done: "
         if not done:
             return f"{what}it did none (a script that does not use Unisono does none){told}"
         return f"{what}it did {done}, and a plan needs {enough}; let it do more (epochs, max_steps){told}"

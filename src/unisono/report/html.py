@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from typing import Any, Final
 
 from unisono.journal.lines import is_number
+from unisono.problems.evidence import redacted
 from unisono.report.account import Account, Interruption, Presence, WorkerAccount
 from unisono.words import count, duration
 
@@ -127,6 +129,8 @@ def _comparison(accounts: Sequence[Account]) -> str:
         ("Efficiency", ["" if each.efficiency is None else f"{each.efficiency:.0%}" for each in accounts]),
         ("Interruptions", [str(len(each.interruptions)) for each in accounts]),
     ]
+    rows.append(("Script", [_command(each) for each in accounts]))
+    rows.append(("Text of the script", [_text_of_script(each) for each in accounts]))
     for name in dict.fromkeys(name for each in accounts for name in each.facts.get("recipe") or {}):
         rows.append((name, [recipe(each, name) for each in accounts]))
     head = "".join(f'<th scope="col">{_marked(each, accounts)}{escape(each.name)}</th>' for each in accounts)
@@ -233,8 +237,15 @@ def _problems(account: Account) -> str:
     return f"<ul>{''.join(items)}</ul>"
 
 
+def _command(account: Account) -> str:
+    """Return the script and its arguments, without what is known to be secret."""
+    arguments = (account.facts.get("command") or {}).get("arguments") or []
+    return redacted(shlex.join(map(str, arguments)))
+
+
 def _facts(account: Account) -> str:
-    shown = {"Recipe": account.facts.get("recipe"), "Environment": account.facts.get("environment")}
+    shown = {"Script": {"command": _command(account)} if _command(account) else None}
+    shown |= {"Recipe": account.facts.get("recipe"), "Environment": account.facts.get("environment")}
     shown["Bits depend on"] = account.facts.get("fingerprint")
     found = [f"<h3>{name}</h3>{_pairs(_flat(value))}" for name, value in shown.items() if value]
     found.append(f'<p class="dim">{escape(str(account.directory.resolve()))}</p>')
@@ -324,6 +335,12 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 def _list(sentences: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(each)}</li>' for each in sentences)}</ul>"
+
+
+def _text_of_script(account: Account) -> str:
+    """Return what tells two texts of a script apart; "" where it is not known."""
+    checksum = (account.facts.get("fingerprint") or {}).get("script", "")
+    return f"checksum {checksum}" if checksum else ""
 
 
 def _scrolls(table: str) -> str:

@@ -78,7 +78,7 @@ class Admission:
         Raises:
             RecipeError: the run has another recipe.
         """
-        self._rounds.enter_phase(recipe, Position(phase=phase, step=first_step, total=first_step, lines=0))
+        self._rounds.enter_phase(recipe, _position(phase, first_step, first_step))
         while not isinstance(self._state, _Arrived):
             try:
                 reports = self._meet(phase)
@@ -112,7 +112,7 @@ class Admission:
         if position is None:
             own = reports[self._team.rank]
             share_state(self._rounds.members, self._tracked, reports)
-            return Position(phase=own.phase, step=own.step, total=own.total, lines=own.lines)
+            return _position(own.phase, own.step, own.total, own.lines)
         # All see from the reports whether a member is at an earlier phase; those at the position already wait for it.
         some_are_earlier = any(report.phase < position.phase for report in reports)
         if len(reports) > 1:
@@ -152,7 +152,7 @@ class Admission:
         self._check_recipe(source, phase, recipe)
         self._tracked.load(arrived.state)
         self._state = _Fresh()  # let go of the state: it is as large as all models and optimizers
-        position = Position(phase=source.phase, step=source.step, total=source.total, lines=source.lines)
+        position = _position(source.phase, source.step, source.total, source.lines)
         self._rounds.start_at(source.round, position, is_newcomer=True)
         return True
 
@@ -164,3 +164,8 @@ class Admission:
                 "Was the script, or a file that it reads, changed after the run had begun? A worker that starts "
                 "later reads the new version"
             )
+
+
+def _position(phase: int, step: int, total: int, lines: int = 0) -> Position:
+    """Return the position with which a member begins, before its loop knows how many steps are under way there."""
+    return Position(phase=phase, step=step, number=total, total=total, lines=lines)

@@ -191,6 +191,11 @@ class Agreement:
         return [*self._own, *self._other]
 
     @property
+    def digests(self) -> dict[int, int]:
+        """The digests of these, by micro-batch."""
+        return {one.leaf: one.digest for one in self.leaves}
+
+    @property
     def state_digest(self) -> int | None:
         """The digest of this member's state before the step, if the step is compared."""
         return self._digest
@@ -310,7 +315,7 @@ class Agreement:
         raise DivergenceError(
             f"the workers have drifted apart: at step {self._step} the state of "
             f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}",
-            sound=self._sound(),
+            sound=self._record.alike,
         )
 
     def _copies_differ(self, telemetry: Sequence[StepTelemetry]) -> None:
@@ -324,14 +329,7 @@ class Agreement:
             for path, text in described(optimizer.state_dict()["state"], f"{name}['state']").items()
         }
         details = self._exchange(telemetry, _Details(state=mine))
-        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._record.compared)
-
-    def _sound(self) -> int:
-        """Return how many steps a checkpoint may have at most that is not to be doubted, if states differ."""
-        if self._audits is None:
-            return self._record.compared
-        known = min(self._record.compared, self._record.sound(self._members.worker_ids))
-        return max(known, self._record.begins)
+        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._record.alike)
 
     def _warn_of_arithmetic(self) -> None:
         if not self._has_warned:

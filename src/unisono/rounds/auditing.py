@@ -5,7 +5,7 @@ updated. Then, in a step where there is one:
 
 1. all members say which digests they have (`unisono.rounds.testimony`), in a round of its own. When it is over, all of
    them have seen the commit of the step, and nobody needs a sum of it any more;
-2. all compute the micro-batch in question once more, and say what has come out, in another round;
+2. all compute the micro-batch in question once more, and some others, and say what has come out, in another round;
 3. those that are right ask the head to end the ones that are wrong, meet in the next generation, and do the whole step
    again. Nothing was updated, so nothing of the wrong values is left.
 
@@ -24,11 +24,10 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.decisions.audits import NOTHING, Part, Record, Verdict, judge, key_of, parts
+from unisono.decisions.audits import NOTHING, Part, Record, Verdict, digest_of, judge, key_of, parts, tried
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError, PeerLost
 from unisono.messages import Convicted
-from unisono.microbatch.folding import Fingerprint
 from unisono.rounds.life import Rounds
 from unisono.rounds.members import Members
 from unisono.rounds.talking import TalkRound
@@ -152,16 +151,16 @@ class Audits:
         )
         if turn == 0:
             self._digests = {}
-        self.record.seen(step, telemetry)
+        self.record.seen(step, {worker: self._hosts.get(worker, "") for worker in telemetry})
         leaves = self._begun.pop((step, turn), {})
         for pair in pairs_of(telemetry):
             if not pair.is_equal:
                 continue
+            of_pair = leaves.get(pair.key, (pair.key,))
             if turn == 0:
-                of_pair = leaves.get(pair.key, (pair.key,))
                 self._digests[",".join(map(str, of_pair))] = f"{next(iter(pair.digests.values())):016x}"
             if not self._is_disputed:
-                self.record.right(step, pair.digests, 1)
+                self.record.right(step, pair.digests, len(of_pair))
         return self._is_disputed
 
     @property
@@ -179,7 +178,7 @@ class Audits:
     # -- who is wrong --------------------------------------------------------------------------------
 
     def settle(
-        self, rounds: Rounds, round_: Repeats, leaves: Sequence[Fingerprint], state: int | None
+        self, rounds: Rounds, round_: Repeats, leaves: Mapping[int, int], state: int | None
     ) -> Generator[Any, None, bool]:
         """Find out who is wrong, if members have computed different values, and go on without them. Collective then.
 
@@ -187,7 +186,7 @@ class Audits:
 
         Args:
             round_: of the step, which is committed, and whose result is not in force.
-            leaves: what this member has computed in it and another member as well.
+            leaves: the digests of what this member has computed in it and another member as well.
             state: the digest of this member's state, if it has taken one.
 
         Returns:
@@ -200,42 +199,54 @@ class Audits:
             return True
         self._is_disputed = False
         told, self._told = self._told, Told()
+        is_found = yield from self.find(rounds, round_, leaves, state, told if told.pairs or told.odd else None)
+        if not is_found:
+            self._check_vain(round_.number)
+            _redo(rounds)
+        return False
+
+    def find(
+        self, rounds: Rounds, round_: Repeats, leaves: Mapping[int, int], state: int | None, told: Told | None = None
+    ) -> Generator[Any, None, bool]:
+        """Find out who is wrong, because members have computed different values, and go on without them. Collective.
+
+        The arguments are those of `settle`; ``told`` is what differed of what all were told with the sums. Yields
+        micro-batches to the script. Returns whether anything differs of what the members remember.
+
+        Raises:
+            DivergenceError: nobody can say who is wrong. RunStopped: the run goes back.
+        """
         members = rounds.members.worker_ids
-        said = yield from self._ask(
-            rounds,
-            f"the audit of step {round_.number}",
-            {one.leaf: one.digest for one in leaves},
-            state,
-            told if told.pairs or told.odd else None,
-        )
-        of_copy = False
+        said = yield from self._ask(rounds, f"the audit of step {round_.number}", leaves, state, told)
         if (verdict := of_states(said, rounds)) is not None:
             what = "its state"
         elif (verdict := of_copies(said, round_.number, self.record)) is not None:
-            what, of_copy = "its copy of an optimizer's state", True
+            what = "its copy of an optimizer's state"
         elif (verdict := of_lost(said)) is not None:
             what = "its state"
-        else:
-            difference = first_difference(said)
-            if difference is None:
-                self._check_vain(round_.number)
-                _redo(rounds)
-                return False
+        elif (difference := first_difference(said)) is not None:
             disputed, pair = difference
-            trial = Trial(rounds, round_, disputed)
+            trial = Trial(rounds, round_, tried(disputed, round_.num_leaves))
             yield from rounds.play(trial)
-            again = {one.worker: one.digest for one in trial.results if one.arithmetic == pair.arithmetic}
-            verdict = judge(pair.digests, again)
+            digests = {one.worker: one.digests for one in trial.results if one.arithmetic == pair.arithmetic}
+            number = len(disputed)
+            again = {worker: digest_of(each[:number]) for worker, each in digests.items()}
+            others = [
+                dict(zip(digests, each, strict=True)) for each in list(zip(*digests.values(), strict=True))[number:]
+            ]
+            verdict = judge(pair.digests, again, others)
             what = named(disputed, round_.unit)
             if verdict.kind != "convicted":
-                doubt = self._doubt([*members, *pair.digests], round_.number)
+                workers = [*members, *pair.digests]
+                first = self.record.doubtful_from(workers, is_lasting=verdict.is_lasting)
+                sound = self.record.sound(workers, is_lasting=verdict.is_lasting)
                 lost = [one for one in pair.digests if one not in again]
-                raise DivergenceError(
-                    undecided(verdict, what, round_.number, pair, lost, doubt),
-                    sound=self.record.sound([*members, *pair.digests]),
-                )
-        self._act(rounds, verdict, round_.number, what, of_copy=of_copy)
-        return False
+                doubt = _doubt(first, sound, round_.number)
+                raise DivergenceError(undecided(verdict, what, round_.number, pair, lost, doubt), sound=sound)
+        else:
+            return False
+        self._act(rounds, verdict, round_.number, what)
+        return True
 
     def _check_vain(self, step: int) -> None:
         """Note that nobody knows any more of what differed: a member was lost, and its sums are with it.
@@ -248,30 +259,8 @@ class Audits:
             raise DivergenceError(
                 f"the digests that workers have sent with the sums of step {step} differ, and those that they remember "
                 f"do not, {self._vain[1]} times: the memory of a machine is probably faulty. Nothing was updated",
-                sound=self.record.sound(self.record.honest),
+                sound=self.record.sound(self.record.passed),
             )
-
-    def settle_states(self, rounds: Rounds, digest: int, step: int) -> bool:
-        """Find out whose state is wrong, after a comparison between two steps, and go on without them. Collective.
-
-        Returns whether somebody was found.
-
-        Args:
-            digest: of this member's state.
-            step: the next one of the run.
-
-        Raises:
-            RunStopped: the run goes back.
-        """
-        asking = self._ask(rounds, f"the comparison of states before step {step}", {}, digest, None)
-        try:
-            while True:
-                next(asking)
-        except StopIteration as ended:
-            said: list[Testimony] = ended.value
-        if (verdict := of_states(said, rounds)) is not None:
-            self._act(rounds, verdict, step, "its state")
-        return verdict is not None
 
     def _ask(
         self, rounds: Rounds, title: str, leaves: Mapping[int, int], state: int | None, told: Told | None
@@ -286,8 +275,9 @@ class Audits:
                     members.arithmetic,
                     dict(leaves),
                     state,
-                    dict(self.record.honest),
+                    dict(self.record.passed),
                     self.record.begins,
+                    self.record.compared,
                     rounds.tracked.held_digests(),
                     told,
                 )
@@ -297,25 +287,11 @@ class Audits:
         yield from rounds.play(asked)
         said = [msgspec.msgpack.decode(each, type=Testimony) for each in asked.values]
         for one in said:
-            self.record.learn(one.honest, one.begins)
+            self.record.learn(one.passed, one.begins, one.compared)
         return said
 
-    def _doubt(self, workers: Sequence[str], step: int) -> str:
-        """Return in words what is to be doubted where the run ends because one of these members is wrong at a step."""
-        first, sound = self.record.doubtful_from(workers), count(self.record.sound(workers), "step")
-        doubtful = f"step {first}" if first == step - 1 else f"the steps {first} to {step - 1}"
-        what = f"what they have computed in {doubtful} is" if first < step else "their states are"
-        return (
-            f"Nothing was updated in step {step}, but {what} to be doubted: test the machines, and go on from a "
-            f"checkpoint of at most {sound}"
-        )
-
-    def _act(self, rounds: Rounds, verdict: Verdict, step: int, what: str, *, of_copy: bool = False) -> None:
-        """Go on without the members that are wrong. Collective.
-
-        Args:
-            of_copy: what is wrong is a copy of a state, which gradients do not show.
-        """
+    def _act(self, rounds: Rounds, verdict: Verdict, step: int, what: str) -> None:
+        """Go on without the members that are wrong. Collective."""
         _redo(rounds)  # before the members meet, and report what they have of it
         wrong = verdict.wrong
         if not wrong:
@@ -323,15 +299,16 @@ class Audits:
         present = set(rounds.members.worker_ids)
         hosts = frozenset(self._hosts.get(one, "") for one in wrong)
         self._check_first(wrong, hosts, step, what)
-        first, sound = self.record.doubtful_from(wrong), self.record.sound(wrong)
-        if of_copy:
-            first = sound = max(min(self.record.compared, sound), self.record.begins)
-        honest_until = first - 1
-        goes_back = self.then == "go-back" and honest_until < step - 1
+        if verdict.is_of_state:
+            first = sound = self.record.alike
+        else:
+            first = self.record.doubtful_from(wrong, is_lasting=verdict.is_lasting)
+            sound = self.record.sound(wrong, is_lasting=verdict.is_lasting)
+        goes_back = self.then == "go-back" and first < step
         if self._convict is None:
             raise DivergenceError(
                 f"{listed(list(wrong))} computes wrong values: {what} of step {step} has other bits there than on most "
-                f"members. {self._doubt(wrong, step)}",
+                f"members. {_doubt(first, sound, step)}",
                 sound=sound,
             )
         self._last = step, wrong, hosts
@@ -340,7 +317,7 @@ class Audits:
                 Convicted(
                     worker_ids=list(wrong),
                     step=step,
-                    honest_until=honest_until,
+                    doubtful_from=first,
                     sound=sound,
                     goes_back=goes_back,
                     what=what,
@@ -369,6 +346,16 @@ class Audits:
             f"script probably decides by the worker. {CAUSES}",
             sound=self.record.sound([*wrong, *others]),
         )
+
+
+def _doubt(first: int, sound: int, step: int) -> str:
+    """Return in words what is to be doubted where the run ends because members are wrong at a step."""
+    doubtful = f"step {first}" if first == step - 1 else f"the steps {first} to {step - 1}"
+    what = f"what they have computed in {doubtful} is" if first < step else "their states are"
+    return (
+        f"Nothing was updated in step {step}, but {what} to be doubted: test the machines, and go on from a checkpoint "
+        f"of at most {count(sound, 'step')}"
+    )
 
 
 def _redo(rounds: Rounds) -> None:

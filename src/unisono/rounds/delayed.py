@@ -90,7 +90,7 @@ class DelayedRound(GradientRound):
         if again.digest == own.digest:
             return ""
         return (
-            f"micro-batch {own.leaf} of step {self.at} was computed again one step later, with the parameters and "
+            f"micro-batch {own.leaf} of {self.name} was computed again one step later, with the parameters and "
             "buffers that it had, and its gradient is not the same: "
             f"{own.difference(again, 'the first time', 'the second')}. After the loss of a worker, micro-batches "
             "of steps whose gradients are under way are computed again, and would change the result. Something in "

@@ -8,13 +8,17 @@ A batch must change no state, because only one worker evaluates it. So modes and
 With its totals each worker sends digests of all tracked objects, taken after its last batch; without this check,
 workers whose models have become different would go on together and mix their results.
 
-Now and then each worker evaluates a batch of another one as well. The totals must be equal: a function that counts or
-keeps state gives other totals.
+Now and then each worker evaluates a batch of another one as well. The totals must be equal: code that counts or keeps
+state gives other totals, and so does a machine that computes wrong values. Where the run has audits, these find out
+which it is, as for a micro-batch (`unisono.rounds.auditing`).
+
+The script gets the batches one by one, and adds up what it finds in them (`BatchSums`): in a loop of its own
+(``run.batches``), or by a function (``run.evaluate``), which is a loop as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -25,8 +29,9 @@ from unisono.decisions.checks import is_rehearsed, rehearsal
 from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node, fold, leaf
-from unisono.errors import DivergenceError, RecipeError, UsageError
-from unisono.faults import point
+from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
+from unisono.exchange.flat import with_flipped_bit
+from unisono.faults import point, spoils
 from unisono.microbatch.data import Loader, MakeFetcher
 from unisono.microbatch.guards import Structure
 from unisono.microbatch.randomness import seed_at
@@ -38,26 +43,62 @@ from unisono.state.buffers import Buffers
 from unisono.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
 from unisono.state.tracked import Tracked
 
-__all__ = ["Evaluator", "Totals", "check_batches", "evaluate"]
+__all__ = ["BatchSums", "Evaluator", "Totals", "check_batches", "evaluate"]
 
 Totals = dict[str, Any]
 """Totals by name: int, float, or a CPU tensor."""
 
 
-class Evaluator:
-    """Evaluates batches, and puts back the modes and buffers that the function has changed. Local."""
+class BatchSums:
+    """What an evaluation adds up for the batch in hand.
 
-    def __init__(
-        self, fetcher: Loader, function: Callable[[Any], Mapping[str, Any]], tracked: Tracked, *, seed: int
-    ) -> None:
+    Args:
+        what: the call of the script, for errors.
+        fills: a batch that says nothing of a name counts as zero; otherwise all batches name the same.
+    """
+
+    def __init__(self, what: str, *, fills: bool) -> None:
+        self.what, self.fills = what, fills
+        self.batch: int | None = None
+        """The batch in hand; None: there is none."""
+        self._totals: Totals = {}
+
+    def begin(self, batch: int) -> None:
+        self.batch, self._totals = batch, {}
+
+    def end(self) -> Totals:
+        """Return the totals of the batch in hand, which is done."""
+        self.batch = None
+        return self._totals
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add numbers of the batch in hand.
+
+        Raises:
+            StepError: there is no batch in hand. UsageError: a value is no number.
+        """
+        if self.batch is None:
+            raise StepError(
+                "numbers are added up within `for batch in run.batches(...)`; outside of that loop all workers would "
+                "add the same, and what is known there needs no sum"
+            )
+        for name, value in values.items():
+            total = _total(value, name)
+            self._totals[name] = self._totals[name] + total if name in self._totals else total
+
+
+class Evaluator:
+    """Gives batches to the script, and puts back the modes and buffers that the script has changed. Local."""
+
+    def __init__(self, fetcher: Loader, sums: BatchSums, tracked: Tracked, *, seed: int) -> None:
         """
         Args:
             fetcher: batches are fetched as (0, batch).
-            function: batch -> totals of this batch by name.
+            sums: where the script adds up what it finds in a batch.
             tracked: its modules are in the mode in which they are to be evaluated.
         """
         self._fetcher = fetcher
-        self._function = function
+        self.sums = sums
         self._seed = seed
         self._structure = Structure(tracked)
         self._carried = tracked.carried
@@ -68,33 +109,30 @@ class Evaluator:
         """Return whether a batch comes from where others come; see `unisono.microbatch.data.Loader.comes`."""
         return self._fetcher.comes(0, batch)
 
-    def totals(self, batch: int) -> Totals:
-        """Return the totals of one batch.
+    def play(self, batch: int) -> Generator[Any, None, Totals]:
+        """Yield one batch; returns its totals.
 
         Raises:
-            StepError: the function has made or replaced parameters.
+            StepError: the script has made or replaced parameters.
         """
         data = self._fetcher.fetch(0, batch)
         seed_at(self._seed, "evaluate", batch)
         for carried in self._carried.values():
             carried.open()
+        self.sums.begin(batch)
         with torch.no_grad():
-            totals = self._function(data)
+            yield data
             self._buffers.restore()
+        totals = self.sums.end()
         written = [name for name, carried in self._carried.items() if carried.discard()]
         if written:
             raise UsageError(
-                f"the function of run.evaluate has written rows of {written[0]!r} (a unisono.Carried), and another "
+                f"a batch of {self.sums.what} has written rows of {written[0]!r} (a unisono.Carried), and another "
                 "worker may evaluate the next batch of the same key. It may only read them"
             )
-        self._structure.check(f"batch {batch} of run.evaluate")
+        self._structure.check(f"batch {batch} of {self.sums.what}")
         self._structure.restore_modes()
-        if not isinstance(totals, Mapping):
-            raise UsageError(
-                "the function of run.evaluate must return totals by name, e.g. {'correct': 93, 'samples': 100}; "
-                f"got a {type(totals).__qualname__}"
-            )
-        return {name: _total(value, name) for name, value in totals.items()}
+        return totals
 
 
 class EvaluationRound:
@@ -103,10 +141,11 @@ class EvaluationRound:
     Args:
         rehearses: evaluate a batch of another worker as well, to compare the totals.
         number: evaluations of the run that are done.
-        finds_minority: members whose state is not that of most are no error.
+        finds_wrong: members that have computed other totals, or whose state is not that of most, are no error.
     """
 
     kind: Final = "evaluation"
+    unit: Final = "evaluation batch"
 
     def __init__(
         self,
@@ -116,13 +155,16 @@ class EvaluationRound:
         num_batches: int,
         rehearses: bool,
         number: int,
-        finds_minority: bool = False,
+        finds_wrong: bool = False,
     ) -> None:
         self.is_disputed = False
-        """Most members have another state than some: it is to be done again without these."""
+        """Members have other totals or another state than others: it is to be done again without those that are wrong.
+        """
         self.state = 0
         """The digest of this member's state, once the round is over."""
-        self._finds_minority = finds_minority
+        self.digests: dict[int, int] = {}
+        """The digests of the batches that this member has evaluated and another one as well, once the round is over."""
+        self._finds_wrong = finds_wrong
         self.num_leaves = num_batches
         self.title = f"an evaluation of {num_batches} batches"
         self._members = rounds.members
@@ -133,7 +175,7 @@ class EvaluationRound:
         self._rehearses = rehearses and self._members.size > 1
         self._number = number
         self._have: dict[int, Totals] = {}
-        self._twice: dict[int, str] = {}  # digests of the totals of batches that another member evaluates
+        self._twice: dict[int, int] = {}  # digests of the totals of batches that another member evaluates
 
     def first_plan(self) -> Plan:
         return even_plan(self._members.size, self.num_leaves)
@@ -144,27 +186,33 @@ class EvaluationRound:
     def compute(self, plan: Plan) -> Iterator[object]:
         for batch in plan.ranges[self._members.rank]:
             if batch not in self._have:
-                self._have[batch] = self._evaluate(batch)
+                self._have[batch] = yield from self._evaluate(batch)
                 point("in_evaluation", batch)
         other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
         if other is not None and other not in self._have and self._evaluator.comes(other):
-            self._twice[other] = _digest(self._evaluate(other))
-        yield from ()
+            self._twice[other] = digest_of_state((yield from self._evaluate(other)))
 
     def combine(self, plan: Plan) -> Gathered:
         state = self._tracked.compared() if self._members.size > 1 else {}
         digests = Digests(self._team.arithmetic, {name: f"{quick_digest(part):016x}" for name, part in state.items()})
         own = _Part.of(self._have, digests, self._twice)
         parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own.encode())]
+        twice = {batch for part in parts for batch in part.twice}
+        self.digests = {
+            batch: digest_of_state(totals) for batch, totals in self._have.items() if batch in twice
+        } | self._twice
         for part in parts:
             self._have.update(part.totals())
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
         found = {worker: part.digests for worker, part in by_worker.items()}
         self.state = digest_of_objects(digests)
-        self.is_disputed = self._finds_minority and (any(part.disputed for part in parts) or has_minority(found))
+        self.is_disputed = self._finds_wrong and (any(part.disputed for part in parts) or has_minority(found))
         if not self.is_disputed:
             check_digests(found)
-            _check_rehearsal(by_worker, self._have)
+            words = _differing(by_worker, self._have, self._evaluator.sums.what)
+            self.is_disputed = self._finds_wrong and bool(words)
+            if words and not self._finds_wrong:
+                raise DivergenceError(words, sound=-1)
         return Gathered(self._members, _Part.of(self._have, digests, {}, disputed=self.is_disputed).encode())
 
     def interrupt(self) -> Collection[Node]:
@@ -174,20 +222,34 @@ class EvaluationRound:
     def finish(self) -> None:
         point("evaluated")
 
+    @property
+    def number(self) -> int:
+        """Number of the next step of the run."""
+        return self._position.number
+
+    def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a batch whose totals are not added; return their digest."""
+        return digest_of_state((yield from self._evaluate(leaf)))
+
     def totals(self) -> Totals:
         """Return the totals of all batches, once the round is over."""
-        return _add_up(self._have)
+        return _add_up(self._have, self._evaluator.sums)
 
-    def _evaluate(self, batch: int) -> Totals:
+    def _evaluate(self, batch: int) -> Generator[Any, None, Totals]:
         self._team.check()
-        self._team.at(phase=self._position.phase, step=self._position.step, microbatch=batch, evaluates=True)
-        return self._evaluator.totals(batch)
+        self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
+        totals = yield from self._evaluator.play(batch)
+        if (bit := spoils("evaluation", batch)) is not None:
+            name = next(iter(totals))
+            wrong = with_flipped_bit(torch.as_tensor(totals[name]), bit)
+            totals[name] = wrong if wrong.dim() else wrong.item()
+        return totals
 
 
 def evaluate(
     rounds: Rounds | None,
     tracked: Tracked,
-    function: Callable[[Any], Mapping[str, Any]],
+    sums: BatchSums,
     make_fetcher: MakeFetcher,
     *,
     num_batches: int,
@@ -196,16 +258,17 @@ def evaluate(
     number: int,
     at: Callable[[int], None] = lambda batch: None,
     audits: Audits | None = None,
-) -> Totals:
-    """Evaluate all batches with the tracked modules in ``eval()`` mode, and add up their totals. Collective.
+) -> Generator[Any, None, Totals]:
+    """Yield the batches of this worker with the tracked modules in ``eval()`` mode, and return the totals of all
+    batches. Collective.
 
     Args:
         rounds: None: no member has joined yet, so every worker evaluates all batches for itself.
-        function: batch -> totals of this batch by name.
+        sums: where the script adds up what it finds in a batch.
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
         at: called before each batch where this worker is alone.
-        audits: go on without the members whose state is not that of most; None: that is an error.
+        audits: go on without the members that are wrong where some differ; None: that is an error.
 
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
@@ -220,10 +283,10 @@ def evaluate(
     for module in tracked.modules.values():
         module.eval()
     try:
-        evaluator = Evaluator(fetcher, function, tracked, seed=seed)
+        evaluator = Evaluator(fetcher, sums, tracked, seed=seed)
         if rounds is None:
-            return _evaluate_alone(evaluator, num_batches, at)
-        finds_minority = audits is not None
+            return (yield from _evaluate_alone(evaluator, num_batches, at))
+        finds_wrong = audits is not None
         while True:
             round_ = EvaluationRound(
                 rounds,
@@ -231,27 +294,29 @@ def evaluate(
                 num_batches=num_batches,
                 rehearses=rehearses,
                 number=number,
-                finds_minority=finds_minority,
+                finds_wrong=finds_wrong,
             )
-            for _ in rounds.play(round_):
-                pass
-            if audits is None or not round_.is_disputed:
+            yield from rounds.play(round_)
+            if audits is None:
+                return round_.totals()
+            if not round_.is_disputed:
+                audits.record.same(rounds.position.number)
                 return round_.totals()
             # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
             # wrong, the next round is the last one, which raises for whatever differs.
-            finds_minority = audits.settle_states(rounds, round_.state, rounds.position.total)
+            finds_wrong = yield from audits.find(rounds, round_, round_.digests, round_.state)
     finally:
         fetcher.close()
         before.restore_modes()
 
 
-def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], None]) -> Totals:
+def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], None]) -> Generator[Any, None, Totals]:
     have = {}
     for batch in range(num_batches):
         at(batch)
-        have[batch] = evaluator.totals(batch)
+        have[batch] = yield from evaluator.play(batch)
         point("in_evaluation", batch)
-    return _add_up(have)
+    return _add_up(have, evaluator.sums)
 
 
 def check_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
@@ -272,40 +337,42 @@ def check_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
     return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
-def _add_up(have: Mapping[int, Totals]) -> Totals:
-    num_batches, names = len(have), have[0].keys()
-    for batch, totals in have.items():
-        if totals.keys() != names:
+def _add_up(have: Mapping[int, Totals], sums: BatchSums) -> Totals:
+    num_batches = len(have)
+    values: dict[str, dict[int, Any]] = {}
+    for batch in range(num_batches):
+        if not sums.fills and have[batch].keys() != have[0].keys():
             raise UsageError(
-                f"the function of run.evaluate returned the totals {sorted(names)} for batch 0 and {sorted(totals)} "
-                f"for batch {batch}; it must return the same names for every batch"
+                f"the function of {sums.what} returned the totals {sorted(have[0])} for batch 0 and "
+                f"{sorted(have[batch])} for batch {batch}; it must return the same names for every batch"
             )
-    return {
-        name: fold(
-            {leaf(batch, num_batches): have[batch][name] for batch in range(num_batches)},
-            num_batches,
-            lambda a, b: a + b,
-        )
-        for name in names
-    }
+        for name, value in have[batch].items():
+            values.setdefault(name, {})[batch] = value
+    return {name: _sum(found, num_batches) for name, found in values.items()}
 
 
-def _digest(totals: Totals) -> str:
-    return f"{digest_of_state(totals):016x}"
+def _sum(found: Mapping[int, Any], num_batches: int) -> Any:
+    """Add up the totals of one name in the order of the tree; a batch that has none counts as zero."""
+    first = next(iter(found.values()))
+    zero = torch.zeros_like(first) if isinstance(first, Tensor) else 0
+    leaves = {leaf(batch, num_batches): found.get(batch, zero) for batch in range(num_batches)}
+    return fold(leaves, num_batches, lambda a, b: a + b)
 
 
-def _check_rehearsal(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> None:
-    """Raise DivergenceError if a batch that two workers have evaluated has different totals."""
+def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str) -> str:
+    """Return in words which batch has other totals on a second worker; "": none has."""
     if len({part.digests.arithmetic for part in parts.values()}) > 1:
-        return
+        return ""
     for worker, part in parts.items():
         for batch, digest in part.twice.items():
-            if digest != _digest(have[batch]):
-                raise DivergenceError(
-                    f"batch {batch} of run.evaluate was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, which the other one got. The function must return the same totals on every "
-                    f"worker. {USUAL_CAUSES}"
+            if digest != digest_of_state(have[batch]):
+                return (
+                    f"batch {batch} of {what} was evaluated by two workers, and its totals on {worker} are not "
+                    f"{have[batch]}, which the other one got. Either the script computes other totals on another "
+                    "worker, or one of the two machines computes wrong values; with three workers and unisono run "
+                    f"--audit it is found out. The totals were used nowhere. For the script: {USUAL_CAUSES}"
                 )
+    return ""
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -314,13 +381,13 @@ class _Part(msgspec.Struct, frozen=True):
     have: bytes
     """The totals by batch, as `to_bytes` gives them."""
     digests: Digests
-    twice: dict[int, str]
+    twice: dict[int, int]
     """The digests of the totals of batches that other members evaluate."""
     disputed: bool = False
     """The member has seen that the members' states differ."""
 
     @classmethod
-    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, str], *, disputed: bool = False) -> _Part:
+    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, int], *, disputed: bool = False) -> _Part:
         return cls(to_bytes(have), digests, twice, disputed)
 
     def encode(self) -> bytes:
@@ -343,5 +410,5 @@ def _total(value: Any, name: str) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise UsageError(
-            f"run.evaluate can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
+            f"an evaluation can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
         ) from None

@@ -22,7 +22,7 @@ from unisono.exchange.flat import FlatLayout, Slot
 from unisono.exchange.spent import Spent
 from unisono.faults import point
 from unisono.microbatch.data import Batches
-from unisono.microbatch.folding import Fingerprint, GradientFolder
+from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.guards import Guards
 from unisono.microbatch.losses import Microbatch, Reduction
 from unisono.microbatch.randomness import seed_at
@@ -71,6 +71,16 @@ class StepContext:
     """Is told about micro-batches and sums; None: nobody looks."""
     audits: Audits | None = None
     """Find out which member is wrong where two differ."""
+    replica: str = ""
+    """The replica and the round whose steps these are, as messages name them; "": they are the steps of the run."""
+    first_of_round: int = 0
+    """The first step of that round."""
+
+    def name(self, number: int) -> str:
+        """Return a step of this loop as messages name it: by its number within the run."""
+        if self.replica:
+            return f"inner step {number - self.first_of_round} of {self.replica}"
+        return f"step {self.first_number + number}"
 
     def check(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
         """Compare what all members have sent with a sum; return whether it is disputed who is right. Collective where
@@ -106,7 +116,7 @@ class CommittedStep:
     """A finished step, kept so that this member can stand by when others repeat it."""
 
     members: Members
-    step: int
+    name: str
     layout: FlatLayout
     digest: int
     new_sums: bool
@@ -120,7 +130,7 @@ class CommittedStep:
         self.members.release(summed.slot)
         if summed.digest != self.digest and not is_disputed:
             raise DivergenceError(
-                f"step {self.step} was computed again after a loss and its sums have digest "
+                f"{self.name} was computed again after a loss and its sums have digest "
                 f"{summed.digest:016x}, not {self.digest:016x}. Either a micro-batch does not give the same "
                 "gradient on every worker (see docs/guarantees.md for what a micro-batch may depend on), or the "
                 "hardware of a worker is broken"
@@ -186,6 +196,11 @@ class GradientRound:
     def number(self) -> int:
         """Number of this step within the run."""
         return self._context.first_number + self._position.number
+
+    @property
+    def name(self) -> str:
+        """The step, as messages name it."""
+        return self._context.name(self._position.number)
 
     @property
     def loss(self) -> float:
@@ -283,16 +298,13 @@ class GradientRound:
         audits, agreement = self._context.audits, self._context.agreement
         if audits is None:
             return True
-        counts = yield from audits.settle(self._context.rounds, self, agreement.leaves, agreement.state_digest)
+        counts = yield from audits.settle(self._context.rounds, self, agreement.digests, agreement.state_digest)
         return counts
 
-    def compute_apart(self, leaf: int) -> Iterator[Any]:
-        """Yield a micro-batch to the script, of which nothing is summed."""
+    def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
         yield from self._aside(leaf)
-
-    def fingerprint(self, leaf: int) -> Fingerprint:
-        """Return the fingerprint of the micro-batch that `compute_apart` has yielded last."""
-        return self._folder.fingerprint(leaf)
+        return self._folder.fingerprint(leaf).digest
 
     # -- the round -----------------------------------------------------------------------------------
 
@@ -338,7 +350,7 @@ class GradientRound:
         self._members.slots.results.append(summed.slot)
         return CommittedStep(
             self._members,
-            self._position.number,
+            self.name,
             self._folder.layout,
             summed.digest,
             _has_new_sums(summed),
@@ -360,16 +372,14 @@ class GradientRound:
         weight, weighted_loss = summed.slot.scalars.tolist()
         self._scalars = weight, weighted_loss
         if weight == 0.0:
-            raise StepError(
-                f"all micro-batches of step {self._position.number} have weight 0: there is no mean gradient"
-            )
+            raise StepError(f"all micro-batches of {self.name} have weight 0: there is no mean gradient")
         self._clock.switch("other")
         waits_for, _ = summed.spent.longest_wait()  # whoever was waited for last was late before as well
         self._clock.note(summed.spent.plus(Spent({waits_for: self._helped_s})), summed.generation)
 
     def _close(self) -> None:
         """Note that this member has computed its micro-batches."""
-        self._context.guards.finish_step(self._position.number)
+        self._context.guards.finish_step(self.name)
         self._clock.switch("exchange")
         self._note_progress(-1)
         point("before_combine")
@@ -483,7 +493,7 @@ class GradientRound:
         self._note_progress(leaf, samples)
         self.microbatch = Microbatch(
             self._folder,
-            self._position.number,
+            self.name,
             leaf,
             num_samples=len(self._position.leaf(leaf)),
             samples=samples,
@@ -553,7 +563,7 @@ class GradientRound:
 
     def _note_progress(self, leaf: int, samples: Callable[[], Sequence[int]] | None = None) -> None:
         team = self._context.rounds.team
-        team.at(phase=self._context.phase, step=self._position.number, microbatch=leaf, samples=samples)
+        team.at(phase=self._context.phase, step=self.number, microbatch=leaf, samples=samples)
 
     def _telemetry(self) -> StepTelemetry:
         now, before, last = self._clock.parts, self._before, self._clock.last

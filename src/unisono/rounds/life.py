@@ -74,7 +74,7 @@ class Rounds:
         self.tracked = tracked
         self.reporter = reporter if reporter is not None else Nothing()
         self.members = Members(team, self.reporter, balance=balance, layout=layout)
-        self.position = Position(phase=0, step=0, total=0, lines=0)
+        self.position = Position(phase=0, step=0, number=0, total=0, lines=0)
         self.number = 0
         self.before_departure: Callable[[], None] | None = None
         self.ahead: Ahead | None = None
@@ -99,8 +99,13 @@ class Rounds:
         Yields what the round yields while this member computes its leaves.
 
         Raises:
-            RunStopped: the run is over, or goes on without this worker.
+            RunStopped: the run is over, or goes on without this worker. StepError: another round is under way.
         """
+        if self._round is not None:
+            raise StepError(
+                f"{round_.title} was begun inside of {self._round.title}, where each worker is elsewhere: begin it "
+                "when that is over"
+            )
         self.drain()
         plan = self._begin(round_)
         self.note_round(self.number, round_.title)
@@ -108,7 +113,7 @@ class Rounds:
         while True:
             try:
                 yield from round_.compute(plan)
-                with self.members.taking_part(round_.title, self.position.step):
+                with self.members.taking_part(round_.title, self.position.number):
                     self._finished = round_.combine(plan)
                 self._finished_title = round_.title
                 break  # committed: whichever member is lost from here on, this one holds the result
@@ -225,7 +230,7 @@ class Rounds:
                 with self.team.waiting():
                     self.slots.bring(self.team.exchange, layout or self.slots.layout)
                 if rounds == {self.number}:
-                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.step)
+                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.number)
                     if self.ahead is not None:
                         self.ahead.met([report.ahead for report in reports])
                     return Met(reports)
@@ -261,7 +266,7 @@ class Rounds:
                 f"{self.number}: more than one round apart"
             )
         plan = plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
-        with self.members.taking_part(self._finished_title, self.position.step):
+        with self.members.taking_part(self._finished_title, self.position.number):
             self._finished.stand_by(plan)
 
     def report(self, have: Collection[Node] = ()) -> Report:

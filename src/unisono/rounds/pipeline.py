@@ -36,7 +36,6 @@ from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError, StepError
 from unisono.exchange import Combined, Share
 from unisono.exchange.flat import FlatLayout, Slot
-from unisono.exchange.slots import is_held
 from unisono.faults import point
 from unisono.microbatch.folding import GradientFolder
 from unisono.microbatch.losses import Microbatch
@@ -325,8 +324,8 @@ class Pipeline(SumsAhead[DelayedRound]):
         arrived = self._arrived[number]
         if arrived.has_new_sums:
             raise StepError(
-                f"step.add brought a new name in step {number}. With delay= the gradient of a step is under way "
-                "while the next ones begin, so all names must be there in the first step: add zeros there"
+                f"step.add brought a new name in {self._context.name(number)}. With delay= the gradient of a step is "
+                "under way while the next ones begin, so all names must be there in the first step: add zeros there"
             )
         del self._arrived[number]
         round_ = self._summed.pop(number, None)
@@ -335,7 +334,9 @@ class Pipeline(SumsAhead[DelayedRound]):
                 yield from round_.find_not_finite()
         self._values.pop(number, None)
         if arrived.scalars[0] == 0.0:
-            raise StepError(f"all micro-batches of step {number} have weight 0: there is no mean gradient")
+            raise StepError(
+                f"all micro-batches of {self._context.name(number)} have weight 0: there is no mean gradient"
+            )
         folder.buffers.start_step()
         shown = arrived.slot
         if self._members.size > 1:  # the script may write to what it gets, and others may need the sum as it is
@@ -344,7 +345,7 @@ class Pipeline(SumsAhead[DelayedRound]):
             self._spare.retire(arrived.slot, finished.arrived.slot if isinstance(finished, Committed) else None)
         folder.show(shown)
         before, self._shown = self._shown, shown
-        if before is not None and not is_held(before):
+        if before is not None and not before.is_shared():
             self._spare.give_back(before)
         seed_at(self._context.seed, "update", self._context.first_number + number)
         self._context.clock.switch("update")

@@ -194,9 +194,6 @@ class ReplicaRound:
         self._compared: Part = NOTHING
         self._keeps = False
         self._is_disputed = False
-        self._first: dict[
-            int, Fingerprint
-        ] = {}  # of the first micro-batches that are computed to find out who is wrong
         self._changes = changes
         self._folder = folder
         self._start = start
@@ -313,20 +310,16 @@ class ReplicaRound:
         audits, agreement = self._context.audits, self._context.agreement
         if audits is None:
             return True
-        counts = yield from audits.settle(self._context.rounds, self, agreement.leaves, agreement.state_digest)
+        counts = yield from audits.settle(self._context.rounds, self, agreement.digests, agreement.state_digest)
         if not counts:
             self._replicas.now, self._replicas.before = self._replicas.before, Shelf()
         return counts
 
-    def compute_apart(self, leaf: int) -> Iterator[object]:
-        """Yield the first step of a replica, of which nothing is summed."""
+    def compute_apart(self, leaf: int) -> Generator[object, None, int]:
+        """Yield the first step of a replica, of which nothing is summed; return the digest of its first micro-batch."""
         found = yield from self._trainer.rehearse(leaf, fetches=True)
         assert found is not None
-        self._first[leaf] = found
-
-    def fingerprint(self, leaf: int) -> Fingerprint:
-        """Return the fingerprint of that step's first micro-batch."""
-        return self._first[leaf]
+        return found.digest
 
     # -- one replica ---------------------------------------------------------------------------------
 

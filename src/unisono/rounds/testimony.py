@@ -6,15 +6,14 @@ with the sums of the step (`Told`) decides, as far as it goes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from unisono.decisions.audits import Record, Verdict, digest_of, judge_states, odd_states
+from unisono.decisions.audits import Record, Verdict, judge_states, odd_states
 from unisono.decisions.plan import Plan
 from unisono.errors import DivergenceError
-from unisono.microbatch.folding import Fingerprint
 from unisono.rounds.life import Rounds
 from unisono.rounds.talking import TalkRound
 from unisono.telemetry import NOT_COMPARED, StepTelemetry
@@ -57,11 +56,12 @@ class Repeats(Protocol):
     def number(self) -> int:
         """Number of the step within the run."""
 
-    def compute_apart(self, leaf: int) -> Iterator[Any]:
-        """Yield a micro-batch to the script, of which nothing is summed."""
+    @property
+    def num_leaves(self) -> int:
+        """Of the round."""
 
-    def fingerprint(self, leaf: int) -> Fingerprint:
-        """Return the fingerprint of that micro-batch."""
+    def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
 
 
 # -- what all were told with the sums of a step -------------------------------------------------------
@@ -139,9 +139,10 @@ class Testimony(msgspec.Struct, frozen=True):
     """The digests of the micro-batches that it has computed and another member as well."""
     state: int | None
     """The digest of its state before the step, if it has taken one."""
-    honest: dict[str, int]
-    """What it knows of the members (`Record.honest`)."""
+    passed: dict[str, list[int]]
+    """What it knows of the members (`Record.passed`)."""
     begins: int
+    compared: int
     held: dict[str, dict[int, int]] = {}
     """By sharded optimizer, the digests of the states that it holds, by the numbers of their tensors."""
     told: Told | None = None
@@ -153,7 +154,8 @@ class Result(msgspec.Struct, frozen=True):
 
     worker: str
     arithmetic: int
-    digest: int
+    digests: list[int]
+    """In the order in which they were asked for."""
 
 
 class Trial(TalkRound):
@@ -172,12 +174,12 @@ class Trial(TalkRound):
 
     def compute(self, plan: Plan) -> Iterator[object]:
         for leaf in self._leaves[len(self._digests) :]:
-            yield from self._round.compute_apart(leaf)
-            self._digests.append(self._round.fingerprint(leaf).digest)
+            digest = yield from self._round.compute_apart(leaf)
+            self._digests.append(digest)
 
     def _said(self) -> bytes:
         own = self._members.worker_ids[self._members.rank]
-        return msgspec.msgpack.encode(Result(own, self._members.arithmetic, digest_of(self._digests)))
+        return msgspec.msgpack.encode(Result(own, self._members.arithmetic, self._digests))
 
 
 # -- what follows from it -----------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def of_copies(said: Sequence[Testimony], step: int, record: Record) -> Verdict |
                 first, second = sorted(digests, key=lambda worker: digests[worker])[:: len(digests) - 1]
                 raise DivergenceError(
                     f"at step {step} {COPIES_DIFFER.format(first=first, second=second, what=f'a state of {name}')}",
-                    sound=max(record.compared, record.begins),
+                    sound=record.alike,
                 )
             return verdict
     return None
@@ -225,7 +227,7 @@ def of_lost(said: Sequence[Testimony]) -> Verdict | None:
     """Return who of those that are lost meanwhile had another state than most; None: nobody."""
     told, present = _told(said), {one.worker for one in said}
     lost = tuple(one for one in told.odd if one not in present)
-    return Verdict("convicted", lost, True) if lost else None
+    return Verdict("convicted", lost, True, True) if lost else None
 
 
 def first_difference(said: Sequence[Testimony]) -> tuple[list[int], Pair] | None:

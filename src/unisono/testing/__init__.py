@@ -76,7 +76,15 @@ class Faults:
         return self._and(Fault(action="fail", worker=worker, at=at, step=step, microbatch=microbatch, skip=skip))
 
     def corrupt(
-        self, worker: str, value: str, *, step: int = -1, microbatch: int = -1, bit: int = 12, lasting: bool = False
+        self,
+        worker: str,
+        value: str,
+        *,
+        step: int = -1,
+        microbatch: int = -1,
+        bit: int = 12,
+        lasting: bool = False,
+        every: int = 1,
     ) -> Faults:
         """The worker computes or stores a wrong value: one bit of it is another (``unisono run --audit`` finds it).
 
@@ -84,6 +92,7 @@ class Faults:
             value: one of `VALUES`.
             bit: of the first number; of a float32, 0 is the least one of its fraction and 31 its sign.
             lasting: not once, but from then on each time.
+            every: of a lasting one: not each time, but every so many times, as a fault that comes and goes.
         """
         if value not in VALUES:
             raise ValueError(f"there is no value {value!r} to corrupt; there are {', '.join(VALUES)}")
@@ -98,6 +107,8 @@ class Faults:
                     microbatch=microbatch,
                     bit=bit,
                     is_lasting=lasting,
+                    every=every,
+                    skip=every - 1,
                 ),
             )
         )

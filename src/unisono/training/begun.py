@@ -23,7 +23,7 @@ class Evaluation:
 
     @property
     def step(self) -> int:
-        """Number of the step of the run (`Step.place`, from 0) in which the call stands; after a training loop, of the
+        """Number of the step of the run (`Step.number`, from 0) in which the call stands; after a training loop, of the
         step that would come next.
         """
         return self._step

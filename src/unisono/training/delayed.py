@@ -167,35 +167,31 @@ class DelayedStep(LaterResult[GradientRound], Step):
     # -- what the user reads -------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        """Of this step within ``run.steps``, from 0. Within the inner loop that of the step of the micro-batch: after a
-        loss, micro-batches of earlier steps may be computed again.
+    def number_in_loop(self) -> int:
+        """Number within ``run.steps``, from 0. Within the inner loop that of the step of the micro-batch: after a loss,
+        micro-batches of earlier steps may be computed again.
         """
         number = self._pipeline.number if self.state is State.INSIDE else None
         return self._iteration if number is None else number
 
     @property
-    def computes(self) -> int:
-        return self._context.first_number + self.number
-
-    @property
     def epoch(self) -> int:
-        return self._context.cursor.position(min(self.number, self._num_steps - 1)).epoch
+        return self._context.cursor.position(min(self.number_in_loop, self._num_steps - 1)).epoch
 
     @property
     def index(self) -> int:
-        within = min(self.number, self._num_steps - 1) % self._context.cursor.steps_per_epoch
-        return within + max(0, self.number - self._num_steps + 1)
+        within = min(self.number_in_loop, self._num_steps - 1) % self._context.cursor.steps_per_epoch
+        return within + max(0, self.number_in_loop - self._num_steps + 1)
 
     @property
     def is_last_of_epoch(self) -> bool:
-        return self.number < self._num_steps and self.index + 1 == self._context.cursor.steps_per_epoch
+        return self.number_in_loop < self._num_steps and self.index + 1 == self._context.cursor.steps_per_epoch
 
     @property
     def num_samples(self) -> int:
-        if self.number >= self._num_steps:
+        if self.number_in_loop >= self._num_steps:
             return 0
-        return self._context.cursor.position(self.number).num_samples
+        return self._context.cursor.position(self.number_in_loop).num_samples
 
     @property
     def has_gradient(self) -> bool:
@@ -206,7 +202,7 @@ class DelayedStep(LaterResult[GradientRound], Step):
         """The mean loss of the step whose gradient ``.grad`` is; NaN in the first D steps, which have none."""
         self.check_not_left()
         if not self.is_complete:
-            raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
+            raise StepError(f"step.loss of {self.name} is known after the inner loop `for ... in step`")
         return self._loss_of(self._arrived) if self._arrived is not None else math.nan
 
     @property
@@ -218,14 +214,14 @@ class DelayedStep(LaterResult[GradientRound], Step):
     def again(self, *, reseed: bool = False) -> Iterator[Any]:
         if self.state is State.COMPLETE:
             raise StepError(
-                f"step.again of step {self.number}: with run.steps(delay=) the gradient that is applied now is that of "
+                f"step.again of {self.name}: with run.steps(delay=) the gradient that is applied now is that of "
                 "an earlier step, so another pass over this step's batch would belong to no update. Use delay=0"
             )
         return super().again(reseed=reseed)
 
     def _run(self, *, reseed: bool = False) -> Iterator[Any]:
         if self.state is not State.NEW:
-            raise StepError(f"a pass over step {self.number} cannot begin: {self.state.value}")
+            raise StepError(f"a pass over {self.name} cannot begin: {self.state.value}")
         self.state, self._begun = State.INSIDE, True
         self._unused.start_step()
         try:
@@ -242,13 +238,13 @@ class DelayedStep(LaterResult[GradientRound], Step):
             before = sums.begin_step(phase, epoch)
             self._totals = {**sums.zeros(), **arrived.totals}
             sums.note(before, self._totals, phase)
-            self._unused.finish_step(self._iteration)
+            self._unused.finish_step(self._context.name(self._iteration))
         self._complete(self._context.inspector)
 
     def add(self, **values: Any) -> None:
         if self._pipeline.microbatch is None:
             raise StepError(
-                f"step.add was called outside of the inner loop `for ... in step` of step {self.number}, where all "
+                f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all "
                 "workers would add the same; what is known there needs no sum"
             )
         self._pipeline.add(values)

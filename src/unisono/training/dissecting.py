@@ -38,6 +38,7 @@ class Dissecting(Inspector):
         self._loop: Inspected | None = None
         self._leaves: list[Leaf] = []
         self._batch: dict[str, str] = {}
+        self._changed: dict[str, str] = {}
         self._modules: list[tuple[str, str]] = []
         self._hooks: list[RemovableHandle] = []
 
@@ -54,8 +55,10 @@ class Dissecting(Inspector):
 
     def before_microbatch(self, place: Place, batch: Any) -> None:
         assert self._loop is not None
-        self._batch, self._modules = _values(batch, "batch"), []
+        self._batch, self._modules, self._changed = _values(batch, "batch"), [], {}
         for name, module in self._loop.tracked.modules.items():
+            now, before = described(module.state_dict(), name), self._found.state
+            self._changed |= {path: text for path, text in now.items() if before.get(path) != text}
             for path, part in module.named_modules(prefix=name):
                 self._hooks.append(part.register_forward_hook(self._hook(path)))
 
@@ -70,6 +73,7 @@ class Dissecting(Inspector):
         self._remove_hooks()
         leaf = Leaf(
             name=place.name,
+            changed=self._changed,
             batch=self._batch,
             modules=self._modules,
             loss=repr(computed.loss),

@@ -137,6 +137,7 @@ class Ending:
             raise
         if reached.has_joined and reached.beginning is not None and reached.beginning.step == reached.num_steps:
             self._say_nothing_left(reached.num_steps)
+        self._recorder.last_checkpoint(self._keeper.news(), self._role())
         self._recorder.run_ended(self._role(), ok=True, digests=digests)
 
     def _say_nothing_left(self, num_steps: int) -> None:
@@ -174,7 +175,7 @@ class Ending:
             DivergenceError: the members do not end with the same bits.
         """
         rounds, team = self._rounds, self._rounds.team
-        team.leaving(rounds.position.phase, rounds.position.step)
+        team.leaving(rounds.position.phase, rounds.position.number)
         reaches = self._keeper.wait_for_directory()
         own = msgspec.structs.replace(digests, reaches=reaches, objects=digests.objects if team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))

@@ -1,4 +1,4 @@
-"""``run.evaluate``: exact totals over a dataset, at once, or beside the training.
+"""``run.batches`` and ``run.evaluate``: exact totals over a dataset, at once, or beside the training.
 
 With ``wait=False`` the call gives an `Evaluation`, and the training goes on while an evaluator computes the totals
 (`unisono.training.beside`); without an evaluator the members compute them at once. Totals are the same bits in every
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, overload
@@ -25,10 +25,11 @@ from unisono.rounds.evaluation import Totals
 from unisono.rounds.life import Rounds
 from unisono.state.packing import from_bytes, to_bytes
 from unisono.state.tracked import Tracked
+from unisono.training.batches import Batches
 from unisono.training.begun import Begun, Entry, Evaluation
 from unisono.training.beside import BESIDE, NAME, Beside, outcome
-from unisono.training.requests import Request, Requests
-from unisono.training.talking import Place, Talk
+from unisono.training.requests import Request, Requests, drive
+from unisono.training.talking import Place, Talk, at_once
 
 __all__ = ["About", "Evaluating", "Evaluations"]
 
@@ -99,24 +100,58 @@ class Evaluations:
         self._num_here = 0
         self.follower: Follows | None = None
         """Not None: this worker is an evaluator."""
+        self.in_loop: Batches | None = None
+        """The loop that the script is in, or has left before its end."""
+        self.newest: Totals = {}
+        """The totals of the loops since the newest training loop has begun."""
 
     # -- calls ---------------------------------------------------------------------------------------
 
-    def now(self, place: Place, request: Request, num_steps: int) -> Totals:
-        """Return the totals. Collective."""
+    def play(
+        self,
+        place: Place,
+        kind: str,
+        num_steps: int,
+        make: Callable[[Rounds | None, int], Generator[Any, None, Totals]],
+    ) -> Generator[Any, None, Totals]:
+        """Yield batches, and return the totals of all; where the run was here, only the totals. Collective.
+
+        Args:
+            kind: the call.
+            make: yields the batches, for these rounds and this number of the evaluation.
+        """
         number = self._begun.num_done
         self._begun.num_done += 1
 
-        def make() -> tuple[Totals, int]:
+        def compute() -> Generator[Any, None, tuple[Totals, int]]:
+            totals = yield from make(place.rounds if place.has_joined else None, number)
             # With the number of lines after it, which a worker that skips this part of the run does not know.
-            return request.compute(place.rounds if place.has_joined else None, number), self._lines() + 1
+            return totals, self._lines() + 1
 
         with self._apart():
-            totals, lines = self._talk.once(place, "run.evaluate", make)
+            totals, lines = yield from self._talk.once(place, kind, compute)
         if not place.is_skipped:
             self._record(num_steps, totals)
         # Every member has evaluated other batches, and the code that follows may draw random numbers.
         seed_at(self._seed, "after", lines)
+        return totals
+
+    def now(self, place: Place, request: Request, num_steps: int) -> Totals:
+        """Return the totals. Collective."""
+
+        def compute(rounds: Rounds | None, number: int) -> Generator[Any, None, Totals]:
+            return at_once(lambda: request.compute(rounds, number))
+
+        return drive(self.play(place, "run.evaluate", num_steps, compute), lambda batch: None)
+
+    def loop(self, place: Place, request: Request, num_steps: int, batches: Batches) -> Generator[Any, None, Totals]:
+        """Yield the batches of a loop of the script's own, and return the totals of all. Collective."""
+        self.in_loop = batches
+        totals = yield from self.play(
+            place, "run.batches", num_steps, lambda rounds, number: request.play(rounds, number, batches.sums)
+        )
+        self.in_loop = None
+        self.newest |= totals
         return totals
 
     def begin(self, place: Place, request: Request, num_steps: int, about: About) -> Evaluation:
@@ -127,7 +162,10 @@ class Evaluations:
         call = self._call_at(place)
         if self.follower is not None and (found := self.follower.evaluate(place, call, request, num_steps)) is not None:
             return found
-        number = self._talk.once(place, BESIDE, lambda: self._begin(place, request, num_steps, call, about))
+        begun = self._talk.once(
+            place, BESIDE, lambda: at_once(lambda: self._begin(place, request, num_steps, call, about))
+        )
+        number = drive(begun, lambda nothing: None)
         if number == UNKNOWN and self.follower is not None:
             return self.follower.unknown(num_steps)
         if number == UNKNOWN:
@@ -300,6 +338,48 @@ class Evaluating(ABC):
         if wait:
             return self._evaluations.now(place, request, about.num_steps)
         return self._evaluations.begin(place, request, about.num_steps, about)
+
+    def batches(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+    ) -> Batches:
+        """Return the batches of a dataset for a loop that evaluates, shared out over the workers. Collective.
+
+        ::
+
+            loss, right = run.total("loss"), run.total("right")
+            for images, labels in run.batches(test_loader):
+                logits = model(images)
+                loss += F.cross_entropy(logits, labels, reduction="sum")
+                right += (logits.argmax(1) == labels).sum()
+            print(loss / len(test_set), right / len(test_set))
+
+        As `evaluate`: exact totals, no padding, no duplicates, the same bits; tracked modules are in ``eval()`` mode
+        meanwhile, without gradients. In a part of the run that is over the loop gives no batch, and the totals are
+        those that the run had there. See docs/evaluation.md.
+
+        Args:
+            dataset, batch_size, collate, loader_workers: as of `evaluate`.
+
+        Returns:
+            An iterable with `add`, `totals`, `index` and a length. To leave its loop by ``break`` is an error.
+
+        Raises:
+            RecipeError: the dataset and the options do not fit together.
+        """
+        request = self._evaluations.requests.make(
+            dataset, None, batch_size=batch_size, collate=collate, loader_workers=loader_workers
+        )
+
+        def play(batches: Batches) -> Generator[Any, None, Totals]:
+            place = self._place("run.batches")
+            return self._evaluations.loop(place, request, self._about().num_steps, batches)
+
+        return Batches(request.num_batches, play)
 
     @property
     def pending(self) -> list[Evaluation]:

@@ -61,33 +61,46 @@ class VisitedStep(Step):
         self._round = None
         self._is_left = False
         self._known = from_bytes(order.totals) if order.totals else {}
-        self.place = order.step
+        self._order = order
         self.state = State.COMPLETE
+
+    @property
+    def number(self) -> int:
+        """Number within the run, from 0."""
+        return self._order.step
+
+    @property
+    def number_in_loop(self) -> int:
+        return self._order.number_in_loop
+
+    @property
+    def name(self) -> str:
+        return f"step {self.number}"
 
     @property
     def index(self) -> int:
         """Of this step within its epoch, from 0."""
         last = self._num_steps - 1
-        return min(self.number, last) % self._cursor.steps_per_epoch + max(0, self.number - last)
+        return min(self.number_in_loop, last) % self._cursor.steps_per_epoch + max(0, self.number_in_loop - last)
 
     @property
     def epoch(self) -> int:
         """Passes over the data that are complete, from 0."""
-        return self._cursor.position(min(self.number, self._num_steps - 1)).epoch
+        return self._cursor.position(min(self.number_in_loop, self._num_steps - 1)).epoch
 
     @property
     def is_last_of_epoch(self) -> bool:
         """Whether the next step begins another epoch."""
-        return self.number < self._num_steps and self.index + 1 == self._cursor.steps_per_epoch
+        return self.number_in_loop < self._num_steps and self.index + 1 == self._cursor.steps_per_epoch
 
     @property
     def num_samples(self) -> int:
         """Samples of the global batch; 0 where there is none."""
-        return self._position.num_samples if self.number < self._num_steps else 0
+        return self._position.num_samples if self.number_in_loop < self._num_steps else 0
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """Return the samples of one of this step's micro-batches."""
-        return self._cursor.indices(self.number, microbatch)
+        return self._cursor.indices(self.number_in_loop, microbatch)
 
     @property
     def loss(self) -> float:
@@ -338,7 +351,7 @@ class Follower:
         self._seen = {}
 
     def _at(self, order: EvaluationWanted, batch: int) -> None:
-        self._member.at(phase=order.phases - 1, step=order.number_in_loop, microbatch=batch, evaluates=True)
+        self._member.at(phase=order.phases - 1, step=order.step, microbatch=batch, evaluates=True)
 
 
 def _key(order: EvaluationWanted) -> tuple[int, int, int]:

@@ -55,16 +55,12 @@ class LateLocalRound(LaterResult[ReplicaRound], LocalRound):
         self._due: Due | None = None
 
     @property
-    def number(self) -> int:
-        """Of this round within ``run.local_steps``, from 0. Within ``for step in round`` that of the round of the step:
+    def number_in_loop(self) -> int:
+        """Number within ``run.local_steps``, from 0. Within ``for step in round`` that of the round of the step:
         after a loss, steps of the round before may be computed again.
         """
         playing = self._overlapping.playing if self.state is State.INSIDE else None
         return self._number if playing is None else playing
-
-    @property
-    def computes(self) -> int:
-        return self._context.first_number + self.number
 
     @property
     def epoch(self) -> int:

@@ -234,7 +234,7 @@ class LocalSteps:
         unused.leave_out(self._outer_name)
         self._unused, self._process = unused, process
         self._now = LocalRound(self, self._context, number, process)
-        self._team.round = number
+        self._team.round = self._context.first_number + number
         return self._now
 
     def settle(self) -> None:
@@ -265,7 +265,7 @@ class LocalSteps:
                     yield from self._requests(self.steps_of(round_), other, share)
             first = round_ + 1
         else:
-            first = self._now.number if self._now is not None else 0
+            first = self._now.number_in_loop if self._now is not None else 0
         for number in range(first, replication.num_rounds(self._num_steps)):
             for replica in replicas:
                 yield from self._requests(self.steps_of(number), replica, share)
@@ -297,7 +297,7 @@ class LocalSteps:
         folder = self._remember(now.steps)
         return ReplicaRound(
             self._context,
-            now.number,
+            now.number_in_loop,
             self._replicas,
             self.num_replicas,
             self,
@@ -321,7 +321,6 @@ class LocalSteps:
                 "an optimizer of the replicas has made a step between two rounds, when it belongs to none of them: "
                 "update the model within `for step in round`, or let the outer optimizer do it"
             )
-        context.rounds.members.release_results()
         with torch.no_grad():
             parameters = [parameter for _, parameter in folder.trained]
             if len(self._start) != len(parameters) or any(
@@ -331,6 +330,7 @@ class LocalSteps:
             for start, parameter in zip(self._start, parameters, strict=True):
                 start.copy_(parameter)
                 parameter.grad = None
+        context.rounds.members.release_results()
         self._structure.renew()
         self._averaged = self._averages()
         self._common = common(self._objects)
@@ -547,7 +547,7 @@ class LocalSteps:
         context, now = self._context, self._now
         inspector = context.inspector
         if inspector is not None and now is not None:
-            inspector = InReplica(inspector, step=now.place, first=now.steps.start, replica=replica, aside=aside)
+            inspector = InReplica(inspector, step=now.number, first=now.steps.start, replica=replica, aside=aside)
         self._tracked.sums = Sums()
         kind = _FirstMicrobatch if compares else Agreement
         agreement = kind(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
@@ -559,6 +559,8 @@ class LocalSteps:
             cursor=self._samples.part(replica),
             seed=seed_of(context.seed, "replica", context.phase, replica),
             first_number=0,
+            replica=f"replica {replica} of round {now.number}" if now is not None else "",
+            first_of_round=now.steps.start if now is not None else 0,
             note_plan=lambda number, *_: self._note(number, replica),
             agreement=agreement,
             tracked=self._tracked,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,7 +116,7 @@ class InnerStep(Step):
     As a step of ``run.steps``, but its global batch is the part of the replica, and its gradient is the replica's.
     """
 
-    def log(self, **values: float | Tensor) -> None:
+    def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Refuse: the journal has one line for each round.
 
         Raises:
@@ -129,7 +129,7 @@ class InnerStep(Step):
 
     def _unused_error(self) -> StepError:
         return StepError(
-            f"step {self.number} of a replica was not iterated: run.local_steps has three loops, `for round in "
+            f"{self.name} was not iterated: run.local_steps has three loops, `for round in "
             "run.local_steps(...):`, in it `for step in round:`, and in that `for batch in step:` with loss.backward()"
         )
 
@@ -169,8 +169,6 @@ class LocalRound(Played[ReplicaRound]):
         self._context = context
         self._process = process
         self._number = number
-        self.place = context.first_number + number
-        """Of this round within the run, from 0."""
         self.state = State.NEW
         self._is_left = False
         self._round: ReplicaRound | None = None
@@ -182,14 +180,17 @@ class LocalRound(Played[ReplicaRound]):
     # -- what the user reads -------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        """Of this round within ``run.local_steps``, from 0; it counts on in a worker that has joined later."""
+    def number_in_loop(self) -> int:
         return self._number
+
+    @property
+    def name(self) -> str:
+        return self._inner.name if self._inner is not None else f"round {self.number}"
 
     @property
     def steps(self) -> range:
         """The numbers of its steps: each replica makes one step with its part of each of these global batches."""
-        return self._strategy.steps_of(self.number)
+        return self._strategy.steps_of(self.number_in_loop)
 
     @property
     def epoch(self) -> int:
@@ -229,14 +230,15 @@ class LocalRound(Played[ReplicaRound]):
             raise StepError(f"round.totals of round {self.number} are known after `for step in round`")
         return dict(self._totals)
 
-    def log(self, **values: float | Tensor) -> None:
+    def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Write numbers into this round's line of the journal. Local: those of rank 0 count.
 
         Args:
-            values: numbers, or tensors of one element.
+            values: numbers, or tensors of one element, by name.
+            named: the same.
 
         Raises:
-            StepError: called within ``for step in round``.
+            StepError: called within ``for step in round``, or when the round is over.
         """
         self.check_not_left()
         if self.state is State.INSIDE:
@@ -244,7 +246,7 @@ class LocalRound(Played[ReplicaRound]):
                 "round.log was called inside of `for step in round`, where each worker is at another replica: call it "
                 "after that loop"
             )
-        self._log(values)
+        self._log(values, named)
 
     def __len__(self) -> int:
         """Return the number of steps that each replica makes in this round."""
@@ -328,6 +330,18 @@ class LocalRound(Played[ReplicaRound]):
         """Return the samples of a micro-batch of the step that the script got last."""
         return self._inner.sample_indices(microbatch) if self._inner is not None else []
 
+    def add(self, **values: float | Tensor) -> None:
+        """Do what ``step.add`` does in the step that the script got last.
+
+        Raises:
+            StepError: called outside of ``for batch in step``.
+        """
+        if self._inner is None:
+            raise StepError(
+                f"step.add adds up numbers of a micro-batch: in round {self.number}, within `for batch in step`"
+            )
+        self._inner.add(**values)
+
     def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None:
         """Do what ``loss.backward()`` means in the step that the script got last."""
         assert self._inner is not None
@@ -357,7 +371,7 @@ class LocalRound(Played[ReplicaRound]):
     def result(self) -> StepResult:
         """Return what all members agree on about this round. After the middle loop."""
         return StepResult(
-            step=self.place,
+            step=self.number,
             epoch=self.epoch,
             loss=self._loss,
             weight=self.weight,

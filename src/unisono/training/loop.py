@@ -33,6 +33,8 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.update import shared_updates
 from unisono.state.tracked import Tracked
 from unisono.training.keeping import Keeper
+from unisono.training.modes import check_begun, check_unchanged, modes, unusual
+from unisono.training.settings import Arithmetic
 from unisono.training.step import Iteration, State
 from unisono.training.strategies import Strategy
 from unisono.training.upcoming import Upcoming
@@ -40,8 +42,8 @@ from unisono.words import listed
 
 __all__ = ["TrainingLoop", "Wire", "check_wire"]
 
-OnStep = Callable[[Iteration, dict[str, float], range], None]
-"""Callback: (finished iteration, seconds by part, the steps of this loop by their numbers in the run)."""
+OnStep = Callable[[Iteration, dict[str, float], int], None]
+"""Callback: (finished iteration, seconds by part, steps of the run at the end of this loop)."""
 
 Wire = Literal["fp32", "bf16"]
 """As what the sums of gradients in float32 travel between hosts."""
@@ -90,7 +92,7 @@ class TrainingLoop:
         cursor: Cursor,
         num_steps: int,
         seed: int,
-        rehearses: bool,
+        arithmetic: Arithmetic,
         num_done: Callable[[], int],
         on_step: OnStep,
         finiteness: Finiteness,
@@ -112,7 +114,7 @@ class TrainingLoop:
         self._journal = journal
         self._process = process
         self._seed = seed
-        self._rehearses = rehearses
+        self._arithmetic = arithmetic
         self._num_done = num_done
         self._on_step = on_step
         self._finiteness = finiteness
@@ -131,9 +133,11 @@ class TrainingLoop:
 
     @property
     def recipe(self) -> Recipe:
-        """What the bits of its steps depend on: the data, the strategy, and whether sums are rounded."""
+        """What the bits of its steps depend on: the data, the strategy, whether sums are rounded, modes of torch."""
         wire: Recipe = {"wire": "bf16"} if self._rounds_sums else {}
-        return {**self.cursor.recipe, **self._strategy.recipe, **wire}
+        found = unusual(modes(), threads=self._arithmetic.threads)
+        chosen: Recipe = {"modes": found} if found else {}
+        return {**self.cursor.recipe, **self._strategy.recipe, **wire, **chosen}
 
     def round_of(self, number: int) -> range | None:
         """Return the global batches of an iteration, where it is a round of several steps; None: it is one. Local."""
@@ -153,12 +157,14 @@ class TrainingLoop:
             make_fetcher: makes what fetches the data; gets what will probably be needed next.
         """
         rounds, team = self._rounds, self._rounds.team
+        check_begun(self._arithmetic.floating_point, threads=torch.get_num_threads())
+        at_begin = modes()
         self._phase, self._base = phase, self._num_done() - self._strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
         agreement = Agreement(
             rounds.members,
             self._tracked,
-            rehearses=self._rehearses,
+            rehearses=self._arithmetic.deterministic,
             last_step=last_step,
             audits=self._audits,
             lag=self._strategy.num_more,
@@ -207,7 +213,7 @@ class TrainingLoop:
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
                     self._move_to(number)
-                    team.in_loop((phase, number))
+                    team.in_loop((phase, self._base + number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
                     self._current_folder()
                     self._keeper.settle_given_up(rounds)
@@ -224,6 +230,7 @@ class TrainingLoop:
                     point("step_head")
                     yield self.step
                     self._process.check("run.steps")
+                    check_unchanged(at_begin, f"step {self.step.number}")
                     self._end_step(self.step)
             self._move_to(end := max(first, self.num_steps + self._strategy.num_more))
             if self.step is not None:
@@ -255,7 +262,7 @@ class TrainingLoop:
             self._end_step(step)
         if step is not None:
             # A loop that was left by `break` has not reached its end, where it would have set this position.
-            self._move_to(step.number + (1 if step.has_begun else 0))
+            self._move_to(step.number_in_loop + (1 if step.has_begun else 0))
 
     def apart(self) -> AbstractContextManager[None]:
         """Return a context for what is done together between two steps, which is no update of the script's."""
@@ -295,7 +302,7 @@ class TrainingLoop:
         point("after_step")
         seconds = self._clock.reset()
         self._clock.switch("other")
-        self._on_step(step, seconds, range(self._base, self._base + self.num_steps))
+        self._on_step(step, seconds, self._base + self.num_steps)
 
     def _tell_loop(self, first: int) -> None:
         """Tell the inspector which loop begins."""
@@ -319,7 +326,13 @@ class TrainingLoop:
         return (self._base + self.num_steps - 1, number)
 
     def _move_to(self, number: int) -> None:
-        position = Position(phase=self._phase, step=number, total=self._num_done(), lines=self._journal.number)
+        position = Position(
+            phase=self._phase,
+            step=number,
+            number=self._base + number,
+            total=self._num_done(),
+            lines=self._journal.number,
+        )
         self._rounds.move_to(position)
 
     def _current_folder(self) -> GradientFolder:

@@ -41,9 +41,9 @@ def note_microbatch(error: BaseException, step: Iteration | None) -> bool:
     samples = step.sample_indices(index)
     shown = ", ".join(map(str, samples[:NUM_SHOWN])) + (", ..." if len(samples) > NUM_SHOWN else "")
     if not is_loss:  # its message says so already
-        _add(error, f"(in step {step.number}, micro-batch {index}, samples {shown})")
+        _add(error, f"(in {step.name}, micro-batch {index}, samples {shown})")
     if (member := members.current()) is not None:
-        member.raised_in(error, step=step.computes, microbatch=index, samples=samples, retry=not is_loss)
+        member.raised_in(error, step=step.number, microbatch=index, samples=samples, retry=not is_loss)
     return not is_loss
 
 
@@ -70,7 +70,7 @@ def note_idle(error: BaseException, step: Iteration | None) -> None:
     if step is not None and isinstance(error, NameError) and step.has_no_microbatch:
         _add(
             error,
-            f"(this worker had no micro-batch of step {step.number}, so what the script sets within `for batch in "
+            f"(this worker had no micro-batch of {step.name}, so what the script sets within `for batch in "
             "step` is not there. Use step.loss, step.num_samples, step.index, and step.add with step.totals, which all "
             "workers have)",
         )

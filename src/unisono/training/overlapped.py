@@ -139,7 +139,7 @@ class OverlappedSteps(LocalSteps):
         unused.leave_out(self._outer_name)
         self._unused, self._process = unused, process
         self._now = now = LateLocalRound(self, self._context, number, process)
-        self._team.round = number
+        self._team.round = self._context.first_number + number
         return now
 
     def settle(self) -> None:
@@ -153,7 +153,7 @@ class OverlappedSteps(LocalSteps):
         self._boundaries.clear()
 
     def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
-        last = self._now is not None and self._now.number >= self._num_rounds
+        last = self._now is not None and self._now.number_in_loop >= self._num_rounds
         return iter(()) if last else super().forecast(upcoming)
 
     def _warn_of(self, team: Team) -> None:

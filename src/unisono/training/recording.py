@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from unisono.chronicle import Chronicle
-from unisono.decisions.asides import Asides
+from unisono.decisions.asides import Asides, written
 from unisono.decisions.links import Slowness
 from unisono.errors import UsageError
 from unisono.events import (
@@ -150,7 +150,6 @@ class Recorder:
         role: Role,
         *,
         num_steps: int,
-        first_step: int,
         seconds: Mapping[str, float],
         telemetry: Mapping[str, StepTelemetry],
         logs: dict[str, float],
@@ -163,8 +162,7 @@ class Recorder:
         """Record that the script has left a step.
 
         Args:
-            num_steps: of the run, up to the end of this ``run.steps``.
-            first_step: steps of the run before this ``run.steps``.
+            num_steps: of the whole run; 0: nobody knows.
             seconds: of the step on this worker, by the names of `Seconds`.
             telemetry: of all members that have summed the step, by worker id.
             checkpoint: news of checkpoints since the step before.
@@ -178,7 +176,6 @@ class Recorder:
         event = StepFinished(
             **{**msgspec.structs.asdict(result), "time": self._now()},
             num_steps=num_steps,
-            first_step=first_step,
             generation=role.generation,
             seconds=_rounded(seconds),
             workers={worker_id: _times(each, ids) for worker_id, each in telemetry.items()},
@@ -199,10 +196,19 @@ class Recorder:
         for event in self._slowness.observe(step.workers, hosts):
             self._pass_on(msgspec.structs.replace(event, time=self._now()), role)
 
-    def evaluation_finished(self, step: int, totals: Mapping[str, Any], role: Role) -> None:
-        """Record the totals of ``run.evaluate`` (numbers, or lists of them), after so many steps of the run."""
+    def evaluation_finished(
+        self, step: int, totals: Mapping[str, Any], role: Role, *, logs: Mapping[str, float] | None = None
+    ) -> None:
+        """Record the totals of an evaluation (numbers, or lists of them), or what ``run.log`` was given, after so many
+        steps of the run.
+        """
         found = {str(name): value for name, value in totals.items()}
-        self._record(EvaluationFinished(time=self._now(), step=step, totals=found), role)
+        self._record(EvaluationFinished(time=self._now(), step=step, totals=found, logs=dict(logs or {})), role)
+
+    def last_checkpoint(self, news: Mapping[str, Any], role: Role) -> None:
+        """Record what became of the checkpoint that was written after the last step; of the others, steps tell."""
+        if news:
+            self._pass_on(written(self._now(), news), role)
 
     def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
         """Record that the script is at the end of the run, or has failed."""
@@ -290,6 +296,9 @@ class Unwatched(Recorder):
 
     def _record(self, event: Event, role: Role) -> None:
         self._journal.skip()
+
+    def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
+        pass
 
 
 class _ToHead:

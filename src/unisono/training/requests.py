@@ -1,37 +1,57 @@
-"""What a call of ``run.evaluate`` asks for: the dataset in batches, and the function that computes their totals."""
+"""What an evaluation asks for: a dataset in batches, and what is done with each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader
 
 from unisono.decisions.cursor import Cursor
+from unisono.errors import UsageError
 from unisono.microbatch.data import Fetcher, MakeFetcher, MapDataset
 from unisono.microbatch.iterables import Dataset, batches_of, stream_source_of
 from unisono.microbatch.loaders import source_of
 from unisono.microbatch.streamfetcher import StreamFetcher
 from unisono.rounds.auditing import Audits
-from unisono.rounds.evaluation import Totals, check_batches, evaluate
+from unisono.rounds.evaluation import BatchSums, Totals, check_batches, evaluate
 from unisono.rounds.life import Rounds
 from unisono.state.tracked import Tracked
 
-__all__ = ["Compute", "Request", "Requests"]
+__all__ = ["Request", "Requests", "drive"]
+
+T = TypeVar("T")
+Function = Callable[[Any], Mapping[str, Any]]
 
 
-class Compute(Protocol):
-    """Computes totals. Collective where there are rounds."""
+class Play(Protocol):
+    """Yields batches, and returns the totals of all. Collective where there are rounds."""
 
-    def __call__(self, rounds: Rounds | None, number: int, at: Callable[[int], None] = ...) -> Totals:
+    def __call__(
+        self, rounds: Rounds | None, number: int, sums: BatchSums, at: Callable[[int], None] = ...
+    ) -> Generator[Any, None, Totals]:
         """
         Args:
             rounds: None: this worker alone.
             number: of the evaluation, for rehearsals.
+            sums: where the script adds up what it finds in a batch.
             at: called before each batch, where this worker is alone.
         """
+
+
+def drive(playing: Generator[Any, None, T], work: Callable[[Any], object]) -> T:
+    """Give all that a generator yields to ``work``, and return what it returns."""
+    with closing(playing):
+        while True:
+            try:
+                item = next(playing)
+            except StopIteration as ended:
+                value: T = ended.value
+                return value
+            work(item)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +60,30 @@ class Request:
 
     samples: int
     batch_size: int
-    compute: Compute
+    num_batches: int
+    play: Play
+    function: Function | None = None
+    """batch -> totals of that batch by name; None: the script has a loop of its own."""
+
+    def compute(self, rounds: Rounds | None, number: int, at: Callable[[int], None] = lambda batch: None) -> Totals:
+        """Return the totals that the function gives, over all batches. Collective where there are rounds.
+
+        Raises:
+            UsageError: it gives none for a batch.
+        """
+        sums = BatchSums("run.evaluate", fills=False)
+
+        def work(batch: Any) -> None:
+            assert self.function is not None
+            totals = self.function(batch)
+            if not isinstance(totals, Mapping):
+                raise UsageError(
+                    "the function of run.evaluate must return totals by name, e.g. {'correct': 93, 'samples': 100}; "
+                    f"got a {type(totals).__qualname__}"
+                )
+            sums.add(totals)
+
+        return drive(self.play(rounds, number, sums, at), work)
 
 
 class Requests:
@@ -48,7 +91,7 @@ class Requests:
 
     Args:
         deterministic: rehearse batches of other workers.
-        audits: go on without workers whose state is not that of most; None: that is an error.
+        audits: go on without workers that are wrong where some differ; None: that is an error.
     """
 
     def __init__(
@@ -63,7 +106,7 @@ class Requests:
     def make(
         self,
         dataset: Dataset,
-        function: Callable[[Any], Mapping[str, Any]],
+        function: Function | None,
         *,
         batch_size: int | None,
         collate: Callable[[list[Any]], Any] | None,
@@ -71,11 +114,15 @@ class Requests:
     ) -> Request:
         """Return what a call asks for; the arguments are those of `unisono.training.evaluating.Evaluating.evaluate`.
 
+        Args:
+            function: None: a call of ``run.batches``.
+
         Raises:
             RecipeError, UsageError: the arguments do not fit together.
         """
         options: dict[str, Any] = {"batch_size": batch_size, "collate": collate, "loader_workers": loader_workers}
-        if (streams := stream_source_of(dataset, "run.evaluate", **options)) is not None:
+        what = "run.evaluate" if function is not None else "run.batches"
+        if (streams := stream_source_of(dataset, what, **options)) is not None:
             samples = batches_of(streams, self._seed)
             return self._request(
                 lambda upcoming: StreamFetcher(
@@ -86,7 +133,7 @@ class Requests:
                 num_batches=samples.num_batches,
                 batch_size=streams.batch_size,
             )
-        source = source_of(cast("MapDataset | DataLoader[Any]", dataset), "run.evaluate", shuffles=False, **options)
+        source = source_of(cast("MapDataset | DataLoader[Any]", dataset), what, shuffles=False, **options)
         num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
         whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
         cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self._seed)
@@ -103,17 +150,19 @@ class Requests:
     def _request(
         self,
         make_fetcher: MakeFetcher,
-        function: Callable[[Any], Mapping[str, Any]],
+        function: Function | None,
         *,
         num_samples: int,
         num_batches: int,
         batch_size: int,
     ) -> Request:
-        def compute(rounds: Rounds | None, number: int, at: Callable[[int], None] = lambda batch: None) -> Totals:
+        def play(
+            rounds: Rounds | None, number: int, sums: BatchSums, at: Callable[[int], None] = lambda batch: None
+        ) -> Generator[Any, None, Totals]:
             return evaluate(
                 rounds,
                 self._tracked,
-                function,
+                sums,
                 make_fetcher,
                 num_batches=num_batches,
                 seed=self._seed,
@@ -123,4 +172,6 @@ class Requests:
                 audits=self._audits,
             )
 
-        return Request(samples=num_samples, batch_size=batch_size, compute=compute)
+        return Request(
+            samples=num_samples, batch_size=batch_size, num_batches=num_batches, play=play, function=function
+        )

@@ -36,6 +36,7 @@ RECIPE: Final = {
     "drop_last",
     "first_epoch",
     "microbatches",
+    "modes",
     "num_samples",
     "order",
     "seed",
@@ -102,7 +103,9 @@ class Resumption:
         Raises:
             RunDirectoryError: the directory holds another run, or cannot be written.
         """
-        self._directory.claim(run_id, overwrite=self._overwrite, resume=bool(self._resume))
+        self._directory.claim(
+            run_id, overwrite=self._overwrite, resume=bool(self._resume), by_command=bool(self._command)
+        )
 
     # -- the recipe ----------------------------------------------------------------------------------
 
@@ -164,7 +167,13 @@ class Resumption:
             describe(path, facts)
             return None
         manifest = loaded.manifest
-        position = Position(phase=manifest.phase, step=manifest.phase_step, total=manifest.step, lines=manifest.lines)
+        position = Position(
+            phase=manifest.phase,
+            step=manifest.phase_step,
+            number=manifest.step,
+            total=manifest.step,
+            lines=manifest.lines,
+        )
         if position.phase != phase:
             self._tracked.load_models(loaded.state)
             return position

@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unisono import member as members
 from unisono import tasks
 from unisono.decisions.audits import too_few
 from unisono.decisions.cadence import Checkpoints, Position
-from unisono.errors import UsageError
+from unisono.errors import StepError, UsageError
 from unisono.events import RunStarted
 from unisono.messages import RunDirectory
 from unisono.microbatch.data import MakeFetcher, Samples
@@ -38,29 +38,33 @@ from unisono.rounds.connect import build_exchange, build_part, open_wire
 from unisono.rounds.evaluation import Totals
 from unisono.rounds.finite import Finiteness
 from unisono.rounds.life import Rounds
+from unisono.rounds.talking import TalkRound
 from unisono.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.rundir import read_facts
 from unisono.spec import AuditThen
 from unisono.state.late import Late
-from unisono.state.packing import to_bytes
+from unisono.state.packing import from_bytes, to_bytes
 from unisono.state.replicas import Replicas
 from unisono.state.sums import plain
 from unisono.state.tracked import Tracked
 from unisono.training import life
 from unisono.training.audited import audits_of, make_audits, spoil
+from unisono.training.batches import RunTotal
 from unisono.training.calls import Calls
 from unisono.training.ending import Ending, Reached
 from unisono.training.evaluating import About, Evaluating, Evaluations
 from unisono.training.evaluator import Follower
 from unisono.training.inspecting import inspector_of
 from unisono.training.keeping import Keeper
+from unisono.training.length import Length
 from unisono.training.loop import TrainingLoop, Wire
 from unisono.training.notes import Beginning
 from unisono.training.profiling import Profiling
 from unisono.training.recording import OUTSIDE, Recorder, Role, Unwatched
+from unisono.training.requests import drive
 from unisono.training.schedule import Planned
 from unisono.training.settings import Arithmetic, choose_device, choose_threads
-from unisono.training.step import Iteration
+from unisono.training.step import Iteration, numbers
 from unisono.training.steps import Steps
 from unisono.training.strategies import Strategy
 from unisono.training.streamed import Asked
@@ -195,6 +199,7 @@ class Run(Calls, Evaluating, Trainings):
         self._phases = 0
         self._num_steps = 0  # of the run, that are done
         self._num_epochs = 0  # of the calls of `steps` so far
+        self._length = Length()
         self._asked = Asked()  # the same for data without a length
         self._loop: TrainingLoop | None = None  # the one that has begun last
         self._training: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
@@ -352,6 +357,105 @@ class Run(Calls, Evaluating, Trainings):
         """
         return self._tracked.sums.totals(self._phases - 1)
 
+    def total(self, name: str) -> RunTotal:
+        """Return a number that is added up over all workers: for a variable that a loop counts up. Local.
+
+        ::
+
+            train_loss = run.total("train_loss")  # was: train_loss = 0
+            for step in run.steps(train_loader, microbatches=8):
+                for images, labels in step:
+                    loss = F.cross_entropy(model(images), labels)
+                    loss.backward()
+                    train_loss += loss.detach() * len(labels)
+                optimizer.step()
+            print(f"{train_loss / len(train_set):.4f}")
+
+        ``+=`` is for the inner loop of a step, where it does what ``step.add`` does, and for the loop over
+        `batches`. Outside of these, it is used as a number: the total of the newest epoch, or of the newest loop
+        over `batches`; 0 where nothing was added.
+
+        Args:
+            name: in the journal and in `totals`; that of a sum of the training, or of evaluations.
+        """
+        return RunTotal(name, self._add_up, self._added_up)
+
+    def _add_up(self, name: str, value: float | Tensor) -> None:
+        loop, batches = self._loop, self._evaluations.in_loop
+        if batches is not None:
+            self._refuse_two(name, self.totals)
+            batches.add(**{name: value})
+        elif loop is not None and loop.step is not None:
+            self._refuse_two(name, self._evaluations.newest)
+            loop.step.add(**{name: value})
+        else:
+            raise StepError(
+                f"run.total({name!r}) += ... stands outside of the loops that it adds up: within `for batch in step` "
+                "or `for batch in run.batches(...)`. Elsewhere all workers would add the same"
+            )
+
+    def _refuse_two(self, name: str, others: Collection[str]) -> None:
+        if name in others:
+            raise UsageError(
+                f"run.total({name!r}) is added up in the training and in an evaluation: give it another name in one of "
+                "the two"
+            )
+
+    def _added_up(self, name: str) -> Any:
+        self._refuse_in_batches(f"the value of run.total({name!r}) was read")
+        if self._loop is not None and self._loop.is_apart():
+            raise StepError(f"the value of run.total({name!r}) is known after the inner loop `for batch in step`")
+        newest = self._evaluations.newest
+        return newest[name] if name in newest else self.totals.get(name, 0)
+
+    def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
+        """Write figures into a line of the journal, for charts, tools, reports and ``keep_best``. Collective.
+
+        ::
+
+            run.log({"val/rmse": (squared / n) ** 0.5})
+
+        After a training loop, or within `steps` after the inner loop. The values of rank 0 count. Does nothing in a
+        part of the run that is over. After a training loop, the name of `Checkpoints.keep_best` has the checkpoint
+        written once more, with this value.
+
+        Args:
+            values: numbers, or tensors of one element, by name.
+            named: the same.
+
+        Raises:
+            UsageError: no step of the run has begun, or a value is no number; called within the inner loop.
+        """
+        place = self._place("run.log")
+        own, is_new = numbers(values, named, "run.log"), False
+        if place.is_early:
+            raise UsageError("run.log writes into the journal of a training: call it after the first step of the run")
+
+        def tell() -> Generator[Any, None, dict[str, float]]:
+            nonlocal is_new
+            if place.is_skipped:
+                return {}
+            is_new, rounds = True, place.rounds
+            said = TalkRound(rounds, "run.log", lambda: to_bytes(own) if rounds.members.rank == 0 else b"")
+            yield from rounds.play(said)
+            found: dict[str, float] = from_bytes(said.values[0])
+            return found
+
+        found = drive(self._talk.once(place, "run.log", tell), lambda nothing: None)
+        if place.is_skipped:
+            return
+        self._keeper.note(found)
+        self._recorder.evaluation_finished(self._num_steps, {}, self._role(), logs=found)
+        policy = self._keeper.policy
+        if is_new and place.step is None and policy is not None and policy.keep_best in found:
+            self._keeper.request()  # the checkpoint of this step was written without the figure
+            self._keeper.save_together(place.rounds)
+
+    def _refuse_in_batches(self, what: str) -> None:
+        """Raise StepError if the script is in a loop over ``run.batches``, or has left one before its end."""
+        if self._evaluations.in_loop is not None:
+            self._evaluations.in_loop.check_not_open(what)
+
     def track(self, **objects: Any) -> None:
         """Name the objects of the run: modules, optimizers, schedulers, and anything with ``state_dict`` and
         ``load_state_dict``.
@@ -410,10 +514,12 @@ class Run(Calls, Evaluating, Trainings):
         num_iterations: int | None = None,
         wire: Wire = "fp32",
         first_step: int = 0,
+        is_limited: bool = False,
     ) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
         Args:
+            is_limited: the script says for how many epochs, or steps, it trains.
             samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
             num_iterations: how many there are; None: one for each global batch.
             first_step: how many of them count as done when the run begins.
@@ -436,9 +542,9 @@ class Run(Calls, Evaluating, Trainings):
             cursor=planned.cursor,
             num_steps=num_steps,
             seed=self.seed,
-            rehearses=self._arithmetic.deterministic,
+            arithmetic=self._arithmetic,
             num_done=lambda: self._num_steps,
-            on_step=self._finish,
+            on_step=partial(self._finish, more=self._length.steps_after(num_steps, is_limited=is_limited)),
             finiteness=self._finiteness,
             on_head=self._begin_step,
             before_step=planned.before_step,
@@ -465,6 +571,7 @@ class Run(Calls, Evaluating, Trainings):
             UsageError: the run has no directory, or has not begun.
         """
         self._process.check("run.save")
+        self._refuse_in_batches("run.save was called")
         if self.directory is None:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
         if self._rounds is None or not self._joined:
@@ -476,12 +583,13 @@ class Run(Calls, Evaluating, Trainings):
     def _place(self, what: str) -> Place:
         """Return the place of a call in which all workers take part, in the script."""
         self._process.check(what)
+        self._refuse_in_batches(f"{what} was called")
         if self._rounds is None:
             raise UsageError(f"{what} works inside `with unisono.Run(...) as run:`")
         loop = self._loop
         if self._follower is not None:
             visited = self._follower.step
-            at = visited.place if visited is not None else None
+            at = visited.number if visited is not None else None
             return Place(rounds=self._rounds, phases=self._phases, step=at, has_joined=False)
         if loop is not None and loop.is_apart():
             where = "`for batch in step`, where each worker is at another micro-batch"
@@ -491,7 +599,7 @@ class Run(Calls, Evaluating, Trainings):
         return Place(
             rounds=self._rounds,
             phases=self._phases,
-            step=loop.step.place if loop is not None and loop.is_open and loop.step is not None else None,
+            step=loop.step.number if loop is not None and loop.is_open and loop.step is not None else None,
             has_joined=self._joined,
         )
 
@@ -526,6 +634,8 @@ class Run(Calls, Evaluating, Trainings):
     ) -> Generator[Iteration, None, None]:
         """The generator behind `steps`."""
         rounds, team = self._in_rounds()
+        self._refuse_in_batches("run.steps was called")
+        self._evaluations.newest = {}
         if self._follower is not None:
             phase, self._phases = self._phases, self._phases + 1
             yield from self._follower.follow(phase, loop)
@@ -618,6 +728,7 @@ class Run(Calls, Evaluating, Trainings):
             self._profiling.step_begins(step, clock)
 
     def _before_end(self) -> None:
+        self._refuse_in_batches("the end of the run was reached")
         if self._inspector is not None:
             self._inspector.at_end()
         if self._follower is not None:
@@ -634,22 +745,28 @@ class Run(Calls, Evaluating, Trainings):
             return About(num_steps=self._num_steps)
         step = loop.step
         return About(
-            num_steps=self._num_steps, number_in_loop=step.number, loss=step.loss, totals=to_bytes(step.totals)
+            num_steps=self._num_steps, number_in_loop=step.number_in_loop, loss=step.loss, totals=to_bytes(step.totals)
         )
 
     def _record_evaluation(self, num_steps: int, totals: Totals) -> None:
         self._recorder.evaluation_finished(num_steps, plain(totals), self._role())
 
-    def _finish(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
-        """Record a step that the script has left."""
+    def _finish(self, step: Iteration, seconds: dict[str, float], end: int, *, more: int | None) -> None:
+        """Record a step that the script has left.
+
+        Args:
+            end: steps of the run at the end of the training loop.
+            more: steps of the run after it; None: nobody knows.
+        """
+        self._refuse_in_batches("the step was ended")
         if step.has_result:
-            self._record(step, seconds, steps)
+            self._record(step, seconds, end + more if more is not None else 0)
         if self._rounds is not None and self._loop is not None:
             self._troubles.tell_memory(self._rounds, self._loop)
         if self._profiling is not None:
-            self._profiling.step_ends(step.place, self._in_rounds()[0], sees=self._keeper.reaches)
+            self._profiling.step_ends(step.number, self._in_rounds()[0], sees=self._keeper.reaches)
 
-    def _record(self, step: Iteration, seconds: dict[str, float], steps: range) -> None:
+    def _record(self, step: Iteration, seconds: dict[str, float], num_steps: int) -> None:
         rounds, team = self._in_rounds()
         self._num_steps += 1
         result = step.result()
@@ -659,8 +776,7 @@ class Run(Calls, Evaluating, Trainings):
         self._recorder.step_finished(
             result,
             self._role(),
-            num_steps=steps.stop,
-            first_step=steps.start,
+            num_steps=num_steps,
             seconds=seconds,
             telemetry=step.telemetry,
             logs=step.logs,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from unisono.errors import UsageError
+from unisono.exchange.flat import check_counting
+from unisono.fingerprint import floating_point
 
 __all__ = ["Arithmetic", "check_whole", "choose_device", "choose_threads", "keep_freed_memory"]
 
@@ -26,6 +28,7 @@ class Arithmetic:
     deterministic: bool
 
     def enter(self) -> None:
+        self.floating_point = floating_point()
         self._before = (
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
@@ -33,6 +36,7 @@ class Arithmetic:
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
         )
+        check_counting()
         keep_freed_memory(os.environ)
         torch.set_num_threads(self.threads)
         if self.deterministic:

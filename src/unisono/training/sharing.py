@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from unisono.checkpoint.files import Stream, memory_at
-from unisono.checkpoint.saving import Saver, Wish, WrittenPart
+from unisono.checkpoint.saving import UNSEEN, Saver, Wish, WrittenPart
 from unisono.checkpoint.snapshot import Moment, Snapshot
 from unisono.checkpoint.writer import write_facts
 from unisono.exchange import Parcel
@@ -56,8 +56,7 @@ def save_together(rounds: Rounds, saver: Saver, moment: Callable[[], Moment]) ->
     elif any(one.is_left for one in known):  # they write this checkpoint, with the same content
         saver.settle(moment(), None)
     else:
-        saver.miss()
-        saver.settle(moment(), None, has_failed=True)
+        saver.settle(moment(), None, failure=UNSEEN)
 
 
 def lend(rounds: Rounds, saver: Saver, snapshot: Snapshot | None, generation: int) -> None:
@@ -120,13 +119,17 @@ def _write(rounds: Rounds, saver: Saver, moment: Callable[[], Moment], reaching:
         if (own := _put_together(parts)) is not None and own.has_loans:
             trade = partial(_write_lent, rounds, saver, own)
             parts += _decode(union(rounds, trade=trade, generation=own.generation))
-        if any(one.error for one in parts):
-            saver.settle(moment(), None, has_failed=True)
+        if failed := [one for one in parts if one.error]:
+            saver.settle(moment(), None, failure=failed[0].error, teller=failed[0].worker_id)
             return
         whole = _put_together(parts, with_loans=True)
     found = whole
-    is_published = bool(union(rounds, lambda: _publish(rounds, saver, reaching, found)))
-    saver.settle(moment(), whole if is_published else None, has_failed=not is_published)
+    failures = union(rounds, lambda: _publish(rounds, saver, reaching, found))
+    if b"" in failures.values():
+        saver.settle(moment(), whole)
+    else:
+        teller, failure = next(iter(failures.items()))
+        saver.settle(moment(), None, failure=failure.decode(), teller=teller)
 
 
 def _put_together(parts: Sequence[WrittenPart], *, with_loans: bool = False) -> WrittenPart | None:
@@ -153,7 +156,7 @@ def _write_lent(rounds: Rounds, saver: Saver, own: WrittenPart) -> dict[str, byt
     try:
         written = msgspec.structs.replace(own, parts={snapshot.lent_path.name: file.close()})
     except OSError as error:
-        written = msgspec.structs.replace(own, parts={}, error=error.strerror or str(error))
+        written = msgspec.structs.replace(own, parts={}, error=error.strerror or str(error), worker_id=_own_id(rounds))
     return {f"{own.generation} lent": msgspec.msgpack.encode(written)}
 
 
@@ -165,12 +168,13 @@ def _write_own(rounds: Rounds, saver: Saver, moment: Moment, reaching: Collectio
     if any(one in reaching for one in moment.worker_ids):
         written = saver.write_part(moment, reaching)
     else:  # those that saw the directory are lost: all hear of it before they go on
-        written = WrittenPart(moment.generation, 0, error=saver.miss())
+        written = WrittenPart(moment.generation, 0, error=UNSEEN)
     return {f"{written.generation} {_own_id(rounds)}": msgspec.msgpack.encode(written)}
 
 
 def _publish(rounds: Rounds, saver: Saver, reaching: Collection[str], whole: WrittenPart) -> dict[str, bytes]:
-    return {_own_id(rounds): b""} if saver.publish(rounds.team.worker_ids, reaching, whole) else {}
+    failure = saver.publish(rounds.team.worker_ids, reaching, whole)
+    return {_own_id(rounds): failure.encode()} if failure is not None else {}
 
 
 def _decode(values: Mapping[str, bytes]) -> list[WrittenPart]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.decisions.cursor import StepPosition, seed_of
-from unisono.errors import StepError
+from unisono.errors import StepError, UsageError
 from unisono.events import StepResult
 from unisono.microbatch.guards import UnusedGradients
 from unisono.microbatch.losses import Microbatch
@@ -22,7 +22,7 @@ from unisono.rounds.members import Summed
 from unisono.state.sums import Total, plain
 from unisono.telemetry import StepTelemetry
 
-__all__ = ["CommonRound", "Iteration", "Played", "State", "Step"]
+__all__ = ["CommonRound", "Iteration", "Played", "State", "Step", "numbers"]
 
 
 class State(enum.Enum):
@@ -41,10 +41,17 @@ class Iteration(Protocol):
     """
 
     state: State
-    place: int
 
     @property
-    def number(self) -> int: ...
+    def number(self) -> int:
+        """Number within the run: while its inner loop is under way, of the step whose micro-batch is computed."""
+
+    @property
+    def number_in_loop(self) -> int: ...
+
+    @property
+    def name(self) -> str:
+        """What is computed, as messages name it: the step, or a step of a replica."""
 
     @property
     def current(self) -> Microbatch | None:
@@ -56,9 +63,6 @@ class Iteration(Protocol):
     @property
     def is_apart(self) -> bool:
         """Whether each worker is elsewhere: within a loop of the script that each runs over its own part."""
-
-    @property
-    def computes(self) -> int: ...
 
     @property
     def has_begun(self) -> bool: ...
@@ -92,6 +96,8 @@ class Iteration(Protocol):
 
     def sample_indices(self, microbatch: int) -> list[int]: ...
 
+    def add(self, **values: float | Tensor) -> None: ...
+
     def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None: ...
 
     def check_not_left(self) -> None: ...
@@ -120,18 +126,28 @@ R = TypeVar("R", bound=CommonRound)
 class Played(ABC, Generic[R]):
     """What iterations have in common that play a round while the script iterates over them."""
 
-    place: int
     state: State
+    _context: StepContext
     _round: R | None
     _is_left: bool
     _logs: dict[str, float]
 
     @property
-    def computes(self) -> int:
-        """Number, within the run, of the step whose micro-batch is being computed: with a delay, it may be one before
-        this.
+    def number(self) -> int:
+        """Number within the run, from 0, over all calls of ``run.steps``: that of the journal, of messages and of
+        ``unisono replay``. It counts on in a worker that has joined later.
         """
-        return self.place
+        return self._context.first_number + self.number_in_loop
+
+    @property
+    @abstractmethod
+    def number_in_loop(self) -> int:
+        """Number within its call of ``run.steps`` or ``run.local_steps``, from 0."""
+
+    @property
+    def name(self) -> str:
+        """What is computed, as messages name it."""
+        return self._context.name(self.number_in_loop)
 
     @property
     def has_begun(self) -> bool:
@@ -186,8 +202,18 @@ class Played(ABC, Generic[R]):
         """The numbers that ``log`` was given."""
         return dict(self._logs)
 
-    def _log(self, values: Mapping[str, float | Tensor]) -> None:
-        self._logs.update({name: float(v.detach() if isinstance(v, Tensor) else v) for name, v in values.items()})
+    def _log(self, values: Mapping[str, float | Tensor] | None, named: Mapping[str, float | Tensor]) -> None:
+        """Note numbers for the line of the journal.
+
+        Raises:
+            StepError: that line is written.
+        """
+        if self.state in (State.CLOSED, State.FAILED):
+            raise StepError(
+                f"step.log of step {self.number} was called when that step was over, and its line of the journal is "
+                "written: call it within run.steps, or run.log after the training loop"
+            )
+        self._logs |= numbers(values, named, "step.log")
 
     def check_not_left(self) -> None:
         """Check that the script has not left the inner loop before its end.
@@ -234,6 +260,27 @@ class Played(ABC, Generic[R]):
         """Return the error for a script that has not iterated over it."""
 
 
+def numbers(
+    values: Mapping[str, float | Tensor] | None, named: Mapping[str, float | Tensor], what: str
+) -> dict[str, float]:
+    """Return what a script logs, by name.
+
+    Raises:
+        UsageError: it is no mapping, or a value is no number.
+    """
+    if values is not None and not isinstance(values, Mapping):
+        raise UsageError(f'{what} takes numbers by name, e.g. {{"val/rmse": 0.31}}; got a {type(values).__qualname__}')
+    found = {}
+    for name, value in {**(values or {}), **named}.items():
+        try:
+            found[str(name)] = float(value.detach() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(
+                f"{what} takes numbers, or tensors of one element; {name!r} is a {type(value).__qualname__}"
+            ) from None
+    return found
+
+
 class Step(Played[GradientRound]):
     """One optimizer update on one global batch. Made by ``run.steps``.
 
@@ -248,8 +295,6 @@ class Step(Played[GradientRound]):
         self._position: StepPosition = context.cursor.position(number)
         self._unused = unused
         self._process = process
-        self.place = context.first_number + number
-        """Of this step within the run, from 0: of all calls of ``run.steps``."""
         self.state = State.NEW
         self._is_left = False
         self._round: GradientRound | None = None
@@ -261,14 +306,13 @@ class Step(Played[GradientRound]):
     # -- what the user reads -------------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        """Of this step within ``run.steps``, from 0; it counts on in a worker that has joined later."""
+    def number_in_loop(self) -> int:
         return self._position.number
 
     @property
     def index(self) -> int:
         """Of this step within its epoch, from 0: what ``enumerate(loader)`` would give."""
-        return self.number % self._context.cursor.steps_per_epoch
+        return self.number_in_loop % self._context.cursor.steps_per_epoch
 
     @property
     def epoch(self) -> int:
@@ -297,7 +341,7 @@ class Step(Played[GradientRound]):
         """
         self.check_not_left()
         if not self.is_complete:
-            raise StepError(f"step.loss of step {self.number} is known after the inner loop `for ... in step`")
+            raise StepError(f"step.loss of {self.name} is known after the inner loop `for ... in step`")
         return self.round.loss
 
     @property
@@ -310,7 +354,7 @@ class Step(Played[GradientRound]):
             StepError: the inner loop is not over.
         """
         if not self.is_complete:
-            raise StepError(f"step.totals of step {self.number} are known after the inner loop `for ... in step`")
+            raise StepError(f"step.totals of {self.name} are known after the inner loop `for ... in step`")
         return dict(self._totals)
 
     @property
@@ -341,16 +385,17 @@ class Step(Played[GradientRound]):
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """Return the samples of one of this step's micro-batches."""
-        return self._context.cursor.indices(self.number, microbatch)
+        return self._context.cursor.indices(self.number_in_loop, microbatch)
 
-    def log(self, **values: float | Tensor) -> None:
+    def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Write numbers into this step's line of the journal. Local: those of rank 0 count.
 
         Args:
-            values: numbers, or tensors of one element.
+            values: numbers, or tensors of one element, by name; for names with a "/", say.
+            named: the same.
 
         Raises:
-            StepError: called within the inner loop.
+            StepError: called within the inner loop, or when the step is over.
         """
         self.check_not_left()
         if self.microbatch is not None:
@@ -358,10 +403,10 @@ class Step(Played[GradientRound]):
                 "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
                 "it after that loop (step.loss is the mean loss then, and step.add gives exact sums)"
             )
-        self._log(values)
+        self._log(values, named)
 
     def __repr__(self) -> str:
-        return f"<step {self.number}: epoch {self.epoch}, {self.num_samples} samples, {self.state.value}>"
+        return f"<{self.name}: epoch {self.epoch}, {self.num_samples} samples, {self.state.value}>"
 
     # -- the inner loop ------------------------------------------------------------------------------
 
@@ -370,12 +415,12 @@ class Step(Played[GradientRound]):
         self._process.check("for batch in step")
         if self.state is State.FAILED:
             raise StepError(
-                f"the loop of step {self.number} is over. To take its steps one by one, keep the iterator: "
+                f"the loop of {self.name} is over. To take its steps one by one, keep the iterator: "
                 "`steps = run.steps(...)`, `step = next(steps)`"
             )
         if self.state is not State.NEW:
             raise StepError(
-                f"step {self.number} was iterated before; `for ... in step` can be run once for each step. For another "
+                f"{self.name} was iterated before; `for ... in step` can be run once for each step. For another "
                 "pass over the same global batch: `for ... in step.again()`"
             )
         return self._run()
@@ -408,15 +453,14 @@ class Step(Played[GradientRound]):
             return self._run()
         if self.state is not State.COMPLETE:
             raise StepError(
-                f"step.again of step {self.number} begins another pass when the one before is complete, and "
-                f"{self.state.value}"
+                f"step.again of {self.name} begins another pass when the one before is complete, and {self.state.value}"
             )
         return self._run(reseed=reseed)
 
     def _run(self, *, reseed: bool = False) -> Iterator[Any]:
         if self.state not in (State.NEW, State.COMPLETE):
             raise StepError(
-                f"a pass over step {self.number} cannot begin: {self.state.value}. The passes of a step follow each "
+                f"a pass over {self.name} cannot begin: {self.state.value}. The passes of a step follow each "
                 "other, each in a `for` loop of its own"
             )
         self.state, turn = State.INSIDE, Pass(len(self._passes), reseed and bool(self._passes))
@@ -444,7 +488,7 @@ class Step(Played[GradientRound]):
             self._totals_before = known.begin_step(context.phase, self.epoch)
         self._totals = {**known.zeros(), **self._totals, **current.totals}
         known.note(self._totals_before, self._totals, context.phase)
-        self._unused.finish_step(self.number)
+        self._unused.finish_step(self.name)
         self._complete(context.inspector, turn.number)
 
     def add(self, **values: float | Tensor) -> None:
@@ -467,7 +511,7 @@ class Step(Played[GradientRound]):
         current = self._round
         if current is None or current.microbatch is None:
             raise StepError(
-                f"step.add was called outside of the inner loop `for ... in step` of step {self.number}, where all "
+                f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all "
                 "workers would add the same; what is known there needs no sum"
             )
         current.add(values)
@@ -493,9 +537,7 @@ class Step(Played[GradientRound]):
         """
         self._process.check("step.backward")
         if (current := self.current) is None:
-            raise StepError(
-                f"step.backward was called outside of the inner loop `for ... in step` of step {self.number}"
-            )
+            raise StepError(f"step.backward was called outside of the inner loop `for ... in step` of {self.name}")
         current.backward(loss, weight, scaler, retain_graph=retain_graph)
 
     # -- for the outer loop --------------------------------------------------------------------------
@@ -507,7 +549,7 @@ class Step(Played[GradientRound]):
 
     def _left_error(self) -> StepError:
         return StepError(
-            f"the inner loop of step {self.number} was left before its end (break, return or an exception): "
+            f"the inner loop of {self.name} was left before its end (break, return or an exception): "
             f"the step has no gradient. "
             "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
         )
@@ -521,7 +563,7 @@ class Step(Played[GradientRound]):
         """Return what all members agree on about this step. After the inner loop."""
         digests, first = [_digest(each) for each in self._passes], self._passes[0]
         return StepResult(
-            step=self.place,
+            step=self.number,
             epoch=self.epoch,
             loss=first.loss,
             weight=first.weight,
@@ -532,9 +574,7 @@ class Step(Played[GradientRound]):
         )
 
     def _unused_error(self) -> StepError:
-        return StepError(
-            f"step {self.number} was not iterated: write `for batch in step:` with step.backward(loss) in it"
-        )
+        return StepError(f"{self.name} was not iterated: write `for batch in step:` with step.backward(loss) in it")
 
 
 def _digest(round_: GradientRound) -> int:

@@ -15,7 +15,7 @@ after a training loop                   the members exchange; a worker that come
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -31,7 +31,7 @@ from unisono.rounds.talking import BlockRound, GroupRound, TalkRound
 from unisono.state.packing import from_bytes, to_bytes
 from unisono.state.tracked import Tracked
 
-__all__ = ["Place", "Talk"]
+__all__ = ["Place", "Talk", "at_once"]
 
 T = TypeVar("T")
 
@@ -176,19 +176,19 @@ class Talk:
         assert round_.group is not None
         return round_.group
 
-    def once(self, place: Place, kind: str, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns, or has returned when the run was here.
+    def once(self, place: Place, kind: str, make: Callable[[], Generator[Any, None, T]]) -> Generator[Any, None, T]:
+        """Yield what ``make`` yields, and return what it returns or has returned when the run was here.
 
         Args:
             make: returns plain data and tensors. Called where there is no such result.
         """
         call = self._call(kind, place)
         if place.is_early or place.step is not None:
-            return make()
+            return (yield from make())
         if (known := self._log.find(call)) is not None:
             found: T = from_bytes(known)
             return found
-        result = make()
+        result = yield from make()
         if place.has_joined:
             self._log.add(call, to_bytes(result))
         return result
@@ -291,6 +291,12 @@ class Talk:
         for _ in rounds.play(TalkRound(rounds, f"the end of {call.title}", bytes)):
             pass
         self._keep(call, [])
+
+
+def at_once(make: Callable[[], T]) -> Generator[Any, None, T]:
+    """Return what ``make`` returns, as a generator that yields nothing, for `Talk.once`."""
+    yield from ()
+    return make()
 
 
 def _encoded(value: Any, call: _Call) -> bytes:

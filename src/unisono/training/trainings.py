@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from unisono.state.prediction import Prediction
 from unisono.state.replicas import NAME, Replicas
 from unisono.state.tracked import Tracked
 from unisono.training.delayed import Delayed, check_delay
+from unisono.training.length import Length
 from unisono.training.local import Delta, InnerState, LocalSteps
 from unisono.training.localround import LocalRound, ReplicaSamples, ReplicaStreams, Replication, check_count
 from unisono.training.loop import Wire, check_wire
@@ -49,6 +50,7 @@ class Trainings(ABC):
     _tracked: Tracked
     _process: Process
     _num_epochs: int
+    _length: Length
     _asked: Asked
     _replicas: Replicas | None
     _late: Late | None
@@ -66,14 +68,35 @@ class Trainings(ABC):
         num_iterations: int | None = None,
         wire: Wire = "fp32",
         first_step: int = 0,
+        is_limited: bool = False,
     ) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
         Args:
+            is_limited: the script says for how many epochs, or steps, it trains.
             samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
             num_iterations: how many there are; None: one for each global batch.
             first_step: how many of them count as done when the run begins.
         """
+
+    def epochs(self, num: int) -> Iterator[int]:
+        """Yield the numbers 0 to ``num - 1``: the outer loop of a training with a ``run.steps`` for each epoch.
+
+        ::
+
+            for epoch in run.epochs(10):
+                for step in run.steps(loader, microbatches=8):
+                    ...
+
+        It is ``range(num)`` for the script, and says how long the run is: for the progress and the time left that the
+        terminal, the page and ``unisono status`` show. It skips nothing: a worker that joins later, or a run that is
+        resumed, goes through all epochs, and ``run.steps`` skips what is over. Changes no bit.
+
+        Raises:
+            UsageError: ``num`` is no whole number, or less than 1.
+        """
+        check_count("epochs", num)
+        return self._length.epochs(num)
 
     def steps(
         self,
@@ -81,7 +104,7 @@ class Trainings(ABC):
         *,
         microbatches: int,
         batch_size: int | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
         max_steps: int | None = None,
         sampler: Iterable[int] | None = None,
         shuffle: bool | None = None,
@@ -108,7 +131,8 @@ class Trainings(ABC):
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
                 bits, the number of workers does not. Choose it as the largest number of workers you expect, or a
                 small multiple where workers differ in speed (docs/choosing_m.md).
-            epochs: passes over the data.
+            epochs: passes over the data; default: one. A training with more than one ``run.steps`` says its length with
+                `epochs`.
             max_steps: end earlier.
             sampler: a sampler of torch, `unisono.BucketSampler`, or anything that gives the sample indices of an epoch
                 (``__iter__`` and ``__len__``) and draws from the global generators only.
@@ -157,7 +181,7 @@ class Trainings(ABC):
             asked=self._asked,
             batch_size=batch_size,
             resized=resized,
-            epochs=epochs,
+            epochs=1 if epochs is None else epochs,
             max_steps=max_steps,
             sampler=sampler,
             shuffle=shuffle,
@@ -165,6 +189,7 @@ class Trainings(ABC):
             collate=collate,
             loader_workers=loader_workers,
         )
+        is_limited = epochs is not None or max_steps is not None
         check_first_step(first_step, planned.num_steps, is_first_loop=self._num_epochs == 0, delay=delay)
         prediction = Prediction(delay) if predict else None
         if prediction is not None:
@@ -173,7 +198,7 @@ class Trainings(ABC):
         if isinstance(planned, StreamSchedule):
             self._tracked.own(STREAMS, self._asked.bookmarks)
             planned = dataclasses.replace(planned, delay=delay)
-        return self._begin_loop(planned, strategy, reduction, wire=wire, first_step=first_step)
+        return self._begin_loop(planned, strategy, reduction, wire=wire, first_step=first_step, is_limited=is_limited)
 
     def local_steps(
         self,
@@ -188,7 +213,7 @@ class Trainings(ABC):
         copies: int = 2,
         delay: int = 0,
         batch_size: int | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
         max_steps: int | None = None,
         sampler: Iterable[int] | None = None,
         shuffle: bool | None = None,
@@ -258,7 +283,7 @@ class Trainings(ABC):
             first_epoch=self._num_epochs,
             asked=self._asked,
             batch_size=batch_size,
-            epochs=epochs,
+            epochs=1 if epochs is None else epochs,
             max_steps=max_steps,
             sampler=sampler,
             shuffle=shuffle,
@@ -297,6 +322,7 @@ class Trainings(ABC):
             reduction,
             samples=samples,
             num_iterations=replication.num_rounds(planned.num_steps),
+            is_limited=epochs is not None or max_steps is not None,
         )
 
     def _late_changes(self) -> Late:

@@ -130,7 +130,7 @@ class OwnTroubles:
             self._member.explained(error, kind, detail, advised)
         elif is_end:
             step = loop.step if loop is not None else None
-            at = step.computes if step is not None else -1
+            at = step.number if step is not None else -1
             index = step.microbatch if step is not None else None
             samples = step.sample_indices(index) if step is not None and index is not None else []
             trouble = Trouble(

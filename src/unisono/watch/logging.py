@@ -51,7 +51,7 @@ class Logging:
             case StepFinished():
                 self._step(event)
             case EvaluationFinished():
-                totals = ", ".join(f"{name} {value}" for name, value in event.totals.items())
+                totals = ", ".join(f"{name} {value}" for name, value in event.values.items())
                 self._log(logging.INFO, event, f"evaluation at step {event.step}: {totals}")
             case MembershipChanged():
                 why = f": {event.reason}" if event.reason else ""

@@ -18,7 +18,7 @@ def scalars(event: StepFinished | EvaluationFinished) -> dict[str, float]:
     ``evaluation/NAME``. Totals that are lists are left out.
     """
     if isinstance(event, EvaluationFinished):
-        return _numbers("evaluation", event.totals)
+        return _numbers("evaluation", event.values)
     whole = event.seconds.total()
     found = {
         "loss": event.loss,

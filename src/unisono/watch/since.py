@@ -97,7 +97,7 @@ class Once:
                 return False
             self._step = event.step
         elif isinstance(event, EvaluationFinished):  # perhaps after later steps
-            key = event.step, tuple(event.totals)
+            key = event.step, tuple(event.values)
             if key in self._evaluated:
                 return False
             self._evaluated[key] = None

@@ -20,6 +20,8 @@ from unisono.launchers import AgentCommand, Handle, Machine, Policy, RunSpec, Se
 from unisono.lifetime import PARENT
 from unisono.testing import run_workers
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).resolve().parents[3]
 TRAINING = ROOT / "tests" / "workers" / "small_training.py"
 STEPS = "4"

@@ -12,6 +12,8 @@ from tests.house.toys import toy_round
 from tests.waiting import WAIT_S
 from unisono.testing import Outcome, run_workers
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(toy_round.__file__)
 MOST_LINES = 80
 

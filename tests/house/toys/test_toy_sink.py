@@ -11,6 +11,8 @@ from tests.house.toys import toy_sink
 from tests.waiting import WAIT_S
 from unisono.testing import Faults, Outcome, run_workers
 
+pytestmark = pytest.mark.more
+
 SCRIPT = Path(toy_sink.__file__)
 MOST_LINES = 80
 

@@ -37,6 +37,14 @@ def main(directory: Path) -> float:
             if number % 10 == 9:
                 totals = run.evaluate(data, lambda batch: count(model, batch), batch_size=16)
                 print(int(totals["right"]), run.rank, run.num_workers, step.totals)
+        right, seen = run.total("right"), run.total("seen")
+        batches = run.batches(DataLoader(data, 16))
+        for inputs, labels in batches:
+            right += (model(inputs).argmax(1) == labels).sum()
+            seen += len(labels)
+            batches.add(samples=len(labels))
+        accuracy: float = right / seen
+        run.log({"val/accuracy": accuracy}, samples=batches.totals["samples"])
         for _ in run.steps(DataLoader(data, 16), microbatches=4, delay=1):
             pass
         run.save()

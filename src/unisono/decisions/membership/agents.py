@@ -14,7 +14,7 @@ from unisono.decisions.membership.roster import ALIVE, Agent, EvaluatorStage, St
 from unisono.decisions.membership.spreading import to_leave, to_start
 from unisono.errors import ProtocolError
 from unisono.messages import AgentHello, Ended, Lost, Start
-from unisono.words import count, listed
+from unisono.words import count, listed, stopping_words
 
 __all__ = [
     "agent_name",
@@ -296,4 +296,4 @@ def _start_more(draft: Draft, staying: Iterable[Worker], missing: int, why: str)
 def stop(draft: Draft, reason: str) -> None:
     """End the run at the end of the step."""
     draft.put(stopping=draft.state.stopping or reason or "stopped")
-    draft.reasons.append(f"{draft.state.stopping}: the run ends at the end of the step")
+    draft.reasons.append(stopping_words(draft.state.stopping))

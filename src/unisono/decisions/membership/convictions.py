@@ -25,7 +25,7 @@ def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
         wrong = [one for one in wrong if one.how != "evicted"]  # by the report of another member
     if not wrong:
         return
-    first, hosts = message.honest_until + 1, tuple(dict.fromkeys(_host(one) for one in wrong))
+    first, hosts = message.doubtful_from, tuple(dict.fromkeys(_host(one) for one in wrong))
     doubtful = f"step {first}" if first == message.step - 1 else f"the steps {first} to {message.step - 1}"
     for one in wrong:
         _say(draft, one, message, doubtful)
@@ -50,10 +50,14 @@ def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
 
 
 def _say(draft: Draft, wrong: Worker, message: Convicted, doubtful: str) -> None:
-    times = ", each time that it computed it" if message.is_lasting else "; when it computed it again it was right"
-    if "micro-batch" not in message.what:  # a state is not computed again
+    times = (
+        ", each time that it computed it"
+        if message.is_lasting
+        else "; it comes and goes: not all that it computed after that was wrong"
+    )
+    if "state" in message.what or wrong.state not in ALIVE:  # is not computed again
         times = ""
-    known = "" if message.honest_until >= message.step - 1 else f". What it has computed in {doubtful} is to be doubted"
+    known = "" if message.doubtful_from >= message.step else f". What it has computed in {doubtful} is to be doubted"
     draft.alarm(
         Trouble(
             kind="corruption",

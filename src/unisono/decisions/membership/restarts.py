@@ -123,7 +123,7 @@ def _last_place(draft: Draft, worker: Worker) -> str:
     beat, step = worker.beat, draft.state.committed + 1
     if worker.state is not _S.HOLDING or step == 0 or (beat is not None and beat.evaluates):
         return position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else ""
-    if beat is not None and beat.phase == 0 and beat.step == step:
+    if beat is not None and beat.step == step:
         return position_words(beat.step, beat.microbatch, beat.samples)
     return position_words(step, -1)
 

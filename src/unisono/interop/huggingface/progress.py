@@ -113,7 +113,7 @@ class Handout:
         A worker that comes later, and a run that is resumed, begin with another one.
         """
         following = self._look_ahead()
-        return following is not None and following.number == self._first
+        return following is not None and following.number_in_loop == self._first
 
     def begins_in(self, epoch: int) -> bool:
         """Return whether the next step is one of an epoch. Collective: the first call gets into the run.
@@ -124,13 +124,13 @@ class Handout:
         following = self._look_ahead()
         if following is None:
             return False
-        if following.number // self._per_epoch < epoch:
+        if following.number_in_loop // self._per_epoch < epoch:
             raise UsageError(
-                f"the run goes on with step {following.number}, and the Trainer's checkpoint would have it begin with "
-                f"step {epoch * self._per_epoch} or later: call train() without resume_from_checkpoint where a run is "
-                "resumed (unisono run --resume), or go on from the Trainer's checkpoint in a new run"
+                f"the run goes on with step {following.number_in_loop}, and the Trainer's checkpoint would have it "
+                f"begin with step {epoch * self._per_epoch} or later: call train() without resume_from_checkpoint "
+                "where a run is resumed (unisono run --resume), or go on from the Trainer's checkpoint in a new run"
             )
-        return following.number // self._per_epoch == epoch
+        return following.number_in_loop // self._per_epoch == epoch
 
     def _look_ahead(self) -> Step | None:
         if self._next is None:
@@ -151,7 +151,7 @@ class Handout:
         """Yield the rest of the epoch that the next step is in. A step is taken when the one before it is over."""
         while self._next is not None:
             step, self._next = self._next, None
-            self._num_over = step.number + 1
+            self._num_over = step.number_in_loop + 1
             yield step
             if self._num_over % self._per_epoch == 0:
                 return

@@ -279,7 +279,7 @@ class StepLoader(_InPlaceOf):
             steps = self._run.steps(self._source, microbatches=self._microbatches, epochs=epochs, max_steps=max_steps)
             try:
                 for step in steps:
-                    self._is_last = number == len(plan) and step.number + 1 == len(steps)
+                    self._is_last = number == len(plan) and step.number_in_loop + 1 == len(steps)
                     yield step
             finally:
                 steps.close()

@@ -71,6 +71,7 @@ export class Chart {
     } else {
       this.plot.setData(data, false);
       this.limit();
+      this.read(this.plot.cursor.idx);
     }
     this.shape = alive.length ? shape : "";
     this.describe();

@@ -32,7 +32,7 @@ export function drawHeader(run, connection) {
   bar.value = Math.min(1, part);
   bar.hidden = !(overview.num_steps > 0);
   say(byId("progress-text"), overview.num_steps > 0
-    ? `${whole(done)} of ${count(overview.num_steps, overview.unit)}${overview.first_step ? ` (this loop began at ${whole(overview.first_step)})` : ""}`
+    ? `${whole(done)} of ${count(overview.num_steps, overview.unit)}`
     : count(done, overview.unit));
   const why = overview.reason && overview.reason !== words ? plain(overview.reason, 4000) : "";
   byId("why").hidden = !why;

@@ -5,6 +5,15 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (value) => (typeof value === "number" ? value : null);
   const drawn = [];
+  // One axis of steps for all charts, so that what stands above each other happened at the same time.
+  const steps = charts.flatMap((chart) => chart.lines.flatMap((line) => [line.step[0], line.step.at(-1)]));
+  const [first, last] = [Math.min(...steps), Math.max(...steps)];
+
+  /** As many digits as tell neighbouring ticks apart. */
+  function tick(value, step) {
+    if (value !== 0 && (Math.abs(value) >= 1e6 || step < 1e-6)) return value.toExponential(2).replace(/\.?0+e/, "e");
+    return String(Number(value.toFixed(Math.max(0, 1 - Math.floor(Math.log10(step))))));
+  }
 
   function draw(place) {
     const chart = charts[Number(place.dataset.chart)];
@@ -26,13 +35,14 @@
     const plot = new uPlot(
       {
         ...size, series, bands,
-        scales: { x: { time: false } },
-        axes: [axis, { ...axis, size: 64 }],
+        scales: { x: { time: false, range: first < last ? [first, last] : [first - 0.5, last + 0.5] } },
+        axes: [axis, { ...axis, size: 64, values: (u, splits, _, __, step) => splits.map((value) => tick(value, step)) }],
         legend: { show: false },
       },
       uPlot.join(tables),
       place,
     );
+    place.plot = plot;
     drawn.push([place, plot]);
   }
 

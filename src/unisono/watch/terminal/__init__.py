@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from unisono.tasks import is_for_person
 from unisono.watch.terminal.base import BALANCE_EVERY_S, Terminal, summary
 from unisono.watch.terminal.canvas import is_drawable
 from unisono.watch.terminal.plain import Plain
@@ -14,7 +15,7 @@ __all__ = ["BALANCE_EVERY_S", "Plain", "Terminal", "summary", "terminal"]
 
 def terminal() -> Terminal:
     """Make the sink that suits standard output: a live view for a terminal, else `Plain`."""
-    if not sys.stdout.isatty() or not is_drawable(dict(os.environ)):
+    if not is_for_person(sys.stdout, os.environ) or not is_drawable(dict(os.environ)):
         return Plain()
     from unisono.watch.terminal.live import Live
 

@@ -8,14 +8,18 @@ from collections.abc import Callable
 from typing import Final
 
 from unisono.events import Announcement, Event, LinkSlow, Problem, RunEnded, StepFinished, WorkerOutput
-from unisono.overview import link_words
+from unisono.overview import Overview, link_words
 from unisono.watch.terminal.text import duration
 from unisono.words import count, evidence_words, progress
+from unisono.words import duration as length
 
 __all__ = ["BALANCE_EVERY_S", "Pace", "Terminal", "done", "on_workers", "summary"]
 
-BALANCE_EVERY_S: Final = 5.0
-"""Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen."""
+BALANCE_EVERY_S: Final = 60.0
+"""Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen.
+
+The journal has all of them.
+"""
 
 
 class Pace:
@@ -70,11 +74,11 @@ def summary(pace: Pace, ended: RunEnded) -> str:
     last = pace.last
     if last is None:
         without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`
-        return f"{ended.reason} after {pace.elapsed_s:.1f} s{without}"
+        return f"{ended.reason} after {length(pace.elapsed_s)}{without}"
     ended_as = "finished" if ended.reason == "finished" else f"finished ({ended.reason})"
     steps = count(pace.num_steps(ended.step), last.unit)
     on = f" on {known}" if (known := on_workers(last)) else ""
-    return f"{ended_as}: {steps} in {pace.elapsed_s:.1f} s{on}"
+    return f"{ended_as}: {steps} in {length(pace.elapsed_s)}{on}"
 
 
 SAID_OTHERWISE: Final = ("crash", "error", "failed-join")
@@ -88,6 +92,7 @@ class Terminal(ABC):
         self._clock = clock
         self._pace = Pace(clock)
         self._balance_at = -math.inf
+        self._evidence = ""  # of the problem with which the run ends
 
     def emit(self, event: Event) -> None:
         match event:
@@ -97,6 +102,8 @@ class Terminal(ABC):
                 self._say(event.text)
             case LinkSlow():
                 self._say(link_words(event))
+            case Problem(ends_run=True):
+                self._evidence = problem_words(event)
             case Problem():
                 if words := problem_words(event):
                     self._say(words)
@@ -105,7 +112,7 @@ class Terminal(ABC):
                     self._say_balance(event.balance)
                     self._step(event)
             case RunEnded():
-                self._end(event)
+                self._end(event, self._evidence)
 
     def _say_balance(self, text: str) -> None:
         now = self._clock()
@@ -114,7 +121,7 @@ class Terminal(ABC):
             self._say(text)
 
     def _left(self, last: StepFinished) -> str:
-        return "" if last.first_step else f"{duration(self._pace.left_s)} left"
+        return f"{duration(self._pace.left_s)} left" if last.num_steps else ""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -129,7 +136,8 @@ class Terminal(ABC):
     def _step(self, step: StepFinished) -> None: ...
 
     @abstractmethod
-    def _end(self, ended: RunEnded) -> None: ...
+    def _end(self, ended: RunEnded, evidence: str) -> None:
+        """Show how the run has ended, and then where the evidence lies; "": there is none."""
 
 
 def problem_words(event: Problem) -> str:
@@ -145,11 +153,7 @@ def on_workers(step: StepFinished) -> str:
     return count(len(step.workers), "worker") if step.workers else ""
 
 
-def done(step: StepFinished) -> str:
-    """Return how far the run is. A script that has called ``run.steps`` before may do so for each of its epochs, so
-    nobody knows how many steps there will be.
-    """
-    if not step.first_step:
-        return progress(step.step + 1, step.num_steps, step.unit)
-    within = progress(step.step + 1 - step.first_step, step.num_steps - step.first_step, step.unit)
-    return f"epoch {step.epoch}: {within}"
+def done(at: StepFinished | Overview) -> str:
+    """Return how far the run is; where nobody knows how long it is, with its epoch."""
+    epoch = f", epoch {at.epoch}" if at.epoch and not at.num_steps else ""
+    return progress(at.step + 1, at.num_steps, at.unit) + epoch

@@ -12,9 +12,10 @@ import msgspec
 
 from unisono.events import Seconds
 from unisono.overview import Overview, Recent, WorkerNow
+from unisono.watch.terminal.base import done
 from unisono.watch.terminal.curve import draw_curve
-from unisono.watch.terminal.text import Line, Span, cut, duration, filled, harmless, number, size, time_of_day, width
-from unisono.words import count, progress
+from unisono.watch.terminal.text import Line, Span, cut, duration, filled, number, size, time_of_day, width
+from unisono.words import count, harmless
 
 __all__ = ["draw", "fitted", "header", "in_short", "levels", "made_harmless", "workers_rows"]
 
@@ -128,7 +129,7 @@ def fitted(line: Line, columns: int, *, unicode: bool) -> Line:
 
 def in_short(overview: Overview) -> Line:
     """Return a run in one line."""
-    return [(f"{harmless(overview.state)}  {_done(overview)}  loss {_loss(overview)}  {_left(overview)}", "")]
+    return [(f"{harmless(overview.state)}  {done(overview)}  loss {_loss(overview)}  {_left(overview)}", "")]
 
 
 def header(overview: Overview, columns: int, *, unicode: bool) -> list[Line]:
@@ -150,15 +151,6 @@ def header(overview: Overview, columns: int, *, unicode: bool) -> list[Line]:
     ]
 
 
-def _done(overview: Overview) -> str:
-    """Return how far the run is; see `unisono.watch.terminal.base.done`."""
-    done = overview.step + 1
-    if not overview.first_step:
-        return progress(done, overview.num_steps, overview.unit)
-    within = progress(done - overview.first_step, overview.num_steps - overview.first_step, overview.unit)
-    return f"epoch {overview.epoch}: {within}"
-
-
 def _left(overview: Overview) -> str:
     return f"{duration(overview.left_s)} left" if overview.left_s is not None else ""
 
@@ -168,15 +160,14 @@ def _loss(overview: Overview) -> str:
 
 
 def _progress(overview: Overview, columns: int, *, unicode: bool) -> Line:
-    done, left = _done(overview), _left(overview)
-    total = overview.num_steps - overview.first_step
-    room = columns - width(done) - 2 - 14
-    if room < 8 or total <= 0:
-        return [(f"{done}  {left}", "")]
-    part = min(1.0, max(0.0, (overview.step + 1 - overview.first_step) / total))
+    at, left = done(overview), _left(overview)
+    room = columns - width(at) - 2 - 14
+    if room < 8 or not overview.num_steps:
+        return [(f"{at}  {left}", "")]
+    part = min(1.0, (overview.step + 1) / overview.num_steps)
     filling, rest = ("━", "─") if unicode else ("=", "-")
     long = int(part * room)
-    return [(done + "  ", ""), (filling * long, "green"), (rest * (room - long), "dim"), (f"{left:>14}", "")]
+    return [(at + "  ", ""), (filling * long, "green"), (rest * (room - long), "dim"), (f"{left:>14}", "")]
 
 
 def _speed(overview: Overview, columns: int) -> Line:
@@ -184,7 +175,7 @@ def _speed(overview: Overview, columns: int) -> Line:
     style = "error" if overview.loss_is else "bold"
     if columns < _NARROW:
         return [(loss, style), (f"{overview.samples_per_s:>9,.0f} samples/s", "")]
-    checkpoint = f"checkpoint {overview.checkpoint_step + 1:,}" if overview.checkpoint_step >= 0 else ""
+    checkpoint = f"checkpoint {overview.checkpoint_step:,}" if overview.checkpoint_step >= 0 else ""
     return [
         (loss, style),
         (f"{overview.samples_per_s:>10,.0f} samples/s {overview.steps_per_s:>8,.2f} {overview.unit}s/s   ", ""),

@@ -10,7 +10,8 @@ from typing import Final, TextIO
 
 from unisono.overview import Overview, Recent
 from unisono.watch.terminal.drawing import in_short
-from unisono.watch.terminal.text import harmless, plain, time_of_day
+from unisono.watch.terminal.text import plain, time_of_day
+from unisono.words import harmless
 
 __all__ = ["Lines"]
 

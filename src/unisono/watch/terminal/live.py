@@ -16,7 +16,8 @@ from unisono.watch.terminal.base import Terminal, summary
 from unisono.watch.terminal.canvas import colours_wanted, shows_unicode
 from unisono.watch.terminal.drawing import draw, in_short
 from unisono.watch.terminal.screen import Screen, rows_beside_output
-from unisono.watch.terminal.text import Line, harmless, plain, to_ansi
+from unisono.watch.terminal.text import Line, plain, to_ansi
+from unisono.words import harmless
 
 __all__ = ["Live"]
 
@@ -87,12 +88,14 @@ class Live(Terminal):
     def _step(self, step: StepFinished) -> None:
         """The picture shows it."""
 
-    def _end(self, ended: RunEnded) -> None:
+    def _end(self, ended: RunEnded, evidence: str) -> None:
         style = "good" if ended.ok else "error"
         lines = [self._styled([(harmless(line), style)]) for line in summary(self._pace, ended).splitlines()]
         is_apart = bool(ended.traceback) and not self._is_error_shared
         if ended.traceback and not is_apart:
             lines += [harmless(line) for line in ended.traceback.splitlines()]
+        if evidence:
+            lines.append(self._styled([(f"unisono: {harmless(evidence)}", "dim")]))
         self._screen.close(*lines)
         if is_apart:
             with contextlib.suppress(OSError):

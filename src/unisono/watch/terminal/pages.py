@@ -10,7 +10,8 @@ from typing import Final
 from unisono.overview import Overview
 from unisono.watch.terminal.curve import draw_curve
 from unisono.watch.terminal.drawing import draw, fitted, header, levels, made_harmless, workers_rows
-from unisono.watch.terminal.text import Line, cut, filled, harmless, time_of_day
+from unisono.watch.terminal.text import Line, cut, filled, time_of_day
+from unisono.words import harmless
 
 __all__ = ["PAGES", "Looked", "draw_page", "turned"]
 

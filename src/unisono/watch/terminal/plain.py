@@ -35,7 +35,6 @@ class Plain(Terminal):
         self._err = sys.stderr if err is None else err
         self._wall = wall
         self._steps = Cadence()
-        self._balances = Cadence()
         self._is_shown = True
         self._failing: list[TextIO] = []
         """Streams whose last line could not be written."""
@@ -51,23 +50,20 @@ class Plain(Terminal):
         for line in text.splitlines():
             self._write(self._err, f"{self._now()} unisono: {line}")
 
-    def _say_balance(self, text: str) -> None:
-        if text and self._balances.is_due(now := self._clock()):
-            self._balances.said(now)
-            self._say(text)
-
     def _step(self, step: StepFinished) -> None:
         self._is_shown = False
         if self._steps.is_due(now := self._clock()):
             self._steps.said(now)
             self._show()
 
-    def _end(self, ended: RunEnded) -> None:
+    def _end(self, ended: RunEnded, evidence: str) -> None:
         if not self._is_shown:
             self._show()
         self._write(self._out if ended.ok else self._err, f"{self._now()} unisono: {summary(self._pace, ended)}")
         if ended.traceback:
             self._write(self._err, ended.traceback.rstrip("\n"))
+        if evidence:
+            self._say(evidence)
 
     def _show(self) -> None:
         last = self._pace.last

@@ -1,12 +1,11 @@
 """Styled text for a terminal: what it is made of, how wide it is, and how it is written.
 
-Everything that comes from outside (names, output of workers, words of another machine) goes through `harmless` before
-it is written: a terminal obeys control characters.
+Everything that comes from outside (names, output of workers, words of another machine) goes through
+`unisono.words.harmless` before it is written: a terminal obeys control characters.
 """
 
 from __future__ import annotations
 
-import re
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ __all__ = [
     "cut",
     "duration",
     "filled",
-    "harmless",
     "number",
     "plain",
     "size",
@@ -48,41 +46,6 @@ STYLES: Final = {
     "red": "31",
 }
 """Neither black nor white, which some terminals have as their background."""
-
-_ESCAPES: Final = re.compile(
-    r"""
-    (?P<colours> \x1b \[ [0-9;:]{0,64} m )                        # the only ones that are kept, and only if wanted
-    | (?: \x1b \[ | \x9b ) [0-?]* [\ -/]* [@-~]?                  # moves of the cursor, questions to the terminal ...
-    | (?: \x1b [\]PX^_] | [\x9d\x90\x98\x9e\x9f] ) [^\x07\x1b\x9c]* (?: \x07 | \x1b\\ | \x9c )?   # titles, links ...
-    | \x1b [\ -/]* [0-~]?
-    """,
-    re.VERBOSE,
-)
-_CONTROLS: Final = re.compile(
-    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028\u2029\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
-)
-"""Also those that hide text, or turn its direction. The tab is no harm."""
-_TAB: Final = 4
-
-
-def harmless(text: str, *, keeps_colours: bool = False) -> str:
-    """Return one line of text without anything that a terminal would obey.
-
-    Args:
-        keeps_colours: keep sequences that set colours; who writes the text resets them after it.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    kept = r"\g<colours>" if keeps_colours else ""
-    pieces = []
-    end = 0
-    for found in _ESCAPES.finditer(text):
-        pieces.append(_CONTROLS.sub("", text[end : found.start()]))
-        if keeps_colours and found["colours"]:
-            pieces.append(found.expand(kept))
-        end = found.end()
-    pieces.append(_CONTROLS.sub("", text[end:]))
-    return "".join(pieces).expandtabs(_TAB)
 
 
 def width(text: str) -> int:
