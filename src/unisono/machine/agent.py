@@ -31,7 +31,6 @@ from unisono import messages
 from unisono.certificate import derived
 from unisono.checkpoint import files
 from unisono.chronicle import Chronicle
-from unisono.decisions.idleness import Limits
 from unisono.decisions.policy import Policy
 from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import RunDirectoryError, RunGoesBack, UsageError
@@ -45,7 +44,6 @@ from unisono.machine.descendants import end_descendants
 from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of
 from unisono.machine.holder import LOST
-from unisono.machine.idleness import Watching
 from unisono.machine.inviting import welcome_words
 from unisono.machine.metering import Metering
 from unisono.machine.plain import free_port, variables
@@ -274,6 +272,9 @@ class _Agent:
             raise
         tasks = [asyncio.create_task(self._following.run())]
         if (idle := self._spec.when_idle) is not None:
+            from unisono.decisions.idleness import Limits  # few machines are lent
+            from unisono.machine.idleness import Watching
+
             limits = Limits(idle_s=idle.idle_s, load=idle.load)
             tasks.append(asyncio.create_task(Watching(limits, idle.inputs, self._on_idle).run()))
         reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.heartbeat_s)
