@@ -301,6 +301,7 @@ NEIGHBOURS = {
     "machine.holder": {"machine.descendants"},
     "machine.workers": {"machine.children", "machine.placement", "machine.places"},
     "machine.placement": {"machine.children", "machine.nursery"},  # the second: the messages between the two
+    "machine.worker": {"training.inspecting"},  # an inspector sees the script from its first statement on
     "machine.nursery": {"training.run", "machine.worker"},  # it imports them before it forks
     "checking": {"faults", "journal", "lifetime", "trialrun"},  # its trials are runs with a fault
     "testing": {"faults", "lifetime"},  # the run that it starts ends with its caller
