@@ -43,6 +43,7 @@ __all__ = [
     "read_facts",
     "refuse_used",
     "sound_steps",
+    "user",
 ]
 
 RUN_FILE = "run.json"
@@ -272,8 +273,8 @@ def refuse_used(directory: Path) -> None:
 
 
 def _refuse(directory: Path, other: str, *, by_command: bool) -> NoReturn:
-    if (user := _user(directory)) is not None:
-        raise RunDirectoryError(going(directory, user))
+    if (name := user(directory)) is not None:
+        raise RunDirectoryError(going(directory, name))
     replace, go_on = (
         ("add --overwrite", f"--resume {directory}")
         if by_command
@@ -320,16 +321,16 @@ def forget_head(directory: Path, run_id: str, token: str) -> None:
 
 def is_taken(directory: Path, run_id: str) -> bool:
     """Return whether processes of another run than ``run_id`` hold the `Lock` of a directory."""
-    user = _user(directory) or ""
-    return user != "" and not user.startswith(f"{run_id},")
+    name = user(directory) or ""
+    return name != "" and not name.startswith(f"{run_id},")
 
 
 def is_going(directory: Path) -> bool:
     """Return whether a process of a run holds the `Lock` of a directory."""
-    return bool(_user(directory))
+    return bool(user(directory))
 
 
-def _user(directory: Path) -> str | None:
+def user(directory: Path) -> str | None:
     """Return the holder of the `Lock` of a directory that this process does not hold; None: there is none."""
     with contextlib.suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
         try:
@@ -372,10 +373,10 @@ def is_blank(directory: Path) -> bool:
         return False
 
 
-def read_facts(directory: Path) -> dict[str, Any]:
+def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
     """Return the run's description; empty if there is none that can be read."""
     try:
-        facts = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+        facts = json.loads((directory / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

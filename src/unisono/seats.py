@@ -2,7 +2,8 @@
 
 A seat is taken by binding a name in the abstract namespace of Unix sockets (Linux): the kernel gives a name to one
 process only, and frees it when that process ends, however it ends. So nothing is left behind after ``kill -9``, and
-there is no list that could be wrong. The names hold for all users of the machine, and for one network namespace: a
+there is no list that could be wrong. The holder binds a second name, which has its process id: the kernel's list of
+names tells that to whoever asks. The names hold for all users of the machine, and for one network namespace: a
 container with a network of its own hands out its own seats.
 
 What a process holds is one fact for the whole process, so this module keeps it. Elsewhere than on Linux every seat can
@@ -14,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 __all__ = ["LEDGER", "holder", "release", "take"]
@@ -25,7 +26,7 @@ LEDGER: Final = "UNISONO_LEDGER"
 """Name of the environment variable with a name for this machine's seats; programs with different ones do not see each
 other."""
 
-_held: Final[dict[str, socket.socket]] = {}  # by address
+_held: Final[dict[str, contextlib.ExitStack]] = {}  # by address
 
 
 def take(names: Iterable[str]) -> list[str]:
@@ -46,29 +47,36 @@ def holder(name: str) -> int:
         return os.getpid()
     if sys.platform != "linux":
         return 0
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        probe.connect(_address(name))
-        return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
+            pid = line.partition(_note(name, "").replace("\0", "@"))[2]
+            if pid.isdecimal() and Path(f"/proc/{pid}").exists():  # else it is of another namespace of processes
+                return int(pid)
     return 0
 
 
 def _take(name: str) -> bool:
     if (address := _address(name)) in _held or sys.platform != "linux":
         return True
-    try:
-        seat = socket.socket(socket.AF_UNIX)  # not inherited by programs that this one starts
-    except OSError:
-        return False  # there is no descriptor left: workers start nevertheless, and share
-    try:
-        seat.bind(address)
-        seat.listen()  # so that `holder` can ask
-    except OSError:
-        seat.close()
-        return False
-    _held[address] = seat
+    with contextlib.ExitStack() as sockets:
+        try:
+            _bind(sockets, address)
+        except OSError:
+            return False  # somebody has it; or no descriptor is left: workers start nevertheless, and share
+        with contextlib.suppress(OSError):
+            _bind(sockets, _note(name, str(os.getpid())))
+        _held[address] = sockets.pop_all()
     return True
+
+
+def _bind(sockets: contextlib.ExitStack, address: str) -> None:
+    # Programs that this one starts do not inherit it.
+    sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(address)
 
 
 def _address(name: str) -> str:
     return f"\0unisono/{os.environ.get(LEDGER, '')}/{name}"
+
+
+def _note(name: str, pid: str) -> str:
+    return f"{_address(name)} is held by {pid}"

@@ -14,12 +14,28 @@ import msgspec
 
 from unisono.errors import UsageError
 
-__all__ = ["FIRST_SPECIAL_STEP", "TAKEN", "Engine", "Task", "counts", "here", "is_for_person", "refuse_torchrun"]
+__all__ = [
+    "FIRST_SPECIAL_STEP",
+    "TAKEN",
+    "Engine",
+    "Task",
+    "counts",
+    "here",
+    "is_for_person",
+    "refuse_others",
+    "refuse_unknown",
+]
 
 Engine = Literal["Slurm", "Open MPI", "MPICH"]
 
 FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
 """Slurm numbers the steps of ``srun`` from 0; batch scripts and interactive shells have a number from here on."""
+_UNKNOWN: Final = (
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "Flux"),
+    ("PALS_RANKID", "PMI_SIZE", "Cray PALS"),
+    ("PMI_RANK", "PMI_SIZE", "a process manager of MPI"),
+)
+"""Variables with a task's number and with the number of tasks, and who sets them."""
 TAKEN: Final = "UNISONO_TASK"
 """Set where the task is a run's already: a run that a script starts in a worker is a run of its own."""
 PMI_TIMEOUT_S: Final = 10.0
@@ -78,18 +94,40 @@ def is_for_person(stream: TextIO, environment: Mapping[str, str]) -> bool:
     return not is_task and stream.isatty()
 
 
-def refuse_torchrun(environment: Mapping[str, str]) -> None:
-    """Refuse to run alone in one of several processes of torchrun (``unisono run --plain``): each would train alone.
+def refuse_others(environment: Mapping[str, str]) -> None:
+    """Refuse to run alone in one of several processes that a starter has started whose tasks are not known by `here`.
+
+    Each of them would train alone.
 
     Raises:
         UsageError: there are several.
     """
+    refuse_unknown(environment)
     size = environment.get("WORLD_SIZE", "")
     if "TORCHELASTIC_RUN_ID" in environment and size.isdecimal() and int(size) > 1:
         raise UsageError(
             f"this script uses unisono.Run, and was started by torchrun or `unisono run --plain`: its {size} processes "
             f"would train {size} times the same. Start it by unisono run SCRIPT --workers {size}"
         )
+
+
+def refuse_unknown(environment: Mapping[str, str]) -> None:
+    """Refuse to go on in one of several tasks of a starter of MPI programs whose variables `here` does not understand.
+
+    Raises:
+        UsageError: there are several, as far as they say.
+    """
+    if TAKEN in environment or here(environment) is not None:
+        return
+    for rank, size, starter in _UNKNOWN:
+        number = environment.get(size, "")
+        if environment.get(rank, "").isdecimal() and number != "1":
+            raise UsageError(
+                f"{starter} has started this process as task {environment[rank]} of {number or 'several'} ({rank}), "
+                "and Unisono does not know how its tasks find each other: each would train alone. Start `unisono run` "
+                f"once, and `unisono join` in the other tasks; or take {rank} out of the environment if this process "
+                "is meant to be alone"
+            )
 
 
 def counts(text: str) -> list[int]:

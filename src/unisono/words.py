@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 __all__ = [
+    "NAMES_THE_LINE",
     "count",
     "duration",
     "evidence_words",
@@ -26,6 +27,9 @@ __all__ = [
 FOR_REPORT: Final = "evidence, for a bug report"
 OF_SCRIPT: Final = "what is known of the script's error"
 """Also of values that are not finite, and of memory that it has used up."""
+
+NAMES_THE_LINE: Final = "`unisono check SCRIPT` names the line"
+"""The end of an error whose cause is probably the script."""
 
 
 def count(number: int, noun: str) -> str:

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,8 @@ from unisono.capacity import parse_workers
 from unisono.journal import compare
 from unisono.launchers import LAUNCHERS, Request
 from unisono.launchers.asked import RAY_JOB, in_ray_job
+from unisono.launchers.protocol import Machine
+from unisono.launchers.ray import Ray, _Place
 
 if find_spec("ray") is None:  # not imported: every process that collects tests would do it
     pytest.skip("could not import 'ray'", allow_module_level=True)
@@ -57,7 +60,7 @@ UNTIL_KILLED = ("setpriv", "--pdeathsig", "KILL")
 class Cluster:
     """A Ray cluster, whose head has no CPUs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
         self._folder = folder
         self._environment = {
@@ -65,6 +68,7 @@ class Cluster:
             MARK: self.mark,
             "RAY_USAGE_STATS_ENABLED": "0",
             "TMPDIR": str(folder),
+            **variables,
         }
         self._nodes: dict[str, subprocess.Popen[str]] = {}
         self._inside: list[str] = []
@@ -143,12 +147,18 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    with running("n1", "n2") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def running(*nodes: str, **variables: str) -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # short: sockets are there
-    found = Cluster(folder)
+    found = Cluster(folder, **variables)
     try:
         found.start()
-        found.add("n1")
-        found.add("n2")
+        for node in nodes:
+            found.add(node)
         yield found
     finally:
         found.close()
@@ -309,6 +319,45 @@ def test_machines_come_when_the_cluster_grows(cluster: Cluster, tmp_path: Path) 
             process.stdin.close()
             process.wait(WAIT_S)
             cluster.kill("n3")
+
+
+def test_a_cluster_with_a_token_takes_a_run_that_has_it_and_the_others_are_told(
+    unisono: Unisono, tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray asks for a token from 2.61 on, if nothing else is said."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2}
+    command = ("ray", SCRIPT, "--address", ADDRESS, "--workers", 2, "--run-dir", "run")
+    with running("n1", **token) as guarded:
+        for mode in ("token", "disabled"):
+            monkeypatch.setenv("RAY_AUTH_MODE", mode)
+            monkeypatch.setenv("RAY_AUTH_TOKEN", "of-another-cluster")
+            refused = unisono(*command, before=guarded.before)
+            assert refused.wait() == 2, refused.err
+            refused.line("or give its token: RAY_AUTH_TOKEN")
+        for name, value in token.items():
+            monkeypatch.setenv(name, value)
+        assert_same(unisono(*command, before=guarded.before), tmp_path / "run", alone)
+
+
+def test_places_may_come_and_go_while_a_launcher_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resize` runs in a thread, and whoever closes the launcher waits for it for a short time only."""
+    ray = SimpleNamespace(remote=lambda kind: kind, shutdown=lambda: None, exceptions=SimpleNamespace(RayError=OSError))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    launcher = Ray(Request(workers=parse_workers("1:4", 1), threads=1, environment={}))
+    killed = []
+
+    def kill(actor: str) -> None:
+        killed.append(actor)
+        launcher._places[f"late{len(killed)}"] = _Place(
+            Machine(name="late", num_workers=1), "late", None, is_sure=False
+        )
+
+    ray.kill = kill
+    for name in ("ray0", "ray1"):
+        launcher._places[name] = _Place(Machine(name=name, num_workers=1), name, None, is_sure=True)
+    launcher.close()
+    assert killed == ["ray0", "ray1"]
+    assert launcher.resize(4) == [], "a launcher that is closed asks for nothing more"
 
 
 def test_without_a_cluster_the_command_says_what_to_do(unisono: Unisono) -> None:

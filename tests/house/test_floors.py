@@ -31,6 +31,7 @@ FLOORS = {
     "decisions.orders": 1,
     "decisions.streams": 1,
     "decisions.following": 1,
+    "decisions.sides": 1,
     "decisions.membership": 1,
     "decisions.policy": 1,
     "decisions.balance": 1,
@@ -110,6 +111,7 @@ FLOORS = {
     "state.packing": 2,
     "page.client": 2,
     "page.site": 2,
+    "page.opening": 4,
     # 3, strategies: what a step means.
     "state": 3,
     "microbatch": 3,
@@ -223,6 +225,7 @@ NEIGHBOURS = {
     "decisions.strategies": {"decisions.forecast", "decisions.wires"},
     "decisions.checks": {"decisions.plan"},
     "decisions.groups": {"decisions.plan"},
+    "decisions.sides": {"decisions.following"},
     "decisions.audits": {"decisions.cursor", "decisions.plan"},
     "decisions.membership": {
         "decisions.efficiency",
@@ -275,6 +278,8 @@ NEIGHBOURS = {
     "cli": {"doctor", "kubernetes", "launchers", "planning", "report"},
     "head": {"watch"},  # its overview as text for Prometheus
     "page": {"history"},
+    "page.local": {"page.opening"},
+    "page.opening": {"machine.scratch"},
     "machine.agent": {  # what its workers say goes to the screen
         "machine.beats",
         "machine.children",

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 
 import unisono as library
-from tests.interop import counting_training
+from tests.interop import counting_training, main_metrics_training
 from tests.interop.counting import NUMBERS, Lines, accuracy, arguments, collate, model, most_likely, sequences
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Unisono, run_nursery
@@ -135,6 +135,24 @@ def test_it_goes_on_from_a_checkpoint_of_the_run_on_two_workers(alone: tuple[Pat
     outcome = run(tmp_path, 2, "--resume", str(checkpoint))
     assert outcome.final == before.final
     assert result(outcome.output) == result(before.output)
+
+
+@pytest.mark.usefixtures("quick")
+def test_metrics_and_logs_of_the_main_worker_are_those_of_all(tmp_path: Path) -> None:
+    """A Trainer that computes and logs metrics on the main worker only, as that of run_qa.py does."""
+    script = Path(main_metrics_training.__file__)
+    found = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        outcome = run_workers(
+            script, workers, directory=folder / "run", arguments=[str(folder)], options=PATIENT, timeout_s=WAIT_S
+        )
+        assert outcome.exit_code == 0, outcome.output
+        found.append((result(outcome.output), outcome.final))
+    (best, history), _ = found[0]
+    assert best is not None
+    assert len([line for line in history if "eval_f1" in line]) == 3
+    assert found[1] == found[0]
 
 
 # -- in this process -------------------------------------------------------------------------------------------------

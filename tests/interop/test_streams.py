@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.house.rooms import ROOT
 from tests.interop import streamed_training
 from tests.interop.streamed_training import BATCH_SIZE, KINDS, NUM_SAMPLES, PER_SHARD, STEPS, M, train, write_shards
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import forked, marked, run_nursery, wait_until_gone
 from tests.workers.static_team import AloneRun
 from unisono.decisions.streams import StreamCursor, StreamOrder, Wanted
+from unisono.errors import RecipeError
 from unisono.journal import compare
 from unisono.microbatch.iterables import stream_source_of
 from unisono.microbatch.streamreader import Reader
@@ -139,3 +144,16 @@ def test_a_dataset_that_cannot_be_copied_is_read_without_states(tmp_path: Path) 
     numbers = [sample["number"] for step in range(STEPS) for sample in reader.read(place(step))]
     assert [number // PER_SHARD % M for number in numbers] == [2] * len(numbers) == [2] * (NUM_SAMPLES // M)
     assert reader.news() == (False, [])
+
+
+def test_a_loader_with_a_state_is_refused_in_words() -> None:
+    """It makes its batches in a way of its own; docs/data.md says what to give instead."""
+    with AloneRun(seed=3) as one:
+        model = torch.nn.Linear(2, 1)
+        one.track(model=model)
+        loader = StatefulDataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=4)
+        with pytest.raises(
+            RecipeError, match=r"the loader is a StatefulDataLoader.*give run\.steps the dataset itself"
+        ):
+            one.steps(loader, microbatches=2)
+    assert "`StatefulDataLoader`" in (ROOT / "docs" / "data.md").read_text()

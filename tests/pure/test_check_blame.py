@@ -70,6 +70,31 @@ def test_a_statement_that_reads_the_same_and_writes_another_value_is_the_culprit
     assert (culprit.kind, culprit.line, culprit.path) == ("writes", LOSS, "loss")
 
 
+def test_the_statement_before_the_steps_that_takes_an_order_goes_before_what_the_loop_shows() -> None:
+    """The clock is another one in each computation as well, and the list that is made of the ordered one follows."""
+
+    def computed(order: str, clock: str) -> list[Section]:
+        names = f"list of 2: {order}"
+        return [
+            section(
+                *(begun(COUNT), ended(COUNT, count=clock)),
+                *(begun(SCALE, names="set of 2: 'a', 'b'"), ended(SCALE, scale=names)),
+                *(begun(LOSS, scale=names), ended(LOSS, loss=f"dict of 2: {order}")),
+                where=SETUP,
+            ),
+            section(begun(LOSS), ended(LOSS, inputs=f"tensor {order}")),
+        ]
+
+    culprit = found(computed("'a', 'b'", "1.5"), computed("'b', 'a'", "2.5"))
+    assert (culprit.kind, culprit.line, culprit.path) == ("writes", SCALE, "scale")
+
+
+def test_what_is_ordered_alike_before_the_steps_is_not_blamed() -> None:
+    setup = section(begun(SCALE), ended(SCALE, scale="list of 2: 'a', 'b'"), where=SETUP)
+    culprit = found([setup, section(begun(LOSS, count="2"))], [setup, section(begun(LOSS, count="0"))])
+    assert culprit.line == LOSS
+
+
 def test_a_branch_that_decides_otherwise_is_the_culprit() -> None:
     ours = section(begun(IF), ended(IF), begun(LOSS))
     theirs = section(begun(IF), ended(IF), begun(SCALE), ended(SCALE, scale="2"), begun(LOSS))

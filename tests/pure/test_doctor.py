@@ -99,6 +99,24 @@ def test_machines_that_differ_are_told_apart() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("torch", "words"),
+    [
+        ("2.13.0+cpu", "beware: that of torch 2.13.0+cpu on a and b lets whoever reaches the port of a worker"),
+        ("2.9.1", "beware: that of torch 2.9.1 on a and b"),
+        ("2.14.0a0+git1", "has no hole that is known"),
+        ("3.0", "has no hole that is known"),
+        ("", "has no hole that is known"),
+    ],
+)
+def test_who_has_a_gloo_with_a_hole_is_told(torch: str, words: str) -> None:
+    """It is a warning: nobody can do more about it than see who is in the network."""
+    facts = msgspec.structs.replace(GOOD, versions={**VERSIONS, "torch": torch})
+    (found,) = [each for each in check_together(Known(facts={"a": facts, "b": facts})) if each.check == "gloo"]
+    assert found.is_ok
+    assert found.seen.startswith(words)
+
+
 def test_a_clock_that_is_wrong_is_found() -> None:
     assert two(clocks={"a": 0.001, "b": -90.0}) == [("clock", "90.0 s behind")]
 

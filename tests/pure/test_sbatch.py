@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.waiting import WAIT_S
-from unisono.cli.slurm import slurm
+from unisono.cli.slurm import OVER, _Following, job_facts, slurm, state_words
 from unisono.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -139,3 +139,74 @@ def test_only_a_run_that_was_asked_to_end_and_is_not_finished_goes_back_into_the
     body: str, asked: str, expected: tuple[int, str], tmp_path: Path
 ) -> None:
     assert run_rendered(tmp_path, body, asked=asked) == expected
+
+
+# -- following a job ---------------------------------------------------------------------------------
+
+SHOWN = """JobId=7 JobName=train Comment=StdOut=/no
+   UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A
+   JobState=PREEMPTED Reason=None Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:15
+   NodeList=n[1-2]
+   WorkDir=/data/my runs
+   StdErr=/data/my runs/train 7.out
+   StdIn=/dev/null
+   StdOut=/data/my runs/train 7.out
+   Power=
+"""
+
+
+def test_a_path_with_blanks_is_read_whole() -> None:
+    facts = job_facts(SHOWN)
+    assert facts["StdOut"] == "/data/my runs/train 7.out"
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("PREEMPTED", "2", "0:15")
+
+
+def test_following_ends_in_each_state_in_which_slurm_does_nothing_more() -> None:
+    """The states of a job in slurm.h, those that are flags as well."""
+    goes_on = (
+        *("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "STOPPED", "RESIZING"),
+        *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "UPDATE_DB", "POWER_UP_NODE"),
+        *("RECONFIG_FAIL", "EXPEDITING", "SIGNALING"),
+    )
+    ended = (
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+        *("PREEMPTED", "REVOKED", "TIMEOUT"),
+    )
+    assert {*ended} == OVER
+    assert not {*goes_on} & OVER
+    assert (
+        state_words("7", job_facts(SHOWN))
+        == "job 7 is preempted, turn 3; it goes on from its newest checkpoint by: scontrol requeue 7"
+    )
+
+
+@pytest.fixture
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose file `shown` is what Slurm says."""
+    program = folder / "scontrol"
+    program.write_text(f"#!/bin/sh\ncat {folder}/shown\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def test_a_character_is_shown_whole_wherever_what_is_read_ends(
+    scontrol: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = scontrol / "a b.out"
+    text = "é, \N{PARTY POPPER}\n"
+    (scontrol / "shown").write_text(f"JobId=7\n   JobState=RUNNING\n   StdOut={output}\n")
+    output.write_bytes(b"")
+    left = [*text.encode()]
+
+    def write(seconds: float) -> None:
+        with output.open("ab") as file:
+            file.write(bytes(left[:1]))
+        del left[:1]
+        if not left:
+            (scontrol / "shown").write_text(f"JobId=7\n   JobState=PREEMPTED ExitCode=0:0\n   StdOut={output}\n")
+
+    monkeypatch.setattr("unisono.cli.slurm.time.sleep", write)
+    assert _Following("7", "runs/a").follow() == 1
+    assert capfd.readouterr().out == text

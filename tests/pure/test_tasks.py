@@ -16,8 +16,9 @@ from unisono.launchers import Request
 from unisono.launchers.asked import in_allocation
 from unisono.launchers.nodes import expand, own_address
 from unisono.launchers.slurm import capacities, shares, step_environment
+from unisono.machine.workers import machine_label
 from unisono.rendezvous import Meeting, Rendezvous
-from unisono.tasks import TAKEN, Task, counts, here
+from unisono.tasks import TAKEN, Task, counts, here, refuse_others, refuse_unknown
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -254,3 +255,43 @@ def test_a_link_is_not_believed(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_to_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot be written to .*missing .*No such file.*--rendezvous DIR"):
         Rendezvous(tmp_path / "missing", "job").publish("ws://10.0.0.1:4711", "secret")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "4"},
+            "of MPI has started this process as task 0 of 4 (PMI_RANK)",
+        ),
+        (
+            {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4"},
+            "Flux has started this process as task 3 of 4",
+        ),
+        ({"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}, "Cray PALS has started this process as task 1 of 2"),
+        ({"PALS_RANKID": "1"}, "as task 1 of several"),
+    ],
+)
+def test_a_task_of_an_unknown_starter_does_not_train_alone(environment: dict[str, str], words: str) -> None:
+    for refuse in (refuse_unknown, refuse_others):
+        with pytest.raises(UsageError) as refused:
+            refuse(environment)
+        assert words in str(refused.value)
+        assert "`unisono join` in the other tasks" in str(refused.value)
+        refuse({**environment, TAKEN: "1"})  # within a worker of a run
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        *({}, {"PMI_RANK": "0", "PMI_SIZE": "1"}, {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, MPICH, SRUN),
+        {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "3"},
+    ],
+)
+def test_whoever_is_alone_or_known_is_not_refused(environment: dict[str, str]) -> None:
+    refuse_unknown(environment)
+
+
+def test_processes_of_clones_share_memory_by_more_than_a_few_bits() -> None:
+    """They may have one host name: the rest of the label tells their kernels apart."""
+    assert len(machine_label().rpartition("-")[2]) == 16

@@ -19,6 +19,7 @@ from tests.pure.test_journal import evaluation, step
 from tests.pure.test_overview import START, gone, joined, late, members, started, used
 from unisono.events import Event, Problem, RunEnded, Seconds, WorkerTimes, WorkerUse
 from unisono.overview import CurvePoint, Overview, OverviewBuilder, Recent, WorkerNow
+from unisono.watch.terminal.base import Pace, summary
 from unisono.watch.terminal.canvas import Canvas, colours_wanted, is_drawable, shows_unicode
 from unisono.watch.terminal.curve import draw_curve
 from unisono.watch.terminal.drawing import draw
@@ -356,6 +357,18 @@ def test_keys_turn_pages_and_scroll() -> None:
     assert turned(Looked("events", 3), "up", 20).first == 2
     assert turned(Looked("events"), "up", 20).first == 0
     assert turned(Looked(), "x", 20) == Looked()
+
+
+def test_the_message_of_an_error_of_the_library_is_said_once() -> None:
+    """By the traceback that follows. A short error of the script's is said with who has failed as well."""
+    words = "micro-batch 0 of step 0 was computed by two workers: it differs"
+    ended = RunEnded(ok=False, reason=f"w0 failed: DivergenceError: {words}", digests={}, step=0)
+    traceback = f"Traceback ...\nunisono.errors.DivergenceError: {words}\n"
+    pace = Pace(lambda: 0.0)
+    assert summary(pace, ended, traceback) == "failed: w0 failed: DivergenceError"
+    assert summary(pace, ended) == f"failed: {ended.reason}"
+    ended = RunEnded(ok=False, reason="w0 failed: KeyError: 3", digests={}, step=0)
+    assert summary(pace, ended, "Traceback ...\nKeyError: 3\n") == "failed: w0 failed: KeyError: 3"
 
 
 def test_a_page_cannot_be_scrolled_beyond_its_end() -> None:

@@ -6,9 +6,11 @@ import hashlib
 import http.client
 import itertools
 import math
+import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,9 +30,12 @@ from tests.watch.long_run import make_long_run
 from tests.watch.recorded import HOSTILE, Recording, record
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
+from unisono.cli import watch as watch_command
+from unisono.invitation import Invitation
 from unisono.journal import read
 from unisono.page import site
 from unisono.page.local import run
+from unisono.secret import reader_token
 
 __all__ = ["chromium"]
 
@@ -788,12 +793,43 @@ def test_the_server_prints_the_link_and_ends_with_ctrl_c(finished: Path, spawn: 
     code = f"import pathlib, sys; from unisono.page.local import run; sys.exit(run([pathlib.Path({str(finished)!r})]))"
     process = spawn([sys.executable, "-c", code])
     assert process.stdout is not None
-    found = re.search(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)", process.stdout.readline())
+    (file,) = re.findall(r"file://(\S+)", process.stdout.readline())  # no terminal: others may read what is written
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+    found = re.search(r"url=http://127\.0\.0\.1:(\d+)/#token=([^\"]+)", Path(file).read_text())
     assert found
     assert len(found[2]) >= 32
     assert get(int(found[1]), "/").status == 200
     process.send_signal(signal.SIGINT)
     assert process.wait(WAIT_S) == 0
+    assert not os.path.exists(file)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_browser_gets_the_address_of_a_head_by_a_private_file(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other users read the arguments of a browser, and perhaps what is written into a file; the token is in neither."""
+    address = Invitation("ws://127.0.0.1:4000", "token").page
+    opened: list[str] = []
+
+    def browser(url: str) -> bool:
+        path = Path(url.removeprefix("file://"))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert f'url={address}"' in path.read_text()
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", browser)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr(watch_command, "_page_of_head", lambda run: address)
+    monkeypatch.setattr(watch_command, "_has_browser", lambda: True)
+    monkeypatch.setattr(watch_command, "READ_S", 0)
+    assert watch_command._web(("runs/a",), 0) == 0
+    (url,) = opened
+    assert reader_token("token") not in url
+    assert not Path(url.removeprefix("file://")).exists()
+    assert (address in capsys.readouterr().out) is is_terminal
 
 
 def test_a_port_that_is_taken_is_said(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

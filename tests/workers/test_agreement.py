@@ -152,6 +152,12 @@ def test_it_is_found_before_anything_is_updated() -> None:
     assert "of step 0 " in words
 
 
+def test_it_ends_with_the_command_that_names_the_line() -> None:
+    words = words_of(Job(counter))
+    assert words.endswith("`unisono check SCRIPT` names the line")
+    assert "deterministic=False" not in words
+
+
 def test_the_check_can_be_turned_off() -> None:
     """Without determinism nobody promises the same bits."""
     for each in train_on("shared", 2, _train, Job(counter, deterministic=False)):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
+from unisono.doctor.checks import check
 from unisono.doctor.facts import Asked, find_out
 from unisono.doctor.orders import Order, carry_out
-from unisono.doctor.path import Server, measure
+from unisono.doctor.path import NUM_PINGS, Server, measure
 
 pytestmark = pytest.mark.more
 
@@ -49,6 +51,38 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
     assert find_out(Asked(run_dir="/proc/self")).can_write is False
 
 
+def test_a_folder_that_is_not_there_yet_is_said(tmp_path: Path) -> None:
+    asked = Asked(run_dir=str(tmp_path / "new" / "run"))
+    facts = find_out(asked)
+    assert facts.disk_folder == str(tmp_path)
+    (seen,) = (finding.seen for finding in check("here", facts, asked) if finding.check == "disk")
+    assert f"{asked.run_dir} is not there yet: looked at {tmp_path}" in seen
+    assert not (tmp_path / "new").exists(), "it only looks"
+
+
+def test_a_network_that_loses_full_packets_is_told_from_one_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.doctor.path.STALL_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(len("word"))
+                for _ in range(NUM_PINGS):
+                    connection.sendall(connection.recv(1))
+                is_over.wait(WAIT_S)  # what comes now is lost on the way
+
+        is_over = threading.Event()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            with pytest.raises(OSError, match="full packets are lost on the way"):
+                measure("127.0.0.1", listener.getsockname()[1], "word")
+        finally:
+            is_over.set()
+            thread.join()
+
+
 def test_latency_and_bandwidth_are_measured_for_who_knows_the_word() -> None:
     server = Server(None)
     with pytest.raises(OSError, match=r"closed|reset|pipe"):
@@ -78,7 +112,7 @@ def test_an_order_that_fails_is_answered() -> None:
 
 
 def test_machines_are_examined_together(unisono: Unisono, ssh: str, tmp_path: Path) -> None:
-    command = unisono("doctor", "--hosts", "left,right", "--ssh", ssh, "--run-dir", tmp_path, "--json")
+    command = unisono("doctor", "--hosts", "left,right", "--ssh", ssh, "--run-dir", tmp_path / "new", "--json")
     code = command.wait()
     found = json.loads("\n".join(command.out))
     assert code == (1 if any(finding.get("because") for finding in found["findings"]) else 0)
@@ -119,3 +153,17 @@ def test_a_run_that_is_going_is_reached(unisono: Unisono, tmp_path: Path) -> Non
     assert "answers within" in command.line("run: the head at")
     assert unisono("stop", "run").wait() == 0
     assert waits.wait() == 0, waits.err
+
+
+def test_machines_are_named_as_in_a_run(unisono: Unisono, tmp_path: Path) -> None:
+    """This machine needs no ssh under any of its names, and an option of ssh is no name."""
+    here = unisono("doctor", "--hosts", "localhost:4", "--ssh", "/none/ssh", "--run-dir", tmp_path)
+    here.wait()
+    here.line("localhost:")
+    assert not any("cannot be started" in line for line in here.out + here.err)
+    refused = unisono("doctor", "--hosts", "-oProxyCommand=touch x,b")
+    assert refused.wait() == 2
+    refused.line("is no name of a machine")
+    away = unisono("doctor", "--hosts", "[fe80::1]:2", "--ssh", "/none/ssh")
+    assert away.wait() == 1
+    away.line("fe80::1:")

@@ -50,6 +50,15 @@ def others() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+def test_who_holds_a_seat_is_known_however_often_it_is_asked(others: Callable[..., subprocess.Popen[str]]) -> None:
+    """More often than a socket has room for connections that nobody accepts."""
+    other = others("asked")
+    assert {seats.holder("asked") for _ in range(300)} == {other.pid}
+    other.kill()
+    other.wait()
+    assert seats.holder("asked") == 0
+
+
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")

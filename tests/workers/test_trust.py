@@ -204,7 +204,9 @@ def test_only_the_port_of_the_head_is_open_when_the_workers_are_connected(
         command = start(unisono, tmp_path / "run", gates, "--exchange", "gloo", "--tls")
         gates.wait(2, workers=2)
         head = HeadUrl.parse(find(str(tmp_path / "run")).url)
-        found = {port for pid in (*marked(mark), *forked()) for port in listening_ports(pid)}
+        listening = {found for pid in (*marked(mark), *forked()) for found in listeners(pid)}
+        assert {address for address, _ in listening} == {LOOPBACK}, "on the run's interface, and on no other"
+        found = {port for _, port in listening}
         assert head.port in found
         assert len(found) == 3, "one of each worker is there and has been closed to all"
         assert [port for port in found if answers(port)] == [head.port]
@@ -212,15 +214,22 @@ def test_only_the_port_of_the_head_is_open_when_the_workers_are_connected(
         assert command.wait() == 0, command.err
 
 
-def listening_ports(pid: int) -> set[int]:
-    """The TCP ports at which a process listens."""
+LOOPBACK = "0100007F"
+"""127.0.0.1, as the kernel writes it."""
+
+
+def listeners(pid: int) -> set[tuple[str, int]]:
+    """The addresses and TCP ports at which a process listens."""
+    found = set()
     with contextlib.suppress(OSError):
         sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
-        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-        return {
-            int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
-        }
-    return set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                row = line.split()
+                if row[3] == "0A" and f"socket:[{row[9]}]" in sockets:
+                    address, _, port = row[1].rpartition(":")
+                    found.add((address, int(port, 16)))
+    return found
 
 
 def answers(port: int) -> bool:

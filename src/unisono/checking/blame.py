@@ -7,18 +7,26 @@ gone through side by side, those that matter only. The first difference is one o
   culprit;
 - a statement reads the same and **writes** another value: it takes it from elsewhere (the clock, the order of a set);
 - **another statement** follows: the branch before decided otherwise.
+
+A set, a listing of a folder, a dict made of these: what takes their order does so long before the loop, and the order
+reaches it through objects whose content is not known (a dataset). So where the first step differs, the first statement
+before it that reads the same and makes another list, array or dict goes before what the loop shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from unisono.checking.records import Event, Section, Where
 from unisono.checking.statements import Statement, Statements, key_of
 
 __all__ = ["Culprit", "FindStatements", "blame"]
+
+SETUP: Final = Where(-1, "setup")
+COLLECTIONS: Final = ("list ", "tuple ", "dict ", "deque ", "array ", "tensor ")
+"""How the texts of values begin (`unisono.checking.values`) that have an order."""
 
 FindStatements = Callable[[str], Statements]
 """The statements of a file, by its path."""
@@ -67,6 +75,8 @@ def blame(
         found = _first(_begun(ours[mine]), _begun(theirs[other]), script)
         if found is None:
             continue
+        if where.step <= 0 and (taken := _order_taken(ours, theirs, script)) is not None:
+            return taken
         if found.kind != "reads":
             return found
         return _writer(found, ours[: mine + 1], theirs[: other + 1], script) or found
@@ -76,6 +86,28 @@ def blame(
 def _at(sections: Sequence[Section], where: Where, *, aside: bool) -> int | None:
     found = (index for index, each in enumerate(sections) if each.where == where and each.aside == aside)
     return next(found, None)
+
+
+def _order_taken(ours: Sequence[Section], theirs: Sequence[Section], script: FindStatements) -> Culprit | None:
+    """Return the first statement before the steps that reads the same and makes another collection; None: there is
+    none. Others that differ there, as the clock, need not have to do with the steps.
+    """
+    mine, other = _at(ours, SETUP, aside=False), _at(theirs, SETUP, aside=False)
+    if mine is None or other is None:
+        return None
+    reads: dict[int, bool] = {}  # by depth, whether the statement that runs there reads the same
+    pairs = zip(_that_matter(ours[mine].events, script), _that_matter(theirs[other].events, script), strict=False)
+    for a, b in pairs:
+        if (a.file, a.line, a.is_end) != (b.file, b.line, b.is_end):
+            return None
+        if not a.is_end:
+            reads[a.depth] = all(a.values[path] == b.values[path] for path in a.values.keys() & b.values.keys())
+        elif reads.get(a.depth, True):
+            for path in dict.fromkeys((*a.values, *b.values)):
+                values = a.values.get(path, "nothing"), b.values.get(path, "nothing")
+                if values[0] != values[1] and all(each.startswith(COLLECTIONS) for each in values):
+                    return _culprit("writes", a, script, path, values)
+    return None
 
 
 def _first(ours: Sequence[Event], theirs: Sequence[Event], script: FindStatements) -> Culprit | None:

@@ -22,8 +22,6 @@ from unisono.trialrun import Script, trial_run
 
 __all__ = ["ALONE", "TRIALS", "Outcome", "Runner", "Trial"]
 
-START_S: Final = 60.0
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -158,9 +156,11 @@ class Runner:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
             self._stack.callback(_end, process)
             assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], START_S)
+            ready, _, _ = select.select([process.stdout], [], [], self.timeout_s)
             if not ready or b"listens" not in process.stdout.readline():
-                raise UsageError(f"a process that forks workers has not come up within {START_S:.0f} s")
+                raise UsageError(
+                    f"a process that forks workers has not come up within {self.timeout_s:.0f} s; give --timeout-s more"
+                )
             self.nurseries[hashing] = path
         return self.nurseries[hashing]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import math
 import os
 import sys
@@ -152,7 +151,7 @@ def check_directory(folder: Path) -> None:
     Raises:
         UsageError: the directory cannot be written, or a run is going in it.
     """
-    from unisono.rundir import ADDRESS_FILE, going
+    from unisono.rundir import going, user
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--run-dir {folder} is not a directory")
@@ -165,11 +164,5 @@ def check_directory(folder: Path) -> None:
         tempfile.TemporaryDirectory(dir=existing, prefix=".unisono-").cleanup()
     except OSError as error:
         raise UsageError(f"--run-dir {folder} cannot be written: {existing}: {error.strerror or error}") from None
-    try:
-        pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
-        os.kill(pid, 0)
-        is_head = b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes() if Path("/proc/self").exists() else True
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if is_head:
-        raise UsageError(going(folder, f"its head is pid {pid}"))
+    if name := user(folder):
+        raise UsageError(going(folder, name))

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 from unisono.cli.given import script_arguments
 from unisono.cli.saying import say
 from unisono.errors import UsageError
-from unisono.owned import NotOwned, read_owned
 from unisono.rundir import RUN_FILE
 
 __all__ = ["AUTO", "Resumed", "checked", "command_of", "own_command", "resumed", "threads_of"]
@@ -74,6 +73,8 @@ def own_command(run: Path, wanted: str) -> tuple[str, list[str]] | None:
     Raises:
         UsageError: another user has written it, or may have.
     """
+    from unisono.owned import NotOwned, read_owned
+
     try:
         facts = json.loads(read_owned(run, RUN_FILE))
     except NotOwned as error:

@@ -173,6 +173,7 @@ def start(options: Options, launcher: Launcher | None = None) -> int:
     from unisono import launchers
 
     if launcher is None and options.launcher == "auto":
+        tasks.refuse_unknown(os.environ)
         task = tasks.here(os.environ)
         if task is not None and task.size > 1:
             options.refuse_hosts(f"{task.command} has started this command {task.size} times, which are the machines")
@@ -295,7 +296,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if self.evaluators < 0:
             raise UsageError(f"a run has 0 or more evaluators, got --evaluators {self.evaluators}")
         if self.wait_for < 0:
-            raise UsageError(f"a run waits for at least 1 worker, got --wait-for {self.wait_for}")
+            raise UsageError(f"a run waits for 0 or more workers, got --wait-for {self.wait_for}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
                 f"--heartbeat-s must be smaller than --heartbeat-timeout-s, got --heartbeat-s {self.heartbeat_s} and "

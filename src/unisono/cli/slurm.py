@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import shlex
 import shutil
@@ -18,13 +19,16 @@ from unisono.cli.given import check_text, script_arguments
 from unisono.errors import UsageError
 from unisono.launchers.sbatch import REQUEUE, join_script, options, run_script
 
-__all__ = ["slurm"]
+__all__ = ["OVER", "job_facts", "slurm", "state_words"]
 
 LOOK_S: Final = 1.0
 SLURM_S: Final = 60.0
 MAX_SILENCE_S: Final = 300.0
 """For a controller of Slurm that is away."""
-OVER: Final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
+GOES_ON: Final = {"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "TIMEOUT"}
+"""States of a job that has ended, and not by itself: the same job can be queued again."""
+OVER: Final = GOES_ON | {"CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "REVOKED"}
+"""All states in which Slurm does nothing more with a job (``enum job_states`` of slurm.h)."""
 
 # fmt: off
 _OPTIONS: Final = (
@@ -186,6 +190,7 @@ class _Following:
         self._shown = ""
         self._output = Path()
         self._position = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a block may end within a character
 
     def follow(self) -> int:
         """Return the exit code of the job. Ctrl-C leaves the job to itself, with exit code 130."""
@@ -194,7 +199,7 @@ class _Following:
                 facts = self._facts()
                 state = facts["JobState"]
                 self._output = Path(facts.get("StdOut", "/dev/null"))
-                self._show(_state_words(self._job, facts))
+                self._show(state_words(self._job, facts))
                 self._copy()
                 if state in OVER:
                     return _exit_code(facts)
@@ -218,13 +223,13 @@ class _Following:
         while time.monotonic() < deadline:
             try:
                 done = subprocess.run(
-                    ["scontrol", "--oneliner", "show", "job", self._job],
+                    ["scontrol", "show", "job", self._job],
                     capture_output=True,
                     text=True,
                     timeout=SLURM_S,
                     check=True,
                 )
-                facts = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+                facts = job_facts(done.stdout)
                 if "JobState" in facts:
                     return facts
             except subprocess.CalledProcessError as error:
@@ -248,10 +253,15 @@ class _Following:
         except OSError:  # not there yet
             return
         self._position += len(data)
-        click.echo(data.decode(errors="replace"), nl=False)
+        click.echo(self._decoder.decode(data), nl=False)
 
 
-def _state_words(job: str, facts: dict[str, str]) -> str:
+def job_facts(text: str) -> dict[str, str]:
+    """Return what ``scontrol show job`` says, by name. A line that has one path may have blanks in it."""
+    return dict(re.findall(r"(\w+)=(\S*)", text)) | dict(re.findall(r"^ *(StdOut)=(.*?) *$", text, re.MULTILINE))
+
+
+def state_words(job: str, facts: dict[str, str]) -> str:
     state = facts["JobState"]
     turns = int(facts.get("Restarts", "0") or 0)
     again = f", turn {turns + 1}" if turns else ""
@@ -262,7 +272,8 @@ def _state_words(job: str, facts: dict[str, str]) -> str:
         case "RUNNING" | "CONFIGURING":
             return f"job {job} runs on {facts.get('NodeList', '')}{again}"
         case _:
-            return f"job {job} is {state.lower()}{again}"
+            after = f"; it goes on from its newest checkpoint by: scontrol requeue {job}" if state in GOES_ON else ""
+            return f"job {job} is {state.lower()}{again}{after}"
 
 
 def _exit_code(facts: dict[str, str]) -> int:

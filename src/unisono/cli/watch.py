@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,12 +19,15 @@ from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
 from unisono.invitation import is_invitation
 from unisono.overview import Overview
+from unisono.tasks import is_for_person
 
 if TYPE_CHECKING:
     from unisono.watch.terminal.viewer import Viewer
 
 __all__ = ["watch"]
 
+READ_S: Final = 10.0
+"""A browser has read a file within this time."""
 GIVE_UP_S: Final = 60.0
 """A program's output ends if no head has answered for so long; a person may wait longer."""
 HELP: Final = (
@@ -155,12 +159,7 @@ def _code(overview: Overview | None) -> int:
 
 def _web(runs: tuple[str, ...], port: int) -> int:
     if len(runs) == 1 and (address := _page_of_head(runs[0])):
-        import webbrowser
-
-        say(f"unisono: the page is at {address}")
-        say("unisono: whoever has this address may look at the run, and do nothing else")
-        if _has_browser():
-            webbrowser.open(address)
+        _show_page(address)
         return 0
     if wrong := [run for run in runs if run == "-" or is_invitation(run)]:
         raise UsageError(f"several runs are shown over each other from their directories; {wrong[0]!r} is none")
@@ -169,6 +168,23 @@ def _web(runs: tuple[str, ...], port: int) -> int:
     from unisono.page.local import run as serve
 
     return serve([Path(run) for run in runs], port, _has_browser())
+
+
+def _show_page(address: str) -> None:
+    """Open the page of a head in a browser, and say on a terminal where it is: whoever has the address may look."""
+    if is_for_person(sys.stdout, os.environ):
+        say(f"unisono: the page is at {address}")
+        say("unisono: whoever has this address may look at the run, and do nothing else")
+    else:
+        say("unisono: the address of the page is shown on a terminal only, and by `unisono status RUN`: it has a token")
+    if _has_browser():
+        import webbrowser
+
+        from unisono.page.opening import redirecting
+
+        with redirecting(address) as file:
+            webbrowser.open(file)
+            time.sleep(READ_S)
 
 
 def _page_of_head(run: str) -> str:

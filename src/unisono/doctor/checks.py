@@ -119,6 +119,8 @@ def _open_files(facts: Facts, asked: Asked) -> Finding:
 
 def _disk(facts: Facts, asked: Asked) -> Finding:
     seen = f"{size(facts.disk_free)} free, {facts.disk or 'unknown file system'}, {facts.sync_s * 1e3:.1f} ms to write"
+    if facts.disk_folder not in ("", asked.run_dir):
+        seen += f"; {asked.run_dir} is not there yet: looked at {facts.disk_folder}"
     if not facts.can_write:
         return _say(seen, f"nothing can be written in {asked.run_dir}", "choose another --run-dir")
     if facts.disk_free < LEAST_DISK:

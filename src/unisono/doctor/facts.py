@@ -69,6 +69,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     disk: str = ""
     """Type of the file system of the run directory."""
     can_write: bool = True
+    disk_folder: str = ""
+    """The run directory, or the nearest of its parents that exists."""
     sync_s: float = 0.0
     """Median time until a small file is on the disk."""
     ports_taken: list[int] = []
@@ -146,6 +148,7 @@ def _disk(asked: Asked) -> dict[str, Any]:
     folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     found = os.statvfs(folder)
     facts: dict[str, Any] = {"disk_free": found.f_frsize * found.f_bavail, "disk": _file_system(folder)}
+    facts["disk_folder"] = str(folder)
     try:
         facts["sync_s"] = _sync_time(folder)
     except OSError:

@@ -21,6 +21,7 @@ from unisono.doctor.__main__ import MARK
 from unisono.doctor.facts import Asked, Facts
 from unisono.doctor.orders import Answer, Order
 from unisono.doctor.together import Known, Path
+from unisono.launchers.hosts import is_this_machine
 
 __all__ = ["HERE", "SSH", "Host", "examine", "hosts"]
 
@@ -113,12 +114,13 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(names: Sequence[str], ssh: str = SSH) -> Iterator[list[Host]]:
-    """Start the program here, or on all of these machines, and end it."""
+    """Start the program here, or on all of these machines (by ssh, where it is another one), and end it."""
     program = [sys.executable, "-P", "-m", "unisono.doctor"]
     started: list[Host] = []
     try:
         for name in names or [HERE]:
-            started.append(Host(name, program if not names else [*shlex.split(ssh), name, shlex.join(program)]))
+            is_here = name == HERE or is_this_machine(name)
+            started.append(Host(name, program if is_here else [*shlex.split(ssh), name, shlex.join(program)]))
         yield started
     finally:
         for host in started:
@@ -140,7 +142,7 @@ def examine(found: Sequence[Host], asked: Asked) -> Known:
     return Known(
         facts=facts,
         clocks={host.name: _clock(host) for host in able},
-        sees_run_dir=_who_sees(able, asked),
+        sees_run_dir=_who_sees(able, facts[able[0].name].disk_folder),
         paths=[_path(source, target, facts, asked) for source, target in itertools.permutations(able, 2)],
     )
 
@@ -156,9 +158,9 @@ def _clock(host: Host) -> float:
     return min(looks)[1]
 
 
-def _who_sees(able: Sequence[Host], asked: Asked) -> Mapping[str, bool]:
-    """Return which machines see a file that the first one makes in the run directory; nothing where it cannot."""
-    file = str(PurePath(asked.run_dir) / f".unisono-doctor-{secrets.token_hex(4)}")
+def _who_sees(able: Sequence[Host], folder: str) -> Mapping[str, bool]:
+    """Return which machines see a file that the first one makes in a folder; nothing where it cannot."""
+    file = str(PurePath(folder) / f".unisono-doctor-{secrets.token_hex(4)}")
     first, *others = able
     if first.ask(Order(what="make", file=file)).error:
         return {}

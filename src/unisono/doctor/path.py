@@ -16,6 +16,8 @@ from typing import Final
 __all__ = ["Server", "measure"]
 
 PATIENCE_S: Final = 20.0
+STALL_S: Final = 10.0
+"""A client gives up before the server does."""
 NUM_PINGS: Final = 20
 SECONDS: Final = 0.5
 CHUNK: Final = 1 << 18
@@ -88,10 +90,17 @@ def measure(address: str, port: int, word: str, timeout_s: float = 5.0) -> tuple
             _receive(connection, 1)
             times.append(time.perf_counter() - begun)
         data, end = bytes(CHUNK), time.perf_counter() + SECONDS
-        while time.perf_counter() < end:
-            connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        received, seconds = connection.recv(256).decode().split()
+        connection.settimeout(STALL_S)
+        try:
+            while time.perf_counter() < end:
+                connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            received, seconds = connection.recv(256).decode().split()
+        except TimeoutError:
+            raise OSError(
+                f"messages of a byte are answered, and then nothing for {STALL_S:.0f} s: full packets are lost on "
+                "the way, as where the network carries smaller ones than the interfaces are set to (their MTU)"
+            ) from None
         return statistics.median(times), int(received) / max(float(seconds), 1e-9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -17,6 +18,8 @@ CLOCKS_S: Final = 1.0
 FAR_S: Final = 0.005
 SLOW: Final = 50e6  # bytes a second
 EXAMPLE_BYTES: Final = 100e6
+GLOO_MENDED: Final = (2, 14)
+"""The first version of torch whose gloo checks the lengths that it is sent one by one."""
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +68,28 @@ def _versions(known: Known) -> list[Finding]:
             )
             found.append(Finding(check="versions", seen=seen, because=because, do="install the same on all machines"))
     return found or [Finding(check="versions", seen="the same on all machines")]
+
+
+def _gloo(known: Known) -> list[Finding]:
+    """Return a warning where gloo has a known hole. Nothing hurts the run, and there may be no newer torch."""
+    versions = {host: facts.versions.get("torch", "") for host, facts in known.facts.items()}
+    old = [host for host, version in versions.items() if _release(version) < GLOO_MENDED]
+    if not old:
+        return [Finding(check="gloo", seen="has no hole that is known")]
+    return [
+        Finding(
+            check="gloo",
+            seen=f"beware: that of torch {versions[old[0]]} on {listed(old)} lets whoever reaches the port of a "
+            "worker, which is open while a generation begins, write into the worker's memory (pytorch/gloo#509); let "
+            "no strangers into the network between these machines (docs/security.md)",
+        )
+    ]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version; an unknown one is a new one."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else GLOO_MENDED
 
 
 def _processors(known: Known) -> list[Finding]:
@@ -146,4 +171,4 @@ def _path(path: Path) -> Finding:
     return Finding(check=name, seen=seen)
 
 
-CHECKS: Final[tuple[Callable[[Known], list[Finding]], ...]] = (_versions, _processors, _clocks, _run_dir, _paths)
+CHECKS: Final[tuple[Callable[[Known], list[Finding]], ...]] = (_versions, _gloo, _processors, _clocks, _run_dir, _paths)

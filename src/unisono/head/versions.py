@@ -16,7 +16,7 @@ from unisono.packed import pack
 __all__ = ["Outgoing", "Versions"]
 
 Outgoing = Action | Told | asyncio.Future[None]
-"""A message to one, or to all that listen; or a function that waits to send an answer."""
+"""A message to one, or to all that listen; or a future that somebody waits for to send an answer."""
 
 
 class Versions:

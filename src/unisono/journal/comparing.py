@@ -73,7 +73,7 @@ def _compare(ours: _Comparable, theirs: _Comparable) -> str:
         theirs.next()
     for longer, shorter in ((ours, theirs), (theirs, ours)):
         if longer.line is not None:
-            why = "" if shorter.last["kind"] == "end" else " (it was killed, or is still going)"
+            why = "" if shorter.last["kind"] == "end" else " (it was stopped or killed, or is still going)"
             raise Difference(
                 f"equal for {count(num_steps, 'step')}; then {longer.path} {_does(longer.line)}, and {shorter.path} "
                 f"ends{why}"

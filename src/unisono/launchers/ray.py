@@ -39,6 +39,7 @@ SAY_S: Final = 5.0  # until the user is told what the command waits for
 SETTLE_S: Final = 10.0  # for actors on nodes that have room now, once there are enough to begin
 LOOK_S: Final = 0.2
 REACH_S: Final = 10.0
+CLOSE_S: Final = 3.0
 
 
 @dataclass
@@ -85,11 +86,17 @@ class Ray:
         self._places: dict[str, _Place] = {}
         self._number = 0
         self._lock = threading.Lock()
+        """Of the places: `resize` runs in a thread."""
+        self._is_closed = False
 
     # -- a launcher ----------------------------------------------------------------------------------
 
     def machines(self) -> Sequence[Machine]:
-        """Connect to the cluster, and wait until there is room for the workers that begin the run."""
+        """Connect to the cluster, and wait until there is room for the workers that begin the run.
+
+        May be called again after `close`: for a run that goes back to an earlier checkpoint.
+        """
+        self._places, self._is_closed = {}, False
         self._connect()
         try:
             wanted = sum(_free(self._ray, self._needs())) if self._takes_all else self._workers.maximum
@@ -113,6 +120,8 @@ class Ray:
     def resize(self, num_workers: int) -> Sequence[Machine]:
         """Ask for actors, or take requests back; return machines of actors that have come up meanwhile."""
         with self._lock:
+            if self._is_closed:
+                return []
             self._drop_ended()
             running = sum(place.machine.num_workers for place in self._places.values() if place.agent is not None)
             waiting = [place for place in self._places.values() if place.agent is None]
@@ -123,13 +132,17 @@ class Ray:
             return self._new_ones()
 
     def close(self) -> None:
-        for place in self._places.values():
+        self._is_closed = True
+        is_locked = self._lock.acquire(timeout=CLOSE_S)  # `resize` may wait for a cluster that does not answer
+        places = list(self._places.values())
+        if is_locked:
+            self._lock.release()
+        for place in places:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 self._ray.kill(place.actor)
-        for place in self._places.values():
+        for place in places:
             if place.agent is not None:
                 place.agent.abandon()
-        self._places.clear()
         self._ray.shutdown()
 
     # -- the cluster ---------------------------------------------------------------------------------
@@ -146,11 +159,12 @@ class Ray:
         try:
             _check_reachable(self._address)
             self._ray.init(address=self._address, **settings)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, self._ray.exceptions.RayError) as error:
             first = str(error).strip().partition("\n")[0]
             raise UsageError(
-                f"no Ray cluster answers at --address {self._address}: {first}; start one with `ray start --head`, or "
-                "name the machine of its head: --address HOST:PORT"
+                f"no Ray cluster answers at --address {self._address}: {first}; start one with `ray start --head`, "
+                "name the machine of its head (--address HOST:PORT), or give its token: RAY_AUTH_TOKEN with "
+                "RAY_AUTH_MODE=token, or the file ~/.ray/auth_token (`ray get-auth-token` there shows it)"
             ) from error
         if self._gpus is None:
             self._gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -90,7 +91,10 @@ class Slurm:
 
     def close(self) -> None:
         for step in self._agents:
-            step.end()
+            step.ask_to_end()
+        until = time.monotonic() + END_S
+        for step in self._agents:
+            step.wait_until(until)
         self._processes.close()
 
 
@@ -120,12 +124,14 @@ class _Step:
             with contextlib.suppress(OSError, ValueError):
                 self._srun.stdin.close()
 
-    def end(self) -> None:
+    def ask_to_end(self) -> None:
         """Have ``srun`` kill the agent, where it still runs: ``kill -9`` of ``srun`` would leave the agent alone."""
         if self._srun.poll() is None:
             self._srun.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._srun.wait(END_S)
+
+    def wait_until(self, until: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._srun.wait(max(0.0, until - time.monotonic()))
 
 
 def capacities(environment: Mapping[str, str], num_nodes: int, threads: int) -> list[int]:

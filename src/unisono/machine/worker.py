@@ -149,6 +149,10 @@ def _run_and_report(member: Member, arguments: list[str]) -> int:
     own = os.getpid()
     error: BaseException | None = None
     try:
+        if member.spec.run.inspect[0]:
+            from unisono.training.inspecting import begin
+
+            begin(member.spec.run)
         run(arguments)
     except BaseException as raised:
         error = raised

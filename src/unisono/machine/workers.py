@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import os
 import signal
 import socket
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -36,7 +36,7 @@ def machine_label() -> str:
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
             marks.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
-    return f"{socket.gethostname()}-{zlib.crc32(' '.join(marks).encode()) & 0xFFFF:04x}"
+    return f"{socket.gethostname()}-{hashlib.blake2b(' '.join(marks).encode(), digest_size=8).hexdigest()}"
 
 
 FORGET_S: Final = 0.05

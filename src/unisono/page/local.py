@@ -14,6 +14,7 @@ import hmac
 import http
 import json
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -35,6 +36,8 @@ from websockets.http11 import Request, Response
 from unisono.history import History
 from unisono.page import site
 from unisono.page.answers import Readable, answer, encode
+from unisono.page.opening import redirecting
+from unisono.tasks import is_for_person
 
 __all__ = ["WRONG_TOKEN", "Directories", "Watched", "run"]
 
@@ -225,11 +228,13 @@ async def _run(runs: Sequence[Watched], port: int, open_browser: bool) -> int:
     with _until_signal(over):
         try:
             async with page.serving():
-                print(f"unisono: the page is at {page.url}", flush=True)
-                print("unisono: only this machine can open it; Ctrl-C ends it", flush=True)
-                if open_browser:
-                    await asyncio.to_thread(webbrowser.open, page.url)
-                await over.wait()
+                with redirecting(page.url) as file:
+                    # Where the output goes into a file or a pipe, others may be able to read it.
+                    print(f"unisono: the page is at {page.url if is_for_person(sys.stdout, os.environ) else file}")
+                    print("unisono: only this machine can open it; Ctrl-C ends it", flush=True)
+                    if open_browser:
+                        await asyncio.to_thread(webbrowser.open, file)
+                    await over.wait()
         except OSError as error:
             print(f"unisono: port {port} of {HOST} cannot be used: {error.strerror or error}", file=sys.stderr)
             return 2

@@ -30,21 +30,21 @@ from unisono.rounds.testimony import COPIES_DIFFER
 from unisono.state.packing import described, quick_digest
 from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
-from unisono.words import listed
+from unisono.words import NAMES_THE_LINE, listed
 
 __all__ = ["Agreement", "Digests", "check_digests", "digest_of_objects", "has_minority", "held_by_all"]
 
 OUT_OF_STEP = (
     "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
     "step.loss or run.evaluate), run.rank or run.is_main in a decision, the time, or something that changes and was "
-    "not tracked when the worker joined"
+    f"not tracked when the worker joined. {NAMES_THE_LINE}"
 )
 USUAL_CAUSES = (
     "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
     "elsewhere: a counter, a running value in a plain attribute, a random generator of the script's own, a cache, the "
     "clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or Python's global "
     "generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a sample goes into "
-    "a unisono.Carried. unisono.Run(deterministic=False) turns this check off"
+    f"a unisono.Carried. {NAMES_THE_LINE}"
 )
 
 

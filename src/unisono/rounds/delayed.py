@@ -16,6 +16,7 @@ from unisono.microbatch.folding import GradientFolder
 from unisono.rounds.arrived import Arrived, Committed
 from unisono.rounds.gradient import GradientRound, StepContext
 from unisono.rounds.life import DELAYED
+from unisono.words import NAMES_THE_LINE
 
 __all__ = ["DelayedRound", "Owner"]
 
@@ -96,7 +97,7 @@ class DelayedRound(GradientRound):
             "of steps whose gradients are under way are computed again, and would change the result. Something in "
             "the inner loop depends on a variable that the script sets outside of it: compute it there from "
             "step.number, which is the number of the micro-batch's step, or keep it in a tracked buffer. Nothing "
-            "was updated"
+            f"was updated. {NAMES_THE_LINE}"
         )
 
     # -- ahead ---------------------------------------------------------------------------------------

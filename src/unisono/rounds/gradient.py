@@ -40,6 +40,7 @@ from unisono.state.carried import Carried
 from unisono.state.sums import Total, as_sum
 from unisono.state.tracked import Tracked
 from unisono.telemetry import StepTelemetry
+from unisono.words import NAMES_THE_LINE
 
 __all__ = ["CommittedStep", "GradientRound", "Pass", "StepContext"]
 
@@ -133,7 +134,7 @@ class CommittedStep:
                 f"{self.name} was computed again after a loss and its sums have digest "
                 f"{summed.digest:016x}, not {self.digest:016x}. Either a micro-batch does not give the same "
                 "gradient on every worker (see docs/guarantees.md for what a micro-batch may depend on), or the "
-                "hardware of a worker is broken"
+                f"hardware of a worker is broken. If it is the script: {NAMES_THE_LINE}"
             )
 
 

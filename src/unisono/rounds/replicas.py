@@ -49,7 +49,7 @@ from unisono.rounds.members import Members, Summed
 from unisono.state.packing import from_bytes
 from unisono.state.replicas import Header, Replicas, ReplicaState, Shelf, check_alike
 from unisono.telemetry import StepTelemetry
-from unisono.words import listed
+from unisono.words import NAMES_THE_LINE, listed
 
 __all__ = ["Ended", "Placed", "ReplicaRound", "Trained", "Trainer", "check_held", "tell", "weights"]
 
@@ -143,7 +143,7 @@ class CommittedRound:
                 f"round {self.step} was computed again after a loss, and the mean of its replicas has digest "
                 f"{digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
                 "on every worker (see docs/guarantees.md for what a step may depend on), or the hardware of a worker "
-                "is broken"
+                f"is broken. If it is the script: {NAMES_THE_LINE}"
             )
 
 

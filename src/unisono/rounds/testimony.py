@@ -17,7 +17,7 @@ from unisono.errors import DivergenceError
 from unisono.rounds.life import Rounds
 from unisono.rounds.talking import TalkRound
 from unisono.telemetry import NOT_COMPARED, StepTelemetry
-from unisono.words import listed
+from unisono.words import NAMES_THE_LINE, listed
 
 __all__ = [
     "CAUSES",
@@ -263,7 +263,7 @@ def named(leaves: Sequence[int], unit: str = "micro-batch") -> str:
 CAUSES: Final = (
     "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
     "elsewhere: a counter, a generator of the script's own, a cache, the clock, run.rank; docs/guarantees.md has what "
-    "a micro-batch may depend on"
+    f"a micro-batch may depend on. {NAMES_THE_LINE}"
 )
 
 

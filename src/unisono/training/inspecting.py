@@ -14,7 +14,7 @@ from unisono.errors import StopInspection, UsageError
 from unisono.rounds.inspecting import Computed, Inspected, Inspector, Place
 from unisono.spec import RunSpec
 
-__all__ = ["INSPECTORS", "Computed", "Inspected", "Inspector", "Place", "StopInspection", "inspector_of"]
+__all__ = ["INSPECTORS", "Computed", "Inspected", "Inspector", "Place", "StopInspection", "begin", "inspector_of"]
 
 INSPECTORS: Final[dict[str, str]] = {
     "check": "unisono.training.checked:inspector",
@@ -25,12 +25,27 @@ INSPECTORS: Final[dict[str, str]] = {
 """By name, the factory of an inspector: module and function, imported when a run names it."""
 
 
+_begun: Final[list[Inspector]] = []
+
+
+def begin(spec: RunSpec) -> None:
+    """Make the inspector of a worker's first run before its script begins, so that it sees all of the script.
+
+    Raises:
+        UsageError: as `inspector_of` does.
+    """
+    if (found := inspector_of(spec)) is not None:
+        _begun.append(found)
+
+
 def inspector_of(spec: RunSpec) -> Inspector | None:
     """Return the inspector that the settings of a run name; None: the run is not inspected.
 
     Raises:
         UsageError: there is no such inspector, or the run has no directory of its own.
     """
+    if _begun:
+        return _begun.pop()
     name, settings = spec.inspect
     if not name:
         return None

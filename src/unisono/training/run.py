@@ -218,7 +218,7 @@ class Run(Calls, Evaluating, Trainings):
         if member is not None:
             member.begin_run()
         else:
-            tasks.refuse_torchrun(os.environ)
+            tasks.refuse_others(os.environ)
             life.end_forgotten()
         self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
         with ExitStack() as begun:  # what the end takes back, or an error on the way
@@ -650,7 +650,7 @@ class Run(Calls, Evaluating, Trainings):
         if self._loop is not None and self._loop.step is not None:
             self._loop.leave()
             if self._joined:
-                team.leaving(rounds.position.phase, rounds.position.step, goes_on=True)
+                team.leaving(rounds.position.phase, rounds.position.number, goes_on=True)
         phase, self._phases = self._phases, self._phases + 1
         first = self._join(phase, loop, first_step)
         if first is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 from transformers import Trainer
@@ -42,6 +42,19 @@ class Progress:
         """Note which numbers of the newest log all workers have. A subclass may have added others to them."""
         history = self._trainer.state.log_history
         self._own[len(history) - 1] = {*history[-1]}.difference(names, _ADDED)
+
+    def logs_from(self, first: int) -> list[tuple[dict[str, Any], list[str]]]:
+        """Return the logs from this one on, each with the names of numbers that not all workers have."""
+        history = self._trainer.state.log_history
+        return [(history[index], sorted(self._own.get(index, ()))) for index in range(first, len(history))]
+
+    def take_logs(self, first: int, logs: Iterable[tuple[dict[str, Any], list[str]]]) -> None:
+        """Replace the logs from this one on by those of the main worker."""
+        history = self._trainer.state.log_history
+        del history[first:]
+        for line, own in logs:
+            self._own[len(history)] = set(own)
+            history.append(line)
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -165,19 +178,25 @@ class Handout:
 
 
 class Handler(CallbackHandler):  # type: ignore[misc]
-    """Calls the callbacks, but not for epochs that were over when this worker came."""
+    """Calls the callbacks, but not for epochs that were over when this worker came; with the main worker's metrics."""
 
     is_quiet = False
+    tell: Callable[[Any], Any]
+    """Returns the main worker's value. Collective."""
 
     @classmethod
-    def instead_of(cls, other: CallbackHandler) -> Handler:
+    def instead_of(cls, other: CallbackHandler, tell: Callable[[Any], Any]) -> Handler:
         """Return a handler of the same callbacks."""
         handler = cls.__new__(cls)
-        handler.__dict__.update(vars(other))
+        handler.__dict__.update(vars(other), tell=tell)
         return handler
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        return control if self.is_quiet else super().call_event(event, args, state, control, **kwargs)
+        if self.is_quiet:
+            return control
+        if event == "on_evaluate":
+            kwargs["metrics"] = self.tell(kwargs["metrics"])
+        return super().call_event(event, args, state, control, **kwargs)
 
 
 class Following(TrainerCallback):  # type: ignore[misc]

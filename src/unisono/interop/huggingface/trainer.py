@@ -6,6 +6,7 @@ The Trainer's own loop runs. What it takes for a batch is a `unisono.Step`, and 
 ``_prepare_for_training``  tracks the model, the optimizer and the Trainer's counters; makes the steps of ``run.steps``
 ``_run_epoch``             gives the loop the steps of an epoch; a worker that has joined later leaves epochs out
 ``training_step``          computes the micro-batches of this worker
+``evaluate``               takes the metrics and the logs of the main worker: a script may have them there only
 ``evaluation_loop``        shares the batches among the workers (`unisono.interop.huggingface.evaluation`)
 ``_save_checkpoint``       the main worker writes, and another one does if that worker is lost on the way
 ``_finalize_training``     leaves the loop of ``run.steps``
@@ -63,12 +64,13 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self.steps_per_epoch = 0
         self._handout: Handout | None = None
         self.__dict__["log"] = self._log_and_note  # so that it is the outermost one, also of a class derived from this
+        self.__dict__["evaluate"] = self._evaluate_and_tell
         super().__init__(**{**named, "args": adapted(args, run)})
         self._tr_loss = torch.tensor(0.0, device=self.args.device)
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
         self._progress = Progress(self)
-        self.callback_handler: Handler = Handler.instead_of(self.callback_handler)
+        self.callback_handler: Handler = Handler.instead_of(self.callback_handler, run.broadcast)
         self.callback_handler.callbacks.insert(0, Following(self, run))
         if self.args.push_to_hub:  # another worker goes on pushing if the one that does is lost
             self.hub_model_id: str | None = run.broadcast(self.hub_model_id)
@@ -240,6 +242,19 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     # -- evaluation and checkpoints ------------------------------------------------------------------
+
+    def _evaluate_and_tell(self, *given: Any, **named: Any) -> dict[str, float]:
+        """Evaluate, and take the metrics and the logs of the main worker. Collective.
+
+        A class of the script's own may compute metrics under ``if args.should_save``, and log under ``if
+        args.should_log``: what comes of the training must not depend on who has them.
+        """
+        first = len(self.state.log_history)
+        metrics = type(self).evaluate(self, *given, **named)
+        metrics, logs = self.run.broadcast((metrics, self._progress.logs_from(first)))
+        self._progress.take_logs(first, logs)
+        found: dict[str, float] = metrics
+        return found
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *given: Any, **named: Any) -> Any:
         """Evaluate or predict: each batch once, by one of the workers; the results are equal on all. Collective.

@@ -67,10 +67,17 @@ class Pace:
         return max(0.0, (self.last.num_steps - self.last.step - 1) * self._seconds)
 
 
-def summary(pace: Pace, ended: RunEnded) -> str:
-    """Return the run in one line."""
+def summary(pace: Pace, ended: RunEnded, traceback: str = "") -> str:
+    """Return the run in one line.
+
+    Args:
+        traceback: is shown after it. It ends with the message of an error of the library, which is long, and is said
+            once.
+    """
     if not ended.ok:
-        return f"failed: {ended.reason}"
+        error, _, message = traceback.rstrip().rpartition("\n")[2].partition(": ")
+        is_said = message and error.startswith("unisono.errors.")
+        return f"failed: {ended.reason.replace(f': {message}', '') if is_said else ended.reason}"
     last = pace.last
     if last is None:
         without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`
@@ -86,13 +93,12 @@ SAID_OTHERWISE: Final = ("crash", "error", "failed-join")
 
 
 class Terminal(ABC):
-    """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Rich` for a terminal."""
+    """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Live` for a terminal."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pace = Pace(clock)
         self._balance_at = -math.inf
-        self._evidence = ""  # of the problem with which the run ends
 
     def emit(self, event: Event) -> None:
         match event:
@@ -102,8 +108,6 @@ class Terminal(ABC):
                 self._say(event.text)
             case LinkSlow():
                 self._say(link_words(event))
-            case Problem(ends_run=True):
-                self._evidence = problem_words(event)
             case Problem():
                 if words := problem_words(event):
                     self._say(words)
@@ -112,7 +116,7 @@ class Terminal(ABC):
                     self._say_balance(event.balance)
                     self._step(event)
             case RunEnded():
-                self._end(event, self._evidence)
+                self._end(event)
 
     def _say_balance(self, text: str) -> None:
         now = self._clock()
@@ -136,8 +140,7 @@ class Terminal(ABC):
     def _step(self, step: StepFinished) -> None: ...
 
     @abstractmethod
-    def _end(self, ended: RunEnded, evidence: str) -> None:
-        """Show how the run has ended, and then where the evidence lies; "": there is none."""
+    def _end(self, ended: RunEnded) -> None: ...
 
 
 def problem_words(event: Problem) -> str:

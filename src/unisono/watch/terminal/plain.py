@@ -56,14 +56,15 @@ class Plain(Terminal):
             self._steps.said(now)
             self._show()
 
-    def _end(self, ended: RunEnded, evidence: str) -> None:
+    def _end(self, ended: RunEnded) -> None:
         if not self._is_shown:
             self._show()
-        self._write(self._out if ended.ok else self._err, f"{self._now()} unisono: {summary(self._pace, ended)}")
+        self._write(
+            self._out if ended.ok else self._err,
+            f"{self._now()} unisono: {summary(self._pace, ended, ended.traceback)}",
+        )
         if ended.traceback:
             self._write(self._err, ended.traceback.rstrip("\n"))
-        if evidence:
-            self._say(evidence)
 
     def _show(self) -> None:
         last = self._pace.last
