@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 import threading
 from collections.abc import Callable
 
@@ -32,10 +33,13 @@ from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
     together,
 )
 from tests.workers.processes import KILLED, Seat, Team, when_blocked_in
+from tests.workers.static_team import Place, train_on
 from unisono.errors import DeadlineExceeded, PeerLost
 from unisono.exchange import Exchange, Parcel, delivering
 from unisono.exchange.pages import GenerationFields, WorkerPage
 from unisono.exchange.staging import STAGE_BYTES
+from unisono.rounds.transfer import send_state
+from unisono.state.packing import pack
 
 pytestmark = pytest.mark.more
 
@@ -410,3 +414,35 @@ def test_a_tensor_is_sent_once_to_each_host_that_needs_it(
     assert sum(sent) == 8 * LARGE * (hosts - 1)
     if kind == "two-level":
         assert sent[0] == pytest.approx(sent[1], rel=0.05)
+
+
+STATE_BYTES = 64 << 20
+
+
+def _take_part(seat: Seat, place: Place) -> tuple[int, bool]:
+    """Returns by how much the memory of this process has grown at most, and whether it got the state."""
+    exchange = place.exchange()
+    state = {"weights": [torch.full((STATE_BYTES // 4 // 8,), float(n)) for n in range(8)], "one": torch.tensor(1.0)}
+    packed = pack(state, "state") if seat.rank == 0 else None
+    del state
+    exchange.all_gather(b"")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = _peak()
+    got = send_state(exchange, 0, [2], packed)
+    grown = _peak() - before
+    exchange.all_gather(b"")  # others may still read this one's memory
+    is_whole = got is not None and [float(one.sum()) / len(one) for one in got["weights"]] == [*range(8)]
+    return grown, is_whole
+
+
+def _peak() -> int:
+    (line,) = (each for each in pathlib.Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where the kernel counts the pages of a process")
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_state_that_another_member_gets_costs_a_member_no_memory(kind: str) -> None:
+    (_, first), (grown, second), (_, third) = train_on(kind, 3, _take_part)
+    assert (first, second, third) == (False, False, True)
+    assert grown < STATE_BYTES // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from unisono.decisions.plan import Plan
 from unisono.decisions.plan import plan as even_plan
 from unisono.decisions.tree import Node
 from unisono.errors import PeerLost, StateLost
-from unisono.exchange import Exchange, Share, combine
+from unisono.exchange import Exchange, Parcel, Share, combine
 from unisono.exchange.alone import Alone
 from unisono.exchange.counters import Counters
 from unisono.exchange.flat import FlatLayout
@@ -302,13 +302,15 @@ class Threads:
         self._barrier.wait()
         return found
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if self.rank == source:
-            self._box[source] = tensor.clone()
-        self._barrier.wait()
-        if self.rank != source:
-            tensor.copy_(self._box[source])
-        self._barrier.wait()
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        for parcel in parcels:
+            if self.rank == parcel.source:
+                self._box[parcel.source] = parcel.tensor.clone()
+            self._barrier.wait()
+            if self.rank in parcel.targets:
+                parcel.tensor.copy_(self._box[parcel.source])
+            self._barrier.wait()
+        return 0
 
 
 def _trained(num_steps: int) -> tuple[Tracked, torch.optim.Optimizer]:

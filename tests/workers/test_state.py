@@ -24,9 +24,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from tests.workers.models import bits_of
+from tests.workers.processes import Seat
+from tests.workers.static_team import Place, train_on
 from unisono.errors import StepError, UsageError
-from unisono.exchange.alone import Alone
-from unisono.rounds.transfer import broadcast_state
+from unisono.rounds.transfer import send_state
 from unisono.state.packing import digest_of_state, digest_of_tensor, grouped, pack, unpack
 from unisono.state.tracked import Tracked
 
@@ -304,10 +305,14 @@ def test_a_scheduler_of_another_version_of_torch_is_loaded() -> None:
         tracked.load(state)
 
 
-def test_a_state_whose_first_tensors_are_empty_travels() -> None:
+def _send_empty(seat: Seat, place: Place) -> list[list[float]]:
     state = {"empty": torch.empty(0), "bias": torch.tensor([1.5, -2.0])}
-    found = broadcast_state(Alone(torch.device("cpu")), 0, pack(state))
-    assert [one.tolist() for one in found.values()] == [[], [1.5, -2.0]]
+    found = send_state(place.exchange(), 0, [1], pack(state) if seat.rank == 0 else None)
+    return [one.tolist() for one in (found or {}).values()]
+
+
+def test_a_state_whose_first_tensors_are_empty_travels() -> None:
+    assert train_on("shared", 2, _send_empty) == [[], [[], [1.5, -2.0]]]
 
 
 def test_groups_keep_the_order_and_hold_no_more_than_they_may() -> None:

@@ -16,7 +16,7 @@ from unisono.rounds.life import Rounds
 from unisono.rounds.loading import load_shares, without_shares
 from unisono.rounds.standing import Report
 from unisono.rounds.team import LOST
-from unisono.rounds.transfer import broadcast_state, share_state
+from unisono.rounds.transfer import send_state, share_state
 
 __all__ = ["Admission"]
 
@@ -118,8 +118,8 @@ class Admission:
         if len(reports) > 1:
             whole = self._tracked.whole_state
             packed = without_shares(whole(), self._tracked) if self._team.rank == 0 else None
-            state = broadcast_state(self._team.exchange, 0, packed)
-            if self._team.rank != 0:
+            state = send_state(self._team.exchange, 0, range(1, len(reports)), packed)
+            if state is not None:
                 (self._tracked.load_models if some_are_earlier else self._tracked.load)(state)
         if some_are_earlier:
             self._state = _BeginsLater(position)

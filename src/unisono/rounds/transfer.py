@@ -11,7 +11,7 @@ import torch
 
 from unisono.decisions.layout import EVERYTHING
 from unisono.errors import PeerLost, UsageError
-from unisono.exchange import Exchange
+from unisono.exchange import Exchange, Parcel
 from unisono.faults import point
 from unisono.rounds.members import Members
 from unisono.rounds.standing import Report
@@ -19,11 +19,10 @@ from unisono.rounds.team import Team
 from unisono.state.packing import Packed, digest_of_tensor, grouped, pack, unpack
 from unisono.state.tracked import Tracked
 
-__all__ = ["StateHeader", "begin_alike", "broadcast_state", "share_state"]
+__all__ = ["StateHeader", "begin_alike", "send_state", "share_state"]
 
-BROADCAST_BYTES = 16 << 20
-"""Tensors are batched into broadcasts of at most this size; on a high-latency link every broadcast costs a round trip.
-"""
+TOGETHER_BYTES = 16 << 20
+"""Tensors up to this size together are sent at once."""
 
 
 class StateHeader(msgspec.Struct, frozen=True):
@@ -44,9 +43,13 @@ class StateHeader(msgspec.Struct, frozen=True):
         here = [tensor for tensor in packed.tensors if not tensor.is_meta] if digests else []
         return cls(packed.skeleton, kinds, away, [digest_of_tensor(tensor) for tensor in here])
 
-    def empty(self) -> list[torch.Tensor]:
-        """Return tensors of these kinds, to be filled; meta tensors for those that do not travel."""
-        away = set(self.away)
+    def empty(self, *, is_target: bool = True) -> list[torch.Tensor]:
+        """Return tensors of these kinds, to be filled; meta tensors for those that do not travel.
+
+        Args:
+            is_target: False: all are meta tensors, which say what travels between others.
+        """
+        away = set(self.away if is_target else range(len(self.kinds)))
         return [
             torch.empty(shape, dtype=getattr(torch, kind), device="meta" if number in away else "cpu")
             for number, (kind, shape) in enumerate(self.kinds)
@@ -87,9 +90,9 @@ def share_state(
     packed = None
     if team.rank == source:
         packed = pack({**tracked.state(), "lines": unwritten_lines()}, "tracked")
-    state = broadcast_state(team.exchange, source, packed)
-    now = [reports[source] if report.fresh else report for report in reports]
-    return now, state if reports[team.rank].fresh else None
+    fresh = [rank for rank, report in enumerate(reports) if report.fresh]
+    state = send_state(team.exchange, source, fresh, packed)
+    return [reports[source] if report.fresh else report for report in reports], state
 
 
 def begin_alike(team: Team, tracked: Tracked) -> None:
@@ -114,8 +117,8 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
                 f"{len(first.kinds)} of {ids[0]}; "
                 "all workers must build the same model"
             )
-    state = broadcast_state(team.exchange, 0, packed)
-    if team.rank == 0:
+    state = send_state(team.exchange, 0, range(1, team.size), packed)
+    if state is None:
         return
     if team.rank in different:
         changed = [index for index, (a, b) in enumerate(zip(own.digests, first.digests, strict=True)) if a != b]
@@ -128,23 +131,21 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
     tracked.load(state)
 
 
-def broadcast_state(exchange: Exchange, source: int, packed: Packed | None) -> dict[str, Any]:
-    """Broadcast the state that rank ``source`` passes as ``packed``, and return it on all members. Collective.
+def send_state(exchange: Exchange, source: int, targets: Sequence[int], packed: Packed | None) -> dict[str, Any] | None:
+    """Send the state that rank ``source`` passes as ``packed`` to the ``targets``. Collective.
 
-    Meta tensors of it are meta tensors on all members.
+    Returns:
+        The state, on a target; its meta tensors are meta tensors there, too. On all others None.
     """
     mine = packed if exchange.rank == source else None
     own = msgspec.msgpack.encode(StateHeader.of(mine)) if mine is not None else b""
     header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=StateHeader)
-    tensors = mine.tensors if mine is not None else header.empty()
-    here = [tensor for tensor in tensors if not tensor.is_meta]
-    for group in grouped(here, lambda tensor: tensor.nbytes, BROADCAST_BYTES):
+    is_target = exchange.rank in targets
+    tensors = mine.tensors if mine is not None else header.empty(is_target=is_target)
+    here = [tensor for number, tensor in enumerate(tensors) if number not in header.away]
+    for group in grouped(here, lambda tensor: tensor.nbytes, TOGETHER_BYTES):
         point("in_admission")
         views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
-        together = torch.cat([view.cpu() for view in views]) if len(views) > 1 else views[0]
-        exchange.broadcast(together, source)
-        if mine is None:
-            for view, piece in zip(views, together.split([len(view) for view in views]), strict=True):
-                view.copy_(piece)
-    state: dict[str, Any] = unpack(header.skeleton, tensors)
+        exchange.deliver([Parcel(source, tuple(targets), view) for view in views])
+    state: dict[str, Any] | None = unpack(header.skeleton, tensors) if is_target else None
     return state
