@@ -373,6 +373,8 @@ class RunDirectory(Message):
     -1: end at once."""
     facts: str = ""
     """The run's description in that directory, as JSON."""
+    host: str = ""
+    """To agents: a machine that sees the directory."""
 
 
 class StoreCall(Message):

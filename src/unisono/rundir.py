@@ -373,10 +373,10 @@ def is_blank(directory: Path) -> bool:
         return False
 
 
-def read_facts(directory: Path) -> dict[str, Any]:
+def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
     """Return the run's description; empty if there is none that can be read."""
     try:
-        facts = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+        facts = json.loads((directory / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

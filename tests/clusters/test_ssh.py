@@ -130,7 +130,7 @@ def root(machine: SshMachine) -> Path:
 def process_of(machine: SshMachine, words: str) -> int:
     """The one process there whose command has these words."""
     found = [pid for pid, command in machine.processes().items() if words in command]
-    assert len(found) == 1, machine.processes()
+    assert len(found) == 1, (machine.name, machine.processes())
     return found[0]
 
 
@@ -174,9 +174,11 @@ def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-EVENTS = {
+ENDS = {
     "agent-killed": lambda command, machine: end(process_of(machine, "unisono join")),
     "holder-killed": lambda command, machine: end(process_of(machine, "unisono.machine.holder")),
+}
+LOSSES = {
     "client-killed": lambda command, machine: end(client_of(command, machine.name)),
     "link-cut": lambda command, machine: freeze(client_of(command, machine.name)),
     "session-killed": lambda command, machine: end(machine.sessions()[0]),
@@ -186,31 +188,66 @@ EVENTS = {
 def test_the_run_goes_on_with_the_rest_and_nothing_stays_on_the_machines(
     sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
 ) -> None:
-    """A machine for each way in which the connection to it may end, all in one run. Not even a process stays that the
-    script has put into a session of its own, and that ignores SIGTERM.
-    """
-    machines = [sshd.start(name) for name in EVENTS]
+    """Not even a process stays that the script has put into a session of its own, and that ignores SIGTERM."""
+    machines = [sshd.start(name) for name in ENDS]
     with Gates(tmp_path / "gates", (2,)) as gates:
-        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *EVENTS)), "--ssh", sshd.command)
+        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *ENDS)), "--ssh", sshd.command)
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *hosts, *arguments)
-        gates.wait(2, workers=len(EVENTS) + 1)
-        frozen = client_of(command, "link-cut")
+        gates.wait(2, workers=len(ENDS) + 1)
         for machine in machines:
             assert any("sleep 1000000" in words for words in machine.processes().values())
-            EVENTS[machine.name](command, machine)
+            ENDS[machine.name](command, machine)
         generation = command.generation(" with 1 worker")
         for machine in machines:
             wait_until_empty(machine)
         gates.open(2, generation)
-    os.kill(frozen, signal.SIGCONT)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
     wait_until_empty(sshd.machines["m1"])
 
 
+def test_machines_go_on_without_ssh_and_nothing_stays_on_them(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
+) -> None:
+    """A machine for each way in which the connection to it may end, all in one run: the head can still be reached.
+    At the end of the run not even a process stays that the script has put into a session of its own, and that ignores
+    SIGTERM.
+    """
+    machines = [sshd.start(name) for name in LOSSES]
+    with Gates(tmp_path / "gates", (2, 4)) as gates:
+        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *LOSSES)), "--ssh", sshd.command)
+        arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
+        command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *hosts, *arguments)
+        gates.wait(2, workers=len(LOSSES) + 1)
+        frozen = client_of(command, "link-cut")
+        for machine in machines:
+            assert any("sleep 1000000" in words for words in machine.processes().values())
+            LOSSES[machine.name](command, machine)
+        for machine in machines:
+            wait_until_alone(machine)
+        end(frozen)
+        gates.open(2)
+        gates.wait(4, workers=len(LOSSES) + 1)
+        gates.open(4)
+    assert command.wait() == 0, command.err
+    for machine in (*machines, sshd.machines["m1"]):
+        wait_until_empty(machine)
+    assert is_the_same(calm, tmp_path / "run")
+
+
+def wait_until_alone(machine: SshMachine) -> None:
+    """Wait until the agent of a machine goes on without the connection that has started it."""
+    agent = process_of(machine, "unisono join")
+    deadline = time.monotonic() + WAIT_S
+    while os.readlink(f"/proc/{agent}/fd/0") != os.devnull:
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.05)
+
+
+@pytest.mark.parametrize("is_reached", [True, False], ids=["ssh", "ssh lost"])
 def test_nothing_stays_where_the_command_is_killed(
-    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], tmp_path: Path, mark: str
+    is_reached: bool, sshd: Sshd, unisono: Unisono, script: Callable[[str], str], tmp_path: Path, mark: str
 ) -> None:
     """No process, no shared memory, no file (the fixture `mark` looks for these)."""
     shared = set(os.listdir("/dev/shm"))
@@ -219,6 +256,9 @@ def test_nothing_stays_where_the_command_is_killed(
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *options, *arguments)
         gates.wait(2, workers=2)
+        if not is_reached:
+            end(sshd.machines["m1"].sessions()[0])
+            wait_until_alone(sshd.machines["m1"])
         command.process.kill()
         for machine in sshd.machines.values():
             wait_until_empty(machine)
@@ -237,7 +277,7 @@ def test_a_machine_that_dies_in_the_middle_costs_no_bit(
         gates.wait(2, workers=3)
         island.kill()
         generation = command.generation("with 1 worker")
-        command.line(f"the agent of {island.name} is gone: the ssh connection is lost")
+        command.line(f"the agent of {island.name} is out of reach by ssh")
         gates.open(2, generation)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
@@ -309,7 +349,8 @@ def test_the_user_is_told_where_the_runs_directory_is_if_it_is_not_here(
     options = ("--hosts", f"{island.name}:1", "--ssh", sshd.command, "--run-dir", directory)
     command = unisono("run", SCRIPT, *options, "--", "--steps", STEPS)
     assert command.wait() == 0, command.err
-    command.line(f"the run's directory {directory} is not on this machine")
+    where = command.line(f"the run's directory {directory} is not on this machine")
+    assert f"journal and checkpoints are on {island.name}-" in where
     assert is_the_same(calm, root(island) / directory.relative_to("/"))
 
 

@@ -31,6 +31,7 @@ FLOORS = {
     "decisions.orders": 1,
     "decisions.streams": 1,
     "decisions.following": 1,
+    "decisions.sides": 1,
     "decisions.membership": 1,
     "decisions.policy": 1,
     "decisions.balance": 1,
@@ -224,6 +225,7 @@ NEIGHBOURS = {
     "decisions.strategies": {"decisions.forecast", "decisions.wires"},
     "decisions.checks": {"decisions.plan"},
     "decisions.groups": {"decisions.plan"},
+    "decisions.sides": {"decisions.following"},
     "decisions.audits": {"decisions.cursor", "decisions.plan"},
     "decisions.membership": {
         "decisions.efficiency",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
 import pytest
 
+from unisono.cli.status import _words as status_words
 from unisono.decisions.links import IN_A_ROW, KNOWN, WARM_UP, Slowness
 from unisono.events import Announcement, LinkSlow, Seconds, WorkerTimes
 
@@ -176,3 +178,15 @@ def test_short_steps_are_looked_at_rarely() -> None:
         slowness.observe(computing(0.0005, 0.0005), HOSTS)
         looks += slowness._unseen_s < before
     assert 5 <= looks <= 20
+
+
+def test_the_status_names_the_links_that_are_slow_now() -> None:
+    def slow(source: str, *, is_over: bool = False) -> LinkSlow:
+        return LinkSlow(
+            time=1.0, source=source, target="b", bytes_per_s=1e6, usual_bytes_per_s=9e6, seconds=0.5, is_over=is_over
+        )
+
+    told = [slow("a"), slow("c"), slow("a", is_over=True)]
+    found = {"state": "training", "events": [msgspec.to_builtins(each) for each in told]}
+    lines = [line for line in status_words(found).splitlines() if "the network" in line]
+    assert lines == ["the network from c to b is slow: 1.0 MB/s instead of 9.0; each step takes 0.500 s longer"]

@@ -1358,7 +1358,7 @@ def test_a_machine_that_died_while_the_head_was_away_is_gone() -> None:
     assert story.state.members == ("w0", "w1")
     assert set(story.state.agents) == {AGENT}
     assert story.state.policy.maximum == 2
-    assert story.reason == "the agent of lab is gone"
+    assert story.reason == "the agent of lab is gone; w3 does not come"
     assert story.worker("w3").state is WorkerState.LEFT, "it was to replace the worker that died with its machine"
     assert not story.state.workers.keys() - {"w0", "w1", "w2", "w3"}
 

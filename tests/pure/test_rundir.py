@@ -14,6 +14,8 @@ import pytest
 from unisono import rundir
 from unisono.cli.given import check_directory
 from unisono.errors import RunDirectoryError, UsageError
+from unisono.head.copying import go_on_in
+from unisono.head.pen import leave
 from unisono.journal import JOURNAL
 from unisono.rundir import RUN_FILE, Lock, RunDirectory, claim, describe, forget_head, holder
 
@@ -220,3 +222,15 @@ def test_a_run_goes_on_in_a_directory_as_long_as_its_processes_hold_it(tmp_path:
             check_directory(tmp_path)
     finally:
         lock.release()
+
+
+def test_a_side_of_the_run_comes_back_to_the_directory_that_it_has_left(tmp_path: Path) -> None:
+    """Its machine has the head for the second time."""
+    run_dir, facts = str(tmp_path / "run"), json.dumps({"run_id": "r1"})
+    assert "go on in" in go_on_in(run_dir, "r1", facts)
+    (tmp_path / "run" / JOURNAL).write_text("{}\n")
+    assert "keeps what was written" in leave(run_dir, "r1")
+    assert "holds another run" in go_on_in(run_dir, "r2", facts)
+    assert f"comes back: journal and checkpoints go on in {run_dir}" in go_on_in(run_dir, "r1", facts)
+    assert holder(tmp_path / "run") == "r1"
+    assert go_on_in(run_dir, "r1", facts) == ""

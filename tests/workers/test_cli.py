@@ -33,7 +33,7 @@ from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
 from unisono.decisions.policy import Policy
 from unisono.errors import CheckpointError, RunDirectoryError, UsageError
-from unisono.events import Problem, RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
+from unisono.events import RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.interfaces import Interface
 from unisono.journal import JOURNAL
 from unisono.machine.headprocess import Service, listen, reserve
@@ -665,18 +665,6 @@ def test_news_of_the_balance_come_once_in_a_minute() -> None:
         screen.emit(finished(step, balance=f"w0 gets {step} of 8 now"))
         now[0] += 0.6
     assert err.getvalue().splitlines() == [f"{at()} unisono: w0 gets {step} of 8 now" for step in (0, 101)]
-
-
-def test_the_evidence_follows_the_sentence_that_says_what_has_happened() -> None:
-    err = io.StringIO()
-    screen = Plain(io.StringIO(), err, clock=lambda: 100.0, wall=lambda: MORNING)
-    problem = Problem(time=1.0, problem="divergence", text="they differ", evidence="problems/1.txt", ends_run=True)
-    screen.emit(problem)
-    screen.emit(RunEnded(time=1.0, ok=False, reason="they differ", digests={}))
-    assert [line.removeprefix(f"{at()} unisono: ") for line in err.getvalue().splitlines()] == [
-        "failed: they differ",
-        "evidence, for a bug report: problems/1.txt in the run's directory",
-    ]
 
 
 @pytest.mark.parametrize(

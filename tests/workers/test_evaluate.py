@@ -200,7 +200,7 @@ def _draws(seat: Seat, place: Place) -> list[list[float]]:
                 for x, y in step:
                     step.backward(F.cross_entropy(model(x), y))
                 draw()
-                if step.number == 1:
+                if step.index == 1:
                     run.evaluate(Images(), lambda batch: {"x": torch.rand(())}, batch_size=10)
                     draw()
             draw()

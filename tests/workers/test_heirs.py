@@ -14,7 +14,7 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.test_head_death import dial, hear, serving
-from unisono.decisions.following import StaleHead
+from unisono.decisions.following import Absence, Followed, StaleHead
 from unisono.decisions.membership import Lags, heirs
 from unisono.decisions.membership.roster import ALIVE, State, WorkerState
 from unisono.decisions.policy import Policy
@@ -46,7 +46,7 @@ from unisono.messages import (
     encode,
 )
 from unisono.packed import unpack
-from unisono.spec import RunSpec
+from unisono.spec import Partition, RunSpec
 
 M = TypeVar("M", bound=Message)
 
@@ -229,6 +229,24 @@ def test_an_agent_leaves_a_head_of_a_lower_term() -> None:
                 assert not head.over.is_set()
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+@pytest.mark.parametrize("partition", ["wait", "go-on"])
+def test_a_machine_that_ends_says_that_it_was_not_to_go_on(partition: Partition) -> None:
+    async def story() -> None:
+        agent = Follower("ws://127.0.0.1:1", primary=False)
+        head = cast("Any", SimpleNamespace(url="ws://127.0.0.1:2"))
+        hello = AgentHello(host="far", pid=1, num_workers=1)
+        following = Following("ws://127.0.0.1:1", "secret", hello, agent, away_s=1.0, head=head, partition=partition)
+        following.agent_id = "agent1"
+        newest = Snapshot(term=1, number=1, state=b"", heirs=["agent0", "agent1"])
+        following._side = msgspec.structs.replace(following._side, followed=Followed().keep(newest)[0])
+        following._absence = Absence(since=-1e9)
+        following._note_absence("the head is away")
+        assert agent.ended is not None
+        assert ("--partition wait" in agent.ended.reason) == (partition == "wait")
+
+    asyncio.run(story())
 
 
 class Connected:

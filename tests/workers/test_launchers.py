@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from unisono.launchers import LAUNCHERS, AgentCommand, Machine, Request, fleet
 from unisono.launchers.fleet import Fleet
 from unisono.lifetime import PARENT
 from unisono.machine import children
-from unisono.machine.following import answers
 from unisono.spec import RunSpec
 
 pytestmark = pytest.mark.more
@@ -301,14 +299,6 @@ def test_agents_end_with_the_command_that_has_started_them(number: signal.Signal
             command.kill()
     wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
     assert marked(mark) == {}
-
-
-def test_a_machine_answers_also_where_nobody_listens_any_more() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"wss://127.0.0.1:{listener.getsockname()[1]}"
-        assert asyncio.run(answers(url))
-    assert asyncio.run(answers(url)), "the command was killed"
-    assert not asyncio.run(answers("wss://255.255.255.255:9")), "there is no way to such a machine"
 
 
 UNREACHABLE = """

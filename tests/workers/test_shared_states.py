@@ -117,7 +117,7 @@ def test_a_checkpoint_is_that_of_a_replicated_optimizer_and_each_worker_writes_w
 
 
 def _last_moment(generation: int, ids: Sequence[str]) -> snapshot.Moment:
-    return snapshot.Moment(Position(phase=0, step=4, total=4, lines=0), generation, ids, {})
+    return snapshot.Moment(Position(phase=0, step=4, number=4, total=4, lines=0), generation, ids, {})
 
 
 def _attempt(members: Members, generation: int, ids: Sequence[str]) -> saving.WrittenPart:

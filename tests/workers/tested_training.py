@@ -35,7 +35,7 @@ def main() -> None:
     train_loader, test_loader = DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=7)
     for epoch in range(arguments.epochs):
         for step in run.steps(train_loader, microbatches=8):
-            wait_at(arguments.gates / str(step.place))
+            wait_at(arguments.gates / str(step.number))
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             optimizer.step()

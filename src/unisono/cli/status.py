@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from unisono.cli.reach import RUN, NotGoing, ask_status, find
 from unisono.cli.runs import list_words, runs_in
 from unisono.cli.saying import say, say_json, say_lines
 from unisono.errors import UsageError
+from unisono.events import LinkSlow
 from unisono.interfaces import is_local
 from unisono.invitation import HeadUrl, Invitation, is_invitation
+from unisono.overview.sentences import link_words
 from unisono.watch.terminal.text import number
 from unisono.words import count, progress
 
@@ -133,6 +136,7 @@ def _words(found: dict[str, Any]) -> list[str]:
     lines += _machines(found.get("machines", []))
     lines += _past_workers(found.get("past_workers", []))
     lines += _interruptions(found.get("interruptions", []))
+    lines += _slow_links(found.get("events", []))
     lines += _problems(found.get("events", []))
     lines += found.get("notes", [])
     if line := found.get("invitation"):
@@ -214,6 +218,13 @@ def _interruptions(interruptions: list[dict[str, Any]]) -> list[str]:
         for each in interruptions[-SHOWN:]
     ]
     return [*_more(interruptions, "interruption"), *lines]
+
+
+def _slow_links(told: list[dict[str, Any]]) -> list[str]:
+    """Return the links that are slow now."""
+    links = [msgspec.convert(each, LinkSlow) for each in told if each.get("kind") == "slow-link"]
+    newest = {(link.source, link.target): link for link in links}
+    return [link_words(link) for link in newest.values() if not link.is_over]
 
 
 def _problems(told: list[dict[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from unisono.errors import RunDirectoryError
+from unisono.head.pen import come_back
 from unisono.rundir import describe, holder, make
 
 __all__ = ["go_on_in"]
@@ -21,6 +22,10 @@ def go_on_in(run_dir: str, run_id: str, facts: str) -> str:
     """
     folder = Path(run_dir)
     try:
+        if come_back(folder, run_id):
+            return (
+                f"the run has left {folder} of this machine and comes back: journal and checkpoints go on in {folder}"
+            )
         found = holder(folder)
         if found == run_id:
             return ""

@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import Final
 
-from unisono.rundir import RUN_FILE, holder
+from unisono.rundir import RUN_FILE, holder, read_facts
 
-__all__ = ["Pen", "leave"]
+__all__ = ["Pen", "come_back", "leave"]
 
 PEN_FILE: Final = ".head"
 LEFT_FILE: Final = "run.left.json"
@@ -76,3 +76,15 @@ def leave(run_dir: str, run_id: str) -> str:
         f"the run goes on in the directory of the side that has come further. {folder} of this machine keeps what was "
         f"written until now ({RUN_FILE} is named {LEFT_FILE})"
     )
+
+
+def come_back(folder: Path, run_id: str) -> bool:
+    """Let workers write into a directory again that this run has left (`leave`); return whether it had.
+
+    Raises:
+        OSError: the description cannot be renamed.
+    """
+    if (folder / RUN_FILE).exists() or read_facts(folder, LEFT_FILE).get("run_id") != run_id:
+        return False
+    (folder / LEFT_FILE).replace(folder / RUN_FILE)
+    return True

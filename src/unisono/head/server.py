@@ -359,10 +359,11 @@ class Head:
 
     def _take_directory(self, name: str, message: RunDirectory) -> None:
         """Note where the run writes, and that this worker sees it there."""
-        self.tell_agents(message)
+        worker = self.state.workers.get(name)
+        host = worker.info.host if worker is not None and worker.info is not None else ""
+        self.tell_agents(msgspec.structs.replace(message, host=host))
         self._directory.facts = message.facts or self._directory.facts
         self._viewing.reads_from(self._directory.path or message.path, self._directory.facts)
-        worker = self.state.workers.get(name)
         if worker is not None and worker.agent not in self._directory.seers:
             self._directory.seers[worker.agent] = None
             self.table.remember_soon()

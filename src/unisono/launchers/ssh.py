@@ -313,11 +313,15 @@ class _Session:
         if exit_code == SSH_FAILED:
             cause, line = why_ssh_failed(last_lines)
             if cause == "has lost its connection":
-                return f"is gone: the ssh connection is lost ({line})"
+                return f"is out of reach by ssh ({line}); it goes on if it reaches the head"
             return f"could not be started: {self._name} {cause} ({line})"
         if exit_code > 128:
             return exit_words(128 - exit_code)
-        return f"is gone: its ssh {exit_words(exit_code)}" if exit_code < 0 else ""
+        return (
+            f"is out of reach: its ssh {exit_words(exit_code)}; it goes on if it reaches the head"
+            if exit_code < 0
+            else ""
+        )
 
 
 class _Unfit(Exception):

@@ -31,7 +31,6 @@ from unisono import messages
 from unisono.certificate import derived
 from unisono.checkpoint import files
 from unisono.chronicle import Chronicle
-from unisono.decisions.idleness import Limits
 from unisono.decisions.policy import Policy
 from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.errors import RunDirectoryError, RunGoesBack, UsageError
@@ -42,10 +41,9 @@ from unisono.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standar
 from unisono.machine.beats import Reporter
 from unisono.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.machine.descendants import end_descendants
-from unisono.machine.following import Following, answers
+from unisono.machine.following import Following
 from unisono.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of
 from unisono.machine.holder import LOST
-from unisono.machine.idleness import Watching
 from unisono.machine.inviting import welcome_words
 from unisono.machine.metering import Metering
 from unisono.machine.plain import free_port, variables
@@ -243,12 +241,12 @@ class _Agent:
         self._forgets = False
         self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._url = url
-        self._outliving: asyncio.Future[None] | None = None
         self._num_signals = 0
         self._checkpoint_code = -1  # see `reaction`
         self._stop: StopRun | None = None
         self.run_dir = ""
         """The run directory that the script has chosen; "" before."""
+        self._run_dir_host = ""  # a machine that sees it
 
     def forget_head(self, run_dir: str, token: str, run_id: str = "") -> None:
         """Remove what a head of this machine that was killed has left in the run's directory."""
@@ -274,6 +272,9 @@ class _Agent:
             raise
         tasks = [asyncio.create_task(self._following.run())]
         if (idle := self._spec.when_idle) is not None:
+            from unisono.decisions.idleness import Limits  # few machines are lent
+            from unisono.machine.idleness import Watching
+
             limits = Limits(idle_s=idle.idle_s, load=idle.load)
             tasks.append(asyncio.create_task(Watching(limits, idle.inputs, self._on_idle).run()))
         reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.heartbeat_s)
@@ -353,7 +354,7 @@ class _Agent:
                 self._end(self._with_own_exit_code(message), is_run_over=False)
             case RunDirectory():
                 self._checkpoint_code = message.on_signal
-                self.run_dir = message.path
+                self.run_dir, self._run_dir_host = message.path, message.host
                 self._chronicle.write_to(Path(message.path), self._following.run_id)
 
     def _take_told(self, event: Event) -> None:
@@ -449,7 +450,7 @@ class _Agent:
         self.announce(text)
 
     def _on_machines_lost(self, reason: str) -> None:
-        if not self._workers.running():
+        if not self._workers.running() and self._following.num_machines == 1:
             self._end_now(reason, 1)
 
     def _on_machines_gone(self, number: int) -> None:
@@ -525,20 +526,16 @@ class _Agent:
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._end_now("the launcher that has started this agent is gone", 1)
         elif data == LOST:
-            self._outliving = asyncio.ensure_future(self._outlive_launcher())
+            self._outlive_launcher()
 
-    async def _outlive_launcher(self) -> None:
-        """Go on where not only the connection to the launcher is lost, but its machine, or the path to it.
+    def _outlive_launcher(self) -> None:
+        """Go on without the connection to the launcher: from now on this machine is as one that has joined by itself.
 
-        Then the same holds as for a machine that has joined by itself: `Following` decides how long. Where the machine
-        of the launcher answers, the launcher was killed or wants no more of this agent, so the agent ends.
+        Whether the launcher's machine is lost, or the path to it, or only that connection: `Following` finds out.
         """
-        is_elsewhere = self._following.head_url not in ("", self._url)
-        if not is_elsewhere and await answers(self._url):
-            self._end_now("the connection to the launcher that has started this agent is lost", 1)
-            return
-        loop, number = asyncio.get_running_loop(), sys.stdin.fileno()
-        loop.remove_reader(number)
+        self._following.outlive_command()
+        number = sys.stdin.fileno()
+        asyncio.get_running_loop().remove_reader(number)
         with open(os.devnull, "r+b") as nothing:
             for stream in (number, sys.stdout.fileno(), sys.stderr.fileno()):
                 os.dup2(nothing.fileno(), stream)  # closes the pipes; the holder sees that
@@ -635,10 +632,10 @@ class _Agent:
         """Return that the run's directory is on another machine, where that is so; else ""."""
         if not self._is_primary or self._spec.num_workers or not self.run_dir or self._holds_run_dir():
             return ""
+        where = self._run_dir_host or "a machine that has trained"
         return (
-            f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on a machine that "
-            "has trained; next time, name a --run-dir that this machine sees as well, or have workers here too "
-            "(--hosts localhost,...)"
+            f"the run's directory {self.run_dir} is not on this machine: journal and checkpoints are on {where}; next "
+            "time, name a --run-dir that this machine sees as well, or have workers here too (--hosts localhost,...)"
         )
 
     def _how_to_go_on(self, ended: Ended) -> str:

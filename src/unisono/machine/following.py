@@ -13,11 +13,10 @@ import contextlib
 import time
 from collections import deque
 from typing import Final, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 
-from unisono.decisions.following import MAX_HEIRS, SUPERSEDED, TURN_S, Absence, StaleHead, is_majority
+from unisono.decisions.following import GONE_S, MAX_HEIRS, SUPERSEDED, TURN_S, Absence, StaleHead, is_majority
 from unisono.decisions.sides import Allegiance
 from unisono.dialing import open_link
 from unisono.events import StepFinished
@@ -44,9 +43,7 @@ from unisono.messages import (
 from unisono.spec import Partition
 from unisono.words import exit_words
 
-__all__ = ["Following", "Owner", "answers"]
-
-ANSWER_S: Final = 3.0
+__all__ = ["Following", "Owner"]
 
 OPEN_S: Final = 10.0
 ELSEWHERE_S: Final = 3.0
@@ -109,7 +106,7 @@ class Following:
         head: HeadProcess | None,
         partition: Partition = "go-on",
     ) -> None:
-        self._url = url
+        self._url = self._first_url = url
         self._token = token
         self._hello = hello
         self._owner = owner
@@ -136,6 +133,7 @@ class Following:
         self._lost_head: Child | None = None  # this head has ended, and its last messages are not all read
         self._head_is_done = False
         self._is_over = False
+        self._command = ""  # the address of the command that has started this agent, which would end it if it could
         self._is_answered = asyncio.Event()
         self._is_answered.set()
         self.agent_id = ""
@@ -209,6 +207,10 @@ class Following:
         """Return the address of this machine at which others reach it: that of its connection to the head."""
         return str(self._link.sock.getsockname()[0]) if self._link is not None else "127.0.0.1"
 
+    def outlive_command(self) -> None:
+        """Note that the command that has started this agent cannot end it any more: this agent ends when it is gone."""
+        self._command = self._first_url
+
     def leave(self) -> None:
         """Note that the run is over for this machine: do not start a head after this one."""
         self._is_over = True
@@ -260,7 +262,13 @@ class Following:
         self._absence = self._absence.tried(self._was_refused, now)
         has_never_followed = not self.agent_id and not self._hello.primary
         if now - self._absence.since > self._patience_s() or has_never_followed:
+            if self._partition == "wait" and self._may_be_next():
+                why += "; this machine could go on without that head, and is not to (--partition wait)"
             self._end(self._owner.known_end() or Ended(ok=False, reason=why, exit_code=1))
+        gone_since = self._absence.refused_since
+        if self._url == self._command and gone_since is not None and now >= gone_since + GONE_S:
+            why = f"the command that has started this agent is gone: nobody listens at {shown(self._url)}"
+            self._end(Ended(ok=False, reason=why, exit_code=1))
 
     def _patience_s(self) -> float:
         """Return how long this machine waits for a head: longer where another machine may start the next one."""
@@ -529,20 +537,6 @@ def _drop(attempt: asyncio.Future[Link]) -> None:
 
     attempt.cancel()
     attempt.add_done_callback(close)
-
-
-async def answers(url: str) -> bool:
-    """Return whether the machine of a head answers, be it that nobody listens there any more."""
-    parts = urlsplit(url)
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    except ConnectionError:
-        return True
-    except OSError:  # no answer in time, or no way
-        return False
-    writer.close()
-    return True
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -225,7 +225,7 @@ class EvaluationRound:
     @property
     def number(self) -> int:
         """Number of the next step of the run."""
-        return self._position.number
+        return self._position.total
 
     def compute_apart(self, leaf: int) -> Generator[Any, None, int]:
         """Yield a batch whose totals are not added; return their digest."""
@@ -300,7 +300,7 @@ def evaluate(
             if audits is None:
                 return round_.totals()
             if not round_.is_disputed:
-                audits.record.same(rounds.position.number)
+                audits.record.same(rounds.position.total)
                 return round_.totals()
             # This ends: each time a member goes, and no more come than the run may restart. Where nobody is found
             # wrong, the next round is the last one, which raises for whatever differs.

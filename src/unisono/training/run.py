@@ -650,7 +650,7 @@ class Run(Calls, Evaluating, Trainings):
         if self._loop is not None and self._loop.step is not None:
             self._loop.leave()
             if self._joined:
-                team.leaving(rounds.position.phase, rounds.position.step, goes_on=True)
+                team.leaving(rounds.position.phase, rounds.position.number, goes_on=True)
         phase, self._phases = self._phases, self._phases + 1
         first = self._join(phase, loop, first_step)
         if first is not None:

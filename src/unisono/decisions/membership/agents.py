@@ -157,6 +157,7 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.retire(worker.worker_id, _S.LEFT, "left", f"the agent of {agent.host} is gone")
+            draft.reasons.append(f"{worker.worker_id} does not come")
     lose_evaluators_of(draft, agent_id, f"the agent of {agent.host} is gone")
 
 

@@ -99,7 +99,6 @@ class Terminal(ABC):
         self._clock = clock
         self._pace = Pace(clock)
         self._balance_at = -math.inf
-        self._evidence = ""  # of the problem with which the run ends
 
     def emit(self, event: Event) -> None:
         match event:
@@ -109,8 +108,6 @@ class Terminal(ABC):
                 self._say(event.text)
             case LinkSlow():
                 self._say(link_words(event))
-            case Problem(ends_run=True):
-                self._evidence = problem_words(event)
             case Problem():
                 if words := problem_words(event):
                     self._say(words)
@@ -119,7 +116,7 @@ class Terminal(ABC):
                     self._say_balance(event.balance)
                     self._step(event)
             case RunEnded():
-                self._end(event, self._evidence)
+                self._end(event)
 
     def _say_balance(self, text: str) -> None:
         now = self._clock()
@@ -143,8 +140,7 @@ class Terminal(ABC):
     def _step(self, step: StepFinished) -> None: ...
 
     @abstractmethod
-    def _end(self, ended: RunEnded, evidence: str) -> None:
-        """Show how the run has ended, and then where the evidence lies; "": there is none."""
+    def _end(self, ended: RunEnded) -> None: ...
 
 
 def problem_words(event: Problem) -> str:

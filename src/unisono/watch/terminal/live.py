@@ -88,14 +88,12 @@ class Live(Terminal):
     def _step(self, step: StepFinished) -> None:
         """The picture shows it."""
 
-    def _end(self, ended: RunEnded, evidence: str) -> None:
+    def _end(self, ended: RunEnded) -> None:
         style = "good" if ended.ok else "error"
         is_apart = bool(ended.traceback) and not self._is_error_shared
         shown = "" if is_apart else ended.traceback
         lines = [self._styled([(harmless(line), style)]) for line in summary(self._pace, ended, shown).splitlines()]
         lines += [harmless(line) for line in shown.splitlines()]
-        if evidence:
-            lines.append(self._styled([(f"unisono: {harmless(evidence)}", "dim")]))
         self._screen.close(*lines)
         if is_apart:
             with contextlib.suppress(OSError):

@@ -56,7 +56,7 @@ class Plain(Terminal):
             self._steps.said(now)
             self._show()
 
-    def _end(self, ended: RunEnded, evidence: str) -> None:
+    def _end(self, ended: RunEnded) -> None:
         if not self._is_shown:
             self._show()
         self._write(
@@ -65,8 +65,6 @@ class Plain(Terminal):
         )
         if ended.traceback:
             self._write(self._err, ended.traceback.rstrip("\n"))
-        if evidence:
-            self._say(evidence)
 
     def _show(self) -> None:
         last = self._pace.last
