@@ -16,7 +16,7 @@ from unisono.doctor.facts import Asked
 from unisono.doctor.hosts import SSH, examine, hosts
 from unisono.doctor.together import check_together
 from unisono.errors import UsageError
-from unisono.launchers.hosts import parse_hosts
+from unisono.launchers.hosts import is_this_machine, parse_hosts
 from unisono.words import count
 
 __all__ = ["doctor"]
@@ -43,7 +43,7 @@ def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool,
 
     With RUN (its directory, or how this machine reaches it), also whether this machine reaches that run.
     """
-    chosen = [host.name for host in parse_hosts(names)] if names else []
+    chosen = {host.name: is_this_machine(host.name) for host in parse_hosts(names)} if names else {}
     asked = Asked(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
     findings = [_head(run)] if run else []
     with hosts(chosen, ssh) as found:

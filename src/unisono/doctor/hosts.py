@@ -21,7 +21,6 @@ from unisono.doctor.__main__ import MARK
 from unisono.doctor.facts import Asked, Facts
 from unisono.doctor.orders import Answer, Order
 from unisono.doctor.together import Known, Path
-from unisono.launchers.hosts import is_this_machine
 
 __all__ = ["HERE", "SSH", "Host", "examine", "hosts"]
 
@@ -113,13 +112,16 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(names: Sequence[str], ssh: str = SSH) -> Iterator[list[Host]]:
-    """Start the program here, or on all of these machines (by ssh, where it is another one), and end it."""
+def hosts(names: Mapping[str, bool], ssh: str = SSH) -> Iterator[list[Host]]:
+    """Start the program here, or on all of these machines, and end it.
+
+    Args:
+        names: of machines, each with whether it is this one, which needs no ssh.
+    """
     program = [sys.executable, "-P", "-m", "unisono.doctor"]
     started: list[Host] = []
     try:
-        for name in names or [HERE]:
-            is_here = name == HERE or is_this_machine(name)
+        for name, is_here in (names or {HERE: True}).items():
             started.append(Host(name, program if is_here else [*shlex.split(ssh), name, shlex.join(program)]))
         yield started
     finally:
