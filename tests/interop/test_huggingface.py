@@ -260,7 +260,7 @@ def test_the_others_wait_for_the_worker_that_writes_and_that_is_no_hang(
 
 def test_a_run_does_not_go_on_before_the_epoch_of_a_checkpoint_of_the_trainer() -> None:
     def handout() -> Handout:
-        return Handout(iter([SimpleNamespace(number=7)]), per_epoch=5, num_steps=15)
+        return Handout(iter([SimpleNamespace(number=7, number_in_loop=7)]), per_epoch=5, num_steps=15)
 
     assert [handout().begins_in(epoch) for epoch in (0, 1)] == [False, True]
     with pytest.raises(library.UsageError, match=r"step 7.*step 10 or later.*without resume_from_checkpoint"):
