@@ -205,7 +205,7 @@ def test_an_account_in_words_is_short_and_says_why() -> None:
             "efficiency": 0.63, **found, "past_workers": found["workers"], "workers": [],
         }
     )  # fmt: skip
-    first, second, third, *rest = shown.splitlines()
+    first, second, third, *rest = shown
     assert (first, second) == ("failed: ended by SIGTERM", "10 of 40 steps, loss 0.5000")
     assert third.endswith("20 s; 63% of the workers' time was spent on computing; interrupted for 1.5 s in all")
     text = "\n".join(rest)
@@ -215,12 +215,12 @@ def test_an_account_in_words_is_short_and_says_why() -> None:
     assert "after step 3 (was killed)" in text
     assert "w2 on b never took part; failed" in text
     assert "for 1.50 s, in step 4: w1 was killed" in text
-    assert max(map(len, shown.splitlines())) < 160
+    assert max(map(len, shown)) < 160
 
 
 def test_of_many_workers_the_newest_are_shown() -> None:
     many = [{**account(lines("r1"))["workers"][0], "worker_id": f"w{number}"} for number in range(1000)]
-    shown = words_of({"state": "finished", "step": 3, "past_workers": many}).splitlines()
+    shown = words_of({"state": "finished", "step": 3, "past_workers": many})
     assert len(shown) < 30
     assert any("980 workers before these" in line for line in shown)
 
@@ -234,7 +234,7 @@ def test_a_machine_without_workers_is_seen() -> None:
         {"host": "a", "num_workers": 2, "state": "connected", "use": use},
         {"host": "b", "num_workers": 0, "state": "connected", "use": None},
     ]
-    shown = words_of({"state": "training", "step": 3, "machines": machines}).splitlines()
+    shown = words_of({"state": "training", "step": 3, "machines": machines})
     assert shown[-2] == (
         "machine a: 2 workers, 3.5 of 4 cores busy, 5.0 of 16.0 GB in use, 1.2 MB/s sent, 0.3 MB/s received"
     )
@@ -244,7 +244,7 @@ def test_a_machine_without_workers_is_seen() -> None:
 def test_status_names_the_evidence_of_what_went_wrong() -> None:
     problem = {"time": T, "kind": "problem", "problem": "nan", "text": "the loss is nan in step 3", "step": 3}
     events = [{"time": T, "kind": "start"}, {**problem, "evidence": "problems/nan-step3.txt"}, problem]
-    first, second = (line for line in words_of({"state": "failed", "events": events}).splitlines() if "nan" in line)
+    first, second = (line for line in words_of({"state": "failed", "events": events}) if "nan" in line)
     assert first.startswith("nan 20")
     assert first.endswith(": the loss is nan in step 3 (evidence: problems/nan-step3.txt)")
     assert second.endswith(": the loss is nan in step 3")

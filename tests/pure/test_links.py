@@ -188,5 +188,5 @@ def test_the_status_names_the_links_that_are_slow_now() -> None:
 
     told = [slow("a"), slow("c"), slow("a", is_over=True)]
     found = {"state": "training", "events": [msgspec.to_builtins(each) for each in told]}
-    lines = [line for line in status_words(found).splitlines() if "the network" in line]
+    lines = [line for line in status_words(found) if "the network" in line]
     assert lines == ["the network from c to b is slow: 1.0 MB/s instead of 9.0; each step takes 0.500 s longer"]

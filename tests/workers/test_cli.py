@@ -95,7 +95,7 @@ BEGIN = """
             "--efficiency is for scripts that use Unisono, and not for a plain one",
         ),
         (["status", "missing"], "there is no run directory missing"),
-        (["status", "."], "there is no run in .: no journal, and no head that answers"),
+        (["status", "empty"], "there is no run in empty: no journal, and no head that answers"),
         (["status", "foreign"], "line 2 of foreign/journal.jsonl is not a line of a journal: 'today it rained'"),
         (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
         (["compare", "nothing", "nothing"], "nothing holds no journal"),
@@ -142,6 +142,7 @@ def test_bad_input_is_one_line_and_starts_nothing(
     (tmp_path / "nothing").touch()
     for name in ("over", "broken", "foreign"):
         (tmp_path / name).mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "over" / JOURNAL).touch()
     (tmp_path / "foreign" / JOURNAL).write_text("dear diary\ntoday it rained\n")
     (tmp_path / "broken" / JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n{nonsense\n')
@@ -599,7 +600,7 @@ def test_rounds_of_local_steps_are_called_so() -> None:
     screen.close()
     first, last = out.getvalue().splitlines()
     assert " unisono: 1 of 100 rounds  loss" in first
-    assert last.endswith(" unisono: finished: 1 round in 0.0 s on 4 workers")
+    assert last.endswith(" unisono: finished: 1 round in 0.00 s on 4 workers")
 
 
 def test_a_step_that_was_computed_before_the_run_was_resumed_says_nothing_of_workers() -> None:
@@ -644,7 +645,7 @@ def test_a_day_has_a_few_hundred_lines() -> None:
         ("finished", "finished after 0.00 s, without a step"),
         (
             "all 2 processes have ended with exit code 0",
-            "all 2 processes have ended with exit code 0 after 0.0 s",
+            "all 2 processes have ended with exit code 0 after 0.00 s",
         ),
     ],
 )

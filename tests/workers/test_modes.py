@@ -134,8 +134,9 @@ def test_a_mode_of_the_process_changes_between_two_loops_and_not_within_one(
     mode: Callable[[], object], name: str
 ) -> None:
     """Whoever joins later gets to the code between loops, and not to that of steps that are done."""
-    (bits,) = train_on("shared", 1, _train, int, mode, int, {})
-    assert isinstance(bits, int), bits
+    if mode is not _more_threads:  # in a fork of a process that has used torch's threads none can be started
+        (bits,) = train_on("shared", 1, _train, int, mode, int, {})
+        assert isinstance(bits, int), bits
     (error,) = train_on("shared", 1, _train, int, int, mode, {})
     assert name in str(error)
     assert "has changed in step 2" in str(error)

@@ -507,7 +507,7 @@ def test_an_early_end_of_the_outer_loop_keeps_the_last_step(tmp_path: Path) -> N
                 for x, y in step:
                     step.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
-                if step.number == 1:
+                if step.number_in_loop == 1:
                     break
     lines = list(read(tmp_path))
     assert [(line["kind"], line.get("step")) for line in lines[:-1]] == [("step", number) for number in range(4)]

@@ -29,7 +29,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from tests.waiting import SILENCE_S, WAIT_S
+from tests.waiting import SILENCE_S, WAIT_S, wait_until
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.decisions.membership import Tick
 from unisono.decisions.policy import Policy
@@ -37,6 +37,7 @@ from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
 from unisono.events import Announcement
 from unisono.head.memory import Memory
 from unisono.head.server import Head
+from unisono.lifetime import Memory as MemoryFile
 from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.machine.inspected import run_inspected
 from unisono.machine.nursery import Forked, ForkRequest
@@ -335,11 +336,11 @@ def test_a_run_directory_that_the_script_chose_gets_the_address(serve: Callable[
     member = served.member("w0")
     folder = tmp_path / "run"
     member.send(RunDirectory(path=str(folder)))
-    heard_by_the_head(member)
+    wait_until((folder / "head.json").exists, "the address of the head in the directory")
     known = json.loads((folder / "head.json").read_text())
     assert (known["url"], known["run_id"], known["pid"]) == (served.url, "r1", os.getpid())
-    assert Path(known["token_file"]).read_text() == served.token
-    assert stat.S_IMODE(Path(known["token_file"]).stat().st_mode) == 0o600
+    assert (folder / "token").read_text() == served.token
+    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
     served.close()
     assert list(folder.iterdir()) == []
 
@@ -369,8 +370,7 @@ def test_the_run_that_gets_a_directory_has_its_address_there(tmp_path: Path) -> 
         for name in ("head.json", "token"):
             (tmp_path / name).write_text("theirs")
         member.send(RunDirectory(path=str(tmp_path)))
-        heard_by_the_head(member)
-        assert (tmp_path / "head.json").read_text() == ours
+        wait_until(lambda: (tmp_path / "head.json").read_text() == ours, "the address of the head in the directory")
         assert (tmp_path / "token").read_text() == served.token
         for name in ("head.json", "token"):
             (tmp_path / name).write_text("theirs")
@@ -621,7 +621,7 @@ def pids(folder: Path) -> dict[str, int]:
     host, port = known["url"].removeprefix("ws://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
     try:
-        token = Path(known["token_file"]).read_text()
+        token = (folder / "token").read_text()
         connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
         status = json.loads(connection.getresponse().read())
     finally:
@@ -768,7 +768,7 @@ def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Scr
     command.line("[w0] generation 1 w0")
     address = json.loads((tmp_path / "run" / "head.json").read_text())
     assert stat.S_IMODE((tmp_path / "run" / "token").stat().st_mode) == 0o600
-    guest = unisono("join", address["url"], "--token-file", address["token_file"], "--workers", 1)
+    guest = unisono("join", address["url"], "--token-file", "run/token", "--workers", 1)
     guest.line("[w1] generation 2 w0,w1")
     shown = unisono("status", "run")
     assert shown.wait() == 0
@@ -951,7 +951,7 @@ def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nurs
     spec = WorkerSpec(
         head="ws://127.0.0.1:1", worker_id="w0", host="lab"
     )  # nobody is there: it would look for a minute
-    request = ForkRequest.of("w0", ["train.py"], spec.environment(), str(tmp_path))
+    request = ForkRequest.of("w0", ["train.py"], {}, str(tmp_path))
     null = os.open(os.devnull, os.O_RDWR)
     gate, key = os.pipe()
     os.write(key, b"1" * 20)
@@ -959,13 +959,14 @@ def test_a_worker_whose_agent_dies_while_it_is_forked_goes_with_it(standing_nurs
         for _ in range(20):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
                 agent.connect(standing_nursery)
-                request.send(agent, [null, null, null, gate])
+                with MemoryFile("unisono-worker", spec.encode()) as settings:
+                    request.send(agent, [null, null, null, settings.descriptor, gate])
     finally:
         for descriptor in (null, gate, key):
             os.close(descriptor)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:  # it serves one after the other
         agent.connect(standing_nursery)
-        ForkRequest.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 0])
+        ForkRequest.of("last", [], {}, str(tmp_path)).send(agent, [0, 1, 2, 2, 0])
         agent.settimeout(WAIT_S)
         assert msgspec.msgpack.decode(agent.recv(1 << 16), type=Forked).name == "last"
     deadline = time.monotonic() + WAIT_S
