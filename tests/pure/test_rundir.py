@@ -220,6 +220,7 @@ def test_a_run_goes_on_in_a_directory_as_long_as_its_processes_hold_it(tmp_path:
     try:
         with pytest.raises(UsageError, match=r"a run is going in .* \(a, pid"):
             check_directory(tmp_path)
+        check_directory(tmp_path, resumes=True)  # this process is no head, so what holds it has lost its own
     finally:
         lock.release()
 

@@ -475,7 +475,7 @@ def test_a_state_that_is_lost_with_its_only_worker_ends_the_run(tmp_path: Path) 
     hurt = run(tmp_path / "run", 3, faults, arguments=["--copies", 1])
     assert hurt.exit_code == 1, hurt.output
     assert "the state of replica 1 was held by w1, and all of them are lost" in hurt.output
-    assert "resume" in hurt.output
+    assert "Go on from " in hurt.output
 
 
 def _hold(seat: Seat, place: Place) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import math
 import os
 import sys
@@ -145,8 +146,12 @@ def script_arguments(
     return [script, *arguments]
 
 
-def check_directory(folder: Path) -> None:
+def check_directory(folder: Path, *, resumes: bool = False) -> None:
     """Check the run directory.
+
+    Args:
+        resumes: the run there is resumed. Workers that have lost their head hold its lock until they have noticed, on
+            other machines for a while, so a run counts as going only where its head is known to be alive.
 
     Raises:
         UsageError: the directory cannot be written, or a run is going in it.
@@ -164,5 +169,17 @@ def check_directory(folder: Path) -> None:
         tempfile.TemporaryDirectory(dir=existing, prefix=".unisono-").cleanup()
     except OSError as error:
         raise UsageError(f"--run-dir {folder} cannot be written: {existing}: {error.strerror or error}") from None
-    if name := user(folder):
+    if (name := user(folder)) and not (resumes and not _has_head_here(folder)):
         raise UsageError(going(folder, name))
+
+
+def _has_head_here(folder: Path) -> bool:
+    """Return whether the head that a directory names is a process of this machine, as far as its process id tells."""
+    from unisono.rundir import ADDRESS_FILE
+
+    try:
+        pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
+        os.kill(pid, 0)
+        return not Path("/proc/self").exists() or b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

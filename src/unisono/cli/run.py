@@ -494,7 +494,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         raise UsageError("--resume-anyway says what may differ when a run goes on; give --resume DIR as well")
     run_dir = str(Path(before.run_dir).resolve()) if before.run_dir else ""
     if run_dir:
-        check_directory(Path(run_dir))
+        check_directory(Path(run_dir), resumes=bool(options.resume))
     copies = _places(options.copies_to)
     options.check_head()
     arguments = _arguments(options, before)
