@@ -52,6 +52,23 @@ if find_spec("kmock") is None:  # not imported: every process that collects test
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 NEEDS_KUBECTL = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+OLDEST_KUBECTL = 24
+
+
+def _minor_of_kubectl() -> int:
+    done = subprocess.run(
+        ["kubectl", "version", "--client", "--output=json"], capture_output=True, timeout=WAIT_S, check=True
+    )
+    return int(json.loads(done.stdout)["clientVersion"]["minor"].rstrip("+"))
+
+
+@pytest.fixture(autouse=True)
+def _fits_the_fake_server(request: pytest.FixtureRequest) -> None:
+    """Debian 12's kubectl is of 2021: it does not take the fake server's words for an object that is not there."""
+    if "server" in request.fixturenames and _minor_of_kubectl() < OLDEST_KUBECTL:
+        pytest.skip(f"kubectl is older than 1.{OLDEST_KUBECTL}")
+
+
 GOLDEN = Path(__file__).parent / "golden"
 TOKEN_OF_TESTS = "no-secret-of-anybody-but-the-tests"
 OF_A_SCRIPT = Request(
