@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests.waiting import WAIT_S
 from tests.workers.models import Mlp, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
@@ -167,21 +170,28 @@ def test_modes_are_part_of_the_recipe(mode: Callable[[], object], tmp_path: Path
     assert refused == ""
 
 
-def _set_late(seat: Seat, place: Place) -> str:
-    torch.set_num_threads(2)
-    torch.ones(1 << 18).mul(2)  # the other thread starts
-    _flushes()
-    model = Mlp()
-    with AloneRun(threads=2) as run:
-        run.track(model=model)
-        with pytest.raises(UsageError) as failure:
-            next(iter(run.steps(vectors(), batch_size=24, microbatches=4)))
-    return str(failure.value)
+STARTED_BEFORE = """
+import torch
+import unisono
+
+torch.set_num_threads(2)
+torch.ones(1 << 18).mul(2)  # the other thread starts
+assert torch.set_flush_denormal(True)
+run = unisono.Run(threads=2)
+model = torch.nn.Linear(6, 1)
+run.track(model=model)
+for step in run.steps(torch.utils.data.TensorDataset(torch.ones(24, 6)), batch_size=24, microbatches=4):
+    pass
+"""
 
 
-def test_threads_of_torch_that_were_started_in_another_mode_are_found() -> None:
-    (error,) = train_on("shared", 1, _set_late)
-    assert "some of them were started before the floating-point mode was set" in error
+def test_threads_of_torch_that_were_started_in_another_mode_are_found(tmp_path: Path) -> None:
+    """In a new process: in a fork of one that has used torch's threads none can be started."""
+    script = tmp_path / "train.py"
+    script.write_text(STARTED_BEFORE)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "some of them were started before the floating-point mode was set" in done.stderr
 
 
 def _seen(seat: Seat, place: Place) -> list[str]:
