@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 
-LEAST_TESTERS, MOST_TESTERS = 6, 16
+LEAST_TESTERS, MOST_TESTERS = 4, 16
 TESTERS_PER_CORE = 2
 """Most of the time a test waits: for a process to begin, to be killed, to be missed. But each more that runs tests has
 to import torch and to make what is shared."""

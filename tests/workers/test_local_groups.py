@@ -126,7 +126,8 @@ def test_a_member_of_a_group_that_stands_still_is_left_behind(calm: dict[int, Ou
 
 @pytest.mark.usefixtures("nursery")
 def test_an_error_that_passes_elsewhere(calm: dict[int, Outcome], tmp_path: Path) -> None:
-    hurt = run(tmp_path / "run", 4, Faults().fail("w1", step=ROUND, at="before_backward"))
+    # Evenly: where others are faster, w1 may have nothing to compute in that step.
+    hurt = run(tmp_path / "run", 4, Faults().fail("w1", step=ROUND, at="before_backward"), arguments=["--even"])
     assert_same_bits(hurt, calm[2])
     assert "another worker tries it" in hurt.output
 
