@@ -63,7 +63,7 @@ def take_part(seat: Seat, call: str, number: int) -> None:
     if name != "a":
         lose_after(rounds.members, call, number)
     try:
-        with shared_updates(rounds, tracked, lambda: "nothing", Clock()):
+        with shared_updates(rounds, tracked, Clock()):
             for step in range(NUM_STEPS):
                 train(model, optimizer, step)
     except LOST:

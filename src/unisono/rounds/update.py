@@ -14,7 +14,7 @@ part in the sum of gradients before it has all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -75,15 +75,13 @@ class _Round(Undivided):
 
     Args:
         name: of the tracked optimizer.
-        newest: returns what to go on from, for an error: "checkpoint step-000120".
     """
 
-    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
+    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
         super().__init__(members)
         self._clock = clock
         self._shares = shares
         self._name = name
-        self._newest = newest
         self._departing: set[str] = set()
         self._known: set[int] = set()
         """What all members together know, as they have said last."""
@@ -112,8 +110,8 @@ class _Round(Undivided):
         had = " and ".join(table[index]) if table is not None and index < len(table) else "nobody"
         return StateLost(
             f"{what} of parameter {index} of {self._name} was held by {had} (unisono.shard with copies={copies}), and "
-            f"all of them are lost: the run cannot go on from here. Go on from {self._newest()}; with more copies it "
-            "survives more losses at the same time"
+            f"all of them are lost: the run cannot go on from here. Go on from {self._members.newest()}; with more "
+            "copies it survives more losses at the same time"
         )
 
 
@@ -122,8 +120,8 @@ class UpdateRound(_Round):
 
     kind: Final = "update"
 
-    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
-        super().__init__(members, shares, name, newest, clock)
+    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
+        super().__init__(members, shares, name, clock)
         assert shares.owners is not None
         self.members_then: list[Place] = []
         """The members that have finished the round, equal on all."""
@@ -239,8 +237,8 @@ class MovingRound(_Round):
 
     kind: Final = MOVING
 
-    def __init__(self, members: Members, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
-        super().__init__(members, shares, name, newest, clock)
+    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
+        super().__init__(members, shares, name, clock)
         self._parameters = shares.parameters()
         self._wanted: Owners = ()
 
@@ -325,19 +323,18 @@ class MovingRound(_Round):
 
 
 @contextmanager
-def shared_updates(rounds: Rounds, tracked: Tracked, newest: Callable[[], str], clock: Clock) -> Iterator[None]:
+def shared_updates(rounds: Rounds, tracked: Tracked, clock: Clock) -> Iterator[None]:
     """Return a context in which the steps of sharded optimizers are rounds. Collective where one begins to be shared
     out.
 
     Args:
-        newest: returns what a run can go on from, for an error.
         clock: of the loop.
     """
     updates: list[_Update] = []
     sharded = {name: one for name, one in tracked.optimizers.items() if isinstance(one, ShardedOptimizer)}
     try:
         for name, optimizer in sharded.items():
-            update = _Update(rounds, optimizer._shares, name, newest, clock)
+            update = _Update(rounds, optimizer._shares, name, clock)
             optimizer._shares.bind(update, lambda: rounds.team.worker_ids)
             update.settle()
             updates.append(update)
@@ -358,11 +355,11 @@ def _move_all(updates: Sequence[_Update]) -> None:
 class _Update:
     """The updates of one optimizer, in a training loop."""
 
-    def __init__(self, rounds: Rounds, shares: Shares, name: str, newest: Callable[[], str], clock: Clock) -> None:
+    def __init__(self, rounds: Rounds, shares: Shares, name: str, clock: Clock) -> None:
         self._rounds = rounds
         self._shares = shares
         self._clock = clock
-        self._what = (rounds.members, shares, name, newest, clock)
+        self._what = (rounds.members, shares, name, clock)
         self._good: tuple[list[int], list[Place], Owners] | None = None
         """Sizes, members and owners that are as they should be."""
 

@@ -208,7 +208,7 @@ class TrainingLoop:
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward),
-                shared_updates(rounds, self._tracked, self._keeper.newest, self._clock),
+                shared_updates(rounds, self._tracked, self._clock),
             ):
                 for number in range(first, self.num_steps + self._strategy.num_more):
                     at_step(self._base + number)
