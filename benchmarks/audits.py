@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import unisono
-from unisono.decisions.checks import is_compared
+from unisono.core.checks import is_compared
 from unisono.testing import Faults, Outcome, run_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is a worker's script
@@ -45,7 +45,16 @@ AT = (
     "committed",
     "after_step",
 )
-PATIENT = ("--heartbeat-timeout-s", "60", "--aside-s", "60", "--hang-s", "240", "--max-restarts", "100")
+PATIENT = (
+    "--set",
+    "heartbeat-timeout=60s",
+    "--set",
+    "go-on-without-after=60s",
+    "--set",
+    "kill-after=240s",
+    "--max-restarts",
+    "100",
+)
 TIMEOUT_S = 900.0
 
 
@@ -101,7 +110,7 @@ def false_alarms(folder: Path, num_leaves: int, names: Sequence[str], seed: int)
             faults = random_kills(workers, num_steps, 3, draw)
             name = f"{case}-{exchange}"
             share = workers / MICROBATCHES  # one of each worker, in each step
-            options = ["--exchange", exchange, "--simulate-hosts", str(hosts), "--audit", str(share)]
+            options = ["--exchange", exchange, "--set", f"simulate-hosts={hosts}", "--audit", str(share)]
             hurt = started(case, folder / name, workers, num_steps, 1, *options, faults=faults)
             alone = started(case, folder / f"{name}-alone", 1, num_steps, 1)
             found = sum(len(line.get("audits") or {}) for line in hurt.lines)

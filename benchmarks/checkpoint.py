@@ -38,9 +38,9 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.report import median_interval, print_table, write_json
-from unisono.checkpoint import files
-from unisono.journal import read
-from unisono.state.packing import pack
+from unisono.engine.state.packing import pack
+from unisono.record import checkpoints as files
+from unisono.record.journal import read
 
 SIZES = {"100MB": 100 * 10**6, "1GB": 10**9}
 ROUNDS = {"quick": 4, "full": 10}

@@ -24,10 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.report import print_table, write_json
-from unisono.exchange import Exchange, Parcel, network, shared, two_level
-from unisono.exchange.context import Context
-from unisono.exchange.delivering import deliver_by_broadcast
-from unisono.exchange.pages import WorkerPage
+from unisono.engine.exchange import Exchange, Parcel, network, shared, two_level
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.pages import WorkerPage
 
 LIMIT_S = 120.0
 BUILDERS = {"shared": shared.build, "gloo": network.build, "two-level": two_level.build}
@@ -85,7 +84,6 @@ def _worker(rank: int, size: int, folder: str, options: argparse.Namespace, told
             continue
         exchange = exchanges[kind] = _exchange(kind, rank, size, folder)
         ways[f"{kind}: deliver"] = partial(exchange.deliver, parcels)
-        ways[f"{kind}: broadcasts"] = partial(deliver_by_broadcast, exchange, parcels)
     ways["torch: gloo broadcasts"] = broadcast_each
     ways["torch: gloo all_gather, flat"] = all_gather_flat
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
 from benchmarks.report import print_table, write_json
-from unisono.decisions.streams import StreamCursor, StreamOrder
-from unisono.microbatch.data import Loading
-from unisono.microbatch.streamfetcher import StreamFetcher
-from unisono.microbatch.tarfiles import samples_of
+from unisono.core.streams import StreamCursor, StreamOrder
+from unisono.engine.microbatch.data import Loading
+from unisono.engine.microbatch.streamfetcher import StreamFetcher
+from unisono.engine.microbatch.tarfiles import samples_of
 
 SHAPE = (3, 96, 96)
 WINDOW = 1000

@@ -33,15 +33,15 @@ from typing import Any, Final
 
 from benchmarks.population import Process, Site
 from benchmarks.report import print_table, write_json
-from unisono.decisions.policy import Policy
-from unisono.events import StepFinished
-from unisono.invitation import HeadUrl
-from unisono.lifetime import Memory
-from unisono.machine import headprocess
-from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, listen
-from unisono.messages import AgentHello, Ended, Happened, Message
-from unisono.spec import RunSpec
+from unisono.cluster.machine import headprocess
+from unisono.cluster.machine.following import Following
+from unisono.cluster.machine.headprocess import HeadProcess, Service, listen
+from unisono.cluster.trust.invitation import HeadUrl
+from unisono.core.events import StepFinished
+from unisono.core.messages import AgentHello, Ended, Happened, Message
+from unisono.core.policy import Policy
+from unisono.core.spec import RunSpec
+from unisono.system.lifetime import Memory
 
 TIMEOUT_S: Final = 180.0
 SETTLE_S: Final = 2.0
@@ -270,7 +270,7 @@ class Bench:
 
 
 PROFILED: Final = (
-    "import cProfile, sys; from unisono.head.__main__ import main; "
+    "import cProfile, sys; from unisono.cluster.head.__main__ import main; "
     "cProfile.runctx('main()', globals(), {}, sys.argv.pop())"
 )
 

@@ -5,7 +5,7 @@ python -m benchmarks.messages --sizes 1,4,16 --hosts 2,4,8
 
 Some members, each as if on a host of its own, add up sums of several sizes over the loopback device. The processor time
 of a member for one exchange is fitted by ``bytes * a + messages * b``. Between many hosts it is the messages that take
-the time, and `unisono.decisions.wires.MESSAGE_S` is this b.
+the time, and `unisono.tools.plan.wires.MESSAGE_S` is this b.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import print_table, write_json
-from unisono.decisions.plan import plan
-from unisono.decisions.wires import num_messages, sent_bytes
-from unisono.exchange import TELEMETRY_BYTES, Share, combine, network
-from unisono.exchange.context import Context
-from unisono.exchange.flat import FlatLayout
-from unisono.exchange.pages import WorkerPage
+from unisono.core.plan import plan
+from unisono.engine.exchange import TELEMETRY_BYTES, Share, combine, network
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.flat import FlatLayout
+from unisono.engine.exchange.pages import WorkerPage
+from unisono.tools.plan.wires import num_messages, sent_bytes
 
 LIMIT_S = 120.0
 EXCHANGES = 30

@@ -58,7 +58,7 @@ BLOCK_S = 1.5
 LEAST_STEPS = 3
 
 HOLD = (
-    "import os, signal; from unisono.lifetime import bind_to_parent; bind_to_parent(signal.SIGKILL); "
+    "import os, signal; from unisono.system.lifetime import bind_to_parent; bind_to_parent(signal.SIGKILL); "
     "print('ready', flush=True); signal.pause()"
 )
 
@@ -205,7 +205,16 @@ def _commands(name: str, what: Comparison, lab: Lab, exchange: str, folder: Path
     run, members, port = folder / f"run-{name}", str(what.members), PORT + bool(wire) + 2 * int(delay)
     this = [sys.executable, "-m", "unisono"]
     head = ["run", "-m", "benchmarks.sides", "--workers", members, "--run-dir", str(run), "--exchange", exchange]
-    network = ["--bind", lab.address(1), "--port", str(port), "--aside-s", "600", "--hang-s", "600"]
+    network = [
+        "--bind",
+        lab.address(1),
+        "--set",
+        f"port={port}",
+        "--set",
+        "go-on-without-after=600s",
+        "--set",
+        "kill-after=600s",
+    ]
     patient = ["sh", "-c", 'until test -s "$0"; do sleep 0.1; done; exec "$@"', str(run / "head.json")]
     join = ["join", f"wss://{lab.address(1)}:{port}", "--token-file", str(run / "token"), "--workers", members]
     return [

@@ -11,7 +11,7 @@ import torch
 
 import unisono
 from benchmarks.models import CASES
-from unisono.problems.limits import own_memory, own_peak, own_share, reset_peak
+from unisono.record.problems.limits import own_memory, own_peak, own_share, reset_peak
 
 __all__ = ["COPIES", "INNER_STEPS", "SPENT", "STRATEGIES"]
 

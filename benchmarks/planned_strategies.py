@@ -27,15 +27,15 @@ from pathlib import Path
 from benchmarks.planned import COPIES, INNER_STEPS, SPENT, STRATEGIES
 from benchmarks.planning import HOST, ROOM, STEPS, roster_over, train
 from benchmarks.report import print_table
-from unisono.decisions.checks import is_compared
-from unisono.decisions.forecast import Facts, Sample
-from unisono.decisions.strategies import STRATEGIES as MODELS
-from unisono.decisions.strategies import Memory, Options
-from unisono.journal.times import by_step
-from unisono.machine.scratch import scratch_folder
-from unisono.planning.found import NUM_COUNTED, Settings
-from unisono.planning.measuring import hosts_in, sample_of
-from unisono.planning.probing import Script, facts_of, memories_of, trial
+from unisono.core.checks import is_compared
+from unisono.record.journal.times import by_step
+from unisono.system.scratch import scratch_folder
+from unisono.tools.plan.forecast import Facts, Sample
+from unisono.tools.plan.found import NUM_COUNTED, Settings
+from unisono.tools.plan.measuring import hosts_in, sample_of
+from unisono.tools.plan.probing import Script, facts_of, memories_of, trial
+from unisono.tools.plan.strategies import STRATEGIES as MODELS
+from unisono.tools.plan.strategies import Memory, Options
 
 OPTIONS = Options(copies=COPIES, inner_steps=INNER_STEPS)
 MB = 1e6

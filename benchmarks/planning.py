@@ -33,12 +33,12 @@ from typing import Any
 
 from benchmarks.network import LINKS, PORT, Lab
 from benchmarks.report import print_table, write_json
-from unisono.decisions.forecast import Facts, Roster, Sample, forecast
-from unisono.decisions.wires import Link
-from unisono.machine.scratch import scratch_folder
-from unisono.planning.found import Settings
-from unisono.planning.measuring import samples_in
-from unisono.planning.probing import Script, facts_of, trial
+from unisono.system.scratch import scratch_folder
+from unisono.tools.plan.forecast import Facts, Roster, Sample, forecast
+from unisono.tools.plan.found import Settings
+from unisono.tools.plan.measuring import samples_in
+from unisono.tools.plan.probing import Script, facts_of, trial
+from unisono.tools.plan.wires import Link
 
 HOST = "host"
 ROOM = 4
@@ -95,7 +95,7 @@ def train(script: Script, link: str, workers: int, steps: int) -> Sample:
             address = lab.address(1)
             ready = ["sh", "-c", 'until test -s "$0"; do sleep 0.1; done; exec "$@"', str(run / "head.json")]
             joins = [*base, "join", f"wss://{address}:{PORT}", "--token-file", str(run / "token"), "--workers", "1"]
-            meeting = ["--workers", "1", "--wait-for", str(workers), "--bind", address, "--port", str(PORT)]
+            meeting = ["--workers", "1", "--wait-for", str(workers), "--bind", address, "--set", f"port={PORT}"]
             commands = [
                 [*lab.inside(1), *head, *meeting, *own],
                 *([*lab.inside(host), *ready, *joins] for host in range(2, workers + 1)),

@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.events import Seconds, StepFinished, WorkerTimes
-from unisono.link import Link, host_and_port
-from unisono.messages import (
+from unisono.cluster.worker.link import Link, host_and_port
+from unisono.core.events import Seconds, StepFinished, WorkerTimes
+from unisono.core.messages import (
     AgentHello,
     Announcement,
     Beat,
@@ -275,7 +275,7 @@ class _Agent:
                 host=self.host,
                 pid=50_000 + self.index,
                 num_workers=self._population.site.workers_per_agent,
-                launched=True,
+                launched=self.host,
                 agent_id=self.agent_id,
                 term=self.term,
             )

@@ -1,5 +1,4 @@
-"""What local steps cost in quality: the loss after as many samples, for replicas K, inner steps H and outer optimizers,
-with and without a delay of the mean change.
+"""What local steps cost in quality: the loss after as many samples, for replicas K, inner steps H and outer optimizers.
 
 python -m benchmarks.quality                                   # about an hour on one core
 python -m benchmarks.quality --replicas 1,4 --inner-steps 10 --steps 200 --json quality.json
@@ -32,9 +31,7 @@ MICROBATCHES = 8
 RATE = 3e-3
 
 
-def train(
-    seed: int, num_steps: int, replicas: int, inner_steps: int, outer: Outer, inner_state: str, delay: int
-) -> float:
+def train(seed: int, num_steps: int, replicas: int, inner_steps: int, outer: Outer, inner_state: str) -> float:
     """Train, and return the mean loss of the test set in nats per byte.
 
     Args:
@@ -69,7 +66,6 @@ def train(
                 inner_steps=inner_steps,
                 outer=momentum if outer == "nesterov" else None,
                 inner_state="kept" if inner_state == "kept" else "fresh",
-                delay=delay,
             ):
                 for step in round_:
                     update(step)
@@ -82,15 +78,14 @@ def train(
         return float(totals["nats"] / totals["tokens"])
 
 
-def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, int, Outer, str, int]]:
-    """Yield (replicas, inner steps, outer, inner state, delay), the plain training first."""
-    yield 0, 1, "average", "-", 0
+def settings(arguments: argparse.Namespace) -> Iterator[tuple[int, int, Outer, str]]:
+    """Yield (replicas, inner steps, outer, inner state), the plain training first."""
+    yield 0, 1, "average", "-"
     for replicas in arguments.replicas:
         for inner_steps in arguments.inner_steps:
             for outer in arguments.outer:
                 for state in arguments.inner_state:
-                    for delay in arguments.delay:
-                        yield replicas, inner_steps, outer, state, delay
+                    yield replicas, inner_steps, outer, state
 
 
 def main() -> None:
@@ -99,24 +94,20 @@ def main() -> None:
     parser.add_argument("--inner-steps", type=_numbers, default=[1, 10, 50])
     parser.add_argument("--outer", type=lambda text: text.split(","), default=["average", "nesterov"])
     parser.add_argument("--inner-state", type=lambda text: text.split(","), default=["kept"])
-    parser.add_argument("--delay", type=_numbers, default=[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for replicas, inner_steps, outer, state, delay in settings(arguments):
+    for replicas, inner_steps, outer, state in settings(arguments):
         began = time.perf_counter()
-        losses = [
-            train(seed, arguments.steps, replicas, inner_steps, outer, state, delay) for seed in range(arguments.seeds)
-        ]
+        losses = [train(seed, arguments.steps, replicas, inner_steps, outer, state) for seed in range(arguments.seeds)]
         row = {
             "replicas": replicas or "plain",
             "inner_steps": inner_steps,
             "outer": outer if replicas else "-",
             "inner_state": state,
-            "delay": delay,
             "loss": round(statistics.mean(losses), 4),
             "seconds": round(time.perf_counter() - began, 1),
         }

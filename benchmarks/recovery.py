@@ -38,8 +38,8 @@ from typing import Any
 from benchmarks.recovery_sides import CHECKPOINT_EVERY, MICROBATCHES, WANTED, Told
 from benchmarks.report import print_table, write_json
 from unisono.cli.reach import find, tell
-from unisono.lifetime import PARENT
-from unisono.messages import Scale
+from unisono.core.messages import Scale
+from unisono.system.lifetime import PARENT
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 4

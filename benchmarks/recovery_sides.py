@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import unisono
 from benchmarks.models import CASES
-from unisono.lifetime import PARENT, bind_to_parent
+from unisono.system.lifetime import PARENT, bind_to_parent
 
 __all__ = ["CHECKPOINT_EVERY", "MICROBATCHES", "SIDES", "WANTED", "Told"]
 

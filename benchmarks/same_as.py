@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import benchmarks
-from unisono.journal import Difference, compare
+from unisono.record.journal import Difference, compare
 
 ROOT = Path(benchmarks.__file__).resolve().parents[1]
 LIMIT_S = 1800.0

@@ -25,8 +25,8 @@ from torch.optim import AdamW, Optimizer
 import unisono
 from benchmarks.models import CASES, Case
 from benchmarks.sides import BATCHES, Control, _batches, _prepare
-from unisono.lifetime import bind_to_parent
-from unisono.training.settings import keep_freed_memory
+from unisono.engine.loop.settings import keep_freed_memory
+from unisono.system.lifetime import bind_to_parent
 
 __all__ = ["SIDES"]
 

@@ -26,8 +26,8 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.models import CASES, Case
-from unisono.lifetime import bind_to_parent
-from unisono.training.settings import keep_freed_memory
+from unisono.engine.loop.settings import keep_freed_memory
+from unisono.system.lifetime import bind_to_parent
 
 __all__ = ["SIDES", "as_bfloat16"]
 

@@ -112,15 +112,15 @@ def commands_of(side: str, setting: Setting, plan: Plan, lab: Lab | None, folder
         "benchmarks.strategy_sides",
         "--run-dir",
         str(run),
-        "--aside-s",
-        "600",
-        "--hang-s",
-        "600",
+        "--set",
+        "go-on-without-after=600s",
+        "--set",
+        "kill-after=600s",
     ]
     if lab is None:
         return [[*head, "--workers", str(plan.workers), "--", *options]]
     address = lab.address(1)
-    head += ["--workers", "1", "--bind", address, "--port", str(PORT)]
+    head += ["--workers", "1", "--bind", address, "--set", f"port={PORT}"]
     patient = ["sh", "-c", 'until test -s "$0"; do sleep 0.1; done; exec "$@"', str(run / "head.json")]
     join = [*this, "join", f"wss://{address}:{PORT}", "--token-file", str(run / "token"), "--workers", "1"]
     return [

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.models import CASES, Case
 from benchmarks.sides import Control, as_bfloat16
-from unisono.lifetime import bind_to_parent
+from unisono.system.lifetime import bind_to_parent
 
 __all__ = ["SIDES", "SIZES", "missing"]
 
@@ -348,8 +348,6 @@ SIDES: dict[str, Callable[[Task, Watch], None]] = {
     "unisono delay 1": _with_options(with_steps, delay=1),
     "unisono local": _with_options(with_local_steps, momentum=0.0),
     "unisono local fresh": _with_options(with_local_steps, momentum=0.0, inner_state="fresh"),
-    "unisono local delay": _with_options(with_local_steps, momentum=0.0, delay=1),
-    "unisono local fresh delay": _with_options(with_local_steps, momentum=0.0, inner_state="fresh", copies=1, delay=1),
     "unisono diloco": _with_options(with_local_steps, momentum=0.9),
     "unisono diloco int8": _with_options(with_local_steps, momentum=0.9, delta="int8"),
     "ddp": with_ddp,

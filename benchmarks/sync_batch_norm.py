@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.report import print_table, write_json
-from unisono.decisions.tree import leaf, schedule
+from unisono.core.tree import leaf, schedule
 
 __all__ = ["Common", "Together"]
 

@@ -36,9 +36,9 @@ from typing import Any
 
 from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.step_time import Team, _cpu_s, _receive, started
-from unisono.decisions.balance import balanced
-from unisono.journal import read
-from unisono.journal.times import by_step
+from unisono.core.balance import balanced
+from unisono.record.journal import read
+from unisono.record.journal.times import by_step
 
 MODEL = "cnn"
 ADAPT_STEPS = 12

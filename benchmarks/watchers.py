@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,7 +43,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 WORKERS: Final = 4
 STEP_S: Final = 0.019
 TIMEOUT_S: Final = 120.0
-FLAVOURS: Final = {"in the clear": "--no-tls", "by TLS": "--tls"}
+FLAVOURS: Final = {"in the clear": ("--set", "tls=no"), "by TLS": ("--tls",)}
 
 
 # -- the training ------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def train(notes: str) -> None:
     from torch.utils.data import TensorDataset
 
     import unisono
-    from unisono.member import Member
+    from unisono.cluster.worker.member import Member
 
     heard = Member._notify
 
@@ -128,7 +128,7 @@ async def _view_head(url: str, header: dict[str, str], context: Any, ask_s: floa
 
 
 async def _view_all(pipe: Connection, url: str, token: str, number: int, ask_s: float) -> None:
-    from unisono.certificate import client_context
+    from unisono.cluster.trust.certificate import client_context
 
     seen = {"open": 0, "bytes": 0, "told": 0, "answers": [], "errors": 0}
     context = client_context() if url.startswith("wss") else None
@@ -204,16 +204,16 @@ def reader_of(head: int) -> int:
     """The process that answers questions for a head; 0: there is none."""
     with suppress(OSError):
         for child in Path(f"/proc/{head}/task/{head}/children").read_text().split():
-            if b"unisono.page.reader" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"unisono.views.page.reader" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
     return 0
 
 
 @contextmanager
-def training(folder: Path, tls: str) -> Iterator[Path]:
+def training(folder: Path, tls: Sequence[str]) -> Iterator[Path]:
     """A run that goes on until the end of the ``with``; gives its directory."""
     run_dir, log = folder / "run", folder / "log"
-    command = [sys.executable, "-m", "unisono", "run", "-n", str(WORKERS), "--run-dir", str(run_dir), tls]
+    command = [sys.executable, "-m", "unisono", "run", "-n", str(WORKERS), "--run-dir", str(run_dir), *tls]
     command += ["--max-restarts", "1000", "-m", "benchmarks.watchers", "--", "--train", str(folder / "notes")]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -237,7 +237,7 @@ def training(folder: Path, tls: str) -> Iterator[Path]:
 
 def status_of(run_dir: Path) -> dict[str, Any]:
     from unisono.cli.reach import NotGoing, ask_status, find
-    from unisono.errors import UsageError
+    from unisono.core.errors import UsageError
 
     with suppress(NotGoing, UsageError):
         return ask_status(find(str(run_dir)))
@@ -300,12 +300,12 @@ def kill_head(run_dir: Path, head: int, viewers: Viewers, number: int) -> dict[s
     return {**found, "again_s": time.monotonic() - began if number else 0.0}
 
 
-def measure(tls: str, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+def measure(tls: Sequence[str], options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
     """Return the figures without viewers and with them, taken in turns in one run: what else the machine does is then
     the same for both.
     """
     from unisono.cli.reach import find
-    from unisono.invitation import HeadUrl
+    from unisono.cluster.trust.invitation import HeadUrl
 
     alone: dict[str, float] = {}
     watched: dict[str, float] = {}

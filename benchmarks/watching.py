@@ -44,9 +44,9 @@ from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.sides import Control
 from benchmarks.step_time import ROOT, Team, _connect, _cpu_s, _tree
 from unisono.cli.reach import find
-from unisono.invitation import Invitation
-from unisono.lifetime import bind_to_parent
-from unisono.page.client import Watching
+from unisono.cluster.head.client import Watching
+from unisono.cluster.trust.invitation import Invitation
+from unisono.system.lifetime import bind_to_parent
 
 STEP_S = 0.02
 """Wall time of a step, and its processor time on each worker."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.watch.mlflow import MLflow
+from unisono.views.watch.mlflow import MLflow
 
 
 def blobs(size: int) -> TensorDataset:

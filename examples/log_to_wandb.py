@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.watch.wandb import WandB
+from unisono.views.watch.wandb import WandB
 
 
 def blobs(size: int) -> TensorDataset:

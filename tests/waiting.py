@@ -21,7 +21,14 @@ SILENCE_S: Final = 5.0
 """Seconds without a heartbeat that a test takes for a stop, where it stops somebody: no other worker is silent for as
 long, also where it has to wait for its turn. Whoever is stopped costs this wait, and no work."""
 
-PATIENT: Final = ("--heartbeat-timeout-s", "60", "--aside-s", "60", "--hang-s", f"{WAIT_S:g}")
+PATIENT: Final = (
+    "--set",
+    "heartbeat-timeout=60s",
+    "--set",
+    "go-on-without-after=60s",
+    "--set",
+    f"kill-after={WAIT_S:g}s",
+)
 """Options of a run in which nobody is lost for having waited for its turn: for all tests in which nobody is meant to be
 silent or to hang. One lost worker more, and the next has another name, and the next generation another number. A killed
 worker is known to be gone at once, whatever these say; one that is known by its silence only (its report went to a head

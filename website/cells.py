@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.history import History
-from unisono.journal import compare
+from unisono.record.history import History
+from unisono.record.journal import compare
 
 
 def train(killed_at=None):

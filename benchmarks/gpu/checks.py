@@ -16,8 +16,8 @@ from typing import Final
 
 from benchmarks.gpu.report import Result, shortened
 from benchmarks.gpu.training import CASES
-from unisono.journal import Difference, compare
-from unisono.lifetime import PARENT
+from unisono.record.journal import Difference, compare
+from unisono.system.lifetime import PARENT
 from unisono.testing import Faults
 
 __all__ = ["ROOT", "Place", "exchanges", "same_bits"]
@@ -142,7 +142,7 @@ def _train(
     command = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.gpu.training", "--workers", str(workers)]
     command += ["--run-dir", str(directory), *(["--resume", resume] if resume else [])]
     # A compiler works for a while, and its threads with it.
-    command += ["--heartbeat-timeout-s", "60", "--aside-s", "300", "--hang-s", "600"]
+    command += ["--set", "heartbeat-timeout=60s", "--set", "go-on-without-after=300s", "--set", "kill-after=600s"]
     return place.run(*command, "--", name, "--device", place.device, environment=dict(environment or {}))
 
 

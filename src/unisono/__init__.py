@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import (
+from unisono.core.errors import (
     CheckpointError,
     DeadlineExceeded,
     DivergenceError,
@@ -25,22 +25,22 @@ from unisono.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.platforms import check_platform
+from unisono.system.platforms import check_platform
 
 if TYPE_CHECKING:
-    from unisono.checkpoint.loading import load_model as load_model
-    from unisono.decisions.cadence import Checkpoints as Checkpoints
-    from unisono.launcher import launch as launch
-    from unisono.microbatch.loaders import BucketSampler as BucketSampler
-    from unisono.microbatch.shards import TarShards as TarShards
-    from unisono.microbatch.streams import Streams as Streams
-    from unisono.state.carried import Carried as Carried
-    from unisono.state.sharding import shard as shard
-    from unisono.training.localround import LocalRound as LocalRound
-    from unisono.training.run import Run as Run
-    from unisono.training.step import Step as Step
+    from unisono.cluster.launcher import launch as launch
+    from unisono.core.cadence import Checkpoints as Checkpoints
+    from unisono.engine.checkpoint.loading import load_model as load_model
+    from unisono.engine.loop.step import Step as Step
+    from unisono.engine.microbatch.loaders import BucketSampler as BucketSampler
+    from unisono.engine.microbatch.shards import TarShards as TarShards
+    from unisono.engine.microbatch.streams import Streams as Streams
+    from unisono.engine.state.carried import Carried as Carried
+    from unisono.script.run import Run as Run
+    from unisono.strategies.local.localround import LocalRound as LocalRound
+    from unisono.strategies.shard.sharding import shard as shard
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BucketSampler",
@@ -72,17 +72,17 @@ __all__ = [
 
 # The command line and the head import this package too, and have no use for torch.
 _LATER = {
-    "Carried": "unisono.state.carried",
-    "BucketSampler": "unisono.microbatch.loaders",
-    "Checkpoints": "unisono.decisions.cadence",
-    "LocalRound": "unisono.training.localround",
-    "Run": "unisono.training.run",
-    "Step": "unisono.training.step",
-    "Streams": "unisono.microbatch.streams",
-    "TarShards": "unisono.microbatch.shards",
-    "launch": "unisono.launcher",
-    "load_model": "unisono.checkpoint.loading",
-    "shard": "unisono.state.sharding",
+    "Carried": "unisono.engine.state.carried",
+    "BucketSampler": "unisono.engine.microbatch.loaders",
+    "Checkpoints": "unisono.core.cadence",
+    "LocalRound": "unisono.strategies.local.localround",
+    "Run": "unisono.script.run",
+    "Step": "unisono.engine.loop.step",
+    "Streams": "unisono.engine.microbatch.streams",
+    "TarShards": "unisono.engine.microbatch.shards",
+    "launch": "unisono.cluster.launcher",
+    "load_model": "unisono.engine.checkpoint.loading",
+    "shard": "unisono.strategies.shard.sharding",
 }
 
 

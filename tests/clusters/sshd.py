@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_S
-from unisono.seats import LEDGER
+from unisono.system.seats import LEDGER
 
 __all__ = ["APART", "SshMachine", "Sshd", "children", "run_sshd"]
 

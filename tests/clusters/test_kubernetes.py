@@ -25,15 +25,14 @@ from typing import Any
 import click.testing
 import pytest
 
+from tests.clusters.slurm import free_ports
 from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, marked
 from tests.workers.gates import Gates
-from unisono.cli.kubernetes import kubernetes as command
-from unisono.errors import UsageError
-from unisono.journal import compare
-from unisono.kubernetes.kubectl import Cluster, Output
-from unisono.kubernetes.manifests import (
+from unisono.cli.run import run as command
+from unisono.cluster.launchers.kubernetes.kubectl import Cluster, Output
+from unisono.cluster.launchers.kubernetes.manifests import (
     PORT,
     SCRIPT,
     TOKEN,
@@ -45,7 +44,8 @@ from unisono.kubernetes.manifests import (
     parse_volume,
     render,
 )
-from unisono.machine.plain import free_port
+from unisono.core.errors import UsageError
+from unisono.record.journal import compare
 
 if find_spec("kmock") is None:  # not imported: every process that collects tests would do it
     pytest.skip("could not import 'kmock'", allow_module_level=True)
@@ -94,7 +94,7 @@ OF_AN_IMAGE = Request(
     namespace="lab",
     image="registry.example/train:1",
     token=TOKEN_OF_TESTS,
-    command=("/app/train.py", "--workers", "4", "--plain"),
+    command=("/app/train.py", "--workers", "4"),
     run_dir="/runs/plain",
     num_pods=4,
     volumes=(Volume(claim="runs", path="/runs"),),
@@ -152,13 +152,23 @@ def test_the_token_is_in_no_command_and_no_environment() -> None:
 
 
 def call(*words: str) -> click.testing.Result:
-    return click.testing.CliRunner().invoke(command, [*words], standalone_mode=False)
+    return click.testing.CliRunner().invoke(command, ["--launcher", "kubernetes", *words], standalone_mode=False)
 
 
 def test_the_command_renders_what_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_train.py").write_text("print()\n")
-    options = ["--image", "i", "--pvc", "runs:/runs", "--workers", "2:5", "--workers-per-pod", "2", "--strict"]
+    options = [
+        "--set",
+        "kubernetes.image=i",
+        "--set",
+        "kubernetes.pvc=runs:/runs",
+        "--workers",
+        "2:5",
+        "--set",
+        "kubernetes.workers-per-pod=2",
+        "--strict",
+    ]
     done = call("my_train.py", *options, "--dry-run", "--", "--lr", "0.1")
     assert done.exception is None
     objects = {manifest["kind"]: manifest for manifest in json.loads(done.stdout)["items"]}
@@ -175,17 +185,48 @@ def test_the_command_renders_what_it_was_asked_for(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--pvc", "runs:/runs", "--workers", "2"], "which container image"),
-        (["--image", "i", "--workers", "2"], "--pvc CLAIM:/PATH names a volume"),
-        (["--image", "i", "--pvc", "runs:/runs"], "how many workers"),
-        (["--image", "i", "--pvc", "runs", "--workers", "2"], "--pvc is CLAIM:/PATH, got 'runs'"),
+        (["--set", "kubernetes.pvc=runs:/runs", "--workers", "2"], "which container image"),
+        (["--plain", "--set", "kubernetes.image=i", "--workers", "2"], "--plain is not for Kubernetes"),
+        (["--set", "kubernetes.image=i", "--workers", "2"], "--set kubernetes.pvc=CLAIM:/PATH names a volume"),
+        (["--set", "kubernetes.image=i", "--set", "kubernetes.pvc=runs:/runs"], "how many workers"),
         (
-            ["--image", "i", "--pvc", "a:/a", "--workers", "2", "--run-dir", "/b"],
+            ["--set", "kubernetes.image=i", "--set", "kubernetes.pvc=runs", "--workers", "2"],
+            "--set kubernetes.pvc is CLAIM:/PATH, got 'runs'",
+        ),
+        (
+            ["--set", "kubernetes.image=i", "--set", "kubernetes.pvc=a:/a", "--workers", "2", "--run-dir", "/b"],
             "the run directory /b is on no volume",
         ),
-        (["--image", "i", "--pvc", "a:/a", "--workers", "2", "--port", "5"], "--port is set by unisono kubernetes"),
-        (["--image", "i", "--pvc", "a:/a", "--workers", "2", "--env", "x"], "--env is NAME=VALUE"),
-        (["--image", "i", "--pvc", "a:/a", "--workers", "2", "--name", "A_b"], "got --name 'A_b'"),
+        (
+            ["--set", "kubernetes.image=i", "--set", "kubernetes.pvc=a:/a", "--workers", "2", "--set", "port=5"],
+            "--set port is given by the launcher kubernetes itself",
+        ),
+        (
+            [
+                "--set",
+                "kubernetes.image=i",
+                "--set",
+                "kubernetes.pvc=a:/a",
+                "--workers",
+                "2",
+                "--set",
+                "kubernetes.env=x",
+            ],
+            "--set kubernetes.env is NAME=VALUE",
+        ),
+        (
+            [
+                "--set",
+                "kubernetes.image=i",
+                "--set",
+                "kubernetes.pvc=a:/a",
+                "--workers",
+                "2",
+                "--set",
+                "kubernetes.name=A_b",
+            ],
+            "got --set kubernetes.name=A_b",
+        ),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(
@@ -199,7 +240,7 @@ def test_what_is_missing_or_wrong_is_said(
 
 
 def test_a_script_that_is_too_long_for_a_config_map_is_refused() -> None:
-    with pytest.raises(UsageError, match="put it into the image and say --in-image"):
+    with pytest.raises(UsageError, match=r"put it into the image and say --set kubernetes\.in-image=yes"):
         Request(**{**vars(OF_A_SCRIPT), "script": "#" * 1_000_000})
     assert parse_volume("a:/") == Volume(claim="a", path="/")
 
@@ -266,14 +307,10 @@ KINDS = ("jobs", "secrets", "configmaps", "services", "networkpolicies", "poddis
 
 
 @NEEDS_KUBECTL
-def test_the_objects_are_made_and_removed(server: Server, cluster: Cluster) -> None:
+def test_the_objects_are_made(server: Server, cluster: Cluster) -> None:
     cluster.create("unisono-train", render(OF_A_SCRIPT))
     made = [path.rpartition("/")[2] for path in server.calls("POST")]
     assert made == [*KINDS]
-    gone = cluster.delete("unisono-train")
-    assert len(gone) == 7
-    assert gone[0] == "deployment.apps/unisono-train-workers"
-    assert cluster.delete("unisono-train") == [], "there is nothing left"
 
 
 @NEEDS_KUBECTL
@@ -299,10 +336,20 @@ def test_what_was_made_goes_where_the_cluster_refuses_a_part(server: Server, clu
 def test_a_script_comes_to_the_cluster_as_it_is_in_any_locale(server: Server, tmp_path: Path, locale: str) -> None:
     text = "print('é, \N{PARTY POPPER}, \\u1234, \x07')\n"
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
-    words = ["--image", "i", "--pvc", "runs:/runs", "--workers", "2", "--namespace", "lab", "--dry-run"]
+    words = [
+        "--set",
+        "kubernetes.image=i",
+        "--set",
+        "kubernetes.pvc=runs:/runs",
+        "--workers",
+        "2",
+        "--set",
+        "kubernetes.namespace=lab",
+        "--dry-run",
+    ]
     environment = {**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     shown = subprocess.run(
-        [sys.executable, "-m", "unisono", "kubernetes", "train.py", *words],
+        [sys.executable, "-m", "unisono", "run", "--launcher", "kubernetes", "train.py", *words],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -320,7 +367,9 @@ def kubectl(*words: str, given: bytes = b"") -> bytes:
 def test_a_script_of_another_encoding_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_bytes(b"# -*- coding: latin-1 -*-\nprint('\xe9')\n")
-    done = call("train.py", "--image", "i", "--pvc", "runs:/runs", "--workers", "2", "--dry-run")
+    done = call(
+        "train.py", "--set", "kubernetes.image=i", "--set", "kubernetes.pvc=runs:/runs", "--workers", "2", "--dry-run"
+    )
     assert "train.py is not UTF-8 (byte 33)" in str(done.exception)
 
 
@@ -329,7 +378,7 @@ def test_following_shows_the_output_of_the_head_and_sends_the_workers_away_at_th
     server: Server, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever the cluster ends an answer, and whatever it does not answer, each line is shown once."""
-    monkeypatch.setattr("unisono.kubernetes.kubectl.LOOK_S", 0.0)
+    monkeypatch.setattr("unisono.cluster.launchers.kubernetes.kubectl.LOOK_S", 0.0)
     job = f"get /apis/batch/v1/namespaces/lab/jobs/{head_name('plain')}"
     known = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": head_name("plain")}}
     over = {**known, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
@@ -383,12 +432,12 @@ def test_without_a_cluster_the_command_says_what_to_do(tmp_path: Path, monkeypat
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print()\n")
-    for words in (["--delete", "train"], ["train.py", "--image", "i", "--pvc", "runs:/runs", "--workers", "2"]):
-        done = call(*words)
-        assert isinstance(done.exception, UsageError)
-        assert "says: " in str(done.exception)
+    words = ("train.py", "--set", "kubernetes.image=i", "--set", "kubernetes.pvc=runs:/runs", "--workers", "2")
+    done = call(*words)
+    assert isinstance(done.exception, UsageError)
+    assert "says: " in str(done.exception)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "kubectl cannot be started" in str(call("--delete", "train").exception)
+    assert "kubectl cannot be started" in str(call(*words).exception)
 
 
 # -- the commands of the pods ------------------------------------------------------------------------
@@ -427,7 +476,7 @@ class Pods:
 
     def __init__(self, unisono: Unisono, folder: Path, arguments: tuple[str, ...]) -> None:
         self._unisono = unisono
-        self._port = free_port("127.0.0.1")
+        self._port = free_ports(1)[0]
         port = str(self._port)
         request = Request(
             **{
@@ -439,7 +488,8 @@ class Pods:
         )
         (folder / "token").write_text(TOKEN_OF_TESTS)
         here = {TOKEN: "token", f"{SCRIPT}/train.py": "train.py", "/runs/unisono-train": "run", "0.0.0.0": "127.0.0.1"}
-        here |= {str(PORT): port, f"wss://{head_name(request.name)}:{PORT}": f"wss://127.0.0.1:{port}"}
+        here |= {f"port={PORT}": f"port={port}", f"token-file={TOKEN}": "token-file=token"}
+        here |= {f"wss://{head_name(request.name)}:{PORT}": f"wss://127.0.0.1:{port}"}
         self._words = {
             manifest["kind"]: [here.get(word, word) for word in container(manifest)["command"][1:]]
             for manifest in render(request)
@@ -504,7 +554,7 @@ def test_after_the_loss_of_the_head_its_job_goes_on_from_the_checkpoint(
         pods = Pods(unisono, tmp_path, (str(gates.folder),))
         head, workers = pods.head(), [pods.worker(), pods.worker()]
         gates.wait(5, workers=2)
-        server = next(pid for pid, words in marked(mark).items() if "-m unisono.head " in words)
+        server = next(pid for pid, words in marked(mark).items() if "-m unisono.cluster.head " in words)
         for worker in workers:
             os.kill(worker.pid, signal.SIGSTOP)
         os.kill(head.pid, signal.SIGSTOP)  # a container ends as a whole: nobody of it sees the others end
@@ -534,6 +584,6 @@ def test_a_pod_that_waits_for_the_head_ends_at_sigterm(unisono: Unisono, tmp_pat
 
 def test_a_token_that_can_be_guessed_is_refused(unisono: Unisono, script: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
-    run = unisono("run", script("print()"), "--token-file", "token")
+    run = unisono("run", script("print()"), "--set", "token-file=token")
     assert run.wait() == 2
     run.line("has 6 characters; 20 or more cannot be guessed")

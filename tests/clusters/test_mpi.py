@@ -16,10 +16,10 @@ from tests.clusters.conftest import CHECKPOINTED, LONG, SMALL, STEPS
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Command, marked, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.checkpoint.files import FOLDER, complete
 from unisono.cli.reach import ask_status, find
-from unisono.journal import compare
-from unisono.lifetime import NURSERY
+from unisono.record.checkpoints import FOLDER, complete
+from unisono.record.journal import compare
+from unisono.system.lifetime import NURSERY
 
 MPIEXEC = {
     "Open MPI": ("mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe"),
@@ -85,7 +85,7 @@ def files_of_rendezvous(folder: Path) -> Sequence[str]:
 @pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("number", [2, 3])
 def test_ranks_compute_the_bits_of_one_worker(number: int, mpiexec: Mpiexec, calm: Path, tmp_path: Path) -> None:
-    done = mpiexec(number, "agent", SMALL, "--run-dir", tmp_path / "run", "--", "--steps", STEPS)
+    done = mpiexec(number, "run", SMALL, "--run-dir", tmp_path / "run", "--", "--steps", STEPS)
     assert done.wait() == 0, done.out + done.err
     assert compare(calm, tmp_path / "run").startswith(f"identical: {STEPS} steps")
     done.line(f"generation 1 with {number} workers")
@@ -108,7 +108,7 @@ def test_no_process_stays_where_mpiexec_is_killed(mpiexec: Mpiexec, engine: str,
     """MPICH kills the ranks, so their file stays until the next job in that directory."""
     with Gates(tmp_path / "gates", [3]) as gates:
         words = ["--gates", gates.folder, "--steps", STEPS]
-        job = mpiexec(2, "agent", SMALL, "--run-dir", tmp_path / "run", "--", *words)
+        job = mpiexec(2, "run", SMALL, "--run-dir", tmp_path / "run", "--", *words)
         gates.wait(3, workers=2)
         job.process.kill()
         wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
@@ -119,7 +119,7 @@ def test_no_process_stays_where_mpiexec_is_killed(mpiexec: Mpiexec, engine: str,
 @pytest.mark.usefixtures("nursery")
 def test_two_jobs_in_one_directory_do_not_meet(mpiexec: Mpiexec, calm: Path, tmp_path: Path) -> None:
     names = ("left", "right")
-    jobs = [mpiexec(2, "agent", SMALL, "--run-dir", tmp_path / name, "--", "--steps", STEPS) for name in names]
+    jobs = [mpiexec(2, "run", SMALL, "--run-dir", tmp_path / name, "--", "--steps", STEPS) for name in names]
     for job, name in zip(jobs, names, strict=True):
         assert job.wait() == 0, job.out + job.err
         assert compare(calm, tmp_path / name).startswith(f"identical: {STEPS} steps")
@@ -131,7 +131,7 @@ def test_a_worker_that_is_lost_is_no_lost_rank(mpiexec: Mpiexec, engine: str, ca
     """It is replaced, and mpiexec does not notice."""
     with Gates(tmp_path / "gates", [3]) as gates:
         words = ["--gates", gates.folder, "--steps", STEPS]
-        job = mpiexec(2, "agent", SMALL, "--run-dir", tmp_path / "run", "--", *words)
+        job = mpiexec(2, "run", SMALL, "--run-dir", tmp_path / "run", "--", *words)
         gates.wait(3, workers=2)
         os.kill(_worker(tmp_path / "run"), signal.SIGKILL)
         gates.open(3, job.generation("was killed by signal 9"))
@@ -160,7 +160,7 @@ def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
     run = tmp_path / "run"
     words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2, "--wait-for-disk"]
     with Gates(tmp_path / "gates", range(3, LONG)) as gates:
-        job = mpiexec(2, "agent", *words, "--gates", gates.folder)
+        job = mpiexec(2, "run", *words, "--gates", gates.folder)
         for step in range(3, LONG):
             gates.wait(step, workers=2)
             if complete(run / FOLDER):
@@ -171,7 +171,7 @@ def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
     if lost == 1 and engine == "Open MPI":
         job.line("SIGTERM")
     monkeypatch.setenv(NURSERY, standing_nursery)  # not before: what it forks does not die with a killed agent
-    again = mpiexec(3, "agent", *words)
+    again = mpiexec(3, "run", *words)
     assert again.wait() == 0, again.out + again.err
     again.line("goes on at step")
     assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
@@ -192,7 +192,7 @@ def test_after_a_lost_machine_the_next_mpiexec_goes_on_with_the_same_bits(
     run = tmp_path / "run"
     words = [CHECKPOINTED, "--run-dir", run, "--resume", "auto", "--", "--steps", LONG, "--every", 2, "--wait-for-disk"]
     with Gates(tmp_path / "gates", range(3, LONG)) as gates:
-        job = mpiexec(2, "agent", *words, "--gates", gates.folder, hosts=("left", "right"))
+        job = mpiexec(2, "run", *words, "--gates", gates.folder, hosts=("left", "right"))
         for step in range(3, LONG):
             gates.wait(step, workers=2)
             if complete(run / FOLDER):
@@ -201,7 +201,7 @@ def test_after_a_lost_machine_the_next_mpiexec_goes_on_with_the_same_bits(
         os.kill(next(pid for pid, words in marked(mark).items() if "hostname right" in words), signal.SIGKILL)
         assert job.wait() != 0
     monkeypatch.setenv(NURSERY, standing_nursery)
-    again = mpiexec(2, "agent", *words)
+    again = mpiexec(2, "run", *words)
     assert again.wait() == 0, again.out + again.err
     again.line("goes on at step")
     assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
@@ -213,15 +213,6 @@ def _agent(mark: str, rank: int) -> int:
     for pid, command in marked(mark).items():
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         names = (f"OMPI_COMM_WORLD_RANK={rank}", f"PMI_RANK={rank}")
-        if "-m unisono agent" in command and any(name.encode() in environment for name in names):
+        if "-m unisono run" in command and any(name.encode() in environment for name in names):
             return pid
     raise AssertionError(f"there is no agent of rank {rank}: {marked(mark)}")
-
-
-def test_an_agent_that_nobody_has_started_says_what_to_do(tmp_path: Path, mark: str) -> None:
-    alone = Command([*_unisono("agent"), str(SMALL)], tmp_path, mark)
-    try:
-        assert alone.wait() == 2
-        alone.line("unisono agent is started by srun or mpiexec: mpiexec -n 4 unisono agent SCRIPT")
-    finally:
-        alone.end()

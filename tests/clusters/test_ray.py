@@ -29,12 +29,13 @@ from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import MARK, Command, Unisono, marked, served_by, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.capacity import parse_workers
-from unisono.journal import compare
-from unisono.launchers import LAUNCHERS, Request
-from unisono.launchers.asked import RAY_JOB, in_ray_job
-from unisono.launchers.protocol import Machine
-from unisono.launchers.ray import Ray, _Place
+from unisono.cluster.launchers import LAUNCHERS, Request
+from unisono.cluster.launchers.asked import RAY_JOB, in_ray_job
+from unisono.cluster.launchers.protocol import Machine
+from unisono.cluster.launchers.ray import Ray, _Place
+from unisono.core.settings import RunSettings
+from unisono.record.journal import compare
+from unisono.system.capacity import parse_workers
 
 if find_spec("ray") is None:  # not imported: every process that collects tests would do it
     pytest.skip("could not import 'ray'", allow_module_level=True)
@@ -42,6 +43,7 @@ if find_spec("ray") is None:  # not imported: every process that collects tests 
 SCRIPT = Path(small_training.__file__)
 PORT = 6399
 ADDRESS = f"127.0.0.1:{PORT}"
+RAY = ("run", "--launcher", "ray", "--set", f"ray.address={ADDRESS}")
 QUICK = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
@@ -49,7 +51,7 @@ QUICK = {
     "health_check_failure_threshold": 4,
 }
 """A lost node is seen after 2 s, instead of 15."""
-RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
+NODES = (sys.executable, "-m", "ray.scripts.scripts", "start")
 MEMORY = ("--object-store-memory", "80000000")
 NODE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 WORLD = "ip link set lo up && echo up && exec sleep infinity"
@@ -106,7 +108,7 @@ class Cluster:
     def _start(self, name: str, *options: object) -> None:
         machine = [*self._inside, *UNTIL_KILLED, "unshare", "--uts", "--ipc", *SPACES, "sh", "-c", NODE, name]
         process = subprocess.Popen(
-            [*machine, *RAY, "--block", "--node-ip-address", "127.0.0.1", *MEMORY, *map(str, options)],
+            [*machine, *NODES, "--block", "--node-ip-address", "127.0.0.1", *MEMORY, *map(str, options)],
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -196,7 +198,7 @@ def assert_same(run: Command, folder: Path, alone: Path) -> None:
 def test_the_bits_of_a_run_on_ray_are_those_of_one_process(
     workers: str, cluster: Cluster, unisono: Unisono, tmp_path: Path, alone: Path
 ) -> None:
-    run = unisono("ray", SCRIPT, "--address", ADDRESS, "--workers", workers, "--run-dir", "run", before=cluster.before)
+    run = unisono(*RAY, SCRIPT, "--workers", workers, "--run-dir", "run", before=cluster.before)
     assert_same(run, tmp_path / "run", alone)
     run.line("ray0 is on n")
 
@@ -221,7 +223,7 @@ def test_a_killed_agent_costs_no_bit(
 ) -> None:
     with Gates(tmp_path / "gates", [3]) as gates:
         run = unisono(
-            *("ray", SCRIPT, "--address", ADDRESS, "--workers", 3, "--run-dir", "run", "--", "--gates", gates.folder),
+            *(*RAY, SCRIPT, "--workers", 3, "--run-dir", "run", "--", "--gates", gates.folder),
             before=cluster.before,
         )
         gates.wait(3, workers=3)
@@ -239,7 +241,7 @@ def test_a_lost_node_costs_no_bit_and_its_workers_are_asked_for_again(
     """Ray has no room for them, until a node comes: so a run grows with the cluster."""
     with Gates(tmp_path / "gates", [3, 5]) as gates:
         run = unisono(
-            *("ray", SCRIPT, "--address", ADDRESS, "--workers", 4, "--run-dir", "run", "--", "--gates", gates.folder),
+            *(*RAY, SCRIPT, "--workers", 4, "--run-dir", "run", "--", "--gates", gates.folder),
             before=cluster.before,
         )
         try:
@@ -257,9 +259,7 @@ def test_a_lost_node_costs_no_bit_and_its_workers_are_asked_for_again(
 def test_nothing_is_left_when_the_command_is_killed(cluster: Cluster, unisono: Unisono, tmp_path: Path) -> None:
     """The fixture looks for it."""
     with Gates(tmp_path / "gates", [3]) as gates:
-        run = unisono(
-            *("ray", SCRIPT, "--address", ADDRESS, "--workers", 3, "--", "--gates", gates.folder), before=cluster.before
-        )
+        run = unisono(*(*RAY, SCRIPT, "--workers", 3, "--", "--gates", gates.folder), before=cluster.before)
         gates.wait(3, workers=3)
         assert len(cluster.agents()) >= 2
         run.process.kill()
@@ -267,11 +267,13 @@ def test_nothing_is_left_when_the_command_is_killed(cluster: Cluster, unisono: U
 
 GROWS = """
     import json, os, sys
-    from unisono.capacity import parse_workers
-    from unisono.launchers import Request
-    from unisono.launchers.ray import Ray
+    from unisono.system.capacity import parse_workers
+    from unisono.cluster.launchers import Request
+    from unisono.cluster.launchers.ray import Ray
+    from unisono.core.settings import RunSettings
 
-    launcher = Ray(Request(workers=parse_workers("2:6", 1), threads=1, environment={}), address=sys.argv[1])
+    settings = RunSettings(workers="2:6", ray_address=sys.argv[1])
+    launcher = Ray(Request(workers=parse_workers("2:6", 1), environment={}, settings=settings))
     def say(machines):
         print(json.dumps([machine.num_workers for machine in machines]), flush=True)
     say(launcher.machines())
@@ -279,14 +281,14 @@ GROWS = """
         words = (sys.executable, "-c", "import sys; print(sys.stdin.read())")
         secret = "secret"
     for line in sys.stdin:
-        found = list(launcher.resize(int(line)))
+        found = list(launcher.ensure(int(line), []))
         say(found)
     launcher.close()
     """
 
 
 def test_machines_come_when_the_cluster_grows(cluster: Cluster, tmp_path: Path) -> None:
-    """Actors that Ray has no room for are its demand; when a node comes, `resize` returns their machines, once."""
+    """Actors that Ray has no room for are its demand; when a node comes, `ensure` returns their machines, once."""
     (tmp_path / "grows.py").write_text(textwrap.dedent(GROWS))
     with subprocess.Popen(
         [*cluster.before, sys.executable, tmp_path / "grows.py", ADDRESS],
@@ -326,7 +328,7 @@ def test_a_cluster_with_a_token_takes_a_run_that_has_it_and_the_others_are_told(
 ) -> None:
     """Ray asks for a token from 2.61 on, if nothing else is said."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2}
-    command = ("ray", SCRIPT, "--address", ADDRESS, "--workers", 2, "--run-dir", "run")
+    command = (*RAY, SCRIPT, "--workers", 2, "--run-dir", "run")
     with running("n1", **token) as guarded:
         for mode in ("token", "disabled"):
             monkeypatch.setenv("RAY_AUTH_MODE", mode)
@@ -340,10 +342,10 @@ def test_a_cluster_with_a_token_takes_a_run_that_has_it_and_the_others_are_told(
 
 
 def test_places_may_come_and_go_while_a_launcher_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`resize` runs in a thread, and whoever closes the launcher waits for it for a short time only."""
+    """`ensure` runs in a thread, and whoever closes the launcher waits for it for a short time only."""
     ray = SimpleNamespace(remote=lambda kind: kind, shutdown=lambda: None, exceptions=SimpleNamespace(RayError=OSError))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    launcher = Ray(Request(workers=parse_workers("1:4", 1), threads=1, environment={}))
+    launcher = Ray(Request(workers=parse_workers("1:4", 1), environment={}, settings=RunSettings(workers="1:4")))
     killed = []
 
     def kill(actor: str) -> None:
@@ -357,17 +359,17 @@ def test_places_may_come_and_go_while_a_launcher_closes(monkeypatch: pytest.Monk
         launcher._places[name] = _Place(Machine(name=name, num_workers=1), name, None, is_sure=True)
     launcher.close()
     assert killed == ["ray0", "ray1"]
-    assert launcher.resize(4) == [], "a launcher that is closed asks for nothing more"
+    assert launcher.ensure(4, []) == [], "a launcher that is closed asks for nothing more"
 
 
 def test_without_a_cluster_the_command_says_what_to_do(unisono: Unisono) -> None:
-    run = unisono("ray", SCRIPT, "--address", "127.0.0.1:1", "--workers", 2)
+    run = unisono(*RAY[:-1], "ray.address=127.0.0.1:1", SCRIPT, "--workers", 2)
     assert run.wait() == 2
-    run.line("no Ray cluster answers at --address 127.0.0.1:1")
+    run.line("no Ray cluster answers at ray.address=127.0.0.1:1")
 
 
 def test_ray_is_asked_for_inside_of_its_jobs_only() -> None:
     workers = parse_workers("2", 1)
-    assert in_ray_job(Request(workers=workers, threads=1, environment={RAY_JOB: "{}"}))
-    assert not in_ray_job(Request(workers=workers, threads=1, environment={"RAY_ADDRESS": ADDRESS}))
+    assert in_ray_job(Request(workers=workers, environment={RAY_JOB: "{}"}))
+    assert not in_ray_job(Request(workers=workers, environment={"RAY_ADDRESS": ADDRESS}))
     assert "ray" in LAUNCHERS

@@ -17,9 +17,9 @@ from tests.clusters.slurm import Cluster, running
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.checkpoint.files import FOLDER, complete
-from unisono.journal import compare
-from unisono.lifetime import PARENT
+from unisono.record.checkpoints import FOLDER, complete
+from unisono.record.journal import compare
+from unisono.system.lifetime import PARENT
 
 DETACHED = ("env", "--default-signal=INT", "-u", PARENT)
 """What a job starts is a child of Slurm, not of the test."""

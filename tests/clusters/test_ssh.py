@@ -19,10 +19,10 @@ from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, marked, served_by, wait_until_gone
 from tests.workers.gates import Gates
-from unisono import fingerprint
-from unisono.journal import compare
-from unisono.journal.times import by_step
-from unisono.launchers.answers import VERSION
+from unisono.cluster.launchers.answers import VERSION
+from unisono.record.journal import compare
+from unisono.record.journal.times import by_step
+from unisono.system import fingerprint
 from unisono.testing import run_workers
 
 SCRIPT = Path(small_training.__file__)
@@ -137,7 +137,10 @@ def process_of(machine: SshMachine, words: str) -> int:
 def client_of(command: Command, host: str) -> int:
     """The ssh of the command to this host."""
     for pid in map(int, Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile
+            continue
         if words[0] == b"ssh" and host.encode() in words:
             return pid
     raise AssertionError("the command has no such child")
@@ -157,13 +160,36 @@ def wait_until_empty(machine: SshMachine) -> None:
 def test_a_run_by_ssh_gives_the_bits_of_one_process(
     hosts: str, total: int, sshd: Sshd, unisono: Unisono, calm: Path, tmp_path: Path
 ) -> None:
-    options = ("--hosts", hosts, "--ssh", sshd.command, "--workers", total)
+    options = ("--hosts", hosts, "--set", f"ssh={sshd.command}", "--workers", total)
     command = unisono("run", SCRIPT, "--run-dir", tmp_path / "run", *options, "--", "--steps", STEPS)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
     assert num_workers(tmp_path / "run")[-1] == total
     assert "[m2] Welcome to m2!" in command.out
     assert not any("is not on this machine" in line for line in command.err), "both machines share this one's disk"
+
+
+def test_torchruns_on_several_machines_meet_and_end_with_the_command(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], tmp_path: Path, mark: str
+) -> None:
+    """One of them is on this machine, and one has two processes."""
+    name = script("""
+        import os, sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print("group", os.environ["GROUP_RANK"], "knows of", int(total), flush=True)
+        while True:
+            dist.all_reduce(total)
+        """)
+    options = ("--hosts", "localhost:1,m1:1,m2:2", "--set", f"ssh={sshd.command}", "--workers", 4)
+    command = unisono("run", "--plain", name, *options)
+    for rank in range(4):
+        command.line("knows of 4", pattern=rf"\[rank{rank}\] group ")
+    command.process.kill()
+    for machine in sshd.machines.values():
+        wait_until_empty(machine)
+    wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
 
 
 def end(pid: int) -> None:
@@ -174,9 +200,15 @@ def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
+def status(unisono: Unisono, run: Path) -> list[str]:
+    asked = unisono("watch", "--once", run)
+    assert asked.wait() == 0, asked.err
+    return asked.out
+
+
 ENDS = {
     "agent-killed": lambda command, machine: end(process_of(machine, "unisono join")),
-    "holder-killed": lambda command, machine: end(process_of(machine, "unisono.machine.holder")),
+    "holder-killed": lambda command, machine: end(process_of(machine, "unisono.cluster.machine.holder")),
 }
 LOSSES = {
     "client-killed": lambda command, machine: end(client_of(command, machine.name)),
@@ -185,26 +217,35 @@ LOSSES = {
 }
 
 
-def test_the_run_goes_on_with_the_rest_and_nothing_stays_on_the_machines(
-    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
+@pytest.mark.parametrize("how", ENDS)
+def test_a_lost_machine_comes_back_and_nothing_stays_of_what_ran_there(
+    how: str, sshd: Sshd, unisono: Unisono, script: Callable[[str], str], calm: Path, tmp_path: Path
 ) -> None:
-    """Not even a process stays that the script has put into a session of its own, and that ignores SIGTERM."""
-    machines = [sshd.start(name) for name in ENDS]
-    with Gates(tmp_path / "gates", (2,)) as gates:
-        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *ENDS)), "--ssh", sshd.command)
+    """Not even a process stays that the script has put into a session of its own, and that ignores SIGTERM. The run
+    goes on with the rest meanwhile, and has all its workers in the end.
+    """
+    machine = sshd.start(how)
+    with Gates(tmp_path / "gates", (2, 4)) as gates:
+        hosts = ("--hosts", f"m1:1,{how}:1", "--set", f"ssh={sshd.command}")
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *hosts, *arguments)
-        gates.wait(2, workers=len(ENDS) + 1)
-        for machine in machines:
-            assert any("sleep 1000000" in words for words in machine.processes().values())
-            ENDS[machine.name](command, machine)
-        generation = command.generation(" with 1 worker")
-        for machine in machines:
-            wait_until_empty(machine)
-        gates.open(2, generation)
+        gates.wait(2, workers=2)
+        before = machine.processes()
+        assert any("sleep 1000000" in words for words in before.values())
+        ENDS[how](command, machine)
+        alone = command.generation(" with 1 worker")
+        wait_until_gone(set(before), time.monotonic() + WAIT_S)
+        gates.open(2, alone)
+        gates.wait(4)
+        command.line(f"the agent of {how} ")
+        assert f"machine {how}: its agent has ended" in "\n".join(status(unisono, tmp_path / "run"))
+        command.line(f"{how} is lost: its agent is started again, after 5 s")
+        gates.open(4, command.generation("w2 joins"))
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
-    wait_until_empty(sshd.machines["m1"])
+    assert num_workers(tmp_path / "run")[-1] == 2
+    for name in ("m1", how):
+        wait_until_empty(sshd.machines[name])
 
 
 def test_machines_go_on_without_ssh_and_nothing_stays_on_them(
@@ -216,7 +257,7 @@ def test_machines_go_on_without_ssh_and_nothing_stays_on_them(
     """
     machines = [sshd.start(name) for name in LOSSES]
     with Gates(tmp_path / "gates", (2, 4)) as gates:
-        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *LOSSES)), "--ssh", sshd.command)
+        hosts = ("--hosts", ",".join(f"{name}:1" for name in ("m1", *LOSSES)), "--set", f"ssh={sshd.command}")
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *hosts, *arguments)
         gates.wait(2, workers=len(LOSSES) + 1)
@@ -231,6 +272,7 @@ def test_machines_go_on_without_ssh_and_nothing_stays_on_them(
         gates.wait(4, workers=len(LOSSES) + 1)
         gates.open(4)
     assert command.wait() == 0, command.err
+    assert not [line for line in command.err if "started again" in line], "their agents have reached the head"
     for machine in (*machines, sshd.machines["m1"]):
         wait_until_empty(machine)
     assert is_the_same(calm, tmp_path / "run")
@@ -252,7 +294,7 @@ def test_nothing_stays_where_the_command_is_killed(
     """No process, no shared memory, no file (the fixture `mark` looks for these)."""
     shared = set(os.listdir("/dev/shm"))
     with Gates(tmp_path / "gates", (2,)) as gates:
-        options = ("--hosts", "m1:1,m2:1", "--ssh", sshd.command)
+        options = ("--hosts", "m1:1,m2:1", "--set", f"ssh={sshd.command}")
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", script(WITH_STRAYS), "--run-dir", tmp_path / "run", *options, *arguments)
         gates.wait(2, workers=2)
@@ -271,7 +313,7 @@ def test_a_machine_that_dies_in_the_middle_costs_no_bit(
     sshd: Sshd, island: SshMachine, unisono: Unisono, calm: Path, tmp_path: Path
 ) -> None:
     with Gates(tmp_path / "gates", (2,)) as gates:
-        options = ("--hosts", f"m1:1,{island.name}:2", "--ssh", sshd.command)
+        options = ("--hosts", f"m1:1,{island.name}:2", "--set", f"ssh={sshd.command}")
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         command = unisono("run", SCRIPT, "--run-dir", tmp_path / "run", *options, *arguments)
         gates.wait(2, workers=3)
@@ -292,7 +334,7 @@ def test_machines_whose_command_is_out_of_reach_are_left_alone_until_they_have_e
     machine = sshd.start("reached", more=[f"ListenAddress {wire.own}"])
     reach = f"{sshd.command} -o HostName={wire.own}"
     with Gates(tmp_path / "gates", (2,)) as gates:
-        options = ("--hosts", "reached:2", "--ssh", reach, "--head-away-s", "8")
+        options = ("--hosts", "reached:2", "--set", f"ssh={reach}", "--set", "head-away=8s")
         arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
         inside = ("ip", "netns", "exec", wire.name)
         command = unisono("run", SCRIPT, "--run-dir", tmp_path / "run", *options, *arguments, before=inside)
@@ -316,7 +358,7 @@ def test_a_folder_is_sent_to_the_machines_that_lack_it(
     (project / "helper.py").write_text("import runpy\ndef train(path): runpy.run_path(path, run_name='__main__')\n")
     (project / ".gitignore").write_text("*.secret\n")
     (project / "own.secret").write_text("stays here")
-    options = ("--hosts", f"m1:1,{island.name}:1", "--ssh", sshd.command)
+    options = ("--hosts", f"m1:1,{island.name}:1", "--set", f"ssh={sshd.command}")
 
     def train(name: str, *more: str) -> Command:
         words = ("run", "train.py", "--run-dir", tmp_path / name, *options, *more, "--", "--steps", STEPS)
@@ -346,7 +388,7 @@ def test_the_user_is_told_where_the_runs_directory_is_if_it_is_not_here(
     sshd: Sshd, island: SshMachine, unisono: Unisono, calm: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "hidden" / "run"
-    options = ("--hosts", f"{island.name}:1", "--ssh", sshd.command, "--run-dir", directory)
+    options = ("--hosts", f"{island.name}:1", "--set", f"ssh={sshd.command}", "--run-dir", directory)
     command = unisono("run", SCRIPT, *options, "--", "--steps", STEPS)
     assert command.wait() == 0, command.err
     where = command.line(f"the run's directory {directory} is not on this machine")
@@ -361,7 +403,7 @@ def test_every_machine_that_is_not_ready_is_named_before_anything_is_started(
     with sshd.config.open("a") as file:
         file.write("\nHost closed\n    Port 9\n")
     name = script("raise SystemExit(3)")
-    command = unisono("run", name, "--hosts", "m1,closed,stranger", "--ssh", sshd.command)
+    command = unisono("run", name, "--hosts", "m1,closed,stranger", "--set", f"ssh={sshd.command}")
     assert command.wait() == 2
     assert command.err[0] == "unisono: 2 of 3 hosts are not ready, so nothing was started:"
     assert command.err[1].startswith("  closed: it cannot be reached (ssh: connect to host 127.0.0.1 port 9: ")
@@ -369,13 +411,33 @@ def test_every_machine_that_is_not_ready_is_named_before_anything_is_started(
     assert "`ssh-copy-id stranger`" in command.err[2]
     assert not command.out
     stranger.kill()
-    nowhere = unisono("run", name, "--hosts", "m1", "--ssh", sshd.command, "--remote-python", "/nowhere/python")
+    nowhere = unisono(
+        "run", name, "--hosts", "m1", "--set", f"ssh={sshd.command}", "--set", "remote-python=/nowhere/python"
+    )
     assert nowhere.wait() == 2
     assert "  m1: there is no /nowhere/python there" in nowhere.err[1]
-    python = unisono("run", name, "--hosts", "m1", "--ssh", sshd.command, "--remote-python", "/bin/sh")
+    python = unisono("run", name, "--hosts", "m1", "--set", f"ssh={sshd.command}", "--set", "remote-python=/bin/sh")
     assert python.wait() == 2
     assert python.err[1].startswith("  m1: /bin/sh there ended with exit code 2: ")
     assert not sshd.machines["m1"].processes()
+
+
+def test_with_strict_a_machine_that_may_compute_other_bits_is_refused_before_the_start(
+    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Compared with this machine, where it takes part, else with the first one: not with whoever arrives first."""
+    sshd.start("odd", more=["SetEnv ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE"])
+    name = script("raise SystemExit(3)")
+    for hosts, where in (("localhost:1,odd:1,m1:1", "on this machine"), ("m1:1,odd:1", "on m1")):
+        command = unisono("run", name, "--hosts", hosts, "--set", f"ssh={sshd.command}", "--strict")
+        assert command.wait() == 2
+        assert command.err[0].endswith(" hosts is not ready, so nothing was started:")
+        assert command.err[1:] == [
+            "  odd: it may compute other bits (--strict): "
+            f"ATEN_CPU_CAPABILITY is default there, and not set {where}; "
+            f"MKL_CBWR is COMPATIBLE there, and not set {where}"
+        ]
+    assert not sshd.machines["odd"].processes()
 
 
 def test_a_machine_with_another_unisono_is_refused(
@@ -385,11 +447,14 @@ def test_a_machine_with_another_unisono_is_refused(
     package, python = tmp_path / "other" / "unisono", tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    options = ("--hosts", "m1", "--ssh", sshd.command, "--remote-python", python)
-    shutil.copytree(Path(fingerprint.__file__).parent, package)
-    words = (package / "words.py").read_text()
+    options = ("--hosts", "m1", "--set", f"ssh={sshd.command}", "--set", f"remote-python={python}")
+    shutil.copytree(Path(fingerprint.__file__).parents[1], package)
+    words = (package / "core" / "words.py").read_text()
     for change, why in (
-        (lambda: (package / "words.py").write_text(f"{words}#"), f"{python} has another unisono {VERSION} there"),
+        (
+            lambda: (package / "core" / "words.py").write_text(f"{words}#"),
+            f"{python} has another unisono {VERSION} there",
+        ),
         (
             lambda: (package / "__init__.py").write_text("__version__ = '9'"),
             f"has unisono 9 there, and this is {VERSION}",
@@ -408,8 +473,17 @@ def test_a_machine_that_does_not_reach_this_one_is_refused(
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec unshare --net {sys.executable} "$@"\n')
     python.chmod(0o755)
-    options = ("--hosts", island.name, "--ssh", sshd.command, "--remote-python", python, "--bind", "127.0.0.1")
+    options = (
+        "--hosts",
+        island.name,
+        "--set",
+        f"ssh={sshd.command}",
+        "--set",
+        f"remote-python={python}",
+        "--bind",
+        "127.0.0.1",
+    )
     command = unisono("run", script("raise SystemExit(3)"), *options)
     assert command.wait() == 2
     assert f"  {island.name}: it does not reach this machine at 127.0.0.1, port " in command.err[1]
-    assert "--port N" in command.err[1]
+    assert "--set port=N" in command.err[1]

@@ -11,9 +11,9 @@ import click
 
 from tests.docs.pages import Block
 from tests.house.rooms import ROOT
-from unisono.capacity import parse_workers
 from unisono.cli import COMMANDS, _group
-from unisono.cli.run import Options
+from unisono.cli.options import options_of
+from unisono.system.capacity import parse_workers
 
 __all__ = ["check_inline", "check_words", "commands"]
 
@@ -81,7 +81,7 @@ def check_words(words: Sequence[str]) -> None:
                 Path(name).mkdir(parents=True, exist_ok=True)
         given = _command(words[at]).make_context(words[at], list(words[at + 1 :])).params
         if words[at] == "run":
-            parse_workers(Options(**given).workers, threads=1)
+            parse_workers(options_of(given).workers, threads=1)
 
 
 def check_inline(text: str) -> list[str]:

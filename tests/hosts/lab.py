@@ -18,7 +18,7 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
-from unisono.lifetime import PARENT
+from unisono.system.lifetime import PARENT
 
 __all__ = ["Lab", "Machine", "laid"]
 

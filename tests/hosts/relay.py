@@ -27,7 +27,7 @@ import time
 from collections import deque
 from types import TracebackType
 
-from unisono.lifetime import PARENT, bind_to_parent
+from unisono.system.lifetime import PARENT, bind_to_parent
 
 __all__ = ["Relay"]
 

@@ -20,8 +20,8 @@ from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
-from unisono.journal import compare, read
-from unisono.journal.times import by_step
+from unisono.record.journal import compare, read
+from unisono.record.journal.times import by_step
 
 SCRIPT = Path(small_training.__file__)
 STEPS = 60
@@ -49,7 +49,7 @@ CUTS: Final = (
 """How long the cable is out, `--head-away-s`, and whether a program takes all cores. A connection breaks after 5 s, so
 the cable is back about when the machine that is cut off gets a head of its own.
 """
-QUICK: Final = ("--head-away-s", 1, "--heartbeat-timeout-s", 4)
+QUICK: Final = ("--set", "head-away=1s", "--set", "heartbeat-timeout=4s")
 """Where machines are cut off: who is silent is lost soon, and who has lost the head goes on soon."""
 JOINS = (3, 8, 13, 18)
 """Steps at whose beginning machines join, one after the other."""
@@ -97,7 +97,7 @@ def started(
     first, *guests = lab.machines[:machines]
     own = f"mount --bind {others.folder} {gates.folder}" if others is not None else ""
     disk = f"mount --bind {private} {run_dir.parent}" if private is not None else ""
-    options = ("--bind", first.address, "--heartbeat-s", 0.3, "--timeout-s", 3600, *options)
+    options = ("--bind", first.address, "--set", "heartbeat=0.3s", "--set", "exchange-timeout=3600s", *options)
     script = ("--", "--steps", STEPS, "--gates", gates.folder)
     commands = [first.start(unisono, "run", SCRIPT, "-n", 1, "--run-dir", run_dir, *options, *script, set_up=disk)]
     token = gates.folder.parent / "token"
@@ -121,7 +121,7 @@ def workers_at(run_dir: Path, step: int) -> set[str]:
 
 @pytest.mark.parametrize("machines", [2, 3])
 def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path) -> None:
-    """Another machine starts the next head; the survivors finish the step, and `unisono status` finds the head."""
+    """Another machine starts the next head; the survivors finish the step; `unisono watch --once` finds the head."""
     run_dir = tmp_path / "run"
     with Gates(tmp_path / "gates", (*JOINS[: machines - 1], 20, 40)) as gates:
         _, *survivors = started(lab, unisono, run_dir, gates, machines=machines)
@@ -130,7 +130,7 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
         gates.open(20)
         gates.wait(40, workers=machines - 1)
         assert json.loads((run_dir / "head.json").read_text())["url"] != before
-        status = unisono("status", run_dir, "--json", before=lab.machines[1].inside())
+        status = unisono("watch", "--once", run_dir, "--json", before=lab.machines[1].inside())
         assert status.wait() == 0, status.err
         assert len(json.loads("\n".join(status.out))["workers"]) == machines - 1
         gates.open(40)
@@ -265,7 +265,7 @@ def test_two_machines_are_one_run_again_however_long_the_cable_was_out(
 ) -> None:
     run_dir = tmp_path / "run"
     with Gates(tmp_path / "gates", (*JOINS[:1], 20, 40)) as gates:
-        commands = started(lab, unisono, run_dir, gates, "--head-away-s", away_s, machines=2)
+        commands = started(lab, unisono, run_dir, gates, "--set", f"head-away={away_s}s", machines=2)
         lab.cut({1})
         gates.open(20)
         select.select([], [], [], seconds)
@@ -304,7 +304,7 @@ def test_whatever_becomes_of_the_network_the_bits_are_the_same(
     run_dir = tmp_path / "run"
     # What the head says still arrives where nothing comes back: its workers there hear that they are lost, and end.
     is_alone = how in ("mended soon", "nothing to the head")
-    options = ("--head-away-s", 60, "--heartbeat-timeout-s", 4) if is_alone else QUICK
+    options = ("--set", "head-away=60s", "--set", "heartbeat-timeout=4s") if is_alone else QUICK
     with Gates(tmp_path / "gates", (*JOINS[: machines - 1], 20, 40)) as gates:
         commands = started(lab, unisono, run_dir, gates, *options, machines=machines)
         with_head = {*range(machines)} - side if 0 not in side else side

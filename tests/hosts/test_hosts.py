@@ -30,7 +30,7 @@ from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, run_nursery
 from tests.workers.gates import Gates
-from unisono.journal import compare, read, times
+from unisono.record.journal import compare, read, times
 from unisono.testing import Faults
 
 SCRIPT = Path(small_training.__file__)
@@ -39,7 +39,7 @@ ADDRESSES = ("10.213.57.1", "10.213.57.2")
 HAS_IPV6 = Path("/proc/net/if_inet6").exists()
 HEARTBEAT_TIMEOUT_S = 4.0
 """Before the kernel closes a connection whose other end is silent, which it does after 5 s."""
-SILENT = ("--heartbeat-timeout-s", HEARTBEAT_TIMEOUT_S)
+SILENT = ("--set", f"heartbeat-timeout={HEARTBEAT_TIMEOUT_S}s")
 """Where the other end shall be silent; elsewhere a worker that waits for its turn is not lost for that."""
 EXCHANGE_TIMEOUT_S = 3600.0
 """Longer than a test: whoever goes on was told to."""
@@ -220,7 +220,14 @@ class Hosts:
     def __init__(
         self, cable: Cable, unisono: Unisono, run_dir: Path, gates: Gates, *options: object, away_s: float
     ) -> None:
-        options += ("--bind", ADDRESSES[0], "--heartbeat-s", 0.3, "--timeout-s", EXCHANGE_TIMEOUT_S)
+        options += (
+            "--bind",
+            ADDRESSES[0],
+            "--set",
+            "heartbeat=0.3s",
+            "--set",
+            f"exchange-timeout={EXCHANGE_TIMEOUT_S}s",
+        )
         self.left: Command = unisono(
             *("run", SCRIPT, "-n", 2, "--run-dir", run_dir, *options),
             *("--", "--steps", STEPS, "--gates", gates.folder),
@@ -229,7 +236,8 @@ class Hosts:
         gates.wait(3)
         url = json.loads((run_dir / "head.json").read_text())["url"]
         self.right: Command = unisono(
-            *("join", url, "--token-file", run_dir / "token", "-n", 2, "--head-away-s", away_s), before=cable.inside(1)
+            *("join", url, "--token-file", run_dir / "token", "-n", 2, "--head-away", f"{away_s}s"),
+            before=cable.inside(1),
         )
         gates.open(3, self.left.generation("; generation 2 with"))
         gates.open(20, self.left.generation("with 4 workers"))
@@ -256,7 +264,7 @@ def finish_on_both(
         right = unisono("join", url, "--token-file", run_dir / "token", "-n", 1, *join, before=cable.inside(1))
         gates.open(3, left.generation("w1 joins"))
         gates.wait(20, workers=2)
-        status = unisono("status", run_dir, "--json", before=cable.inside(0))
+        status = unisono("watch", "--once", run_dir, "--json", before=cable.inside(0))
         assert status.wait() == 0, status.err
         gates.open(20)
         assert left.wait() == 0, left.err
@@ -281,7 +289,7 @@ def test_two_hosts_train_by_ipv6(cable: Cable, unisono: Unisono, run_dir: Path, 
 def test_an_interface_and_a_range_of_ports_are_named(
     cable: Cable, unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path
 ) -> None:
-    place = ("--interface", cable.links[0], "--ports", "47330:47339")
+    place = ("--set", f"interface={cable.links[0]}", "--set", "port=47330:47339")
     join = ("--interface", cable.links[1])
     found = finish_on_both(cable, unisono, run_dir, calm, tmp_path, *place, join=join)
     assert f"{ADDRESSES[0]}:4733" in found["url"]
@@ -297,7 +305,7 @@ def test_with_partition_wait_only_the_side_with_the_head_goes_on(
 ) -> None:
     """A link that is cut, or carries one direction only: two workers go on, the other two end and say why."""
     with Gates(tmp_path / "gates", (3, 20, 40, 50)) as gates:
-        hosts = Hosts(cable, unisono, run_dir, gates, *SILENT, "--partition", "wait", away_s=1.0)
+        hosts = Hosts(cable, unisono, run_dir, gates, *SILENT, "--set", "when-cut=wait", away_s=1.0)
         if how == "cut":
             cable.cut()
         else:
@@ -401,11 +409,11 @@ def test_a_long_way_costs_time_only(
 def examined(cable: Cable, unisono: Unisono, tmp_path: Path, *options: object) -> dict[str, Any]:
     """What `unisono doctor` finds on both hosts."""
     enter = "\n".join(
-        f'{side}) exec {shlex.join(cable.inside(number))} sh -c "$2" ;;'
+        f'{side}) exec {shlex.join(cable.inside(number))} sh -c "$command" ;;'
         for number, side in enumerate(("left", "right"))
     )
     program = tmp_path / "enter"
-    program.write_text(f'#!/bin/sh\ncase "$1" in\n{enter}\nesac\n')
+    program.write_text(f'#!/bin/sh\nfor word; do name=$command command=$word; done\ncase "$name" in\n{enter}\nesac\n')
     program.chmod(0o755)
     command = unisono("doctor", "--hosts", "left,right", "--ssh", program, "--json", *options)
     command.wait()

@@ -47,7 +47,7 @@ def third_party(packages: set[str]) -> set[str]:
 
 
 def imported_names(module: str, path: Path) -> set[str]:
-    """Full names, ``unisono.decisions.tree.Node`` for ``from unisono.decisions.tree import Node``."""
+    """Full names, ``unisono.core.tree.Node`` for ``from unisono.core.tree import Node``."""
     found = set()
     for statement in ast.walk(parse(path)):
         if isinstance(statement, ast.Import):

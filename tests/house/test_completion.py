@@ -23,9 +23,9 @@ ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _unisono_comple
 ask unisono comp
 ask unisono run --exch
 ask unisono run --exchange two
-ask unisono status run
+ask unisono watch run
 ask unisono replay runs/a --step ""
-ask unisono replay runs/a --step 11 --microbatch ""
+ask unisono replay runs/a --step 11 --micro-batch ""
 ask unisono --workers
 """
 
@@ -51,7 +51,7 @@ def test_bash_offers_commands_options_runs_and_steps(project: Path) -> None:
         [BASH, "-c", ASK], cwd=project, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert done.stdout.splitlines() == [
-        "completion compare",
+        "compare",
         "--exchange",
         "two-level",
         "runs/a runs/b/seed-1",

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.house.rooms import modules
 from tests.waiting import WAIT_S
 
 LIMIT = 0.25
@@ -65,7 +66,7 @@ for name in sys.argv[1:]:
 print(*sorted(sys.modules))
 """
 
-LATE = {"torch", "numpy", "cryptography", "fsspec", "cloudpickle", "tarfile", "unisono.decisions.audits"}
+LATE = {"torch", "numpy", "cryptography", "fsspec", "cloudpickle", "tarfile", "unisono.core.audits"}
 
 
 def imported(*modules: str) -> set[str]:
@@ -79,14 +80,14 @@ def imported(*modules: str) -> set[str]:
     ("modules", "most", "without"),
     [
         (
-            ("unisono.cli", "unisono.cli.run", "unisono.launchers", "unisono.launchers.local"),
-            85,
-            {*LATE, "unisono.head", "unisono.launchers.ssh", "unisono.decisions.membership"},
+            ("unisono.cli", "unisono.cli.run", "unisono.cluster.launchers", "unisono.cluster.launchers.local"),
+            90,
+            {*LATE, "unisono.cluster.head", "unisono.cluster.launchers.ssh", "unisono.membership"},
         ),
         (
-            ("unisono.head.__main__",),
+            ("unisono.cluster.head.__main__",),
             120,
-            {*LATE, "click", "psutil", "unisono.cli", "unisono.machine", "unisono.launchers"},
+            {*LATE, "click", "psutil", "unisono.cli", "unisono.cluster.machine", "unisono.cluster.launchers"},
         ),
     ],
     ids=["the command", "the head"],
@@ -97,3 +98,25 @@ def test_a_run_starts_with_what_every_run_needs(modules: tuple[str, ...], most: 
     assert found & without == set()
     own = {name for name in found if name.partition(".")[0] == "unisono"}
     assert len(own) <= most, f"{len(own)} modules of this library: {sorted(own)}"
+
+
+WITHOUT_TORCH = (
+    *("core", "system", "record", "membership", "views", "testing", "cli", "cluster.head", "cluster.launchers"),
+    *("cluster.machine.agent", "cluster.machine.headprocess", "engine.checkpoint.copies"),
+    *("engine.checkpoint.evaluations", "script.recording", "tools.doctor", "tools.plan.finder", "tools.plan.probing"),
+    "tools.plan.told",
+)
+"""What need not compute: rooms, and modules of others."""
+
+
+def test_what_need_not_compute_does_not_import_torch() -> None:
+    """Really imported, because what an import of an import does cannot be seen in one file."""
+    names = [f"unisono.{name}" for name in modules() if f"{name}.".startswith(tuple(f"{p}." for p in WITHOUT_TORCH))]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, f'importing {name} imports torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr

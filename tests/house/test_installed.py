@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 import unisono
 from tests.house.built import built_once, needs_hatchling  # a fixture among them  # noqa: F401
 from tests.waiting import WAIT_S
-from unisono.journal import compare
+from unisono.record.journal import compare
 
 pytestmark = needs_hatchling
 

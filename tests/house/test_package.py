@@ -24,7 +24,7 @@ def test_the_wheel_holds_the_whole_package(built: Path) -> None:
     assert {name for name in source if "__pycache__" not in name} == {
         name for name in names if not name.startswith(information)
     }
-    assert {"unisono/py.typed", "unisono/page/static/index.html"} <= names
+    assert {"unisono/py.typed", "unisono/views/page/static/index.html"} <= names
     assert f"{information}/licenses/LICENSE" in names
     assert "unisono = unisono.cli:main" in entry_points
 
@@ -37,7 +37,7 @@ def test_the_source_distribution_can_be_built_from_and_tested(built: Path, tmp_p
         archive.extractall(tmp_path, filter="data")
     assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "Makefile"} <= names
     assert {
-        "src/unisono/decisions/tree.py",
+        "src/unisono/core/tree.py",
         "tests/house/test_package.py",
         "tests/data/run-0.1/journal.jsonl",
         "examples/digits.py",

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.conftest import BEYOND
-from tests.house.rooms import ROOT, imported_names, third_party
+from tests.house.rooms import ROOT, foreign_imports, imported_names, modules, third_party
 
 OWN = {"unisono", "tests", "benchmarks", "website", "examples"}
 TEST = ("examples", "test")
@@ -115,3 +115,12 @@ def test_the_first_commands_of_ci_are_those_of_the_readme() -> None:
     ci = re.findall(r"^(make .*?)(?: \|\| .*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert readme
     assert ci[: 1 + len(readme)] == ["make clean", *readme]
+
+
+def test_the_dependencies_are_those_that_are_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {Requirement(each).name for each in project["dependencies"]}
+    house = {module: path for module, path in modules().items() if not module.startswith("interop.")}  # the extras
+    imported = {package for module, path in house.items() for package in foreign_imports(module, path)}
+    # numpy is not needed: its generator is seeded where it is there.
+    assert third_party(imported) - {"numpy"} == declared

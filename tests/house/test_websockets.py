@@ -10,11 +10,13 @@ from websockets.asyncio.messages import Assembler
 from websockets.asyncio.server import ServerConnection
 
 from tests.house.rooms import ROOT
-from unisono.head.door import Caller
+from unisono.cluster.head.door import Caller
 
 
 def test_the_installed_websockets_is_one_that_the_head_was_read_with() -> None:
-    """For a newer one: read `unisono.head.door` and `unisono.head.viewing` beside it, then raise the bound."""
+    """For a newer one: read `unisono.cluster.head.door` and `unisono.cluster.head.viewing` beside it, then raise the
+    bound.
+    """
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (bound,) = (need.partition("<")[2] for need in needs if need.startswith("websockets"))
     assert int(version("websockets").partition(".")[0]) < int(bound)

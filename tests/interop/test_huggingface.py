@@ -29,8 +29,8 @@ from unisono.interop.huggingface import UnisonoTrainer
 from unisono.interop.huggingface.batches import Batches, batches_of
 from unisono.interop.huggingface.progress import Handout
 from unisono.interop.huggingface.trainer import _plain
-from unisono.journal import compare
-from unisono.journal.times import by_step
+from unisono.record.journal import compare
+from unisono.record.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(counting_training.__file__)

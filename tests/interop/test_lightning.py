@@ -19,7 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
 from unisono.interop.lightning.data import (
     EvaluationLoader,
     GlobalBatch,
@@ -32,7 +32,7 @@ from unisono.interop.lightning.data import (
 from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
 from unisono.interop.lightning.metrics import metrics_of
 from unisono.interop.lightning.refusals import check
-from unisono.journal import compare, times
+from unisono.record.journal import compare, times
 from unisono.testing import Faults, Outcome, run_workers
 
 __all__ = ["mark", "unisono"]

@@ -21,11 +21,11 @@ from tests.interop.streamed_training import BATCH_SIZE, KINDS, NUM_SAMPLES, PER_
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import forked, marked, run_nursery, wait_until_gone
 from tests.workers.static_team import AloneRun
-from unisono.decisions.streams import StreamCursor, StreamOrder, Wanted
-from unisono.errors import RecipeError
-from unisono.journal import compare
-from unisono.microbatch.iterables import stream_source_of
-from unisono.microbatch.streamreader import Reader
+from unisono.core.errors import RecipeError
+from unisono.core.streams import StreamCursor, StreamOrder, Wanted
+from unisono.engine.microbatch.iterables import stream_source_of
+from unisono.engine.microbatch.streamreader import Reader
+from unisono.record.journal import compare
 from unisono.testing import Faults, Outcome, run_workers
 
 SCRIPT = Path(streamed_training.__file__)

@@ -14,9 +14,9 @@ from typing import Any
 from tests.patterns.runner import run_pattern
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.processes import Seat, Team
-from unisono.journal import Difference, compare
+from unisono.core.words import count
+from unisono.record.journal import Difference, compare
 from unisono.testing import run_workers
-from unisono.words import count
 
 __all__ = ["CLASSES", "TEAMS", "Verdict", "measure", "table"]
 
@@ -27,7 +27,7 @@ CLASSES = {
     "different": "all ended well, and something differs: silent",
 }
 TEAMS = (2, 3)
-OPTIONS = (*PATIENT, "--timeout-s", "15")
+OPTIONS = (*PATIENT, "--set", "exchange-timeout=15s")
 """Workers that wait for each other in different places are told so after this time."""
 CONSEQUENCES = {"RunStopped", "PeerLost"}
 """What a worker raises because another one has failed."""

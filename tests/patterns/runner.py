@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import unisono
 from tests.patterns.corpus import load
 from tests.workers.models import bits_of
-from unisono.errors import UnisonoError
+from unisono.core.errors import UnisonoError
 
 SEED = 5
 

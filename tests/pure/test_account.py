@@ -7,13 +7,9 @@ import json
 import msgspec
 import pytest
 
-from unisono.chronicle import line_of
 from unisono.cli.status import _words as words_of
-from unisono.decisions.account import account
-from unisono.decisions.asides import BALANCE_S, Asides
-from unisono.decisions.interruptions import Interruptions
-from unisono.decisions.usefulness import Usefulness
-from unisono.events import (
+from unisono.cluster.head.story import KEPT_S, Story, StoryState
+from unisono.core.events import (
     CheckpointWritten,
     Event,
     Interruption,
@@ -27,9 +23,12 @@ from unisono.events import (
     StepFinished,
     WorkerGone,
     WorkerJoined,
-    WorkerTimes,
 )
-from unisono.head.story import KEPT_S, Story, StoryState
+from unisono.record.account import account
+from unisono.record.asides import BALANCE_S, Asides
+from unisono.record.chronicle import line_of
+from unisono.record.interruptions import Interruptions
+from unisono.record.overview import useful_share
 
 T = 1.79e9
 
@@ -116,7 +115,7 @@ def test_the_balance_is_told_once_a_minute() -> None:
 
 def test_the_next_head_knows_what_was_told_last_and_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [T]
-    monkeypatch.setattr("unisono.head.story.time.time", lambda: now[0])
+    monkeypatch.setattr("unisono.cluster.head.story.time.time", lambda: now[0])
     story = Story(StoryState())
     story.add([MachineJoined(agent_id="agent0", host="a", num_workers=2)], "all are ready")
     first = story.take()
@@ -145,15 +144,10 @@ def test_the_end_has_the_digests_that_the_workers_have_told() -> None:
     assert (end.digests, end.step) == ({"model": "5f"}, 7)
 
 
-def test_usefulness_is_computing_of_all_time_and_looked_at_once_a_second() -> None:
-    found = Usefulness()
-    assert found.share is None
-    busy, idle = WorkerTimes(last=Seconds(compute=3.0, data=1.0)), WorkerTimes(last=Seconds(compute=1.0, waiting=3.0))
-    found.add(step(0, T, workers={"w0": busy, "w1": idle}))
-    found.add(step(1, T + 0.1, workers={"w0": idle}))
-    assert found.share == 0.5
-    found.add(step(2, T + 1.0, workers={"w0": busy}))
-    assert found.share == round(7 / 12, 4)
+def test_the_efficiency_is_computing_of_all_time() -> None:
+    assert useful_share([]) is None
+    busy, idle = Seconds(compute=3.0, data=1.0), Seconds(compute=1.0, waiting=7.0)
+    assert useful_share(msgspec.structs.asdict(each) for each in (busy, idle)) == round(4 / 12, 4)
 
 
 # -- afterwards --------------------------------------------------------------------------------------
@@ -236,7 +230,7 @@ def test_a_machine_without_workers_is_seen() -> None:
     ]
     shown = words_of({"state": "training", "step": 3, "machines": machines})
     assert shown[-2] == (
-        "machine a: 2 workers, 3.5 of 4 cores busy, 5.0 of 16.0 GB in use, 1.2 MB/s sent, 0.3 MB/s received"
+        "machine a: 2 workers, 3.5 of 4 cores busy, 5.0 GB of 16 GB in use, 1.2 MB/s sent, 300 kB/s received"
     )
     assert shown[-1] == "machine b: no worker"
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.decisions.advice import (
-    Advice,
-    Load,
-    Setting,
-    advise,
-    computing_seconds,
-    step_seconds,
-)
-from unisono.decisions.plan import plan
-from unisono.events import Seconds
+from unisono.core.events import Seconds
+from unisono.core.plan import plan
+from unisono.record.advice import Advice, Load, Setting, advise, computing_seconds, step_seconds
 
 
 def team(paces: list[float], microbatches: int, *, equal: bool = True, **more: float) -> list[Load]:
@@ -107,21 +100,18 @@ def test_loading_without_a_free_core_promises_nothing() -> None:
     assert (found.gain, found.change) == (0.0, "")
 
 
-def test_a_full_link_is_named_with_its_rate() -> None:
+def test_a_larger_batch_is_advised_where_bytes_take_long() -> None:
     loads = [
         Load(
             worker_id=f"w{rank}",
             host=f"host{rank}",
             seconds=Seconds(compute=0.2, network=0.8),
             leaves=4,
-            link_to=f"w{1 - rank}",
-            link_s=0.8,
-            link_bytes=1_000_000,
         )
         for rank in range(2)
     ]
     found = first(advise(loads, Setting(microbatches=8, batch_size=64, wire="bf16")))
-    assert "The link w0 on host0 -> w1 on host1 is busy for 800 ms of it, at 10 Mbit/s" in found.text
+    assert "Bytes on their way take 80 % of each step." in found.text
     assert found.change == "batch_size=128"
     assert found.gain == pytest.approx(1 - 1.2 / 2)
 

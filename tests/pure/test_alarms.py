@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 from tests.pure.test_membership import AGENT, Story, info, training
-from unisono.decisions.membership import Action, Alarm, Send
-from unisono.messages import Evict, Failed, Finished, Hello, Leaving, Ready, WorkerExit
-from unisono.problems.kinds import Trouble, sentence
+from unisono.core.messages import Evict, Failed, Finished, Hello, Leaving, Ready, WorkerExit
+from unisono.membership import Action, Alarm, Send
+from unisono.record.problems.kinds import Trouble, sentence
 
 HANG_S = 60.0
 

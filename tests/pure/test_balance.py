@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.balance import REST, WARM_UP, WINDOW, Balance, Change, balanced, weighed
-from unisono.decisions.plan import Plan, plan
-from unisono.decisions.tree import Node, leaf, missing, outermost, schedule
+from unisono.core.balance import REST, SELDOM_S, WARM_UP, WINDOW, Balance, Change, Told, balanced, weighed
+from unisono.core.plan import Plan, plan
+from unisono.core.tree import Node, leaf, missing, outermost, schedule
 
 paces_of = st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple)
 
@@ -227,6 +227,54 @@ def test_a_change_without_a_slow_member_says_the_shares() -> None:
         "w0 is as fast as the others again: it gets 0 of 4 now; "
         "shares that fit the paces better would take longer to send"
     )
+
+
+def change_to(*counts: int, slowness: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Change:
+    return Change(counts, slowness, frozenset())
+
+
+def test_a_small_change_is_not_told_and_a_large_one_seldom() -> None:
+    told = Told((4, 4, 4))
+    assert not told.is_due(change_to(3, 4, 5), 100.0)
+    assert told.is_due(change_to(2, 5, 5), 0.0)
+    told = told.tell(change_to(2, 5, 5), 0.0)
+    assert not told.is_due(change_to(6, 3, 3), SELDOM_S / 2)
+    assert told.is_due(change_to(6, 3, 3), SELDOM_S)
+
+
+def test_a_member_that_becomes_slow_is_told_at_once_and_not_again_and_again() -> None:
+    told = Told((4, 4, 4)).tell(change_to(2, 5, 5), 0.0)
+    slow = change_to(1, 5, 6, slowness=(2.0, 0.9, 0.9))
+    assert told.is_due(slow, 1.0)
+    told = told.tell(slow, 1.0)
+    assert not told.is_due(change_to(4, 4, 4), 3.0)  # it is as fast as the others again
+    assert not told.is_due(slow, 5.0)
+    other = change_to(4, 1, 7, slowness=(0.9, 2.0, 0.9))
+    assert told.is_due(other, 5.0)
+    assert told.is_due(change_to(4, 4, 4), 1.0 + SELDOM_S)
+
+
+def test_shares_that_go_up_and_down_are_told_twice_in_a_minute() -> None:
+    """Two workers on cores that others use as well: one is slower, then the other."""
+    balance, told = Balance(2), 0
+    for second in range(60):
+        observe(balance, [1.0, 1.6] if second // 3 % 2 else [1.6, 1.0], 12)
+        told += balance.change is not None
+    assert balance._computed_s > 60
+    assert 1 <= told <= 2 * balance._computed_s / SELDOM_S
+
+
+def test_a_change_that_was_not_told_is_told_later_if_it_lasts() -> None:
+    balance, said = Balance(2), []
+    for paces, number in (([1.0, 2.0], 5), ([1.0, 1.0], 40)):
+        for _ in range(number):
+            observe(balance, paces, 12)
+            if balance.change is not None:
+                said.append(balance.change.say(["w0", "w1"]))
+    assert said == [
+        "w1 takes 2.0x as long as the others for a micro-batch: it gets 4 of 12 now",
+        "w1 is as fast as the others again: it gets 6 of 12 now",
+    ]
 
 
 @given(st.integers(1, 40), st.data())

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from tests.pure.test_streams import cursor
-from unisono.decisions.streams import StreamCursor, StreamOrder, Wanted
-from unisono.errors import UsageError
-from unisono.microbatch.bookmarks import FOLLOWING, STRIDE, Bookmark, Bookmarks, News, Taken
-from unisono.microbatch.data import Loading
-from unisono.microbatch.sampledigests import digest_of_sample, together
-from unisono.microbatch.streamfetcher import StreamFetcher
-from unisono.microbatch.streamreader import Reader
-from unisono.microbatch.streams import Streams
-from unisono.state.packing import from_bytes, to_bytes
-from unisono.training.bookmarking import Bookmarking
+from unisono.core.errors import UsageError
+from unisono.core.streams import StreamCursor, StreamOrder, Wanted
+from unisono.engine.microbatch.bookmarks import FOLLOWING, STRIDE, Bookmark, Bookmarks, News, Taken
+from unisono.engine.microbatch.data import Loading
+from unisono.engine.microbatch.sampledigests import digest_of_sample, together
+from unisono.engine.microbatch.streamfetcher import StreamFetcher
+from unisono.engine.microbatch.streamreader import Reader
+from unisono.engine.microbatch.streams import Streams
+from unisono.engine.state.packing import from_bytes, to_bytes
+from unisono.script.bookmarking import Bookmarking
 
 LENGTH = 1000
 

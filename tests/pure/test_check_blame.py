@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
-from unisono.checking.blame import Culprit, blame
-from unisono.checking.comparing import first_difference, places_of
-from unisono.checking.records import Event, Leaf, Section, State, Where
-from unisono.checking.statements import Statements, read_script
+from unisono.tools.check.blame import Culprit, blame
+from unisono.tools.check.comparing import first_difference, places_of
+from unisono.tools.check.records import Event, Leaf, Section, State, Where
+from unisono.tools.check.statements import Statements, read_script
 
 FILE = "train.py"
 TEXT = textwrap.dedent("""

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from unisono.checking.statements import read_script, read_scripts
+from unisono.tools.check.statements import read_script, read_scripts
 
 LOOP = """
 {before}

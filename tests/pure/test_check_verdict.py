@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from unisono.checking.records import Leaf, Record, State, Where
-from unisono.checking.trials import ALONE, TRIALS, Outcome, Runner, Trial
-from unisono.checking.verdict import Verdict, check_script
-from unisono.errors import UsageError
-from unisono.trialrun import Script
+from unisono.core.errors import UsageError
+from unisono.tools.check.records import Leaf, Record, State, Where
+from unisono.tools.check.trials import ALONE, TRIALS, Outcome, Runner, Trial
+from unisono.tools.check.verdict import Verdict, check_script
+from unisono.tools.trialrun import Script
 
 
 def records(num_steps: int, loss: str = "1.0") -> list[Record]:

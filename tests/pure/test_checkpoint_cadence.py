@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.cadence import (
+from unisono.core.cadence import (
     CheckpointReport,
     Checkpoints,
     Status,
@@ -22,7 +22,7 @@ from unisono.decisions.cadence import (
     may_begin,
     table,
 )
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
 
 IDLE = CheckpointReport(step=5, reaches=True)
 BUSY, WRITTEN, PUBLISHING, PUBLISHED, FAILED, CHANGED = (

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from unisono.checkpoint import files
-from unisono.checkpoint.files import BLOCK_BYTES, Entry, FileFacts, Manifest, Problem
-from unisono.checkpoint.loading import load_model, newest, read
-from unisono.checkpoint.snapshot import Layout, tensor_names
-from unisono.errors import CheckpointError
-from unisono.state.packing import pack
+from unisono.core.errors import CheckpointError
+from unisono.engine.checkpoint.loading import load_model, newest, read
+from unisono.engine.checkpoint.snapshot import Layout, tensor_names
+from unisono.engine.state.packing import pack
+from unisono.record import checkpoints as files
+from unisono.record.checkpoints import BLOCK_BYTES, Entry, FileFacts, Manifest, Problem
 
 STATE = {
     "objects": {

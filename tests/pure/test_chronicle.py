@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from tests.waiting import WAIT_S
-from unisono import chronicle
-from unisono.chronicle import Chronicle, line_of
-from unisono.events import Announcement, RunEnded, RunStarted, WorkerGone
-from unisono.rundir import EVENTS_FILE, describe
+from unisono.core.events import Announcement, MachineUsed, RunEnded, RunStarted, WorkerGone
+from unisono.record import chronicle
+from unisono.record.chronicle import Chronicle, line_of
+from unisono.record.history.machines import read_use
+from unisono.record.rundir import EVENTS_FILE, USE_FILE, describe
 
 
 @pytest.fixture(autouse=True)
@@ -283,3 +284,29 @@ def test_who_joins_another_side_while_lines_are_written_has_lost_none_there(
     told.tell(said(5))
     wait_for(run, 5)
     assert [line["kind"] for line in lines(run)] == ["gap"] + 4 * ["announcement"]
+
+
+def use(host: str, time: float) -> MachineUsed:
+    return MachineUsed(
+        time=time, host=host, cores=1.5, num_cores=4, memory_bytes=1, memory_total_bytes=2, sent_bytes_per_s=0.0,
+        received_bytes_per_s=0.0,
+    )  # fmt: skip
+
+
+def test_what_machines_use_is_written_now_and_then_and_at_the_end_by_the_one_that_writes(run: Path, made: Any) -> None:
+    first, second = made(), made(lambda: False)
+    first.tell(said(0))
+    first.write_to(run, "r1")
+    wait_for(run, 1)
+    second.write_to(run, "r1")
+    first.use([use("a", 100.0)])
+    first.tell(said(1))
+    wait_for(run, 2)
+    for at in range(101, 109):
+        for each in (first, second):
+            each.use([use("a", float(at)), use("b", at + 0.5)])
+    first.close()
+    found = [[(each.host, each.time) for each in used] for used in read_use(run / USE_FILE)]
+    assert found[0][0] == ("a", 100.0)
+    assert found[-1] == [("a", 108.0), ("b", 108.5)]
+    assert len(found) <= 3

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono.exchange.spent import Carried, Spent
-from unisono.rounds import clock as module
-from unisono.rounds.clock import Clock
-from unisono.telemetry import PARTS
+from unisono.core.telemetry import PARTS
+from unisono.core.waits import NO_WAIT, Wait
+from unisono.engine.rounds import clock as module
+from unisono.engine.rounds.clock import Clock
 
 
 class Time:
@@ -34,7 +34,7 @@ def test_the_parts_add_up_to_the_wall_time(time: Time) -> None:
         clock.switch(part)
         time.now += seconds
     clock.switch("other")
-    clock.note(Spent({1: 2.5}, network_s=3.0), generation=1)  # more than there is, by another clock
+    clock.note(Wait(1, 2.5), 3.0, generation=1)  # more than there is, by another clock
     clock.switch("update")
     time.now += 0.5
     parts = clock.reset()
@@ -63,13 +63,12 @@ def test_the_sums_of_a_step_are_told_together(time: Time, monkeypatch: pytest.Mo
         module, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: SimpleNamespace(ru_majflt=next(faults)))
     )
     clock = Clock()
-    clock.note(Spent({5: 9.0}), generation=1)
-    clock.note(Spent({0: 0.5}, 0.1, 0.2, {1: Carried(0.3, 10)}), generation=2)
-    clock.note(Spent({0: 0.5}, 0.1, 0.2, {1: Carried(0.3, 10)}), generation=2)
+    clock.note(Wait(5, 9.0), 0.0, generation=1)
+    for wait in (Wait(0, 0.5), Wait(1, 0.75), NO_WAIT, Wait(0, 0.5)):
+        clock.note(wait, 0.1, generation=2)
     clock.reset()
     told = clock.times
     assert (told.waits_for, told.waits_s, clock.generation) == (0, 1.0, 2)
-    assert (told.link_to, told.link_s, told.link_bytes, told.overlap_s) == (1, 0.6, 20, 0.4)
     assert told.page_faults == 7
     assert told.of_workers().waits_for == -1
     assert told.of_workers().page_faults == 7

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.clocks import offset
+from unisono.core.clocks import offset
 
 times = st.floats(0.0, 2.0)
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unisono.exchange.flat import ROW_BYTES
-from unisono.state.compression import BLOCK, LARGEST_SCALE, TOGETHER, compress, compressed_bytes, decompress
+from unisono.engine.exchange.flat import ROW_BYTES
+from unisono.strategies.local.compression import BLOCK, LARGEST_SCALE, TOGETHER, compress, compressed_bytes, decompress
 
 sizes = st.one_of(st.integers(0, 3 * BLOCK + 1), st.sampled_from([TOGETHER - 1, TOGETHER, TOGETHER + BLOCK + 3]))
 

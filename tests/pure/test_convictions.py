@@ -9,14 +9,14 @@ import pytest
 
 from tests.pure.test_alarms import alarms
 from tests.pure.test_membership import AGENT, training
-from unisono.capacity import Workers
 from unisono.cli.back import again
-from unisono.decisions.membership.roster import WorkerState
-from unisono.errors import RunGoesBack, UsageError
-from unisono.faults import arm, decode, encode, forget_passing, spoils
-from unisono.launchers import HERE, Machine
-from unisono.messages import Convicted, Ended, Evict, Failed, Notice, Start
-from unisono.problems.kinds import text
+from unisono.cluster.launchers import HERE, Machine
+from unisono.core.errors import RunGoesBack, UsageError
+from unisono.core.messages import Convicted, Ended, Evict, Failed, Notice, Start
+from unisono.membership.roster import WorkerState
+from unisono.record.problems.kinds import text
+from unisono.system.capacity import Workers
+from unisono.system.faults import arm, decode, encode, forget_passing, spoils
 from unisono.testing import Faults
 
 
@@ -100,7 +100,7 @@ def test_a_value_that_was_wrong_once_is_not_wrong_again_when_the_run_goes_back()
 
 
 def test_a_value_that_comes_and_goes_is_wrong_each_so_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.faults._armed", [])
+    monkeypatch.setattr("unisono.system.faults._armed", [])
     arm(encode(list(Faults().corrupt("w1", "gradient", bit=3, lasting=True, every=4).faults)), "w1", 0)
     assert [spoils("gradient") for _ in range(9)] == [None, None, None, 3] * 2 + [None]
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import unisono
-from unisono.checkpoint import copies, files
-from unisono.checkpoint.copies import Copy
-from unisono.checkpoint.files import FileFacts, Manifest
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
+from unisono.engine.checkpoint import copies
+from unisono.engine.checkpoint.copies import Copy
+from unisono.record import checkpoints as files
+from unisono.record.checkpoints import FileFacts, Manifest
 
 
 def manifest(step: int, loss: float = 1.0) -> Manifest:

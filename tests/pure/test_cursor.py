@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.cursor import Cursor, Permutation, mix, seed_of
-from unisono.decisions.orders import Sequential, Shuffled
-from unisono.errors import RecipeError, UsageError
+from unisono.core.cursor import Cursor, Permutation, mix, seed_of
+from unisono.core.errors import RecipeError, UsageError
+from unisono.core.orders import Sequential, Shuffled
 
 
 @st.composite

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.decisions.cursor import Cursor, PartOfCursor
-from unisono.decisions.orders import Shuffled
-from unisono.errors import RecipeError
+from unisono.core.cursor import Cursor, PartOfCursor
+from unisono.core.errors import RecipeError
+from unisono.core.orders import Shuffled
 
 
 def cursor(num_samples: int = 50, *, drop_last: bool = False, microbatches: int = 8) -> Cursor:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.delivery import Freight, Turn, check_freight, cut, turns_of
+from unisono.core.delivery import Freight, Turn, check_freight, cut, turns_of
 
 HOSTS = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 

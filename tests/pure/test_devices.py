@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.spec import WorkerSpec
-from unisono.training.settings import choose_device
+from unisono.core.spec import WorkerSpec
+from unisono.engine.loop.settings import choose_device
 
 CPU = torch.device("cpu")
 

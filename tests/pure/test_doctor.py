@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from unisono.doctor.checks import CHECKS, check
-from unisono.doctor.facts import Asked, Facts
-from unisono.doctor.together import Known, Path, check_together
+from unisono.tools.doctor.checks import CHECKS, check
+from unisono.tools.doctor.facts import Asked, Facts
+from unisono.tools.doctor.together import Known, Path, check_together
 
 VERSIONS = {"Python": "3.11.7", "unisono": "0.1.0", "torch": "2.13.0", "numpy": "2.4"}
 GOOD = Facts(

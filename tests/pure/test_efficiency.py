@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.decisions.efficiency import RETRY_STEPS, SETTLED, SKIPPED, Bounds, Change, Measured
+from unisono.core.efficiency import RETRY_STEPS, SETTLED, SKIPPED, Bounds, Change, Measured
 
 SAMPLES = 100
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unisono.decisions.explaining import Dissected, Leaf, causes, parting
+from unisono.record.explaining import Dissected, Leaf, causes, parting
 
 LEAF = Leaf(
     name="micro-batch 0",

@@ -8,8 +8,8 @@ import tomllib
 import pytest
 
 from tests.house.rooms import ROOT
-from unisono.errors import UsageError
-from unisono.extras import install_words, need
+from unisono.core.errors import UsageError
+from unisono.system.extras import install_words, need
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

@@ -15,25 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from unisono.decisions.following import GONE_S, Absence, Followed, StaleHead, Undelivered
-from unisono.decisions.membership import (
-    Event,
-    Lags,
-    Send,
-    State,
-    Tick,
-    TookOver,
-    agent_name,
-    heirs,
-    holders,
-    seat_of,
-    step,
-)
-from unisono.decisions.membership.roster import ALIVE, WorkerState, resumed
-from unisono.decisions.policy import Policy
-from unisono.decisions.sides import Rank, Standpoint, merged
-from unisono.decisions.sides import verdict as answer_to
-from unisono.messages import (
+from unisono.core.following import GONE_S, Absence, Followed, StaleHead, Undelivered
+from unisono.core.messages import (
     AgentHello,
     Heads,
     Hello,
@@ -49,6 +32,11 @@ from unisono.messages import (
     Start,
     StepDone,
 )
+from unisono.core.policy import Policy
+from unisono.core.sides import Rank, Standpoint, merged
+from unisono.core.sides import verdict as answer_to
+from unisono.membership import Event, Lags, Send, State, Tick, TookOver, agent_name, heirs, holders, seat_of, step
+from unisono.membership.roster import ALIVE, WorkerState, resumed
 
 AWAY_S = 5.0
 NEVER_S = 1e9

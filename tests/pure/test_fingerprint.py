@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.fingerprint import about_script, own_command, script_checksum
+from unisono.system.fingerprint import about_script, own_command, script_checksum
 
 
 @pytest.fixture(autouse=True)

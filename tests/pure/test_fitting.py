@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.test_forecast import facts
-from unisono.decisions.fitting import SPARE, Tried, expected_peak, fastest, largest, next_size, sizes_for
-from unisono.decisions.forecast import Roster
-from unisono.planning.finder import Search, shown_search, with_search
+from unisono.tools.plan.finder import Search, shown_search, with_search
+from unisono.tools.plan.fitting import SPARE, Tried, expected_peak, fastest, largest, next_size, sizes_for
+from unisono.tools.plan.forecast import Roster
 
 FIXED = 1000
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]

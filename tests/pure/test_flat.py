@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unisono.decisions.tree import Node, fold, leaf, root, schedule
-from unisono.exchange.flat import ROW_BYTES, Entry, FlatLayout, Rows, Slot, digest_rows, divide_rows, fold_rows
+from unisono.core.tree import Node, fold, leaf, root, schedule
+from unisono.engine.exchange.flat import ROW_BYTES, Entry, FlatLayout, Rows, Slot, digest_rows, divide_rows, fold_rows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BUFFER_DTYPES = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, info, training
-from unisono.decisions.following import (
+from unisono.core.following import (
     GONE_S,
     HEIR_ANSWERS_S,
     MAX_HEIRS,
@@ -18,11 +18,11 @@ from unisono.decisions.following import (
     is_majority,
     learn_term,
 )
-from unisono.decisions.membership import Lags, TookOver, heirs, keepers, successor
-from unisono.decisions.membership.roster import WorkerState, resumed
-from unisono.decisions.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
-from unisono.messages import AgentHello, Foreign, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
-from unisono.spec import Partition
+from unisono.core.messages import AgentHello, Foreign, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
+from unisono.core.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
+from unisono.core.spec import Partition
+from unisono.membership import Lags, TookOver, heirs, keepers, successor
+from unisono.membership.roster import WorkerState, resumed
 
 
 def version(term: int, number: int, successor: str = AGENT) -> Snapshot:

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from unisono.decisions.forecast import Facts, Roster, Sample, candidates, expected_largest, forecast
-from unisono.decisions.strategies import STRATEGIES, Memory, Options
-from unisono.decisions.wires import Link, Traffic, parse_link, seconds_of, sent_bytes
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
+from unisono.tools.plan.forecast import Facts, Roster, Sample, candidates, expected_largest, forecast
+from unisono.tools.plan.strategies import STRATEGIES, Memory, Options
+from unisono.tools.plan.wires import Link, Traffic, parse_link, seconds_of, sent_bytes
 
 MB = 1_000_000
 GBIT = Link(bits_per_s=1e9)

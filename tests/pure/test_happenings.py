@@ -9,12 +9,8 @@ import msgspec
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, Unvisited, counting, info
-from tests.pure.test_plain_table import HERE, THERE
-from tests.pure.test_plain_table import Story as PlainStory
-from unisono.decisions.membership import Event as Said
-from unisono.decisions.membership import TookOver, happenings, step
-from unisono.events import Event, MachineGone, MachineJoined, MembershipChanged, RunEnded, WorkerGone, WorkerJoined
-from unisono.messages import (
+from unisono.core.events import Event, MachineGone, MachineJoined, MembershipChanged, RunEnded, WorkerGone, WorkerJoined
+from unisono.core.messages import (
     Drain,
     Failed,
     Finished,
@@ -29,6 +25,8 @@ from unisono.messages import (
     Stop,
     WorkerExit,
 )
+from unisono.membership import Event as Said
+from unisono.membership import TookOver, happenings, step
 
 
 class Told(Story):
@@ -180,44 +178,6 @@ def test_a_machine_that_is_lost_with_the_head_is_told_by_the_next_head() -> None
     assert "out of reach, with the head" in told.gone()[0][2]
 
 
-def test_the_processes_of_a_plain_script_come_and_go_too() -> None:
-    story, said = PlainStory(3, restarts=1, grows=False), list[Event]()
-
-    class Kept(PlainStory):
-        def says(self, source: str, message: object) -> None:  # type: ignore[override]
-            before = self.state
-            super().says(source, message)  # type: ignore[arg-type]
-            assert self.happened == happenings(before, self.state)
-            said.extend(self.happened)
-
-    story.__class__ = Kept
-    story.joins(HERE, 2, primary=True)
-    story.joins(THERE, 2)
-    story.meets(HERE, 1)
-    story.exits(THERE, "rank2", 3)
-    story.exits(HERE, "rank0", -15)
-    story.exits(HERE, "rank1", -15)
-    story.meets(HERE, 2)
-    for agent_id, name in ((HERE, "rank0.2"), (HERE, "rank1.2"), (THERE, "rank2.2")):
-        story.exits(agent_id, name)
-    assert [type(event).__name__ for event in said[:2]] == ["MachineJoined", "MachineJoined"]
-    ways = [(event.worker_id, event.host, event.how) for event in said if isinstance(event, WorkerGone)]
-    assert ways == [
-        ("rank2", THERE, "failed"),
-        ("rank0", HERE, "left"),
-        ("rank1", HERE, "left"),
-        ("rank0.2", HERE, "finished"),
-        ("rank1.2", HERE, "finished"),
-        ("rank2.2", THERE, "finished"),
-    ]
-    changes = [(event.generation, event.worker_ids) for event in said if isinstance(event, MembershipChanged)]
-    assert changes == [(1, ("rank0", "rank1", "rank2")), (2, ("rank0.2", "rank1.2", "rank2.2"))]
-    joined = [event.reason for event in said if isinstance(event, WorkerJoined)]
-    assert joined[:3] == ["the run begins"] * 3
-    assert joined[3] == "start 2 of all processes: rank2 on agent1 ended with exit code 3; restart 1 of 1"
-    assert said[-1] == RunEnded(ok=True, reason="all 3 processes have ended with exit code 0", digests={})
-
-
 def test_any_order_of_events_is_told_alike_from_what_was_touched_and_from_all() -> None:
     for seed in range(40):
         rng = random.Random(seed)
@@ -249,7 +209,7 @@ def test_any_order_of_events_is_told_alike_from_what_was_touched_and_from_all() 
 
 
 def _try(told: Told, source: str, message: object) -> None:
-    from unisono.errors import ProtocolError
+    from unisono.core.errors import ProtocolError
 
     try:
         told.says(source, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import tempfile
@@ -17,20 +18,20 @@ from hypothesis import strategies as st
 from tests.pure.test_journal import end, evaluation, step
 from tests.watch.long_run import make_long_run
 from unisono import cli
-from unisono.chronicle import line_of
-from unisono.events import Problem, Seconds, StepFinished, WorkerTimes
-from unisono.history import History
-from unisono.history import lines as lines_module
-from unisono.history import reading as reading_module
-from unisono.history.lines import Lines
-from unisono.history.machines import steps_of
-from unisono.journal import JOURNAL, Journal, conclude, read, to_line, truncate
-from unisono.journal import index as index_module
-from unisono.journal.index import INDEX, read_blocks
-from unisono.journal.lines import LineEvent, number_in, text_of
-from unisono.journal.times import by_step
-from unisono.report import account, report
-from unisono.rundir import EVENTS_FILE, Lock
+from unisono.core.events import Problem, Seconds, StepFinished, WorkerTimes
+from unisono.record.chronicle import line_of
+from unisono.record.history import History
+from unisono.record.history import index as index_module
+from unisono.record.history import lines as lines_module
+from unisono.record.history import reading as reading_module
+from unisono.record.history.machines import steps_of
+from unisono.record.journal import JOURNAL, Journal, conclude, read, to_line, truncate
+from unisono.record.journal.file import INDEX
+from unisono.record.journal.lines import LineEvent, number_in, text_of
+from unisono.record.journal.newest import MOST_BYTES, earlier
+from unisono.record.journal.times import TIMES, by_step
+from unisono.record.rundir import EVENTS_FILE, USE_FILE, Lock
+from unisono.views.report import account, report
 
 ODD = {math.nan: "nan", math.inf: "inf", -math.inf: "-inf"}
 STEPS = 40
@@ -44,10 +45,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shrink(patch: pytest.MonkeyPatch, *, exact: int = 6) -> None:
     patch.setattr(index_module, "BLOCK_LINES", 4)
-    patch.setattr(index_module, "CATCH_UP_BYTES", 3000)
-    patch.setattr(index_module, "PIECE_BYTES", 1000)
     patch.setattr(lines_module, "BLOCK_LINES", 4)
-    patch.setattr(lines_module, "INDEX_BYTES", 1000)
+    patch.setattr(lines_module, "WORTH_SAVING", 2)
     patch.setattr(lines_module, "PIECE_BYTES", 2000)
     patch.setattr(reading_module, "EXACT_STEPS", exact)
 
@@ -137,16 +136,17 @@ def write(directory: Path, events: Sequence[LineEvent]) -> Journal:
     return journal
 
 
-def blocks_in(directory: Path) -> int:
-    blocks, num_broken = read_blocks((directory / INDEX).read_bytes())
-    assert num_broken == 0
-    return len(blocks)
+def index_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the index, which a reader makes."""
+    if not (directory / INDEX).exists():
+        History(directory).complete()
+    return [json.loads(text) for text in (directory / INDEX).read_text().splitlines()]
 
 
 def stale(journal: Path) -> bytes:
     """Return the block of lines that a journal has no more, or has in another place."""
     size = journal.stat().st_size
-    return b'{"offset":%d,"end":%d,"check":7,"lines":3,"steps":3}\n' % (size - 50, size + 50)
+    return b'{"offset":%d,"end":%d,"lines":3,"steps":3}\n' % (size - 50, size + 50)
 
 
 # -- the index is what the lines are -----------------------------------------------------------------
@@ -169,7 +169,9 @@ def events_from(draw: st.DrawFn, first: int) -> list[LineEvent]:
 @settings(max_examples=100)
 @given(st.data())
 def test_the_index_says_what_the_lines_say(data: st.DataObject) -> None:
-    """Whoever writes, is killed in the middle of a line or of the index, and goes on, or goes back to a checkpoint."""
+    """Whoever writes, is killed in the middle of a line, and goes on, or goes back to a checkpoint; whatever another
+    reader has left as the index.
+    """
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         directory = Path(place)
@@ -188,7 +190,6 @@ def test_the_index_says_what_the_lines_say(data: st.DataObject) -> None:
                 journal.emit(event)
                 if data.draw(st.integers(0, 19)) == 0:
                     seen.refresh()
-            journal.close()
             if path.exists() and data.draw(st.booleans()):
                 with path.open("ab") as file:
                     file.write(b'{"line": 7, "kind": "st')
@@ -203,40 +204,29 @@ def test_the_index_says_what_the_lines_say(data: st.DataObject) -> None:
                     index.write_bytes(index.read_bytes() + stale(path))
             if path.exists() and data.draw(st.booleans()):
                 seen.refresh()
+            if data.draw(st.booleans()):
+                History(directory).complete()
         seen.refresh()
         for history in (seen, History(directory)):
             history.complete()
             check(directory, history)
 
 
-def test_a_writer_completes_the_index_that_it_finds(tmp_path: Path) -> None:
+def test_the_first_reader_makes_the_index_and_the_training_none(tmp_path: Path) -> None:
     write(tmp_path, [some_step(number) for number in range(STEPS)])
-    assert blocks_in(tmp_path) == STEPS // 4
-    (tmp_path / INDEX).unlink()
+    assert not (tmp_path / INDEX).exists()
+    assert sum(block["lines"] for block in index_of(tmp_path)) == STEPS
     journal = Journal(tmp_path / JOURNAL)
     journal.go_on_at(STEPS)
     journal.start(writer=True)
     for number in range(STEPS, 3 * STEPS):
         journal.emit(some_step(number))
-    lines = Lines(tmp_path / JOURNAL)
-    lines.refresh(budget_s=0.0)
-    assert (lines.missing, sum(block.lines for block in lines.blocks)) == (0.0, 3 * STEPS)
+    History(tmp_path).complete()
+    assert sum(block["lines"] for block in index_of(tmp_path)) == 3 * STEPS
+    assert {path.name for path in tmp_path.iterdir()} == {JOURNAL, INDEX}, "no other file is left"
 
 
-def test_a_new_writer_reads_little_of_a_long_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, [some_step(number) for number in range(STEPS)])
-    before = (tmp_path / INDEX).read_bytes()
-    monkeypatch.setattr(index_module, "true_blocks", None)
-    journal = Journal(tmp_path / JOURNAL)
-    journal.go_on_at(STEPS)
-    journal.start(writer=True)
-    for number in range(STEPS, STEPS + 8):
-        journal.emit(some_step(number))
-    assert (tmp_path / INDEX).read_bytes().startswith(before)
-    assert blocks_in(tmp_path) == STEPS // 4 + 2
-
-
-def test_an_index_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_a_reader_that_may_not_write_keeps_the_index_in_memory(tmp_path: Path) -> None:
     (tmp_path / INDEX).mkdir()
     write(tmp_path, [some_step(number) for number in range(STEPS)])
     history = History(tmp_path)
@@ -244,9 +234,20 @@ def test_an_index_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) 
     check(tmp_path, history)
 
 
+def test_two_readers_do_not_write_the_index_at_the_same_time(tmp_path: Path) -> None:
+    write(tmp_path, [some_step(number) for number in range(STEPS)])
+    other = (tmp_path / f".{INDEX}.new").open("w")
+    with other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        History(tmp_path).complete()
+        assert not (tmp_path / INDEX).exists()
+    assert len(index_of(tmp_path)) == STEPS // 4
+
+
 def test_an_index_of_another_journal_is_not_believed(tmp_path: Path) -> None:
     write(tmp_path / "a", [some_step(number, loss=1.0) for number in range(STEPS)])
     write(tmp_path / "b", [some_step(number, loss=2.0) for number in range(STEPS)])
+    index_of(tmp_path / "a")
     (tmp_path / "b" / INDEX).write_bytes((tmp_path / "a" / INDEX).read_bytes())
     check(tmp_path / "b", History(tmp_path / "b"))
 
@@ -254,6 +255,7 @@ def test_an_index_of_another_journal_is_not_believed(tmp_path: Path) -> None:
 def test_a_long_journal_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where its index ends, and what a zoom asks for."""
     write(tmp_path, [some_step(number) for number in range(10 * STEPS)])
+    index_of(tmp_path)
     scanned: list[int] = []
     scan = lines_module.scan
     monkeypatch.setattr(lines_module, "scan", lambda offset, data: scanned.append(len(data)) or scan(offset, data))
@@ -266,16 +268,14 @@ def test_a_long_journal_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_without_an_index_a_journal_is_read_by_and_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end first, and what is missing is said."""
+    """The overview is there at once, and what is missing of the rest is said."""
     monkeypatch.setattr(lines_module, "BUDGET_S", 0.0)
     write(tmp_path, [some_step(number) for number in range(10 * STEPS)])
-    (tmp_path / INDEX).unlink()
     history = History(tmp_path)
-    history._lines.refresh(budget_s=0.0)
-    assert history.span()[1] == 10 * STEPS - 1
-    assert any("has no index, or only a part of one; 100%" in note for note in history.notes)
+    assert history.overview().step == 10 * STEPS - 1
+    assert any("of it is not read yet" in note for note in history.notes)
     history.complete()
-    assert not any("no index" in note for note in history.notes)
+    assert not any("not read yet" in note for note in history.notes)
     check(tmp_path, history)
 
 
@@ -309,7 +309,6 @@ def test_the_times_of_workers_are_with_the_step_that_they_are_about(tmp_path: Pa
     journal = write(tmp_path, [])
     for number in range(4):
         journal.emit(step(number, workers=times(number, ["w0", "w1"] if number < 2 else ["w0", "w10", "w2"])))
-    journal.close()
     found = History(tmp_path).times()
     assert found["workers"] == ["w0", "w1", "w2", "w10"]
     assert found["step"] == [0, 1, 2, 3]
@@ -323,7 +322,7 @@ def test_the_times_of_workers_are_with_the_step_that_they_are_about(tmp_path: Pa
 
 
 def test_the_next_writer_tells_the_times_that_the_last_one_has_lost(tmp_path: Path) -> None:
-    """It was killed before it wrote them: all members keep the newest."""
+    """It was killed before it wrote their lines: all members keep the newest."""
     first, second = write(tmp_path, []), Journal(tmp_path / JOURNAL)
     second.start(writer=False)
     for number in range(6):
@@ -332,7 +331,6 @@ def test_the_next_writer_tells_the_times_that_the_last_one_has_lost(tmp_path: Pa
         second.emit(event)
     second.start(writer=True)  # the first one never came to write
     second.emit(step(6, workers=times(6, ["w1"])))
-    second.close()
     assert {number: list(found) for number, found in by_step(tmp_path).items()} == {
         **{number: ["w0", "w1"] for number in range(6)},
         6: ["w1"],
@@ -347,7 +345,6 @@ def test_times_after_a_checkpoint_are_taken_back_with_the_steps(tmp_path: Path) 
         journal.start(writer=True)
         for number in range(begin, 8):
             journal.emit(step(number, workers={"w0": WorkerTimes(leaves=leaves)}))
-        journal.close()
     assert [found["w0"]["leaves"] for found in by_step(tmp_path).values()] == [1] * 5 + [2] * 3
 
 
@@ -367,10 +364,6 @@ def test_the_journal_of_an_older_version_is_shown(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.complete()
     check(tmp_path, history)
-    found = history.times(points=10)
-    assert found["workers"] == ["w0"]
-    assert found["values"]["leaves"][0] == [4]
-    assert len(found["step"]) <= 10
     overview = history.overview()
     assert (overview.state, overview.step, overview.loss) == ("finished", STEPS - 1, 1.0 / STEPS)
     assert overview.workers[0].worker_id == "w0"
@@ -424,8 +417,8 @@ def test_what_is_no_journal_is_said(data: bytes, said: str, tmp_path: Path) -> N
 def test_what_is_no_file_is_said(tmp_path: Path) -> None:
     for name in (JOURNAL, "run.json", "events.jsonl"):
         (tmp_path / name).mkdir()
-    for name in ("times", "use"):
-        (tmp_path / name).touch()
+    for name in (TIMES, USE_FILE):
+        (tmp_path / name).mkdir()
     history = History(tmp_path)
     assert history.overview().step == -1
     assert (history.times()["step"], history.use()["time"]) == ([], [])
@@ -449,18 +442,23 @@ def test_a_line_without_an_end_is_not_read_for_ever(tmp_path: Path, monkeypatch:
 
 def test_an_index_that_says_impossible_things_is_not_believed(tmp_path: Path) -> None:
     write(tmp_path, [some_step(number) for number in range(STEPS)])
-    lines = (tmp_path / INDEX).read_bytes().splitlines(keepends=True)
-    lies = [{"offset": -5, "end": 3}, {"offset": 99, "end": 1 << 60}, {"offset": 300, "end": 200}]
-    lines[1:1] = [json.dumps({"check": 1, "lines": 2, "steps": 2, **lie}).encode() + b"\n" for lie in lies]
-    (tmp_path / INDEX).write_bytes(b"".join(lines))
-    history = History(tmp_path)
-    history.complete()
-    check(tmp_path, history)
+    blocks = index_of(tmp_path)
+    lies = [
+        [*blocks[:1], {"offset": -5, "end": 3, "lines": 2}, *blocks[1:]],
+        [*blocks, {"offset": blocks[-1]["end"], "end": 1 << 60, "lines": 2}],
+        blocks[1:],
+        [{**each, "values": {**each["values"], "loss": [9.0, 9.0, 9.0, 4]}} for each in blocks],
+        [{**each, "first": each["first"] + 1000} for each in blocks],
+    ]
+    for lie in lies:
+        (tmp_path / INDEX).write_text("".join(json.dumps(block) + "\n" for block in lie))
+        history = History(tmp_path)
+        history.complete()
+        check(tmp_path, history)
 
 
 def test_broken_lines_are_left_out_and_named(tmp_path: Path) -> None:
     write(tmp_path, [some_step(number) for number in range(6)])
-    (tmp_path / INDEX).unlink()
     lines = (tmp_path / JOURNAL).read_bytes().splitlines(keepends=True)
     lines[2] = b"\x00" * 20 + b"\n"
     (tmp_path / JOURNAL).write_bytes(b"".join(lines))
@@ -502,7 +500,7 @@ def test_what_is_written_otherwise_than_a_run_writes_it_stops_nobody_who_looks_b
     assert (found.overview.state, found.last) == ("finished", 299)
     assert any("is no event" in note for note in found.notes)
     assert report([found], 0.0).startswith("<!doctype html>")
-    shown = CliRunner().invoke(cli._group, ["status", str(run)], standalone_mode=False)
+    shown = CliRunner().invoke(cli._group, ["watch", "--once", str(run)], standalone_mode=False)
     assert shown.exception is None
     assert shown.output.startswith("finished\n300 of 300 steps")
 
@@ -560,6 +558,7 @@ def test_an_empty_place_is_an_empty_history(tmp_path: Path) -> None:
 
 def test_a_run_is_shown_as_it_was(tmp_path: Path) -> None:
     history = History(make_long_run(tmp_path / "run", steps=6000, workers=9))
+    history.complete()
     overview = history.overview()
     assert (overview.state, overview.step, overview.run_id) == ("finished", 5999, "long")
     assert {worker.worker_id for worker in overview.workers} >= {"w0", "w9"}
@@ -575,39 +574,14 @@ def test_a_run_is_shown_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_million_steps_of_64_workers_take_less_than_a_gigabyte(tmp_path: Path) -> None:
-    """By the line, and by what thinned records may take at most."""
+    """By the line, and by what the newest records may take at most."""
     steps = 2000
-    make_long_run(tmp_path / "run", steps=steps, workers=64)
-    by_line = sum((tmp_path / "run" / name).stat().st_size for name in (JOURNAL, INDEX)) / steps
-    levels = {path.name.partition("-")[0] for path in (tmp_path / "run" / "times").glob("*-*.jsonl")}
-    assert len(levels) == len([1 for each in range(9) if 8**each <= steps])
-    needed = 7  # 8**7 > 1,000,000
-    bounded = 2 * needed * (index_levels() + (1 << 20))  # times/ and use/
-    assert by_line * 1_000_000 + bounded < 1e9
-
-
-def index_levels() -> int:
-    from unisono.journal.thinning import LEVEL_BYTES
-
-    return LEVEL_BYTES
-
-
-def test_the_index_costs_a_new_writer_nothing_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not indexed when the disk was full is so when there is room."""
-    journal = write(tmp_path, [some_step(number) for number in range(8)])
-    (tmp_path / INDEX).rename(tmp_path / "away")
-    (tmp_path / INDEX).mkdir()
-    for number in range(8, 16):
-        journal.emit(some_step(number))
-    (tmp_path / INDEX).rmdir()
-    (tmp_path / "away").rename(tmp_path / INDEX)
-    for number in range(16, 32):
-        journal.emit(some_step(number))
-    lines = Lines(tmp_path / JOURNAL)
-    lines.refresh(budget_s=0.0)
-    assert sum(block.lines for block in lines.blocks) == 32
-    assert lines.missing == 0.0
-    assert blocks_in(tmp_path) >= 8
+    run = make_long_run(tmp_path / "run", steps=steps, workers=64)
+    index_of(run)
+    by_line = sum((run / name).stat().st_size for name in (JOURNAL, INDEX)) / steps
+    assert 0 < (run / TIMES).stat().st_size <= MOST_BYTES
+    assert 0 < earlier(run / TIMES).stat().st_size <= MOST_BYTES
+    assert by_line * 1_000_000 + 4 * MOST_BYTES < 1e9
 
 
 def test_the_end_of_a_run_whose_members_are_gone_is_seen(tmp_path: Path) -> None:
@@ -631,15 +605,6 @@ def test_a_journal_by_itself_is_a_history(tmp_path: Path) -> None:
     history = History(path)
     assert history.span() == (0, 4)
     assert history.overview().state == "finished"
-
-
-def test_each_step_pays_for_its_own_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index is made for a whole block at once, and times by a thread."""
-    made: list[int] = []
-    block_of = index_module.block_of
-    monkeypatch.setattr(index_module, "block_of", lambda placed: made.append(len(placed)) or block_of(placed))
-    write(tmp_path, [some_step(number) for number in range(STEPS)])
-    assert made == [4] * (STEPS // 4)
 
 
 def test_every_event_is_yielded_also_after_a_page_that_cannot_be_read(

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from tests.house.rooms import ROOT, parse
-from unisono.checkpoint.copies import COPIES
 from unisono.cli import COMMANDS, main
 from unisono.cli.reach import NotGoing, find
 from unisono.cli.saying import say, say_json, say_lines
-from unisono.errors import UsageError
-from unisono.owned import MOST_BYTES, read_owned
-from unisono.rundir import ADDRESS_FILE, TOKEN_FILE
+from unisono.core.errors import UsageError
+from unisono.engine.checkpoint.copies import COPIES
+from unisono.record.rundir import ADDRESS_FILE, TOKEN_FILE
+from unisono.system.owned import MOST_BYTES, read_owned
 
 SECRET = "hf_a-secret-of-mine"
 NOBODY = 65534
@@ -142,7 +142,6 @@ def test_an_address_that_is_none_is_refused_in_words(url: object, trap: Trap) ->
 
 
 ASKING = {
-    "status": ["status", "RUN"],
     "stop": ["stop", "RUN"],
     "scale": ["scale", "RUN", "2"],
     "join": ["join", "RUN"],
@@ -169,7 +168,7 @@ def test_no_command_sends_a_file_of_the_user_to_who_wrote_the_directory(
         given_away(trap.folder, monkeypatch)
     words = [word.replace("RUN", str(trap.folder)) for word in ASKING[command]]
     monkeypatch.setattr("sys.argv", ["unisono", *words])
-    monkeypatch.setattr("unisono.page.local.run", lambda *_: 0)  # a page of files, which goes on until Ctrl-C
+    monkeypatch.setattr("unisono.views.page.local.run", lambda *_: 0)  # a page of files, which goes on until Ctrl-C
     with pytest.raises(SystemExit):
         main()
     assert not trap.is_sprung
@@ -213,8 +212,7 @@ def poison(tmp_path: Path) -> Path:
 
 
 SAYING = {
-    "status": ["status", "RUN"],
-    "status --json": ["status", "--json", "RUN"],
+    "watch --once --json": ["watch", "--once", "--json", "RUN"],
     "watch --once": ["watch", "--once", "RUN"],
     "watch --json": ["watch", "--json", "RUN"],
     "watch | cat": ["watch", "RUN"],
@@ -240,14 +238,14 @@ def test_a_terminal_obeys_nothing_that_a_run_says(
     out, err = capfd.readouterr()
     assert out + err
     assert not OBEYED.findall(out + err)
-    if command in ("status", "watch --once", "watch | cat", "report"):  # a field a line
+    if command in ("watch --once", "watch | cat", "report"):  # a field a line
         assert not [line for line in (out + err).splitlines() if line.startswith("other machines join")]
 
 
 def test_the_poison_is_in_what_is_said(
     poison: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["unisono", "status", str(poison)])
+    monkeypatch.setattr("sys.argv", ["unisono", "watch", "--once", str(poison)])
     with pytest.raises(SystemExit):
         main()
     assert capfd.readouterr().out.count("EVIL") >= 5
@@ -281,7 +279,6 @@ def test_no_command_writes_past_the_door() -> None:
 
 EXECUTING = {
     "replay": (["replay", "RUN", "--step", "3"], 2),
-    "audit": (["audit", "RUN", "--step", "3", "--leaf", "0"], 2),
     "compare --explain": (["compare", "RUN", "OTHER", "--explain"], 1),
     "run --resume": (["run", "--resume", "RUN", "-n", "1"], 2),
     "run --resume of a checkpoint": (["run", "--resume", "CHECKPOINT", "-n", "1"], 2),

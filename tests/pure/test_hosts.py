@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.capacity import Workers
-from unisono.errors import UsageError
-from unisono.launchers.answers import why_ssh_failed
-from unisono.launchers.hosts import Host, is_this_machine, parse_hostfile, parse_hosts, read_hostfile, spread
+from unisono.cluster.launchers.answers import why_ssh_failed
+from unisono.cluster.launchers.hosts import Host, is_this_machine, parse_hostfile, parse_hosts, read_hostfile, spread
+from unisono.core.errors import UsageError
+from unisono.system.capacity import Workers
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_hostfiles_of_open_mpi_and_mpich_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("# nobody\n", "the --hostfile hosts names no machine; write one a line, such as: node1 slots=2"),
+        ("# nobody\n", "the hostfile hosts names no machine; write one a line, such as: node1 slots=2"),
         ("a\nb slots=x", "hosts, line 2: b slots=x: the number of workers of a machine is 1 or more, got 'x'"),
         ("a cpu=2", "hosts, line 1: a line is HOST, HOST:N or HOST slots=N; got 'a cpu=2'"),
         ("a:1 slots=2", "got 'a:1 slots=2'"),

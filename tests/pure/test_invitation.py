@@ -13,20 +13,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.certificate import Untrusted, check, derived
 from unisono.cli.looking import as_invitation
 from unisono.cli.reach import find, may_act, tell
-from unisono.decisions.policy import Policy
-from unisono.errors import UsageError
-from unisono.interfaces import Interface, interfaces, is_local
-from unisono.invitation import HeadUrl, Invitation, shown
-from unisono.machine import headprocess
-from unisono.machine.headprocess import Service
-from unisono.machine.inviting import welcome_words
-from unisono.messages import Stop
-from unisono.secret import is_reader, reader_token
-from unisono.tasks import TAKEN
-from unisono.watch.terminal import Plain, terminal
+from unisono.cluster.machine import headprocess
+from unisono.cluster.machine.headprocess import Service
+from unisono.cluster.machine.inviting import welcome_words
+from unisono.cluster.trust.certificate import Untrusted, check, derived
+from unisono.cluster.trust.invitation import HeadUrl, Invitation, shown
+from unisono.cluster.trust.secret import is_reader, reader_token
+from unisono.core.errors import UsageError
+from unisono.core.messages import Stop
+from unisono.core.policy import Policy
+from unisono.system.interfaces import Interface, interfaces, is_local
+from unisono.system.tasks import TAKEN
+from unisono.views.watch.terminal import Plain, terminal
 
 FINGERPRINT = "0123456789abcdef" * 4
 HOSTS = st.sampled_from(["lab", "node-7.cluster.example", "10.0.0.1", "fd00::2", "fe80::1%eth0"])
@@ -107,7 +107,7 @@ def test_where_no_certificate_can_be_made_the_user_is_told_what_to_do(monkeypatc
         raise UnsupportedAlgorithm("deterministic signing is not supported")
 
     monkeypatch.setattr(x509.CertificateBuilder, "sign", refuse)
-    with pytest.raises(UsageError, match=r"OpenSSL before 3\.2.*--certificate and --private-key"):
+    with pytest.raises(UsageError, match=r"OpenSSL before 3\.2.*--set certificate and --set private-key"):
         derived("token")
 
 
@@ -146,7 +146,7 @@ def test_who_has_the_address_of_the_page_can_watch_in_a_terminal(host: str, fing
 def test_half_an_address_of_the_page_is_refused_in_words_that_help() -> None:
     half = Invitation(f"wss://lab:4000#{FINGERPRINT}", "token").page.partition("#")[0]
     found = find(as_invitation(half))
-    with pytest.raises(Untrusted, match=r"does not say which certificate .* `unisono status RUN` shows"):
+    with pytest.raises(Untrusted, match=r"does not say which certificate .* `unisono watch --once RUN` shows"):
         check(der_of("token"), HeadUrl.parse(found.url), found.token)
 
 
@@ -213,7 +213,7 @@ def test_the_line_is_shown_on_a_terminal_and_written_into_no_file(
     words, *more = welcome_words(invitation, Service(policy=POLICY, bind="10.0.0.1"), "runs/a run")
     assert more == [f"watch it in a browser: {invitation.page}"] * is_one
     assert (f"other machines join with: {invitation.command}" in words) is is_one
-    assert ("the line that `unisono status 'runs/a run'` shows" in words) is not is_one
+    assert ("the line that `unisono watch --once 'runs/a run'` shows" in words) is not is_one
 
 
 TASKS = [
@@ -256,7 +256,7 @@ def test_where_an_address_was_chosen_the_others_are_named(
     monkeypatch.setattr(headprocess, "interfaces", lambda: [Interface("ib0", "10.9.9.9"), Interface("ib0", "fd00::9")])
     service = Service(policy=POLICY, bind=bind, advertise=advertise)
     (words,) = welcome_words(Invitation("ws://10.0.0.1:4000", "token"), service, "")
-    assert ("--advertise names another" in words) is bool(named)
+    assert ("--set advertise=HOST names another" in words) is bool(named)
     assert named in words
     assert "fd00::9" not in words, "the head listens by IPv4"
 

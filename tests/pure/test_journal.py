@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from unisono.events import Announcement, EvaluationFinished, RunEnded, Seconds, StepFinished, WorkerTimes
-from unisono.journal import (
+from unisono.core.events import Announcement, EvaluationFinished, RunEnded, Seconds, StepFinished, WorkerTimes
+from unisono.record.journal import (
     JOURNAL,
     Difference,
     Journal,
@@ -29,9 +29,9 @@ from unisono.journal import (
     to_line,
     truncate,
 )
-from unisono.journal.file import BLOCK_BYTES
-from unisono.journal.lines import LineEvent
-from unisono.journal.writing import KEPT_LINES, LINES_AT_ONCE
+from unisono.record.journal.file import BLOCK_BYTES
+from unisono.record.journal.lines import LineEvent
+from unisono.record.journal.writing import KEPT_LINES, LINES_AT_ONCE
 
 
 def step(number: int, **changes: Any) -> StepFinished:
@@ -247,7 +247,7 @@ def test_a_step_does_not_pay_for_all_lines_that_are_kept(tmp_path: Path, monkeyp
         texts.append(line["line"])
         return json.dumps(line)
 
-    monkeypatch.setattr("unisono.journal.writing.text_of", note)
+    monkeypatch.setattr("unisono.record.journal.writing.text_of", note)
     write_without_room(tmp_path, num_failed=200, fits=20)
     assert len(texts) <= 1 + 200 * LINES_AT_ONCE
     assert max(texts) <= LINES_AT_ONCE, "those that come next, again and again"
@@ -255,7 +255,7 @@ def test_a_step_does_not_pay_for_all_lines_that_are_kept(tmp_path: Path, monkeyp
 
 def test_what_a_disk_had_no_room_for_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the journal, and by who compares: what is there is equal."""
-    monkeypatch.setattr("unisono.journal.writing.MOST_KEPT_LINES", 3)
+    monkeypatch.setattr("unisono.record.journal.writing.MOST_KEPT_LINES", 3)
     journal = write_without_room(tmp_path, num_failed=9, fits=20)
     for line in (step(10), end()):
         journal.emit(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.decisions.layout import EVERYTHING, StateLayout, replicated
+from unisono.core.layout import EVERYTHING, StateLayout, replicated
 
 SHARDED = StateLayout({"first": ("w0", "w1"), "second": ("w1", "w2"), "third": ("w2", "w0")})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.training.length import Length
+from unisono.script.length import Length
 
 
 def lengths(length: Length, epochs: int, *calls: int) -> list[int | None]:

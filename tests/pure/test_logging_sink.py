@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from tests.pure.test_watch import end, evaluation, started, step
-from unisono.events import Event, Problem, RunEnded, WorkerGone, WorkerLate
-from unisono.watch import make
+from unisono.core.events import Event, Problem, RunEnded, WorkerGone, WorkerLate
+from unisono.views.watch import make
 
 
 def gone(how: str) -> WorkerGone:

@@ -13,28 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.decisions import membership
-from unisono.decisions.efficiency import SETTLED, SKIPPED
-from unisono.decisions.membership import (
-    TRANSITIONS,
-    Action,
-    Event,
-    Hangup,
-    Invite,
-    Send,
-    Tick,
-    agent_name,
-    next_deadline,
-    routine_of_many,
-    step,
-)
-from unisono.decisions.membership.likeness import differences
-from unisono.decisions.membership.roster import ALIVE, State, Worker, WorkerState, noted, resumed
-from unisono.decisions.policy import Policy
-from unisono.errors import ProtocolError, UsageError
-from unisono.events import Event as Happening
-from unisono.head.memory import Memory
-from unisono.messages import (
+from unisono import membership
+from unisono.cluster.head.memory import Memory
+from unisono.core.efficiency import SETTLED, SKIPPED
+from unisono.core.errors import ProtocolError, UsageError
+from unisono.core.events import Event as Happening
+from unisono.core.messages import (
+    PROTOCOL,
     AgentHello,
     Announcement,
     Beat,
@@ -67,6 +52,22 @@ from unisono.messages import (
     WorkerExit,
     WorkerLate,
 )
+from unisono.core.policy import Policy
+from unisono.membership import (
+    TRANSITIONS,
+    Action,
+    Event,
+    Hangup,
+    Invite,
+    Send,
+    Tick,
+    agent_name,
+    next_deadline,
+    routine_of_many,
+    step,
+)
+from unisono.membership.likeness import differences
+from unisono.membership.roster import ALIVE, State, Worker, WorkerState, noted, resumed
 
 AGENT = "agent0"
 M = TypeVar("M", bound=Message)
@@ -96,9 +97,12 @@ class Story:
         self.actions = list(actions)
         return self.actions
 
-    def agent(self, num_workers: int, agent_id: str = AGENT, *, primary: bool = True, host: str = "lab") -> list[str]:
+    def agent(
+        self, num_workers: int, agent_id: str = AGENT, *, primary: bool = True, host: str = "lab", launched: str = ""
+    ) -> list[str]:
         """An agent joins; returns the ids of the workers that it is to start."""
-        self.says(agent_id, AgentHello(host=host, pid=1, num_workers=num_workers, primary=primary))
+        hello = AgentHello(host=host, pid=1, num_workers=num_workers, primary=primary, launched=launched)
+        self.says(agent_id, hello)
         return [i for start in self.sent(agent_id, Start) for i in start.worker_ids]
 
     def arrive(self, *worker_ids: str, host: str = "lab") -> None:
@@ -333,24 +337,75 @@ def test_those_who_will_not_come_are_not_waited_for() -> None:
 def test_machines_that_the_command_has_started_are_waited_for_until_they_are_known_not_to_come() -> None:
     story = Story(4, machines=3)
     own = story.agent(1)
-    left = story.agent(1, "agent1", primary=False, host="left")
+    left = story.agent(1, "agent1", primary=False, host="left", launched="left")
     story.arrive(*own, *left)
     assert not story.state.members, "two machines are on their way"
-    story.says(AGENT, MachinesGone(number=1))
+    story.says(AGENT, MachinesGone(names=("middle",)))
     assert not story.state.members, "one is"
-    story.says(AGENT, MachinesGone(number=2))
+    story.says(AGENT, MachinesGone(names=("middle", "right")))
     assert story.state.members == ("w0", "w1")
 
 
 def test_a_machine_that_has_come_and_gone_is_not_one_that_never_came() -> None:
     story = Story(3, machines=2)
     story.arrive(*story.agent(1))
-    story.agent(1, "agent1", primary=False, host="left")
+    story.agent(1, "agent1", primary=False, host="left", launched="left")
     story.says("agent1", Lost(reason="its connection has closed"))
-    story.says(AGENT, MachinesGone(number=1))
+    story.says(AGENT, MachinesGone(names=("left",)))
     assert not story.state.members, "the other is on its way"
-    story.arrive(*story.agent(1, "agent2", primary=False, host="right"))
+    story.arrive(*story.agent(1, "agent2", primary=False, host="right", launched="right"))
     assert story.state.members == ("w0", "w2")
+
+
+def with_two_machines() -> Story:
+    story = Story(2, machines=2)
+    story.agent(0)
+    for number, name in ((1, "left"), (2, "right")):
+        story.arrive(*story.agent(1, f"agent{number}", primary=False, host=name, launched=name), host=name)
+    story.hold()
+    return story
+
+
+def test_the_command_is_told_which_machines_need_no_other_agent() -> None:
+    """Their ssh has ended; one goes on without it, and is lost later."""
+    story = with_two_machines()
+    story.sent(AGENT, Wanted)
+    story.says(AGENT, MachinesGone(names=("left",)))
+    assert [wanted.present for wanted in story.sent(AGENT, Wanted)] == [("left",)]
+    story.says("agent1", Lost(reason="its connection has closed"))
+    assert [wanted.present for wanted in story.sent(AGENT, Wanted)] == [()]
+    started = story.agent(1, "agent3", primary=False, host="left", launched="left")
+    assert [wanted.present for wanted in story.sent(AGENT, Wanted)] == [("left",)]
+    assert len(started) == 1, "it has as many workers as before"
+    assert "agent1" not in story.state.absent, "it is followed by the new one"
+    assert story.state.policy.maximum == 4, "as with the lost one"
+
+
+def test_a_machine_has_one_agent_that_a_launcher_has_started() -> None:
+    """The first one was out of reach, so another one was started, and then it comes back."""
+    story = with_two_machines()
+    story.says("agent1", Lost(reason="its connection has closed"))
+    story.agent(1, "agent3", primary=False, host="left", launched="left")
+    hello = AgentHello(host="left", pid=1, num_workers=1, launched="left", agent_id="agent1", url="wss://left:1")
+    story.says("agent4", hello)
+    (ended,) = story.sent("agent4", Ended)
+    assert (ended.ok, ended.exit_code) == (True, 0)
+    assert ended.reason == "left has another agent already, agent3, which was started when this one was out of reach"
+    assert story.sent("agent4", Start) == []
+
+
+def test_a_machine_that_was_sent_away_gets_no_other_agent() -> None:
+    story = with_two_machines()
+    story.arrive(*story.agent(0, "agent3", primary=False, host="bad", launched="bad"))
+    agents = {
+        **story.state.agents,
+        "agent3": msgspec.structs.replace(story.state.agents["agent3"], refused="bad is sent away"),
+    }
+    story.state = msgspec.structs.replace(story.state, agents=agents)
+    story.says("agent3", Lost(reason="its connection has closed"))
+    story.sent(AGENT, Wanted)
+    story.says(AGENT, MachinesGone(names=("bad",)))
+    assert [wanted.present for wanted in story.sent(AGENT, Wanted)] == [("bad",)]
 
 
 def test_only_the_command_says_which_machines_are_gone() -> None:
@@ -358,7 +413,7 @@ def test_only_the_command_says_which_machines_are_gone() -> None:
     story.agent(1)
     story.agent(1, "agent1", primary=False)
     with pytest.raises(ProtocolError, match="an agent may not send MachinesGone"):
-        story.says("agent1", MachinesGone(number=1))
+        story.says("agent1", MachinesGone(names=("left",)))
 
 
 # -- losses ------------------------------------------------------------------------------------------
@@ -772,7 +827,7 @@ def elastic(start: int, maximum: int) -> Story:
 
 def launch(story: Story, number: int) -> None:
     agent_id = f"agent{number}"
-    hello = AgentHello(host=f"node{number}", pid=1, num_workers=2, launched=True)
+    hello = AgentHello(host=f"node{number}", pid=1, num_workers=2, launched=f"node{number}")
     story.says(agent_id, hello)
     story.arrive(*(i for start in story.sent(agent_id, Start) for i in start.worker_ids), host=f"node{number}")
     for _ in range(2):
@@ -825,7 +880,7 @@ def test_to_shrink_whole_machines_are_given_back() -> None:
     assert story.state.agents["agent2"].freed == ""
     story.says("", Scale(num_workers=4))
     assert placed(story) == {AGENT: 0, "agent1": 0, "agent2": 1, "agent3": 0}
-    story.says("agent3", AgentHello(host="node3", pid=1, num_workers=2, launched=True, agent_id="agent3"))
+    story.says("agent3", AgentHello(host="node3", pid=1, num_workers=2, launched="node3", agent_id="agent3"))
     assert [end.ok for end in story.sent("agent3", Ended)] == [True], "it may have missed that"
 
 
@@ -846,7 +901,7 @@ def test_a_run_that_decides_by_itself_gets_machines_while_the_next_worker_is_wor
     launch(story, 1)
     steps(story, MEASURED, rate=20)
     assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [3]
-    assert story.reason == ("scaled to 3 workers, from 2: to measure what another one adds (--efficiency 0.7)")
+    assert story.reason == ("scaled to 3 workers, from 2: to measure what another one adds (--set efficiency=0.7)")
     launch(story, 2)
     assert of_machines(story) == {AGENT: 0, "agent1": 2, "agent2": 1}, "not both of its workers"
     steps(story, MEASURED, rate=22)
@@ -905,7 +960,7 @@ def desktop(start: int = 1) -> Story:
     """A run with a machine that has joined, and offers nothing yet."""
     story = training(start)
     assert story.agent(0, "agent1", primary=False, host="desk") == []
-    assert story.reason == "desk joins, and offers workers while nobody uses it"
+    assert story.reason == "desk joins, and offers workers only at times (--while)"
     return story
 
 
@@ -2666,7 +2721,7 @@ def test_another_text_of_the_script_is_refused() -> None:
     says_hello(story, "w1", "bbbb")
     assert story.worker("w1").state is WorkerState.LEFT
     assert "has another text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
-    assert "--allow-different-script" in story.reason
+    assert "--set allow-different-script=yes" in story.reason
     assert story.ended is None
     assert story.state.members == ("w0",)
 
@@ -2849,7 +2904,7 @@ def test_another_version_is_refused(hello: Message) -> None:
     story = Story(1)
     story.agent(1)
     before = story.state
-    with pytest.raises(ProtocolError, match="speaks protocol 99 and the head 5; install the same version"):
+    with pytest.raises(ProtocolError, match=f"speaks protocol 99 and the head {PROTOCOL}; install the same version"):
         story.says("agent1" if isinstance(hello, AgentHello) else "w0", hello)
     assert story.state is before
 
@@ -3056,7 +3111,9 @@ def test_a_run_that_decides_its_size_in_any_order(seed: int, start: int, most: i
 
     def machine() -> None:
         agent_id = f"agent{world.story.state.num_agents}"
-        hello = AgentHello(host=agent_id, pid=1, num_workers=rng.randint(1, 3), launched=rng.random() < 0.5)
+        hello = AgentHello(
+            host=agent_id, pid=1, num_workers=rng.randint(1, 3), launched=agent_id if rng.random() < 0.5 else ""
+        )
         world.perform(lambda: world.story.says(agent_id, hello))
 
     def steps_of_all() -> None:

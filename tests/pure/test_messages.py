@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono import messages
-from unisono.errors import ProtocolError
-from unisono.events import Announcement, Event, MachineUsed, WorkerUse
-from unisono.messages import (
+from unisono.core import messages
+from unisono.core.errors import ProtocolError
+from unisono.core.events import Announcement, Event, MachineUsed, WorkerUse
+from unisono.core.messages import (
+    PROTOCOL,
     Beat,
     Hello,
     Lost,
@@ -22,7 +23,6 @@ from unisono.messages import (
     Notice,
     Start,
     StoreCall,
-    Team,
     decode,
     encode,
 )
@@ -38,7 +38,7 @@ USE = MachineUsed(
     received_bytes_per_s=4.0,
     workers={"w0": WorkerUse(cores=0.5, memory_bytes=1)},
 )
-EVERY = [cls for cls in Message.__subclasses__() if cls not in (MachineInfo, MemberInfo, Team, Lost)]
+EVERY = [cls for cls in Message.__subclasses__() if cls not in (MachineInfo, MemberInfo, Lost)]
 
 
 def example(cls: type[Message]) -> Message:
@@ -47,6 +47,7 @@ def example(cls: type[Message]) -> Message:
     samples = {
         int: 3,
         str: "text",
+        tuple[str, ...]: ("a", "b"),
         bytes: b"bits",
         float: 1.5,
         bool: True,
@@ -83,7 +84,7 @@ def test_members_travel_with_their_addresses() -> None:
 
 @pytest.mark.parametrize("message", [Lost(reason="x"), INFO], ids=["Lost", "MemberInfo"])
 def test_what_is_no_message_of_the_wire_is_refused(message: Message) -> None:
-    with pytest.raises(ProtocolError, match="not a message of protocol 5"):
+    with pytest.raises(ProtocolError, match=f"not a message of protocol {PROTOCOL}"):
         decode(encode(message))
 
 

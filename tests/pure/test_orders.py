@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.cursor import Cursor, Order, Permutation, seed_of
-from unisono.decisions.orders import (
+from unisono.core.cursor import Cursor, Order, Permutation, seed_of
+from unisono.core.errors import RecipeError
+from unisono.core.orders import (
     KEPT_EPOCHS,
     Buckets,
     Drawn,
@@ -25,7 +26,6 @@ from unisono.decisions.orders import (
     digest,
     floats,
 )
-from unisono.errors import RecipeError
 
 WEIGHTS = [0.5, 0.0, 3.0, 1.0, 0.0, 2.5, 1e-3, 7.0]
 LENGTHS = [(17 * index) % 23 for index in range(47)]

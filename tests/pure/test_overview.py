@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.test_journal import evaluation, step
-from unisono.events import (
+from unisono.core.events import (
     Event,
-    LinkSlow,
     MachineGone,
     MachineJoined,
     MachineUsed,
@@ -28,7 +27,7 @@ from unisono.events import (
     WorkerTimes,
     WorkerUse,
 )
-from unisono.overview import CURVE_POINTS, RECENT, Overview, OverviewBuilder
+from unisono.record.overview import CURVE_POINTS, RECENT, Overview, OverviewBuilder
 
 START = 1_700_000_000.0
 
@@ -350,18 +349,13 @@ def test_an_evaluation_of_older_models_that_is_told_later_does_not_hide_that_of_
     assert found.evaluation == {"right": 9}
 
 
-def test_problems_and_slow_links_are_said_with_their_level() -> None:
-    link = LinkSlow(source="red", target="blue", bytes_per_s=4e6, usual_bytes_per_s=1e8, seconds=0.25)
+def test_problems_are_said_with_their_level() -> None:
     found = folded(
         Problem(problem="nan", text="the loss is not a number at step 3", evidence="problems/1-nan.txt"),
-        link,
-        msgspec.structs.replace(link, is_over=True),
         ended(False, "KeyError: 3"),
     )
     assert [(each.level, each.text) for each in found.recent] == [
         ("error", "the loss is not a number at step 3 (evidence: problems/1-nan.txt)"),
-        ("warning", "the network from red to blue is slow: 4.0 MB/s instead of 100.0; each step takes 0.250 s longer"),
-        ("info", "the network from red to blue is as fast as before"),
         ("error", "failed: KeyError: 3"),
     ]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.ownership import Owners, Place, living, lost, owners, senders, shares
+from unisono.core.ownership import Owners, Place, living, lost, owners, senders, shares
 
 LAYERS = [2048, 8] * 12
 SIZES = st.lists(st.integers(0, 1000), max_size=30)

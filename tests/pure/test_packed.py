@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.errors import ProtocolError
-from unisono.messages import Ended, MemberInfo, Notice, decode, encode
-from unisono.packed import LONG_BYTES, pack, unpack
+from unisono.cluster.worker.packed import LONG_BYTES, pack, unpack
+from unisono.core.errors import ProtocolError
+from unisono.core.messages import Ended, MemberInfo, Notice, decode, encode
 
 
 def notice(num_members: int) -> bytes:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unisono.overview import Overview
-from unisono.page.answers import MOST_EVENTS, MOST_NAMES, MOST_POINTS, answer, encode
+from unisono.record.overview import Overview
+from unisono.views.page.answers import MOST_EVENTS, MOST_NAMES, MOST_POINTS, answer, encode
 
 
 class Small:

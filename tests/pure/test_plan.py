@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions import tree
-from unisono.decisions.plan import plan, replan
-from unisono.decisions.tree import Node
+from unisono.core import tree
+from unisono.core.plan import plan, replan
+from unisono.core.tree import Node
 
 
 @given(st.integers(1, 80), st.integers(1, 200))

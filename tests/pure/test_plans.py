@@ -11,12 +11,10 @@ import pytest
 from tests.pure.test_forecast import facts, sample
 from unisono.cli.plan import _numbers
 from unisono.cli.plan import plan as command
-from unisono.decisions.forecast import Roster
-from unisono.decisions.strategies import Memory, Options
-from unisono.decisions.wires import Link
-from unisono.errors import UsageError
-from unisono.planning.measuring import sample_of
-from unisono.planning.plans import (
+from unisono.core.errors import UsageError
+from unisono.tools.plan.forecast import Roster
+from unisono.tools.plan.measuring import sample_of
+from unisono.tools.plan.plans import (
     PLAN,
     Plan,
     best_microbatches,
@@ -27,7 +25,8 @@ from unisono.planning.plans import (
     roster_of,
     write_plan,
 )
-from unisono.planning.told import (
+from unisono.tools.plan.strategies import Memory, Options
+from unisono.tools.plan.told import (
     shown_came,
     shown_conclusions,
     shown_cost,
@@ -35,6 +34,7 @@ from unisono.planning.told import (
     shown_strategies,
     shown_workers,
 )
+from unisono.tools.plan.wires import Link
 
 
 def times(leaves: int, compute: float, waiting: float = 0.0) -> dict[str, float | None]:

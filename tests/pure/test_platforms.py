@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 import unisono
 from unisono.cli import _group
-from unisono.errors import UsageError
-from unisono.machine import inspected
-from unisono.training.settings import choose_device
+from unisono.core.errors import UsageError
+from unisono.engine.loop.settings import choose_device
+from unisono.script import inspected
 
 
 def test_on_windows_names_and_commands_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_on_windows_names_and_commands_are_refused_in_words(monkeypatch: pytest.
     with pytest.raises(UsageError, match=r"unisono needs Linux .* install it in WSL 2"):
         unisono.Run  # noqa: B018
     with pytest.raises(UsageError, match="install it in WSL 2"):
-        CliRunner().invoke(_group, ["status", "runs/one"], catch_exceptions=False, standalone_mode=False)
+        CliRunner().invoke(_group, ["watch", "--once", "runs/one"], catch_exceptions=False, standalone_mode=False)
     assert "Usage: " in CliRunner().invoke(_group, ["--help"]).output
     assert unisono.UsageError is UsageError
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from unisono.errors import DivergenceError, LossError
-from unisono.problems.evidence import MAX_CHARACTERS, Evidence, Witness, redacted, shown, shown_environment
-from unisono.problems.fit import Held, Setting, advice, asked_bytes, table
-from unisono.problems.kinds import Trouble, file_name, kind_of, sentence, text
-from unisono.problems.limits import Kills, memory_limit
+from unisono.core.errors import DivergenceError, LossError
+from unisono.record.problems.evidence import MAX_CHARACTERS, Evidence, Witness, redacted, shown, shown_environment
+from unisono.record.problems.fit import Held, Setting, advice, asked_bytes, table
+from unisono.record.problems.kinds import Trouble, file_name, kind_of, sentence, text
+from unisono.record.problems.limits import Kills, memory_limit
 
 HANG = Trouble(
     kind="hang",

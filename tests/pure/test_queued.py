@@ -6,9 +6,9 @@ import threading
 
 from tests.pure.test_watch import Kept, end, started, step
 from tests.waiting import WAIT_S
-from unisono.events import Event
-from unisono.watch import Sink
-from unisono.watch.queued import Queued
+from unisono.core.events import Event
+from unisono.views.watch import Sink
+from unisono.views.watch.queued import Queued
 
 
 class Slow(Kept):

@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.pure.test_watch import Kept, started
-from unisono.errors import UsageError
-from unisono.events import (
+from unisono.core.errors import UsageError
+from unisono.core.events import (
     Announcement,
     EvaluationFinished,
     MembershipChanged,
@@ -22,10 +22,10 @@ from unisono.events import (
     StepResult,
     WorkerTimes,
 )
-from unisono.journal import JOURNAL, Journal, read
-from unisono.messages import Happened, StepDone
-from unisono.telemetry import StepTelemetry, StepTimes
-from unisono.training.recording import OUTSIDE, Recorder, Role
+from unisono.core.messages import Happened, StepDone
+from unisono.core.telemetry import StepTelemetry, StepTimes
+from unisono.record.journal import JOURNAL, Journal, read
+from unisono.script.recording import OUTSIDE, Recorder, Role
 
 NOW = 1790000000.125
 
@@ -93,7 +93,8 @@ def test_a_step_is_one_value_for_the_journal_the_sinks_and_the_head(tmp_path: Pa
     times = WorkerTimes(leaves=2, compute=0.125, last=Seconds(waiting=0.333333))
     found = StepFinished(
         step=0, epoch=0, loss=0.5, weight=8.0, samples=8, digest="0" * 16, num_steps=9, generation=1,
-        seconds=Seconds(compute=0.25, other=0.5), workers={"w0": times, "w1": times}, logs={"lr": 0.1},
+        seconds=Seconds(compute=0.25, other=0.5), means=Seconds(waiting=0.333333),
+        workers={"w0": times, "w1": times}, logs={"lr": 0.1},
         checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"], time=NOW,
     )  # fmt: skip
     said = [

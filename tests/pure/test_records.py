@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.certificate import Untrusted, client_context, derived, server_context
-from unisono.lifetime import Memory
-from unisono.records import Sealed
+from unisono.cluster.trust.certificate import Untrusted, client_context, derived, server_context
+from unisono.cluster.worker.records import Sealed
+from unisono.system.lifetime import Memory
 
 TOKEN = "token"
 

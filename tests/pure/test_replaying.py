@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.decisions.replaying import (
-    Replay,
-    Start,
-    find_difference,
-    other_arithmetic,
-    seconds_left,
-    starts,
-    with_words,
-)
-from unisono.errors import UsageError
-from unisono.events import EQUAL_FIELDS
+from unisono.core.errors import UsageError
+from unisono.core.events import EQUAL_FIELDS
+from unisono.core.replaying import Replay, Start, find_difference, other_arithmetic, seconds_left, starts, with_words
 
 
 def test_a_replay_begins_at_the_newest_checkpoint_before_the_step() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from unisono.decisions.copies import Move, copies, deliveries, handed_over, holders_after
+from unisono.core.copies import Move, copies, deliveries, handed_over, holders_after
 
 
 def test_who_computes_a_replica_gets_its_state_from_the_first_that_has_it() -> None:

@@ -7,10 +7,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.copies import keepers
-from unisono.decisions.groups import Grouping, groups_of
-from unisono.decisions.plan import Plan, plan, replan
-from unisono.decisions.tree import leaf, leaves
+from unisono.core.copies import keepers
+from unisono.core.plan import Plan, plan, replan
+from unisono.core.tree import leaf, leaves
+from unisono.strategies.local.groups import Grouping, groups_of
 
 
 def hosts(*sizes: int) -> list[str]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from unisono.overview import Overview
-from unisono.report.account import Account, Interruption, Presence, WorkerAccount, interruptions, presences
-from unisono.report.html import PARTS, report
-from unisono.words import duration
+from unisono.core.words import duration
+from unisono.record.overview import Overview
+from unisono.views.report.account import Account, Interruption, Presence, WorkerAccount, interruptions, presences
+from unisono.views.report.html import PARTS, report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
 VOID = {"meta", "br", "img", "link", "input"}
@@ -124,6 +124,7 @@ def hostile(name: str) -> Account:
         workers=[
             WorkerAccount(worker_id=HOSTILE, host=HOSTILE, seconds=dict.fromkeys(PARTS, 1.0), share=1.0),
         ],
+        since=0,
         num_workers=1,
         efficiency=1 / 7,
         presences=[

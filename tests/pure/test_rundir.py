@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from unisono import rundir
 from unisono.cli.given import check_directory
-from unisono.errors import RunDirectoryError, UsageError
-from unisono.head.copying import go_on_in
-from unisono.head.pen import leave
-from unisono.journal import JOURNAL
-from unisono.rundir import RUN_FILE, Lock, RunDirectory, claim, describe, forget_head, holder
+from unisono.cluster.head.copying import go_on_in
+from unisono.cluster.head.pen import leave
+from unisono.core.errors import RunDirectoryError, UsageError
+from unisono.record import rundir
+from unisono.record.journal import JOURNAL
+from unisono.record.rundir import RUN_FILE, Lock, RunDirectory, claim, describe, forget_head, holder
 
 
 def test_a_directory_is_made_and_claimed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from tests.waiting import WAIT_S
 from unisono.cli.slurm import OVER, _Following, job_facts, slurm, state_words
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -27,7 +27,7 @@ COMMANDS = {
         *("--threads", "2", "--run=--strict", "--", "--lr", "0.01", "--name", "it's $HOME"),
     ],
     "slurm-array": [
-        *("-m", "package.train", "--array", "1-3", "--cpus-per-node", "16", "--workers", "2:8", "--warn-s", "300"),
+        *("-m", "package.train", "--array", "1-3", "--cpus-per-node", "16", "--workers", "2:8", "--warn", "300s"),
         *("--run-dir", "/data/my runs/$a-%j", "--job-name", "sweep", "--output", "logs/%A-%a.txt"),
     ],
     "slurm-join": ["--join", "runs/a", "--nodes", "2-4", "--array", "1-8", "--cpus-per-node", "4", "--workers", "3"],

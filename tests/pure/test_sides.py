@@ -5,7 +5,7 @@ the messages on their way, and the cable between the machines. `moves` returns a
 arrives, a connection breaks, the cable is cut or put back, a head asks another one or waits no longer for its answer,
 an agent looks for a head or starts one, a step is done. Time has no length: whatever may happen some day may happen
 now, so a head may wait in vain, and an agent may start a head, at any moment. The decisions are those of
-`unisono.decisions.sides` and `unisono.decisions.following`; the model has none of its own.
+`unisono.core.sides` and `unisono.core.following`; the model has none of its own.
 
 `walk` visits every state that so many events can lead to, and from each of them lets the cable be and whatever is due
 happen (`settle`): then one head has to be left, with all machines and with the run's state.
@@ -20,9 +20,9 @@ from typing import Final
 import msgspec
 import pytest
 
-from unisono.decisions.following import Absence, Followed, StaleHead
-from unisono.decisions.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
-from unisono.messages import AgentHello, Foreign, Moved, Proposal, Snapshot, Verdict, Welcome
+from unisono.core.following import Absence, Followed, StaleHead
+from unisono.core.messages import AgentHello, Foreign, Moved, Proposal, Snapshot, Verdict, Welcome
+from unisono.core.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
 
 replace = msgspec.structs.replace
 AWAY: Final = Absence(since=-1e9)
@@ -127,7 +127,7 @@ def spent(world: World, what: str) -> World:
 
 
 def standpoint(head: Head) -> Standpoint:
-    """As `unisono.head.meeting.Meeting` makes it."""
+    """As `unisono.cluster.head.meeting.Meeting` makes it."""
     is_waiting = bool(head.known.holding) and not head.here
     return Standpoint(
         Rank.of(head.known.step if head.here else -1, head.term, f"agent{head.seat}"),

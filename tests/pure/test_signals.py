@@ -6,7 +6,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, Signals
 
 import pytest
 
-from unisono.decisions.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, Reaction, StopRun, reaction
+from unisono.core.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, Reaction, StopRun, reaction
 
 STOPS = "interrupted, with a checkpoint"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unisono.spec import RunSpec, WorkerSpec
+from unisono.core.spec import RunSpec, WorkerSpec
 
 RUN = RunSpec(arguments=("träin.py", "--lr", "1"), folder="/data", threads=2, resume_anyway=("microbatches",))
 SPEC = WorkerSpec(run=RUN, head="ws://lab:1", worker_id="w3", host="lab", agent=7, local_rank=1, token="hidden")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.errors import PeerLost, RunStopped
-from unisono.messages import MemberInfo, Notice, StoreAnswer, StoreCall
-from unisono.storecalls import StoreCalls
+from unisono.cluster.worker.storecalls import StoreCalls
+from unisono.core.errors import PeerLost, RunStopped
+from unisono.core.messages import MemberInfo, Notice, StoreAnswer, StoreCall
 
 LONG_S = 240.0
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")

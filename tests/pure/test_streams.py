@@ -19,15 +19,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.streams import StreamBatches, StreamCursor, StreamOrder, StreamPart, cut, window_order
-from unisono.errors import RecipeError
-from unisono.microbatch.data import Loading
-from unisono.microbatch.rereading import is_alike
-from unisono.microbatch.shards import TarShards
-from unisono.microbatch.streamfetcher import StreamFetcher
-from unisono.microbatch.streamreader import Reader
-from unisono.microbatch.streams import Streams
-from unisono.microbatch.tarfiles import count_samples, samples_of
+from unisono.core.errors import RecipeError
+from unisono.core.streams import StreamBatches, StreamCursor, StreamOrder, StreamPart, cut, window_order
+from unisono.engine.microbatch.data import Loading
+from unisono.engine.microbatch.rereading import is_alike
+from unisono.engine.microbatch.shards import TarShards
+from unisono.engine.microbatch.streamfetcher import StreamFetcher
+from unisono.engine.microbatch.streamreader import Reader
+from unisono.engine.microbatch.streams import Streams
+from unisono.engine.microbatch.tarfiles import count_samples, samples_of
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, info
-from unisono.decisions.membership.roster import resumed
-from unisono.decisions.membership.talking import MAX_BYTES
-from unisono.errors import ProtocolError
-from unisono.head.memory import Memory
-from unisono.messages import Hello, Ready, TalkAnswer, TalkCall, TalkDone, WorkerExit
+from unisono.cluster.head.memory import Memory
+from unisono.core.errors import ProtocolError
+from unisono.core.messages import Hello, Ready, TalkAnswer, TalkCall, TalkDone, WorkerExit
+from unisono.membership.roster import resumed
+from unisono.membership.talking import MAX_BYTES
 
 BARRIER, BROADCAST, GATHER, FIRST = "run.barrier", "run.broadcast", "run.gather", "run.main_first"
 

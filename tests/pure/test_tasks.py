@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unisono.capacity import parse_workers
-from unisono.errors import UsageError
-from unisono.launchers import Request
-from unisono.launchers.asked import in_allocation
-from unisono.launchers.nodes import expand, own_address
-from unisono.launchers.slurm import capacities, shares, step_environment
-from unisono.machine.workers import machine_label
-from unisono.rendezvous import Meeting, Rendezvous
-from unisono.tasks import TAKEN, Task, counts, here, refuse_others, refuse_unknown
+from unisono.cluster.launchers import Request, nodes
+from unisono.cluster.launchers.asked import in_allocation
+from unisono.cluster.launchers.nodes import expand, own_address, parse_gpus
+from unisono.cluster.launchers.slurm import capacities, shares, step_environment
+from unisono.cluster.machine.workers import machine_label
+from unisono.cluster.trust.rendezvous import Meeting, Rendezvous
+from unisono.core.errors import UsageError
+from unisono.system.capacity import parse_workers
+from unisono.system.tasks import TAKEN, Task, counts, here, refuse_others, refuse_unknown
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -145,24 +145,52 @@ def test_a_list_of_nodes_without_scontrol(text: str, names: list[str]) -> None:
 )
 def test_the_room_of_nodes(more: dict[str, str], threads: int, expected: list[int]) -> None:
     """GPUs; else tasks, where more than one a node was asked for; else cores."""
-    assert capacities(more, 2, threads) == expected
+    room, gpus = capacities(more, ["a", "b"], threads)
+    assert room == expected
+    assert gpus == ([4, 4] if "SLURM_GPUS_ON_NODE" in more else [0, 0])
+
+
+DETAILS = """JobId=7 JobName=train
+   NodeList=a[1-2],b1 BatchHost=a1
+   JOB_GRES=gpu:a100:9,shard:4
+     Nodes=a[1-2] CPU_IDs=0-7 Mem=1024 GRES=gpu:a100:4(IDX:0-3)
+     Nodes=b1 CPU_IDs=0-1 Mem=1024 GRES=gpu:1(IDX:0),shard:4(0/4)
+     Nodes=c1 CPU_IDs=0-1 Mem=1024 GRES=
+   MinCPUsNode=1
+"""
+
+
+@pytest.mark.parametrize(("job", "gpus"), [("7", [4, 4, 1, 0]), ("8", [4, 4, 4, 4])], ids=["said", "not said"])
+def test_each_node_has_its_own_number_of_gpus(job: str, gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's variables say only how many the node has on which the batch script runs."""
+    assert parse_gpus(DETAILS) == {"a1": 4, "a2": 4, "b1": 1, "c1": 0}
+    monkeypatch.setattr(nodes, "_scontrol", lambda *words: DETAILS if words[-1] == "7" else "")
+    environment = {"SLURM_JOB_ID": job, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_CPUS_PER_NODE": "8(x4)"}
+    assert capacities(environment, ["a1", "a2", "b1", "c1"], 1) == (gpus, gpus)
 
 
 def test_variables_of_slurm_that_cannot_be_read_are_an_error() -> None:
     with pytest.raises(UsageError, match="the variables of Slurm cannot be read"):
-        capacities({"SLURM_JOB_CPUS_PER_NODE": "many"}, 1, 1)
+        capacities({"SLURM_JOB_CPUS_PER_NODE": "many"}, ["a"], 1)
 
 
 @pytest.mark.parametrize(
     ("number", "room", "expected"),
-    [(2, [8, 8], [1, 1]), (3, [8, 8], [2, 1]), (6, [4, 2], [4, 2]), (9, [4, 2], [6, 3]), (1, [1, 1], [1, 0])],
+    [
+        (2, [8, 8], [1, 1]),
+        (3, [8, 8], [2, 1]),
+        (6, [4, 2], [4, 2]),
+        (9, [4, 2], [6, 3]),
+        (1, [1, 1], [1, 0]),
+        (3, [2, 0, 1], [2, 0, 1]),
+    ],
 )
 def test_workers_are_shared_out_by_room(number: int, room: list[int], expected: list[int]) -> None:
     assert shares(number, room) == expected
 
 
 def test_only_a_process_in_an_allocation_that_is_no_task_starts_agents() -> None:
-    asked = [Request(workers=parse_workers("1", 1), threads=1, environment=found) for found in ({}, BATCH, SRUN)]
+    asked = [Request(workers=parse_workers("1", 1), environment=found) for found in ({}, BATCH, SRUN)]
     assert [in_allocation(request) for request in asked] == [False, True, False]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions.cadence import CheckpointReport
-from unisono.events import Seconds
-from unisono.telemetry import NOT_COMPARED, TELEMETRY_BYTES, StepTelemetry
+from unisono.core.cadence import CheckpointReport
+from unisono.core.events import Seconds
+from unisono.core.telemetry import NOT_COMPARED, TELEMETRY_BYTES, StepTelemetry
 
 counts = st.integers(-1, 2**63 - 1)
 digests = st.integers(0, 2**64 - 1)

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tests.pure.screens import Terminal
 from tests.pure.test_journal import evaluation, step
 from tests.pure.test_overview import START, gone, joined, late, members, started, used
-from unisono.events import Event, Problem, RunEnded, Seconds, WorkerTimes, WorkerUse
-from unisono.overview import CurvePoint, Overview, OverviewBuilder, Recent, WorkerNow
-from unisono.watch.terminal.base import Pace, summary
-from unisono.watch.terminal.canvas import Canvas, colours_wanted, is_drawable, shows_unicode
-from unisono.watch.terminal.curve import draw_curve
-from unisono.watch.terminal.drawing import draw
-from unisono.watch.terminal.pages import PAGES, Looked, draw_page, turned
-from unisono.watch.terminal.text import Line, cut, duration, number, plain, size, width
-from unisono.words import harmless
+from unisono.core.events import Event, Problem, RunEnded, Seconds, WorkerTimes, WorkerUse
+from unisono.core.words import clock_duration, harmless, number, shown_bytes
+from unisono.record.overview import CurvePoint, Overview, OverviewBuilder, Recent, WorkerNow
+from unisono.views.watch.terminal.base import summary
+from unisono.views.watch.terminal.canvas import Canvas, colours_wanted, is_drawable, shows_unicode
+from unisono.views.watch.terminal.curve import draw_curve
+from unisono.views.watch.terminal.drawing import draw
+from unisono.views.watch.terminal.pages import PAGES, Looked, draw_page, turned
+from unisono.views.watch.terminal.text import Line, cut, plain, width
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -258,9 +258,9 @@ def test_what_is_cut_fits(text: str, columns: int) -> None:
 
 
 def test_numbers_are_words_of_few_characters() -> None:
-    assert [duration(each) for each in (7, 3600 + 184, 90_000)] == ["0:07", "1:03:04", "1 d 01:00"]
+    assert [clock_duration(each) for each in (7, 3600 + 184, 90_000)] == ["0:07", "1:03:04", "1 d 01:00"]
     assert [number(each) for each in (0.5, 1234.5, 1e-9, -1e9)] == ["0.5000", "1,234.5", "1.000e-09", "-1.000e+09"]
-    assert [size(each) for each in (999, 2.5e6, 5.12e8, 1e12)] == ["999 B", "2.5 MB", "512 MB", "1000 GB"]
+    assert [shown_bytes(each) for each in (999, 2.5e6, 5.12e8, 1e12)] == ["999 B", "2.5 MB", "512 MB", "1000 GB"]
 
 
 @pytest.mark.parametrize(
@@ -363,12 +363,11 @@ def test_the_message_of_an_error_of_the_library_is_said_once() -> None:
     """By the traceback that follows. A short error of the script's is said with who has failed as well."""
     words = "micro-batch 0 of step 0 was computed by two workers: it differs"
     ended = RunEnded(ok=False, reason=f"w0 failed: DivergenceError: {words}", digests={}, step=0)
-    traceback = f"Traceback ...\nunisono.errors.DivergenceError: {words}\n"
-    pace = Pace(lambda: 0.0)
-    assert summary(pace, ended, traceback) == "failed: w0 failed: DivergenceError"
-    assert summary(pace, ended) == f"failed: {ended.reason}"
+    traceback = f"Traceback ...\nunisono.core.errors.DivergenceError: {words}\n"
+    assert summary(Overview(), ended, traceback) == "failed: w0 failed: DivergenceError"
+    assert summary(Overview(), ended) == f"failed: {ended.reason}"
     ended = RunEnded(ok=False, reason="w0 failed: KeyError: 3", digests={}, step=0)
-    assert summary(pace, ended, "Traceback ...\nKeyError: 3\n") == "failed: w0 failed: KeyError: 3"
+    assert summary(Overview(), ended, "Traceback ...\nKeyError: 3\n") == "failed: w0 failed: KeyError: 3"
 
 
 def test_a_page_cannot_be_scrolled_beyond_its_end() -> None:

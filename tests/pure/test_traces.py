@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unisono.traces import ABOUT, About, Part, main, merge, part_name
+from unisono.record.traces import ABOUT, About, Part, main, merge, part_name
 
 BASE_NS = 1_700_000_000_000_000_000
 

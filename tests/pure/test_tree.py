@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.decisions import tree
-from unisono.decisions.tree import Node
+from unisono.core import tree
+from unisono.core.tree import Node
 
 MOST_LEAVES = 70
 leaf_counts = st.integers(1, MOST_LEAVES)

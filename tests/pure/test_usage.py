@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from unisono import usage
-from unisono.capacity import machine_cores
-from unisono.controlgroups import memory_of_groups
-from unisono.events import GpuUse, MachineUsed, WorkerUse
-from unisono.gpus import Gpus
-from unisono.head.story import USE_S, Uses
-from unisono.machine.metering import PERIOD_S, period_s
-from unisono.usage import Meter, used_cores_of_group
+from unisono.cluster.head.story import USE_S, Uses
+from unisono.cluster.machine.metering import PERIOD_S, period_s
+from unisono.core.events import GpuUse, MachineUsed, WorkerUse
+from unisono.system import usage
+from unisono.system.capacity import machine_cores
+from unisono.system.controlgroups import memory_of_groups
+from unisono.system.gpus import Gpus
+from unisono.system.usage import Meter, used_cores_of_group
 
 
 def spin(seconds: float) -> None:

@@ -11,9 +11,9 @@ import pytest
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
-from unisono.head.door import Allowance
-from unisono.head.visitors import Visitors
-from unisono.secret import proof_of, reader_token
+from unisono.cluster.head.door import Allowance
+from unisono.cluster.head.visitors import Visitors
+from unisono.cluster.trust.secret import proof_of, reader_token
 
 TOKEN = "the-token-of-the-run"
 READER = reader_token(TOKEN)
@@ -204,7 +204,7 @@ def test_the_proof_for_those_who_look_is_made_with_their_token() -> None:
 def test_a_page_without_a_token_says_where_to_get_one() -> None:
     answer = Gate().ask("/")
     assert answer is not None
-    assert b"unisono status RUN" in (answer.body or b"")
+    assert b"unisono watch --once RUN" in (answer.body or b"")
     assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
 
 

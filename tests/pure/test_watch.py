@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.pure.test_journal import end, evaluation, step
-from unisono.errors import UsageError
-from unisono.events import Announcement, EvaluationFinished, Event, RunStarted, StepFinished
-from unisono.journal import JOURNAL, Journal
-from unisono.watch import SINKS, Sink, Stream, make, named
-from unisono.watch.since import Once, since
+from unisono.core.errors import UsageError
+from unisono.core.events import Announcement, EvaluationFinished, Event, RunStarted, StepFinished
+from unisono.record.journal import JOURNAL, Journal
+from unisono.views.watch import SINKS, Sink, Stream, make, named
+from unisono.views.watch.since import Once, since
 
 
 class Kept:
@@ -155,7 +155,6 @@ def test_a_tool_that_knows_the_first_steps_gets_what_stands_after_them(first: in
     journal.start(writer=True)
     for event in late():
         journal.emit(event)
-    journal.close()
     told = [(type(event), event.step) for event in since(tmp_path, first)]
     start = 0 if first == 0 else late().index(step(first - 1)) + 1
     assert told == [(type(event), event.step) for event in late()[start:]]

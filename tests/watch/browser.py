@@ -19,8 +19,8 @@ from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.waiting import WAIT_S
-from unisono.history import History
-from unisono.page.local import Directories
+from unisono.record.history import History
+from unisono.views.page.local import Directories
 
 __all__ = ["TOKEN", "Browser", "Serving", "chromium"]
 

@@ -2,8 +2,8 @@
 
     python -m tests.watch.long_run DIRECTORY --steps 1000000 --workers 64
 
-Lines, index and thinned records are made by the classes that make them in a run. Of what is thinned out, only what
-would be left is made.
+Lines, times and the use of machines are made by the classes that make them in a run; of what is kept of the newest
+steps only, no more is made.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from unisono.chronicle import line_of
-from unisono.events import (
+from unisono.core.events import (
     EvaluationFinished,
     Event,
     GpuUse,
@@ -35,14 +33,12 @@ from unisono.events import (
     WorkerTimes,
     WorkerUse,
 )
-from unisono.journal import JOURNAL
-from unisono.journal.index import BLOCK_LINES, INDEX, Placed, block_of
-from unisono.journal.levels import FOLD, LEVELS
-from unisono.journal.lines import LineEvent, text_of, to_line
-from unisono.journal.rows import Row
-from unisono.journal.thinning import LEVEL_BYTES, _Level
-from unisono.journal.times import COLUMNS, TIMES, record_of
-from unisono.rundir import EVENTS_FILE, USE_FOLDER
+from unisono.record.chronicle import line_of
+from unisono.record.journal import JOURNAL
+from unisono.record.journal.lines import LineEvent, text_of, to_line
+from unisono.record.journal.newest import MOST_RECORDS, Newest
+from unisono.record.journal.times import TIMES, record_of
+from unisono.record.rundir import EVENTS_FILE, USE_FILE
 
 BEGIN = 1_790_000_000.0
 STEP_S = 0.02
@@ -83,10 +79,11 @@ def step_of(number: int, steps: int, workers: dict[str, WorkerTimes] | None = No
         loss += 20.0
     wave = 1.0 + 0.2 * math.sin(number / steps * 60)
     seconds = [draw.random() * 1e-3, 0.011 * wave, 0.001, 0.002, 0.003 * wave, 0.001, 0.0001]
+    spent = Seconds(**dict(zip(Seconds.__struct_fields__, (round(each, 6) for each in seconds), strict=False)))
     return StepFinished(
         time=round(BEGIN + number * STEP_S, 3), step=number, epoch=number * 10 // steps, loss=loss, weight=512.0,
         samples=512, digest=f"{draw.getrandbits(64):016x}", num_steps=steps, generation=1 + (number >= steps * LOST_AT),
-        seconds=Seconds(**dict(zip(Seconds.__struct_fields__, (round(each, 6) for each in seconds), strict=False))),
+        seconds=spent, means=spent,
         workers=workers or {}, logs={"lr": 0.1 * 0.5 ** (number * 10 // steps), "grad_norm": draw.lognormvariate(0, 1)},
         sent_bytes=1_000_000,
     )  # fmt: skip
@@ -122,7 +119,7 @@ def times_of(number: int, steps: int, workers: int) -> dict[str, WorkerTimes]:
         last = Seconds(data=0.000312, compute=compute, exchange=0.001021, network=0.0012, waiting=waiting, update=0.001)
         found[worker_id] = WorkerTimes(
             leaves=1, data=last.data, compute=compute, last=last, waits_for="" if worker_id == slow else slow,
-            waits_s=waiting, link_to=slow, link_s=0.001234, link_bytes=65536, overlap_s=0.000512, page_faults=0,
+            waits_s=waiting, page_faults=0,
         )  # fmt: skip
     return found
 
@@ -155,35 +152,22 @@ def story(directory: Path, steps: int, workers: int, *, ended: bool) -> Iterator
 
 
 def _write_journal(directory: Path, steps: int, *, ended: bool) -> None:
-    offset = 0
-    block: list[Placed] = []
-    with (directory / JOURNAL).open("wb") as journal, (directory / INDEX).open("wb") as index:
+    with (directory / JOURNAL).open("wb") as journal:
         for number, event in enumerate(lines(steps, ended=ended)):
-            text = f"{text_of({'line': number, **to_line(event)})}\n".encode()
-            journal.write(text)
-            block.append(Placed(offset, offset + len(text), text, event))
-            offset += len(text)
-            if len(block) == BLOCK_LINES:
-                index.write(msgspec.json.encode(block_of(block)) + b"\n")
-                block.clear()
+            journal.write(f"{text_of({'line': number, **to_line(event)})}\n".encode())
 
 
 def _write_times(directory: Path, steps: int, workers: int) -> None:
-    def record(first: int, last: int) -> dict[str, Any]:
-        number = (first + last) // 2
-        here, after = (step_of(each, steps, times_of(each, steps, workers)) for each in (number, number + 1))
-        return record_of(here, after)
-
-    _write_thinned(directory / TIMES, {"columns": COLUMNS}, steps, record)
+    times = Newest(directory / TIMES)
+    for number in range(max(0, steps - 2 * MOST_RECORDS), steps):
+        times.add([record_of(step_of(number, steps, times_of(number, steps, workers)))])
 
 
 def _write_use(directory: Path, steps: int, workers: int) -> None:
-    seconds = max(1, int(steps * STEP_S))
-
-    def record(first: int, last: int) -> dict[str, Any]:
-        return {used.host: machine_record(used) for used in use_of((first + last) // 2, workers)}
-
-    _write_thinned(directory / USE_FOLDER, {}, seconds, record, begin=BEGIN)
+    use = Newest(directory / USE_FILE)
+    last = max(1, int(steps * STEP_S))
+    for second in range(max(0, last - 10 * MOST_RECORDS), last, 10 if last > 100 else 1):
+        use.add([msgspec.json.encode([*use_of(second, workers)])])
 
 
 def use_of(second: int, workers: int) -> Iterator[MachineUsed]:
@@ -198,34 +182,6 @@ def use_of(second: int, workers: int) -> Iterator[MachineUsed]:
             gpus=[GpuUse(utilization=draw.random(), memory_bytes=10 << 30, memory_total_bytes=80 << 30)],
             workers={each: WorkerUse(cores=draw.uniform(0.7, 0.9), memory_bytes=2 << 30) for each in ids},
         )  # fmt: skip
-
-
-def machine_record(used: MachineUsed) -> dict[str, Any]:
-    """Return what ``use/`` has of a machine."""
-    names = ("cores", "num_cores", "memory_bytes", "memory_total_bytes", "sent_bytes_per_s", "received_bytes_per_s")
-    return {
-        **{name: getattr(used, name) for name in names},
-        "gpu_utilization": [gpu.utilization for gpu in used.gpus],
-        "gpu_memory_bytes": [gpu.memory_bytes for gpu in used.gpus],
-        "gpu_memory_total_bytes": [gpu.memory_total_bytes for gpu in used.gpus],
-        "worker_cores": {worker_id: use.cores for worker_id, use in used.workers.items()},
-        "worker_memory_bytes": {worker_id: use.memory_bytes for worker_id, use in used.workers.items()},
-    }
-
-
-def _write_thinned(directory: Path, header: dict[str, Any], num: int, record: Any, begin: float = 0.0) -> None:
-    """Write what is left of ``num`` records with the keys ``begin``, ``begin + 1`` ..."""
-    directory.mkdir(exist_ok=True)
-    size = len(msgspec.json.encode(Row(begin, begin, 1, record(0, 0))))
-    most = LEVEL_BYTES // size + 1
-    for number in range(LEVELS):
-        each = FOLD**number
-        level = _Level(directory, number, header)
-        for at in range(max(0, num // each - most), num // each):
-            first, last = at * each, (at + 1) * each - 1
-            level.put(Row(begin + first, begin + last, each, record(first, last)))
-        level.write()
-        level.close()
 
 
 def main() -> None:

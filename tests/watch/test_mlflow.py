@@ -12,9 +12,9 @@ from tests.pure.test_journal import end, evaluation, step
 from tests.waiting import wait_until
 from tests.watch.next_writer import STEPS, run_with_a_killed_writer
 from tests.workers.conftest import Unisono
-from unisono.events import Event, RunStarted
-from unisono.journal import JOURNAL, Journal, read, truncate
-from unisono.watch.mlflow import MLflow, _Client
+from unisono.core.events import Event, RunStarted
+from unisono.record.journal import JOURNAL, Journal, read, truncate
+from unisono.views.watch.mlflow import MLflow, _Client
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 
 from tests.pure.test_journal import end, evaluation, step
 from tests.pure.test_watch import started
-from unisono.events import MembershipChanged
-from unisono.watch.opentelemetry import OpenTelemetry
+from unisono.core.events import MembershipChanged
+from unisono.views.watch.opentelemetry import OpenTelemetry
 
 
 class Collector(ThreadingHTTPServer):

@@ -71,7 +71,18 @@ TROUBLED = """
 
 HOST = r"on host [\w.-]+"
 SECRET = "hunter2-and-more"
-LIMITS = ("--late-s", 0.4, "--aside-s", 3, "--hang-s", 6, "--heartbeat-s", 0.1, "--heartbeat-timeout-s", WAIT_S)
+LIMITS = (
+    "--set",
+    "report-late-after=0.4s",
+    "--set",
+    "go-on-without-after=3s",
+    "--set",
+    "kill-after=6s",
+    "--set",
+    "heartbeat=0.1s",
+    "--set",
+    f"heartbeat-timeout={WAIT_S}s",
+)
 
 
 def start(unisono: Unisono, script: Script, what: str, *options: object, num_workers: int = 2) -> Command:
@@ -181,7 +192,7 @@ def test_native_code_that_fails(unisono: Unisono, script: Script, tmp_path: Path
 
 def test_native_code_that_holds_the_interpreter(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     """The worker cannot say anything, not even that it lives; the kernel can."""
-    command = start(unisono, script, "native", "--heartbeat-s", 0.1, "--heartbeat-timeout-s", SILENCE_S)
+    command = start(unisono, script, "native", "--set", "heartbeat=0.1s", "--set", f"heartbeat-timeout={SILENCE_S}s")
     command.line("has sent nothing for")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
@@ -205,7 +216,17 @@ def test_a_gradient_that_depends_on_the_worker(unisono: Unisono, script: Script,
 
 def test_a_process_that_somebody_has_killed(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     """Nothing says that it was for memory. The others go on, and the file has their stacks."""
-    command = start(unisono, script, "hang", "--late-s", 1.0, "--aside-s", WAIT_S, "--hang-s", WAIT_S)
+    command = start(
+        unisono,
+        script,
+        "hang",
+        "--set",
+        "report-late-after=1.0s",
+        "--set",
+        f"go-on-without-after={WAIT_S}s",
+        "--set",
+        f"kill-after={WAIT_S}s",
+    )
     late = command.line("s at step 1, micro-batch 2")  # on a busy machine, another may have been late before
     worker, pid = re.search(r"worker (w\d) \(pid (\d+)\)", late).groups()  # type: ignore[union-attr]
     os.kill(int(pid), signal.SIGKILL)
@@ -270,13 +291,23 @@ OTHER_SCRIPT = TROUBLED + "    # edited\n"
 
 
 def test_a_machine_with_another_script_is_refused_by_name(unisono: Unisono, script: Script, tmp_path: Path) -> None:
-    command = start(unisono, script, "hang", "--late-s", 0.2, "--aside-s", WAIT_S, "--hang-s", WAIT_S)
+    command = start(
+        unisono,
+        script,
+        "hang",
+        "--set",
+        "report-late-after=0.2s",
+        "--set",
+        f"go-on-without-after={WAIT_S}s",
+        "--set",
+        f"kill-after={WAIT_S}s",
+    )
     command.line("is late: no progress")
     script(OTHER_SCRIPT)
     joined = unisono("join", "run", "--workers", 1)
     assert joined.wait() != 0
-    command.line("evidence, for a bug report")
     command.line("is sent away")
+    command.line("evidence, for a bug report")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     content = evidence(tmp_path)[0]

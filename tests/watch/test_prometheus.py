@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.house.rooms import ROOT
-from unisono.events import GpuUse, MachineUsed, Seconds, WorkerUse
-from unisono.overview import Overview, WorkerNow
-from unisono.watch.prometheus import CONTENT_TYPE, NAMES, exposition
+from unisono.core.events import GpuUse, MachineUsed, Seconds, WorkerUse
+from unisono.record.overview import Overview, WorkerNow
+from unisono.views.watch.prometheus import CONTENT_TYPE, NAMES, exposition
 
 MACHINE = MachineUsed(
     host="m1",

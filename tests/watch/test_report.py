@@ -15,8 +15,8 @@ from tests.watch.test_served import browser_with
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.history import History
-from unisono.report import account
+from unisono.record.history import History
+from unisono.views.report import account
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "small_training.py"
 TRIALS = 4

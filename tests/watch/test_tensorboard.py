@@ -10,11 +10,11 @@ from tensorboard.plugins.hparams import metadata
 
 from tests.pure.test_journal import end, evaluation, step
 from tests.waiting import WAIT_S
-from unisono.events import Event, RunStarted
-from unisono.journal import JOURNAL, Journal, events, truncate
+from unisono.core.events import Event, RunStarted
+from unisono.record.journal import JOURNAL, Journal, events, truncate
 from unisono.testing import Faults, run_workers
-from unisono.watch.scalars import scalars
-from unisono.watch.tensorboard import TensorBoard
+from unisono.views.watch.scalars import scalars
+from unisono.views.watch.tensorboard import TensorBoard
 
 WORKERS = Path(__file__).parents[1] / "workers"
 
@@ -135,7 +135,7 @@ def test_whoever_is_killed_every_step_is_shown_once(worker: str, tmp_path: Path)
     faults = Faults().kill(worker, at="after_step", step=5)
     outcome = run_workers(
         WORKERS / "small_training.py", 2, directory=tmp_path / "run", arguments=["--steps", "12"],
-        options=["--tensorboard"], faults=faults, timeout_s=WAIT_S,
+        options=["--sink", "tensorboard"], faults=faults, timeout_s=WAIT_S,
     )  # fmt: skip
     assert outcome.exit_code == 0, outcome.output
     assert f"worker {worker}" in outcome.output
@@ -147,13 +147,13 @@ def test_a_resumed_run_goes_on_in_the_same_directory(tmp_path: Path) -> None:
     """Its first part has gone on after the checkpoint, and ends without another one."""
     script, run_dir = WORKERS / "checkpointed_training.py", tmp_path / "run"
     dies = run_workers(
-        script, 1, directory=run_dir, options=["--tensorboard", "--max-restarts", "0"], arguments=["--steps", "10"],
-        faults=Faults().kill("w0", at="after_step", step=8), timeout_s=WAIT_S,
+        script, 1, directory=run_dir, options=["--sink", "tensorboard", "--max-restarts", "0"],
+        arguments=["--steps", "10"], faults=Faults().kill("w0", at="after_step", step=8), timeout_s=WAIT_S,
     )  # fmt: skip
     assert dies.exit_code != 0
     goes_on = run_workers(
-        script, 1, directory=run_dir, options=["--tensorboard", "--resume", "auto"], arguments=["--steps", "10"],
-        timeout_s=WAIT_S,
+        script, 1, directory=run_dir, options=["--sink", "tensorboard", "--resume", "auto"],
+        arguments=["--steps", "10"], timeout_s=WAIT_S,
     )  # fmt: skip
     assert goes_on.exit_code == 0, goes_on.output
     check_shown(run_dir, 10)

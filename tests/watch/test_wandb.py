@@ -14,10 +14,10 @@ from tests.pure.test_journal import end, evaluation, step
 from tests.waiting import wait_until
 from tests.watch.next_writer import STEPS, run_with_a_killed_writer
 from tests.workers.conftest import Unisono
-from unisono.events import RunStarted
-from unisono.journal import JOURNAL, Journal, read
-from unisono.watch.since import Memory
-from unisono.watch.wandb import WandB
+from unisono.core.events import RunStarted
+from unisono.record.journal import JOURNAL, Journal, read
+from unisono.views.watch.since import Memory
+from unisono.views.watch.wandb import WandB
 
 
 @pytest.fixture(autouse=True)

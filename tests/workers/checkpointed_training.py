@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono import member
-from unisono.rundir import RunDirectory
+from unisono.cluster.worker import member
+from unisono.record.rundir import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.workers.disk import wait_for_disk

@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENT, WAIT_S
-from unisono import seats
-from unisono.lifetime import PARENT
-from unisono.machine.worker import STACK_SIGNAL
-from unisono.seats import LEDGER
+from unisono.script.worker import STACK_SIGNAL
+from unisono.system import seats
+from unisono.system.lifetime import PARENT
+from unisono.system.seats import LEDGER
 
 MARK = "UNISONO_TEST"
 END_S = 60.0  # then what still lives after a test was left behind; a process that ends at once takes a moment, too
@@ -119,7 +119,7 @@ def run_nursery(path: str, *, before: Sequence[str] = (), also: Sequence[str] = 
     it at ``path``.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
-    code = f"import {', '.join(('sys', *also))}; from unisono.machine.nursery import main; main()"
+    code = f"import {', '.join(('sys', *also))}; from unisono.script.nursery import main; main()"
     command = [*before, sys.executable, "-P", "-c", code, "--listen", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None

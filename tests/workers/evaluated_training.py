@@ -19,19 +19,17 @@ from torch.utils.data import TensorDataset
 import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.waiting import wait_until
 from tests.workers.gates import wait_at
-from unisono import member as members
-from unisono.training.localround import LocalRound
+from unisono.strategies.local.localround import LocalRound
 
 EVALUATORS = 1000
 
 
-def hear_of_all(run: unisono.Run) -> None:
-    """Wait until this worker has heard how the evaluations that it knows have ended."""
-    member = members.current()
-    assert member is not None
-    for number in run._evaluations._begun.entries:
-        member.evaluations.wait(number, lambda: None)
+def see_end_of_all(run: unisono.Run) -> None:
+    """Wait until this worker sees that the evaluations under way have come to their end."""
+    begun, outcome = run._evaluations._begun, run._evaluations._beside.outcome
+    wait_until(lambda: all(outcome(number) is not None for number in begun.unsettled), "evaluations end")
 
 
 def main() -> None:
@@ -39,8 +37,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--loops", type=int, default=1)
     parser.add_argument("--later", type=int, default=2, help="ask for results so many steps later; 0: never")
-    parser.add_argument("--every", type=int, default=3, help="evaluate so often within a loop")
-    parser.add_argument("--heard-at", type=int, help="wait there until no evaluator does the evaluation any more")
+    parser.add_argument("--every", type=int, default=4, help="evaluate so often within the first loop")
+    parser.add_argument("--seen-at", type=int, help="wait there until the evaluations under way have come to their end")
+    parser.add_argument("--broken", action="store_true", help="an evaluator raises")
+    parser.add_argument("--directory", type=Path, help="of a run that is not started by unisono run")
     parser.add_argument("--twice", action="store_true", help="two evaluations at each place")
     parser.add_argument("--shard", action="store_true")
     parser.add_argument("--local", action="store_true")
@@ -49,7 +49,9 @@ def main() -> None:
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     checkpoint = unisono.Checkpoints(every_steps=2) if arguments.save else None
-    with unisono.Run(seed=3, checkpoint=checkpoint, resume="auto" if arguments.save else None) as run:
+    with unisono.Run(
+        arguments.directory, seed=3, checkpoint=checkpoint, resume="auto" if arguments.save else None
+    ) as run:
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(54, 12, generator=draw), torch.randint(0, 4, (54,), generator=draw))
         model = nn.Sequential(nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 4))
@@ -64,6 +66,7 @@ def main() -> None:
         def count(batch: list[Tensor]) -> dict[str, Tensor]:
             nonlocal batches
             if run.rank < 0:
+                assert not arguments.broken
                 wait_at(arguments.gates / str(EVALUATORS + batches))
                 batches += 1
             inputs, labels = batch
@@ -76,11 +79,11 @@ def main() -> None:
             if arguments.twice:
                 run.evaluate(data, count, batch_size=9, wait=False)
 
-        def look(step: unisono.Step | LocalRound) -> None:
+        def look(step: unisono.Step | LocalRound, loop: int) -> None:
             for evaluation in run.pending:
                 if arguments.later and evaluation.step + arguments.later <= step.number:
                     evaluation.result()
-            if step.number_in_loop % arguments.every == 1:
+            if loop == 0 and step.number_in_loop % arguments.every == 1:
                 evaluate()
 
         def train(step: unisono.Step) -> None:
@@ -92,21 +95,21 @@ def main() -> None:
             scheduler.step()
 
         given: dict[str, Any] = {"batch_size": 24, "microbatches": 8, "epochs": 1000, "max_steps": arguments.steps}
-        for _ in range(arguments.loops):
+        for loop in range(arguments.loops):
             if arguments.local:
                 for round_ in run.local_steps(data, replicas=2, inner_steps=2, drop_last=True, **given):
                     for step in round_:
                         train(step)
-                    look(round_)
+                    look(round_, loop)
             else:
                 for step in run.steps(data, delay=arguments.delay, **given):
                     if run.rank >= 0:
                         wait_at(arguments.gates / str(step.number))
-                    if step.number == arguments.heard_at:
-                        hear_of_all(run)
+                    if step.number == arguments.seen_at:
+                        see_end_of_all(run)
                     train(step)
                     assert arguments.delay or step.totals["seen"] == step.num_samples
-                    look(step)
+                    look(step, loop)
             evaluate()
 
 

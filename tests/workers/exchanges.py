@@ -24,21 +24,21 @@ from tests.workers.processes import (
     num_descriptors,
     num_threads,
 )
-from unisono.decisions.plan import plan
-from unisono.decisions.tree import Node, leaf, root, schedule
-from unisono.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire
-from unisono.exchange.alone import Alone
-from unisono.exchange.context import Builder, Context
-from unisono.exchange.counters import Counters
-from unisono.exchange.flat import FlatLayout, Slot
-from unisono.exchange.host import Host
-from unisono.exchange.memory import futex_wait
-from unisono.exchange.network import Network
-from unisono.exchange.pages import WorkerPage
-from unisono.exchange.shared import SharedMemory
-from unisono.exchange.two_level import TwoLevel
-from unisono.exchange.wire import release_abandoned
-from unisono.rounds.connect import EXCHANGES
+from unisono.core.plan import plan
+from unisono.core.tree import Node, leaf, root, schedule
+from unisono.engine.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire
+from unisono.engine.exchange.alone import Alone
+from unisono.engine.exchange.context import Builder, Context
+from unisono.engine.exchange.counters import Counters
+from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.exchange.host import Host
+from unisono.engine.exchange.memory import futex_wait
+from unisono.engine.exchange.network import Network
+from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.exchange.shared import SharedMemory
+from unisono.engine.exchange.two_level import TwoLevel
+from unisono.engine.exchange.wire import release_abandoned
+from unisono.engine.rounds.connect import EXCHANGES
 
 CPU = torch.device("cpu")
 KINDS = [

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.waiting import WAIT_S
-from unisono import member as members
-from unisono.messages import Notice
+from unisono.cluster.worker import member as members
+from unisono.core.messages import Notice
 
 __all__ = ["ARRIVALS", "Gates", "wait_at"]
 

@@ -33,7 +33,6 @@ def main() -> None:
     parser.add_argument("--inner-state", default="kept")
     parser.add_argument("--copies", type=int, default=2)
     parser.add_argument("--delta", default="fp32")
-    parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--average", action="store_true")
     parser.add_argument("--every", type=int, default=0)
     parser.add_argument("--even", action="store_true", help="all workers compute as much")
@@ -65,7 +64,6 @@ def main() -> None:
             inner_state=arguments.inner_state,
             copies=arguments.copies,
             delta=arguments.delta,
-            delay=arguments.delay,
             epochs=1000,
             max_steps=arguments.rounds * INNER_STEPS - 1,
         )

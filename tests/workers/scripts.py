@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.workers.processes import Seat, Team
-from unisono.training import life
+from unisono.script import life
 
 __all__ = ["run_script"]
 

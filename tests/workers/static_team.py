@@ -26,16 +26,16 @@ import torch.distributed as dist
 
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
-from unisono.exchange import Exchange, wire
-from unisono.exchange.context import Context
-from unisono.exchange.pages import WorkerPage
-from unisono.machine.scratch import scratch_folder
-from unisono.member import Member
-from unisono.rounds.connect import EXCHANGES
-from unisono.rounds.standing import Report
-from unisono.rounds.team import AloneTeam, Part
-from unisono.rounds.team import Team as RunTeam
-from unisono.training.run import Run
+from unisono.cluster.worker.member import Member
+from unisono.engine.exchange import Exchange, wire
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.rounds.connect import EXCHANGES
+from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds.team import AloneTeam, Part
+from unisono.engine.rounds.team import Team as RunTeam
+from unisono.script.run import Run
+from unisono.system.scratch import scratch_folder
 
 __all__ = ["AloneRun", "Place", "StaticRun", "train_on", "trained_alone"]
 

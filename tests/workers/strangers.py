@@ -14,11 +14,11 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
 
 from tests.waiting import WAIT_S
-from unisono.certificate import client_context
 from unisono.cli.reach import NotGoing, ask_status
-from unisono.head.door import MAX_MESSAGE_BYTES
-from unisono.invitation import HeadUrl, Invitation
-from unisono.messages import Hello, MemberInfo, encode
+from unisono.cluster.head.door import MAX_MESSAGE_BYTES
+from unisono.cluster.trust.certificate import client_context
+from unisono.cluster.trust.invitation import HeadUrl, Invitation
+from unisono.core.messages import Hello, MemberInfo, encode
 
 __all__ = ["ATTACKS", "recorded"]
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.waiting import WAIT_S
-from unisono.exchange.addresses import AddressStore
-from unisono.exchange.wire import Wire, _missing
+from unisono.engine.exchange.addresses import AddressStore
+from unisono.engine.exchange.wire import Wire, _missing
 
 
 class Counting(dist.Store):

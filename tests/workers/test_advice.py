@@ -14,8 +14,8 @@ import torch
 
 import unisono
 from tests.pure.test_watch import Kept
-from unisono.decisions.advice import Load, Setting, advise
-from unisono.events import Seconds, StepFinished
+from unisono.core.events import Seconds, StepFinished
+from unisono.record.advice import Load, Setting, advise
 
 pytestmark = pytest.mark.more
 

@@ -15,9 +15,9 @@ from torch.utils.data import StackDataset, TensorDataset
 from tests.workers.models import Images, Mlp, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import StepError, UsageError
-from unisono.state.packing import digest_of_state
-from unisono.training.run import Run
+from unisono.core.errors import StepError, UsageError
+from unisono.engine.state.packing import digest_of_state
+from unisono.script.run import Run
 
 pytestmark = pytest.mark.more
 
@@ -220,7 +220,7 @@ def test_a_torch_that_counts_otherwise_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_journal_has_the_loss_of_every_pass(tmp_path: Any) -> None:
-    from unisono.journal import JOURNAL, read
+    from unisono.record.journal import JOURNAL, read
 
     with AloneRun(tmp_path / "run", seed=1) as run:
         found, _ = gan(run)

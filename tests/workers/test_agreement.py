@@ -19,8 +19,8 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
-from unisono.errors import DivergenceError
-from unisono.training.step import Step
+from unisono.core.errors import DivergenceError
+from unisono.engine.loop.step import Step
 
 Loss = Callable[[Step, nn.Module, Tensor, Tensor], Tensor]
 

@@ -37,7 +37,7 @@ def test_a_worker_that_computes_wrong_gradients_is_found_and_no_bit_changes(
     faults = Faults().corrupt("w1", "gradient", step=9, lasting=True)
     if lost:
         faults = faults.kill(lost, step=11, at=at)
-    found = train(tmp_path / "run", 4, faults, [*PATIENT, "--audit", "0.5", "--audit-then", "go-on"])
+    found = train(tmp_path / "run", 4, faults, [*PATIENT, "--audit", "0.5", "--set", "audit-then=go-on"])
     assert found.exit_code == 0, found.output
     assert (found.digests, found.final, found.evaluations) == (calm.digests, calm.final, calm.evaluations), found.output
     assert re.search(r"\bw1 on host \S+ computes wrong values", found.output)

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono.events import RunEnded
-from unisono.journal import JOURNAL
-from unisono.journal.lines import text_of, to_line
-from unisono.lifetime import Memory
-from unisono.machine import agent, following
-from unisono.machine.following import Following
-from unisono.messages import Ended, Message, Welcome, encode
-from unisono.rundir import describe
-from unisono.spec import MachineSpec, RunSpec
-from unisono.watch import Stream
-from unisono.watch.terminal import Plain
+from unisono.cluster.machine import agent, following
+from unisono.cluster.machine.following import Following
+from unisono.core.events import RunEnded
+from unisono.core.messages import Ended, Message, Welcome, encode
+from unisono.core.spec import MachineSpec, RunSpec
+from unisono.record.journal import JOURNAL
+from unisono.record.journal.lines import text_of, to_line
+from unisono.record.rundir import describe
+from unisono.system.lifetime import Memory
+from unisono.views.watch import Stream
+from unisono.views.watch.terminal import Plain
 
 WELCOME = Welcome(run_id="x", heartbeat_s=0.5, agent_id="agent1")
 HEAD_AWAY_S = 10.0

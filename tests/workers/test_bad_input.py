@@ -24,8 +24,7 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.decisions.plan import Plan
-from unisono.errors import (
+from unisono.core.errors import (
     DeadlineExceeded,
     DivergenceError,
     LossError,
@@ -34,13 +33,15 @@ from unisono.errors import (
     StepError,
     UsageError,
 )
-from unisono.journal import read
-from unisono.rounds.life import Rounds
-from unisono.rounds.standing import Report
-from unisono.rounds.team import AloneTeam
-from unisono.rounds.together import Together
-from unisono.state.tracked import Tracked
-from unisono.training.step import Step
+from unisono.core.plan import Plan
+from unisono.engine.loop.step import Step
+from unisono.engine.rounds.gathering import Together
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds.team import AloneTeam
+from unisono.engine.state.tracked import Tracked
+from unisono.record.journal import read
 
 
 def says(*parts: str) -> str:
@@ -788,7 +789,9 @@ class Divided(AloneTeam):
 
 
 class WaitingEvaluation(Together):
-    kind, title = "evaluation", "an evaluation of 3 batches"  # type: ignore[assignment,misc]
+    def __init__(self, members: Members) -> None:
+        super().__init__(members, lambda: None)
+        self.kind, self.title = "evaluation", "an evaluation of 3 batches"
 
     def combine(self, plan: Plan) -> Any:
         raise DeadlineExceeded("waited")
@@ -798,7 +801,7 @@ def test_workers_that_do_different_things() -> None:
     """Both wait for the other until a deadline; when they meet then, they find out, and do not try again for ever."""
     rounds = Rounds(Divided(torch.device("cpu")), Tracked())
     with pytest.raises(StepError, match=says("w0 is at an evaluation of 3", "w1 is at a step of 8", "run.is_main")):
-        list(rounds.play(WaitingEvaluation(rounds.members, lambda: None)))
+        list(rounds.play(WaitingEvaluation(rounds.members)))
 
 
 def test_workers_that_have_drifted_apart() -> None:

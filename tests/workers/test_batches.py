@@ -20,11 +20,11 @@ from tests.workers.losses import ended_workers
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.events import EvaluationFinished
-from unisono.history import History
-from unisono.journal import compare, events, read
+from unisono.core.events import EvaluationFinished
+from unisono.record.history import History
+from unisono.record.journal import compare, events, read
 from unisono.testing import Faults, run_workers
-from unisono.watch.scalars import scalars
+from unisono.views.watch.scalars import scalars
 
 SCRIPT = Path(__file__).with_name("tested_training.py")
 

@@ -13,11 +13,11 @@ from tests.waiting import WAIT_S
 from tests.workers.test_head_death import serving
 from tests.workers.test_heirs import follower
 from tests.workers.test_member import INFO, Connection, Connections
-from unisono.beatpage import NUM_SLOTS, BeatPage, Slot, open_slot
-from unisono.machine.beats import Reporter
-from unisono.member import Member
-from unisono.messages import Beat, BeatOf, Beats, Hello, MemberInfo, Ready, Start, encode
-from unisono.spec import WorkerSpec
+from unisono.cluster.machine.beats import Reporter
+from unisono.cluster.worker.beatpage import NUM_SLOTS, BeatPage, Slot, open_slot
+from unisono.cluster.worker.member import Member
+from unisono.core.messages import Beat, BeatOf, Beats, Hello, MemberInfo, Ready, Start, encode
+from unisono.core.spec import WorkerSpec
 
 pytestmark = pytest.mark.more
 

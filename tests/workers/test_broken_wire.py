@@ -15,14 +15,14 @@ from tests.waiting import WAIT_S, wait_until
 from tests.workers import static_team
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
-from unisono.decisions.plan import plan
-from unisono.errors import PeerLost
-from unisono.exchange import Share, combine
-from unisono.exchange.flat import FlatLayout
-from unisono.exchange.listening import Port
-from unisono.exchange.network import Network
-from unisono.exchange.sockets import shut, tcp_sockets
-from unisono.exchange.wire import release_abandoned
+from unisono.core.errors import PeerLost
+from unisono.core.plan import plan
+from unisono.engine.exchange import Share, combine
+from unisono.engine.exchange.flat import FlatLayout
+from unisono.engine.exchange.listening import Port
+from unisono.engine.exchange.network import Network
+from unisono.engine.exchange.sockets import shut, tcp_sockets
+from unisono.engine.exchange.wire import release_abandoned
 
 NUM_LEAVES = 3
 _held: list[Any] = []
@@ -52,7 +52,8 @@ def _leave(seat: Seat, place: Place) -> int:
     working = threading.Thread(target=sum_up)
     working.start()
     wire = exchange._wire
-    wait_until(lambda: any(not work.is_completed() for work in wire._pending), "a message is waited for")
+    # The other rank may have left before this one has looked: then this one has lost it.
+    wait_until(lambda: bool(lost) or any(not each.is_completed() for each in wire._pending), "a message is waited for")
     exchange.interrupt(PeerLost("w2 is lost"))
     working.join()
     exchange.close()

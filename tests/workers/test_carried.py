@@ -15,8 +15,8 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import DivergenceError, StepError, UsageError
-from unisono.training.run import Run
+from unisono.core.errors import DivergenceError, StepError, UsageError
+from unisono.script.run import Run
 
 pytestmark = pytest.mark.more
 

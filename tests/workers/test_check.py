@@ -16,9 +16,9 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, run_nursery
-from unisono.checking.trials import Runner
-from unisono.checking.verdict import Verdict, check_script
-from unisono.trialrun import Script
+from unisono.tools.check.trials import Runner
+from unisono.tools.check.verdict import Verdict, check_script
+from unisono.tools.trialrun import Script
 
 pytestmark = pytest.mark.more
 
@@ -94,6 +94,7 @@ def test_a_script_that_fails_by_itself_cannot_be_checked(unisono: Unisono, nurse
     command = unisono("check", str(script))
     assert command.wait() == 2
     assert any("no data" in line for line in command.err)
+    assert any("computes the first" in line and line.endswith("steps: alone") for line in command.err), command.err
 
 
 @pytest.mark.parametrize(

@@ -39,19 +39,20 @@ from tests.workers.conftest import Unisono, forked, marked, served_by, wait_unti
 from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
-from unisono.checkpoint import files, saving, snapshot, writer
-from unisono.decisions.cadence import Position
-from unisono.decisions.cursor import Cursor
-from unisono.decisions.orders import Shuffled
-from unisono.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
-from unisono.faults import POINTS
-from unisono.history import History
-from unisono.journal import JOURNAL, Journal, compare, read
-from unisono.rundir import RunDirectory, describe
-from unisono.state.tracked import Tracked
+from unisono.core.cadence import Position
+from unisono.core.cursor import Cursor
+from unisono.core.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
+from unisono.core.orders import Shuffled
+from unisono.engine.checkpoint import saving, snapshot, writer
+from unisono.engine.state.tracked import Tracked
+from unisono.record import checkpoints as files
+from unisono.record.history import History
+from unisono.record.journal import JOURNAL, Journal, compare, read
+from unisono.record.rundir import RunDirectory, describe
+from unisono.script.keeping import Keeper
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome, run_workers
-from unisono.training.keeping import Keeper
-from unisono.watch.terminal.drawing import header
+from unisono.views.watch.terminal.drawing import header
 
 pytestmark = pytest.mark.more
 
@@ -198,7 +199,7 @@ def test_a_run_goes_on_whose_checkpoint_takes_longer_to_load_than_an_exchange_ma
     """
     gates = tmp_path / "gates"
     name = script(LOADS_SLOWLY.format(root=ROOT, gates=str(gates)))
-    limits = ["--timeout-s", SILENCE_S]
+    limits = ["--set", f"exchange-timeout={SILENCE_S}s"]
     options = ["--workers", 2, "--run-dir", "run", *limits, "--exchange", "shared", name, "--"]
     first = unisono("run", *options, 2)
     assert first.wait() == 0, first.err
@@ -1067,7 +1068,7 @@ def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
         return whole(path, data, *rest)
 
     monkeypatch.setattr(files, "write_file", slow)
-    monkeypatch.setattr("unisono.checkpoint.saving.SLOW_S", 0.0)
+    monkeypatch.setattr("unisono.engine.checkpoint.saving.SLOW_S", 0.0)
     done: list[int] = []
 
     def watch(run: unisono.Run, step: unisono.Step) -> None:
@@ -1140,7 +1141,7 @@ def test_a_directory_that_is_moved_is_told_once_and_not_made_anew(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the workers would make has neither the description of the run, nor its lock, nor the first lines."""
-    monkeypatch.setattr("unisono.rundir.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("unisono.record.rundir.LOOK_EVERY_S", 0.0)
     run_dir, moved = tmp_path / "run", tmp_path / "moved"
 
     def move(run: unisono.Run, step: unisono.Step) -> None:
@@ -1206,7 +1207,7 @@ def test_a_directory_that_is_removed_in_the_last_step_is_told(tmp_path: Path) ->
 
 
 def test_two_runs_cannot_go_on_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.rundir.LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("unisono.record.rundir.LOCK_PATIENCE_S", 0.0)
     refused: list[str] = []
 
     def second(run: unisono.Run, step: unisono.Step) -> None:
@@ -1283,8 +1284,8 @@ def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, t
     assert compare(tmp_path / "run", tmp_path / "calm").startswith("identical: 200 steps")
     other = unisono("run", "--resume", "run", "work/train.py", "--", 8)
     assert other.wait() == 1
-    other.line("resume_anyway={'microbatches'} or --resume-anyway microbatches")
-    asked_for = unisono("run", "--resume", "run", "--resume-anyway", "microbatches", "work/train.py", "--", 8)
+    other.line("resume_anyway={'microbatches'} or --set resume-anyway=microbatches")
+    asked_for = unisono("run", "--resume", "run", "--set", "resume-anyway=microbatches", "work/train.py", "--", 8)
     assert asked_for.wait() == 0, asked_for.err
     asked_for.line("another recipe, which resume_anyway allows")
 
@@ -1303,7 +1304,7 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
     assert set(torch.load(tmp_path / "o.pt")) == {"state", "param_groups"}
     newest = files.complete(tmp_path / "run" / files.FOLDER)[-1]
     (newest / files.MANIFEST).unlink()
-    verified = unisono("checkpoints", "run", "verify")
+    verified = unisono("checkpoints", "run", "check")
     assert verified.wait() == 1
     assert "broken: step-0000000006 has no manifest.json" in verified.out[-1]
     assert verified.out[0].endswith("every byte is right")
@@ -1315,7 +1316,7 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
         (["run", "--resume", "alone"], "alone does not say which script it was made with; give the script"),
         (["run", "--resume", "moved"], "the run began in /nowhere, which cannot be used (No such file or directory)"),
         (["run", "--resume", "gone"], "there is no script gone.py (looked in /)"),
-        (["run", "--resume-anyway", "seed", "x.py"], "give --resume DIR as well"),
+        (["run", "--set", "resume-anyway=seed", "x.py"], "give --resume DIR as well"),
         (["checkpoints", "nowhere"], "nowhere holds no checkpoint; give the directory of a run"),
         (["run", "--resume", "nowhere", "x.py"], "--resume nowhere: there is no such directory"),
         (["run", "--resume", ".", "--overwrite", "x.py"], "give only one of them"),

@@ -25,29 +25,29 @@ import unisono as unisono_package
 from tests.waiting import WAIT_S
 from tests.watch.long_run import make_long_run
 from tests.workers.conftest import Command, Unisono
-from unisono import LaunchError, cli, launch, rundir
-from unisono.capacity import free_workers, parse_workers
+from unisono import LaunchError, cli, launch
 from unisono.cli import given
 from unisono.cli.checkpoints import _export as export
-from unisono.cli.checkpoints import _size as size
 from unisono.cli.given import check_text
-from unisono.decisions.policy import Policy
-from unisono.errors import CheckpointError, RunDirectoryError, UsageError
-from unisono.events import RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
-from unisono.interfaces import Interface
-from unisono.journal import JOURNAL
-from unisono.machine.headprocess import Service, listen, reserve
-from unisono.tasks import TAKEN
-from unisono.watch.cadence import Cadence
-from unisono.watch.terminal import Plain
+from unisono.cluster.machine.headprocess import Service, listen, reserve
+from unisono.core.errors import CheckpointError, RunDirectoryError, UsageError
+from unisono.core.events import Announcement, Problem, RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
+from unisono.core.policy import Policy
+from unisono.record import rundir
+from unisono.record.journal import JOURNAL
+from unisono.system.capacity import free_workers, parse_workers
+from unisono.system.interfaces import Interface
+from unisono.system.tasks import TAKEN
+from unisono.views.watch.cadence import Cadence
+from unisono.views.watch.terminal import Plain
 
 Script = Callable[..., str]
 
 BEGIN = """
     import sys
-    from unisono import member
-    from unisono.events import Seconds, StepFinished, WorkerTimes
-    from unisono.messages import Happened
+    from unisono.cluster.worker import member
+    from unisono.core.events import Seconds, StepFinished, WorkerTimes
+    from unisono.core.messages import Happened
 
     me = member.current()
     me.ready(0)
@@ -72,16 +72,22 @@ BEGIN = """
         (["run", "here.py", "--workers", "4:2"], "got '4:2'"),
         (["run", "here.py", "-n", "100000"], "100000 workers are more than 64 for every core ("),
         (["run", "here.py", "--threads", "0"], "at least 1 thread, got --threads 0"),
-        (["run", "here.py", "--port", "70000"], "got --port 70000"),
+        (["run", "here.py", "--set", "port=70000"], "got --set port=70000"),
         (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
         (["run", "here.py", "--bind", ""], "--bind is an address of this machine"),
         (["run", "here.py", "--bind", "ä..b"], "cannot listen on ä..b port 0: encoding of hostname failed"),
-        (["run", "here.py", "--heartbeat-s", "9"], "--heartbeat-s must be smaller than --heartbeat-timeout-s"),
-        (["run", "here.py", "--timeout-s", "0"], "--timeout-s is a time in seconds above 0, got 0.0"),
-        (["run", "here.py", "--timeout-s", "nan"], "--timeout-s is a time in seconds above 0, got nan"),
-        (["run", "here.py", "--hang-s", "inf"], "--hang-s is a time in seconds above 0, got inf"),
-        (["run", "here.py", "--late-s", "-1"], "--late-s is a time in seconds above 0, got -1.0"),
-        (["run", "here.py", "--heartbeat-s", "nan"], "--heartbeat-s is a time in seconds above 0, got nan"),
+        (
+            ["run", "here.py", "--set", "heartbeat=9s"],
+            "--set heartbeat=9s is not shorter than --set heartbeat-timeout=5s",
+        ),
+        (
+            ["run", "here.py", "--set", "exchange-timeout=0s"],
+            "--set exchange-timeout is a time above 0 with its unit, such as 500ms, 60s, 2m or 1h, got '0s'",
+        ),
+        (["run", "here.py", "--set", "exchange-timeout=nans"], "--set exchange-timeout is a time above 0"),
+        (["run", "here.py", "--set", "kill-after=infs"], "--set kill-after is a time above 0"),
+        (["run", "here.py", "--set", "report-late-after=-1s"], "--set report-late-after is a time above 0"),
+        (["run", "here.py", "--set", "heartbeat=nans"], "--set heartbeat is a time above 0"),
         (["run", "odd-\udcff.py"], r"the script or one of its arguments is not UTF-8: b'odd-\xff.py'"),
         (["run", "here.py", "--", "\udcff"], r"the script or one of its arguments is not UTF-8: b'\xff'"),
         (["run", "here.py", "--run-dir", "\udcff"], r"the run directory is not UTF-8: b'\xff'"),
@@ -90,39 +96,41 @@ BEGIN = """
         (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
         (["run", "--resume", "odd-word"], "odd-word does not say which script it was made with; give the script"),
         (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),
+        (["watch", "--once", "missing"], "there is no run directory missing"),
+        (["watch", "--once", "empty"], "there is no run in empty: no journal, and no head that answers"),
         (
-            ["run", "here.py", "--plain", "--workers", "1:2", "--efficiency", "0.5"],
-            "--efficiency is for scripts that use Unisono, and not for a plain one",
+            ["watch", "--once", "foreign"],
+            "line 2 of foreign/journal.jsonl is not a line of a journal: 'today it rained'",
         ),
-        (["status", "missing"], "there is no run directory missing"),
-        (["status", "empty"], "there is no run in empty: no journal, and no head that answers"),
-        (["status", "foreign"], "line 2 of foreign/journal.jsonl is not a line of a journal: 'today it rained'"),
         (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
         (["compare", "nothing", "nothing"], "nothing holds no journal"),
         (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
         (["scale", ".", "-1"], "a run has at least 1 worker, got -1"),
         (["scale", ".", "2"], "no run is going in ."),
         (["stop", "."], "no run is going in .; a run that has just begun can be reached after some seconds"),
-        (["join", "over"], "the run in over is not going any more; `unisono status over` shows how it has ended"),
+        (["join", "over"], "the run in over is not going any more; `unisono watch --once over` shows how it has ended"),
         (["run", "--resume", "odd-word", "--", "--lr", "1"], "--lr is no script, and stands where the script should"),
         (["join", "http://x", "--token-file", "here.py"], "the address of a run is ws://HOST:PORT"),
         (
             ["join", "ws://x:99999", "--token-file", "here.py"],
             "the address of a run is ws://HOST:PORT or wss://HOST:PORT#FINGERPRINT, got 'ws://x:99999'",
         ),
-        (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--head-away-s", "nan"], "--head-away-s is a time"),
+        (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--head-away", "nans"], "--head-away is a time"),
         (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing holds no token"),
         (["join", "ws://127.0.0.1:1", "--token-file", "missing"], "there is no --token-file missing"),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py"], "no head answers at ws://127.0.0.1:1"),
         (["join", "-"], "there is no invitation on standard input"),
         (["stop", "ws://127.0.0.1:1"], "the invitation has no token: ws://127.0.0.1:1 is where the head listens"),
-        (["status", "wss://x@127.0.0.1:1"], "no head answers at wss://127.0.0.1:1"),
-        (["run", "here.py", "--certificate", "x.pem"], "--certificate and --private-key are given together"),
+        (["watch", "--once", "wss://x@127.0.0.1:1"], "no head answers at wss://127.0.0.1:1"),
         (
-            ["run", "here.py", "--certificate", "x.pem", "--private-key", "x.key"],
+            ["run", "here.py", "--set", "certificate=x.pem"],
+            "--set certificate and --set private-key are given together",
+        ),
+        (
+            ["run", "here.py", "--set", "certificate=x.pem", "--set", "private-key=x.key"],
             "the certificate x.pem cannot be read",
         ),
-        (["run", "here.py", "--advertise", "lab:4000"], "--advertise is an address or the name of a host"),
+        (["run", "here.py", "--set", "advertise=lab:4000"], "--set advertise is an address or the name of a host"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "-",
 )
@@ -157,19 +165,18 @@ def test_bad_input_is_one_line_and_starts_nothing(
     assert shown.out == ""
 
 
-@pytest.mark.parametrize("command", ["agent", "run"])
 def test_a_task_of_mpiexec_does_not_ignore_the_machines_that_it_is_given(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "here.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.delenv(TAKEN, raising=False)
-    monkeypatch.setattr(sys, "argv", ["unisono", command, "here.py", "--hosts", "a,b"])
+    monkeypatch.setattr(sys, "argv", ["unisono", "run", "here.py", "--hosts", "a,b"])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
-    words = "unisono: --hosts and --hostfile are for `unisono run` by itself; "
+    words = "unisono: --hosts and --set hostfile are for `unisono run` by itself; "
     assert (leaving.value.code, capsys.readouterr().err[: len(words)]) == (2, words)
 
 
@@ -196,7 +203,7 @@ def test_a_name_that_only_the_locale_cannot_read_is_not_called_wrong(monkeypatch
 def test_every_command_is_listed_and_explains_itself() -> None:
     shown = CliRunner().invoke(cli._group, ["--help"]).output
     for name in cli.COMMANDS:
-        assert name in shown
+        assert (f"\n  {name} " in shown) is (name not in cli.HIDDEN)
         if name != "compare":
             assert "Usage:" in CliRunner().invoke(cli._group, [name, "--help"]).output
 
@@ -226,18 +233,20 @@ def test_a_run_that_this_user_cannot_reach_is_not_shown_as_stopped(unreadable: s
     (tmp_path / unreadable).unlink(missing_ok=True)
     (tmp_path / unreadable).mkdir()
     with pytest.raises(UsageError, match=f"{unreadable} is no file of that directory alone: it is a pipe, a directory"):
-        CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False, catch_exceptions=False)
+        CliRunner().invoke(
+            cli._group, ["watch", "--once", str(tmp_path)], standalone_mode=False, catch_exceptions=False
+        )
 
 
 def test_the_status_of_a_run_whose_journal_has_a_broken_line_is_shown(tmp_path: Path) -> None:
     """With what can be read; and it says what cannot."""
     lines = [json.dumps({"line": n, "kind": "step", "step": n, "num_steps": 9, "loss": 0.5}) for n in range(2)]
     (tmp_path / JOURNAL).write_text("\n".join([*lines, "{nonsense", ""]))
-    shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
+    shown = CliRunner().invoke(cli._group, ["watch", "--once", str(tmp_path)], standalone_mode=False)
     first, second, *rest = shown.output.splitlines()
     assert (first, second) == ("stopped", "2 of 9 steps, loss 0.5000")
     (tmp_path / JOURNAL).write_text(lines[0].replace("0.5", "2.5e-06") + "\n")
-    shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
+    shown = CliRunner().invoke(cli._group, ["watch", "--once", str(tmp_path)], standalone_mode=False)
     assert "1 of 9 steps, loss 2.500e-06" in shown.output
     assert any(line.startswith(f"1 line of {tmp_path / JOURNAL} cannot be read and is left out") for line in rest)
 
@@ -247,10 +256,10 @@ def test_the_status_of_a_run_whose_journal_is_something_else_has_the_rest(tmp_pa
     run = make_long_run(tmp_path / "run", steps=70, workers=2)
     journal = run / JOURNAL
     journal.write_bytes(journal.read_bytes()[:-20])
-    shown = CliRunner().invoke(cli._group, ["status", str(run)], standalone_mode=False)
+    shown = CliRunner().invoke(cli._group, ["watch", "--once", str(run)], standalone_mode=False)
     assert shown.output.startswith("finished\n70 of 70 steps"), shown.output
     journal.write_bytes(b"\x7fELF\x00\n" * 99)
-    shown = CliRunner().invoke(cli._group, ["status", str(run)], standalone_mode=False)
+    shown = CliRunner().invoke(cli._group, ["watch", "--once", str(run)], standalone_mode=False)
     assert shown.output.startswith("finished\nno step yet"), shown.output
     assert "w1 on node0 came" in shown.output
     assert "is not a journal: it begins with" in shown.output
@@ -259,7 +268,7 @@ def test_the_status_of_a_run_whose_journal_is_something_else_has_the_rest(tmp_pa
 def test_the_status_of_a_run_that_diverged(tmp_path: Path) -> None:
     """A loss that is no number is a string in the journal."""
     (tmp_path / JOURNAL).write_text('{"kind": "step", "step": 3, "num_steps": 9, "loss": "nan"}\n')
-    shown = CliRunner().invoke(cli._group, ["status", str(tmp_path)], standalone_mode=False)
+    shown = CliRunner().invoke(cli._group, ["watch", "--once", str(tmp_path)], standalone_mode=False)
     said = f"there is no {tmp_path / 'run.json'}"
     assert shown.output == f"stopped\n4 of 9 steps, loss nan\n{said}\n"
 
@@ -293,14 +302,10 @@ def test_a_file_that_cannot_be_exported_to_is_named(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").touch()
-    monkeypatch.setattr("unisono.checkpoint.loading.load_model", lambda place, name: {"weight": torch.zeros(2)})
+    monkeypatch.setattr("unisono.engine.checkpoint.loading.load_model", lambda place, name: {"weight": torch.zeros(2)})
     with pytest.raises(CheckpointError, match=r"x.* cannot be written: (No such file|Not a)") as caught:
         export(tmp_path, tmp_path / place, None)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_small_sizes_are_shown() -> None:
-    assert [size(number) for number in (812, 48_200, 1_000_000)] == ["0.8 kB", "48.2 kB", "1.0 MB"]
 
 
 def test_how_many_workers() -> None:
@@ -365,9 +370,8 @@ def test_a_head_that_may_follow_on_another_machine_has_a_port_of_the_range() -> 
 def test_an_address_is_named_once(unisono: Unisono, script: Script) -> None:
     name = script("print('ran')")
     for options, words in (
-        (["--port", 5000, "--ports", "5000:5001"], "both name the head's port"),
-        (["--interface", "eth0", "--bind", "10.0.0.1"], "both name an address"),
-        (["--interface", "nowhere7"], "--interface nowhere7 has no address on this machine"),
+        (["--set", "interface=eth0", "--bind", "10.0.0.1"], "both name an address"),
+        (["--set", "interface=nowhere7"], "the network interface nowhere7 has no address on this machine"),
     ):
         command = unisono("run", name, "-n", 1, *options)
         assert command.wait() == 2
@@ -391,7 +395,7 @@ def test_the_script_runs_as_python_would_run_it(unisono: Unisono, script: Script
         """
         import json, os, pickle, sys
         import beside
-        from unisono import member
+        from unisono.cluster.worker import member
 
         class Local:
             pass
@@ -406,7 +410,9 @@ def test_the_script_runs_as_python_would_run_it(unisono: Unisono, script: Script
         """,
         "deep/train.py",
     )
-    command = unisono("run", name, "--workers", 2, "--threads", 2, "--simulate-hosts", 2, "--", "--lr", "0.1", "-x")
+    command = unisono(
+        "run", name, "--workers", 2, "--threads", 2, "--set", "simulate-hosts=2", "--", "--lr", "0.1", "-x"
+    )
     assert command.wait() == 0, command.err
     for worker, host in (("w0", "-0"), ("w1", "-1")):
         said = json.dumps(["found", [name, "--lr", "0.1", "-x"], str(tmp_path / name), host])
@@ -427,7 +433,7 @@ def test_sets_of_strings_have_one_order_in_all_runs(
     code = "print(hash('unisono'))"
     environment = {**os.environ, "PYTHONHASHSEED": chosen or "0"}
     expected = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip()
-    command = unisono("run", script(code), "-n", 1, "--start", start)
+    command = unisono("run", script(code), "-n", 1, "--set", f"start={start}")
     assert command.wait() == 0, command.err
     assert f"[w0] {expected}" in command.out
 
@@ -498,7 +504,7 @@ def test_steps_are_shown_and_summed_up(unisono: Unisono, script: Script) -> None
     )
     command = unisono("run", name, "--workers", 2)
     assert command.wait() == 0
-    shown = "unisono: 3 of 3 steps  loss 0.3333  16 samples/s  0:00 left  2 workers"
+    shown = "unisono: 3 of 3 steps  loss 0.3333  16 samples/s  2 workers"
     assert any(line.endswith(shown) for line in command.out)
     assert " unisono: finished: 3 steps in " in command.out[-1]
     assert command.out[-1].endswith(" s on 2 workers")
@@ -592,6 +598,23 @@ def test_plain_lines_have_the_time_of_day_come_rarer_and_rarer_and_the_last_alwa
     assert lines[-1] == f"{at(5)} unisono: finished: 10 steps in 5.0 s on 4 workers"
 
 
+def test_the_evidence_of_a_problem_is_named_after_the_sentence_that_says_what_happened() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    screen = Plain(out, err, clock=lambda: 0.0, wall=lambda: MORNING)
+    screen.emit(Problem(problem="crash", text="worker w1 was killed", evidence="problems/a.txt"))
+    screen.emit(Announcement(text="worker w1 was killed; generation 2 with 1 worker"))
+    screen.emit(Problem(problem="crash", text="worker w2 was killed", evidence="problems/b.txt"))
+    screen.emit(RunEnded(ok=False, reason="worker w2 was killed", digests={}))
+    screen.close()
+    said = [line.partition("unisono: ")[2] for line in [*out.getvalue().splitlines(), *err.getvalue().splitlines()]]
+    assert said == [
+        "worker w1 was killed; generation 2 with 1 worker",
+        "evidence, for a bug report: problems/a.txt in the run's directory",
+        "evidence, for a bug report: problems/b.txt in the run's directory",
+        "failed: worker w2 was killed",
+    ]
+
+
 def test_rounds_of_local_steps_are_called_so() -> None:
     out = io.StringIO()
     screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
@@ -676,7 +699,7 @@ def test_news_of_the_balance_come_once_in_a_minute() -> None:
 def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int], last: int, steps: int) -> None:
     """Where a worker is killed, a step may be told twice, or not at all."""
     out = io.StringIO()
-    screen = Plain(out, io.StringIO(), clock=lambda: 0.0)
+    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
     for step in told:
         screen.emit(finished(step))
     screen.emit(RunEnded(ok=True, reason="finished", digests={}, step=last))
@@ -687,7 +710,7 @@ def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int]
 @pytest.mark.usefixtures("nursery")
 def test_launch_returns_what_rank_0_returns(capsys: pytest.CaptureFixture[str]) -> None:
     def main(number: int) -> tuple[int, str]:
-        from unisono import member
+        from unisono.cluster.worker import member
 
         me = member.current()
         assert me is not None
@@ -717,7 +740,7 @@ def test_a_worker_that_launch_has_to_start_again_finds_the_function() -> None:
         import os
         import signal
 
-        from unisono import member
+        from unisono.cluster.worker import member
 
         me = member.current()
         assert me is not None
@@ -753,6 +776,42 @@ def test_nothing_is_left_of_a_launch_that_is_killed(number: int, script: Script,
         command.end()
 
 
+@pytest.mark.usefixtures("nursery")
+def test_a_run_keeps_its_settings_and_where_each_comes_from(unisono: Unisono, tmp_path: Path) -> None:
+    """Those of the file beside the script too; --dry-run prints the same, and starts nothing."""
+    (tmp_path / "train.py").write_text(
+        "import torch, unisono\n"
+        "with unisono.Run('run') as run:\n"
+        "    model = torch.nn.Linear(1, 1)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    run.track(model=model, optimizer=optimizer)\n"
+        "    for step in run.steps([0.0, 1.0], batch_size=2, microbatches=2):\n"
+        "        for batch in step:\n"
+        "            step.backward(model(batch.float().reshape(-1, 1)).sum(), weight=len(batch))\n"
+        "        optimizer.step()\n"
+    )
+    (tmp_path / "unisono.toml").write_text('workers = 1\nheartbeat = "400ms"\n')
+    words = ("run", "train.py", "--set", "kill-after=2m")
+    shown = unisono(*words, "--dry-run")
+    assert shown.wait() == 0, shown.err
+    assert "heartbeat = 0.4s  (unisono.toml)" in shown.out
+    assert "kill-after = 120s  (command line)" in shown.out
+    assert not (tmp_path / "run").exists()
+    assert unisono(*words).wait() == 0
+    known = json.loads((tmp_path / "run" / "run.json").read_text())["command"]["settings"]
+    assert known["workers"] == ["1", "unisono.toml"]
+    assert known["kill-after"] == ["120s", "command line"]
+    assert known["exchange"] == ["auto", "default"]
+
+
+def test_launch_reads_the_file_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "unisono.toml").write_text("wokers = 2\n")
+    (tmp_path / "train.py").write_text("import unisono\nunisono.launch(print)\n")
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert "unisono.toml: there is no setting wokers; did you mean workers?" in done.stderr + done.stdout
+
+
 def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any process is started."""
 
@@ -760,11 +819,15 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(
-        LaunchError, match=r"^launch has no option foo=; there are advertise, allow_.*, bind, .*timeout_s\b"
+        LaunchError, match=r"^launch has no option foo=; there are advertise, allow_.*, bind, .*exchange_timeout\b"
     ):
         launch(main, 1, foo=3)
-    with pytest.raises(LaunchError, match=r"^launch has no option time_out_s=; did you mean timeout_s=.$"):
-        launch(main, 1, time_out_s=3)
+    with pytest.raises(LaunchError, match=r"^launch has no option heart_beat=; did you mean heartbeat=.$"):
+        launch(main, 1, heart_beat=3)
+    with pytest.raises(LaunchError, match=r"^launch has no option hang_s=; write kill_after=$"):
+        launch(main, 1, hang_s=3)
+    with pytest.raises(LaunchError, match=r"^--set kill-after is a time above 0 with its unit"):
+        launch(main, 1, kill_after="3")
     with pytest.raises(LaunchError, match="no option callable="):
         launch(main, 1, callable="x")
     with pytest.raises(LaunchError, match=r"main with the 2 arguments given: too many positional arguments$"):
@@ -814,7 +877,7 @@ def test_a_used_directory_is_refused_before_anything_is_started(
         raise Started
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("unisono.launchers.choose", start)
+    monkeypatch.setattr("unisono.cluster.launchers.choose", start)
     Path("used").mkdir()
     rundir.claim(Path("used"), "r0", overwrite=False)
     Path("train.py").write_text(f"import sys, unisono\nrun = {makes}\n")
@@ -830,8 +893,8 @@ def test_a_used_directory_is_refused_before_anything_is_started(
         run()
 
 
-@pytest.mark.parametrize("command", ["status", "watch"])
-def test_a_folder_of_runs_is_listed(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--once"]], ids=str)
+def test_a_folder_of_runs_is_listed(options: list[str], tmp_path: Path) -> None:
     for name, line in {
         "a": {"line": 0, "kind": "step", "step": 2, "num_steps": 9, "loss": 0.5},
         "second": {"line": 0, "kind": "step", "step": 4, "num_steps": 0, "loss": "nan"},
@@ -842,7 +905,9 @@ def test_a_folder_of_runs_is_listed(command: str, tmp_path: Path) -> None:
         if line is not None:
             (tmp_path / name / JOURNAL).write_text(json.dumps(line) + "\n")
     (tmp_path / "data").mkdir()
-    shown = CliRunner().invoke(cli._group, [command, str(tmp_path)], standalone_mode=False, catch_exceptions=False)
+    shown = CliRunner().invoke(
+        cli._group, ["watch", str(tmp_path), *options], standalone_mode=False, catch_exceptions=False
+    )
     columns = len(str(tmp_path / "second"))
     assert shown.output.splitlines() == [
         f"{tmp_path / 'a'!s:<{columns}}  stopped   3 of 9 steps, loss 0.5000",

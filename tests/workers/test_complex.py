@@ -13,10 +13,10 @@ from tests.workers.models import vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono import Checkpoints
-from unisono.exchange.flat import FlatLayout, Slot
-from unisono.rounds.finite import is_finite
-from unisono.state.packing import digest_of_state
-from unisono.training.run import Run
+from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.rounds.finite import is_finite
+from unisono.engine.state.packing import digest_of_state
+from unisono.script.run import Run
 
 WAYS: dict[str, dict[str, Any]] = {"plain": {}, "delay": {"delay": 1}}
 

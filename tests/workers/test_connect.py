@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from unisono.cli.run import run
-from unisono.errors import DeadlineExceeded, UsageError
-from unisono.exchange import Exchange
-from unisono.exchange.alone import Alone
-from unisono.exchange.context import Context
-from unisono.exchange.pages import WorkerPage
-from unisono.member import Member
-from unisono.messages import MemberInfo, Notice
-from unisono.rounds.connect import AUTO, EXCHANGES, build_exchange, choose_kind, hosts_of
-from unisono.spec import WorkerSpec
+from unisono.cluster.worker.member import Member
+from unisono.core.errors import DeadlineExceeded, UsageError
+from unisono.core.messages import MemberInfo, Notice
+from unisono.core.spec import WorkerSpec
+from unisono.engine.exchange import Exchange
+from unisono.engine.exchange.alone import Alone
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.rounds.connect import AUTO, EXCHANGES, build_exchange, choose_kind, hosts_of
 
 
 def notice(*places: tuple[str, str]) -> Notice:

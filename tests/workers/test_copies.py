@@ -25,10 +25,11 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from tests.workers.disk import wait_for_disk
 from tests.workers.test_checkpoint import ROOT, SCRIPT, same, train
-from unisono.checkpoint import copies, files
-from unisono.errors import CheckpointError, UsageError
-from unisono.journal import JOURNAL, compare
-from unisono.rundir import read_facts
+from unisono.core.errors import CheckpointError, UsageError
+from unisono.engine.checkpoint import copies
+from unisono.record import checkpoints as files
+from unisono.record.journal import JOURNAL, compare
+from unisono.record.rundir import read_facts
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.more
@@ -178,7 +179,7 @@ def test_the_command_resumes_a_copy_with_the_scripts_own_command_and_lists_copie
     assert again.wait() == 0, again.err
     again.line(f"goes on with {SCRIPT} --steps 4 --every 2")
     again.line("nothing is left to do: 4 of 4 steps are done")
-    listed = unisono("checkpoints", f"file://{tmp_path}/disk", "verify")
+    listed = unisono("checkpoints", f"file://{tmp_path}/disk", "check")
     assert listed.wait() == 0, listed.err
     assert listed.out[-1].startswith(files.step_name(4))
     assert listed.out[-1].endswith("every byte is right")
@@ -194,7 +195,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 sys.path.insert(0, {root!r})
 import unisono
-from unisono import member
+from unisono.cluster.worker import member
 from tests.workers import checkpointed_training
 
 class Held(LocalFileSystem):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.uneven_training import NUM_LEAVES
-from unisono.decisions.tree import cover
+from unisono.core.tree import cover
 from unisono.testing import Faults, run_workers
 
 pytestmark = pytest.mark.usefixtures("nursery")

@@ -27,8 +27,8 @@ from tests.workers.conftest import Command, marked, wait_until_gone
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import StepError
-from unisono.microbatch.data import Fetcher, Loading, Request
+from unisono.core.errors import StepError
+from unisono.engine.microbatch.data import Fetcher, Loading, Request
 
 CPU = torch.device("cpu")
 

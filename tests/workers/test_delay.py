@@ -19,8 +19,8 @@ import unisono
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
-from unisono.errors import DivergenceError, StepError, UsageError
-from unisono.journal import compare
+from unisono.core.errors import DivergenceError, StepError, UsageError
+from unisono.record.journal import compare
 
 pytestmark = pytest.mark.more
 
@@ -189,7 +189,7 @@ def test_no_delay_is_the_plain_training(tmp_path: Path) -> None:
 
 def test_the_journal_has_one_line_for_each_step(tmp_path: Path) -> None:
     """A line is about the step whose gradient is applied, so a training of N steps has N of them."""
-    from unisono.journal import read
+    from unisono.record.journal import read
 
     with AloneRun(tmp_path, seed=SEED) as run:
         RECIPES["mlp"].train(run, 4, delay=2)
@@ -296,7 +296,7 @@ def _break(make_run: Callable[..., unisono.Run]) -> list[tuple[int, str]]:
                 model(index).backward()
             if step.number != 3:  # what is applied then is the gradient of step 1
                 optimizer.step()
-    return [(event.step, event.text) for event in seen if isinstance(event, unisono.events.Problem)]
+    return [(event.step, event.text) for event in seen if isinstance(event, unisono.core.events.Problem)]
 
 
 def _break_in_team(seat: Seat, place: Place) -> list[tuple[int, str]]:

@@ -17,8 +17,8 @@ from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.trainings import Training
-from unisono.checkpoint import files
-from unisono.faults import POINTS
+from unisono.record import checkpoints as files
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
@@ -41,7 +41,7 @@ AT = [
 IN_THREAD = ("published", "reduced")
 """Points of the thread that sums, while the script is at any step: counted, and not by the step of the script."""
 AFTER_COMPUTING = ("delay.under_way", "delay.waiting", "delay.applied", "after_step")
-EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
+EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
 Case = tuple[str, int, str, int, int]
 """Exchange, number of workers, point, rank, delay."""
 

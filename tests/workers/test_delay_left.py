@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,11 +12,12 @@ from tests.workers.models import bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, StaticRun, StaticTeam, train_on
 from tests.workers.test_delay import net, vectors
-from unisono.errors import PeerLost
-from unisono.member import Member
-from unisono.rounds.pipeline import Pipeline
-from unisono.rounds.standing import Report
-from unisono.rounds.team import Team
+from unisono.cluster.worker.member import Member
+from unisono.core.errors import PeerLost
+from unisono.engine.exchange import Combined
+from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds.team import Team
+from unisono.strategies.delay.pipeline import Pipeline
 
 pytestmark = pytest.mark.more
 
@@ -68,13 +71,14 @@ def _leave(seat: Seat, place: Place, behind: int) -> list[str]:
         train(4, leaves=True)
         rounds = run._rounds
         assert rounds is not None
-        pipeline = rounds.ahead
+        pipeline = rounds.book
         assert isinstance(pipeline, Pipeline)
-        last, _ = list(pipeline._under_way._tasks.values())[-1]
-        last.wait()
+        number, (last, share) = list(pipeline._under_way._sums.items())[-1]
+        last.result()
         if seat.rank == behind:
-            last._values.clear()
-            last._error = LOST
+            failed: Future[Combined] = Future()
+            failed.set_exception(LOST)
+            pipeline._under_way._sums[number] = (failed, share)
         else:
             rounds.drain()
             run.losing.has_lost = True

@@ -6,6 +6,8 @@ import pathlib
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
     every_team,
     hurry,
     interrupt_when_told,
+    layouts,
     make_pair,
     one_thread,
     resources,
@@ -34,12 +37,14 @@ from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
 )
 from tests.workers.processes import KILLED, Seat, Team, when_blocked_in
 from tests.workers.static_team import Place, train_on
-from unisono.errors import DeadlineExceeded, PeerLost
-from unisono.exchange import Exchange, Parcel, delivering
-from unisono.exchange.pages import GenerationFields, WorkerPage
-from unisono.exchange.staging import STAGE_BYTES
-from unisono.rounds.transfer import send_state
-from unisono.state.packing import pack
+from unisono.core.errors import DeadlineExceeded, PeerLost
+from unisono.engine.exchange import Exchange, Parcel, delivering
+from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.exchange.pages import GenerationFields, WorkerPage
+from unisono.engine.exchange.staging import STAGE_BYTES
+from unisono.engine.rounds.transfer import send_state
+from unisono.engine.state.packing import pack
+from unisono.strategies.delay.arrived import Arrived, Committed, give
 
 pytestmark = pytest.mark.more
 
@@ -414,6 +419,28 @@ def test_a_tensor_is_sent_once_to_each_host_that_needs_it(
     assert sum(sent) == 8 * LARGE * (hosts - 1)
     if kind == "two-level":
         assert sent[0] == pytest.approx(sent[1], rel=0.05)
+
+
+def _give(seat: Seat, place: Place) -> tuple[int, float | None]:
+    """Returns how many slots this member has made for the result, and what it has got."""
+    exchange, layout = place.exchange(), layouts()[0]
+    made: list[Slot] = []
+
+    def new_slot(layout: FlatLayout) -> Slot:
+        made.append(Slot(layout, torch.zeros(layout.slot_bytes, dtype=torch.uint8)))
+        return made[-1]
+
+    result = Slot(layout, torch.full((layout.slot_bytes,), 7, dtype=torch.uint8))
+    finished = Committed(layout, Arrived(5, result, 42, {}, has_new_sums=False))
+    members: Any = SimpleNamespace(rank=seat.rank, exchange=exchange, slots=SimpleNamespace(layout=layout))
+    summed = give(members, 0, [2], finished, new_slot)
+    exchange.all_gather(b"")  # others may still read this one's memory
+    return len(made), None if summed is None else float(summed.slot.rows(0, layout.num_rows).float().mean())
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_committed_sum_goes_to_the_members_that_lack_it_and_the_others_make_no_room_for_it(kind: str) -> None:
+    assert train_on(kind, 3, _give) == [(0, None), (0, None), (1, 7.0)]
 
 
 STATE_BYTES = 64 << 20

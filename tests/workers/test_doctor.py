@@ -12,10 +12,10 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
-from unisono.doctor.checks import check
-from unisono.doctor.facts import Asked, find_out
-from unisono.doctor.orders import Order, carry_out
-from unisono.doctor.path import NUM_PINGS, Server, measure
+from unisono.tools.doctor.checks import check
+from unisono.tools.doctor.facts import Asked, find_out
+from unisono.tools.doctor.orders import Order, carry_out
+from unisono.tools.doctor.path import NUM_PINGS, Server, measure
 
 pytestmark = pytest.mark.more
 
@@ -26,7 +26,12 @@ SCRIPT = Path(__file__).with_name("small_training.py")
 def ssh(tmp_path: Path) -> str:
     """Runs commands here, as on several machines; one of them is gone."""
     program = tmp_path / "fake-ssh"
-    program.write_text('#!/bin/sh\n[ "$1" = gone ] && { echo no route to host; exit 255; }\nshift; eval "$1"\n')
+    program.write_text(
+        "#!/bin/sh\n"
+        "for word; do name=$last last=$word; done\n"
+        '[ "$name" = gone ] && { echo no route to host >&2; exit 255; }\n'
+        'eval "$last"\n'
+    )
     program.chmod(0o755)
     return str(program)
 
@@ -61,7 +66,7 @@ def test_a_folder_that_is_not_there_yet_is_said(tmp_path: Path) -> None:
 
 
 def test_a_network_that_loses_full_packets_is_told_from_one_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.doctor.path.STALL_S", 0.5)
+    monkeypatch.setattr("unisono.tools.doctor.path.STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -131,8 +136,8 @@ def test_a_machine_that_does_not_answer_is_named(unisono: Unisono, ssh: str) -> 
     command = unisono("doctor", "--hosts", "left,gone", "--ssh", ssh)
     assert command.wait() == 1
     text = "\n".join(command.out)
-    assert "gone:\n  will hurt  ssh: the machine cannot be asked: no route to host" in text
-    assert "do: try it by hand: ssh gone true" in text
+    assert "gone:\n  will hurt  ssh: it cannot be reached (no route to host)" in text
+    assert "see `ssh gone`" in text
     assert "left:\n" in text
 
 
@@ -164,6 +169,6 @@ def test_machines_are_named_as_in_a_run(unisono: Unisono, tmp_path: Path) -> Non
     refused = unisono("doctor", "--hosts", "-oProxyCommand=touch x,b")
     assert refused.wait() == 2
     refused.line("is no name of a machine")
-    away = unisono("doctor", "--hosts", "[fe80::1]:2", "--ssh", "/none/ssh")
+    away = unisono("doctor", "--hosts", "[fe80::1]:2", "--ssh", "false")
     assert away.wait() == 1
     away.line("fe80::1:")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.conftest import Command, Unisono
-from unisono.journal import read, summary
+from unisono.record.journal import read, summary
 
 pytestmark = pytest.mark.usefixtures("nursery")
 Script = Callable[..., str]
@@ -20,7 +20,7 @@ TRAINING = """
     import time
     import torch
     import unisono
-    from unisono import member
+    from unisono.cluster.worker import member
     from torch import nn
 
     how, who = sys.argv[1:3]
@@ -57,7 +57,7 @@ TRAINING = """
 
 
 def start(unisono: Unisono, script: Script, how: str, who: str) -> Command:
-    return unisono("run", script(TRAINING), "--workers", 3, "--heartbeat-s", 0.1, "--", how, who)
+    return unisono("run", script(TRAINING), "--workers", 3, "--set", "heartbeat=0.1s", "--", how, who)
 
 
 @pytest.mark.parametrize("how", ["break after", "break before", "break for another", "return"])

@@ -17,8 +17,8 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.decisions.efficiency import SETTLED, SKIPPED
-from unisono.journal import JOURNAL, compare, read, times
+from unisono.core.efficiency import SETTLED, SKIPPED
+from unisono.record.journal import JOURNAL, compare, read, times
 from unisono.testing import Faults, run_workers
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
@@ -218,7 +218,7 @@ def test_one_here_wait_for_two(unisono: Unisono, run_dir: Path, calm: Path) -> N
     """``--workers 1 --wait-for 2``: not a step before the second machine is there, and the first line to paste."""
     command = start(unisono, run_dir, None, 1, "--wait-for", 2)
     command.line("1 of 2 workers are there; the run begins when all 2 are")
-    assert "the line that `unisono status " in command.line("more workers join, on this machine")
+    assert "the line that `unisono watch --once " in command.line("more workers join, on this machine")
     assert ask_status(find(str(run_dir)))["state"] == "waiting"
     guest = join(unisono, run_dir, 1)
     finish(command, run_dir, calm)
@@ -238,8 +238,8 @@ def test_a_run_grows_by_itself_to_measure_another_worker(
 ) -> None:
     """``--workers 1:2 --efficiency 0.7`` begins with one, although there is room for two. The bits are the same."""
     with Gates(tmp_path / "gates", (SKIPPED + SETTLED + 1,)) as gates:
-        command = start(unisono, run_dir, gates, "1:2", "--efficiency", 0.7, before=on_two_cores())
-        command.line("scaled to 2 workers, from 1: to measure what another one adds (--efficiency 0.7)")
+        command = start(unisono, run_dir, gates, "1:2", "--set", "efficiency=0.7", before=on_two_cores())
+        command.line("scaled to 2 workers, from 1: to measure what another one adds (--set efficiency=0.7)")
         gates.open(SKIPPED + SETTLED + 1, command.generation("w1 joins"))
         finish(command, run_dir, calm)
     assert set(sizes(run_dir)[: SKIPPED + SETTLED]) == {1}
@@ -247,7 +247,7 @@ def test_a_run_grows_by_itself_to_measure_another_worker(
 
 
 def test_efficiency_without_a_range_is_refused(unisono: Unisono, run_dir: Path) -> None:
-    command = start(unisono, run_dir, None, 2, "--efficiency", 0.7)
+    command = start(unisono, run_dir, None, 2, "--set", "efficiency=0.7")
     assert command.wait() == 2
     assert "give --workers A:B as well" in command.err[-1]
 
@@ -338,7 +338,7 @@ def test_a_loss_at_the_end_of_an_admission_finds_some_in_the_step_already(
     faults = Faults().kill("w0", step=3, at="before_combine").kill("w3", at="in_admission")
     for variable, value in faults.environment().items():
         monkeypatch.setenv(variable, value)
-    options = ["--workers", "4:4", "--exchange", "two-level", "--simulate-hosts", 2]
+    options = ["--workers", "4:4", "--exchange", "two-level", "--set", "simulate-hosts=2"]
     hurt = unisono("run", *options, "--run-dir", tmp_path / "hurt", name)
     hurt.line("paused: 3 of at least 4 workers")
     assert hurt.wait() == 0, hurt.err
@@ -397,7 +397,7 @@ def test_the_journal_names_who_was_admitted_with_a_warning(
     """In the line of the first step that it takes part in, and a comparison of two runs does not look at it."""
     name = script(TRAINS)
     (tmp_path / "width").write_text("12")
-    command = unisono("run", name, "-n", 2, "--allow-different-script", "--run-dir", run_dir)
+    command = unisono("run", name, "-n", 2, "--set", "allow-different-script=yes", "--run-dir", run_dir)
     command.line("generation 1 with 2 workers")
     (tmp_path / name).write_text((tmp_path / name).read_text() + "# edited\n")
     os.kill(pid_of("w1", run_dir), signal.SIGKILL)
@@ -420,7 +420,7 @@ def test_the_journal_names_who_was_admitted_with_a_warning(
 
 EDITED = """
     import torch, unisono
-    from unisono import member
+    from unisono.cluster.worker import member
 
     with unisono.Run(seed=3) as run:
         model = torch.nn.Linear(12, 1)
@@ -449,7 +449,7 @@ def test_a_newcomer_with_another_recipe_is_refused_and_the_run_goes_on(
 
 FIRST_ONES_END = """
     import os, runpy
-    from unisono import member
+    from unisono.cluster.worker import member
 
     me = member.current()
     if me.worker_id == "w0":

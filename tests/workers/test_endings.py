@@ -24,20 +24,20 @@ from websockets.asyncio.server import ServerConnection, serve
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
-from unisono import rundir
-from unisono.checkpoint import files
-from unisono.decisions.policy import Policy
-from unisono.errors import UsageError
-from unisono.journal import JOURNAL, summary
-from unisono.lifetime import PARENT, Memory
-from unisono.machine import agent, headprocess, placement
-from unisono.machine.children import PIPE_BYTES, Child, Output, spawn
-from unisono.machine.placement import PLACEMENTS, Fork, Nursery
-from unisono.machine.workers import Workers, _Delayed, _Started
-from unisono.messages import AgentHello, Ended, RunDirectory, Welcome, WorkerExit, decode, encode
-from unisono.spec import MachineSpec, RunSpec, WorkerSpec
-from unisono.watch import Stream
-from unisono.watch.terminal import Plain
+from unisono.cluster.machine import agent, headprocess, placement
+from unisono.cluster.machine.children import PIPE_BYTES, Child, Output, spawn
+from unisono.cluster.machine.placement import PLACEMENTS, Fork, Nursery
+from unisono.cluster.machine.workers import Workers, _Delayed, _Started
+from unisono.core.errors import UsageError
+from unisono.core.messages import AgentHello, Ended, RunDirectory, Welcome, WorkerExit, decode, encode
+from unisono.core.policy import Policy
+from unisono.core.spec import MachineSpec, RunSpec, WorkerSpec
+from unisono.record import checkpoints as files
+from unisono.record import rundir
+from unisono.record.journal import JOURNAL, summary
+from unisono.system.lifetime import PARENT, Memory
+from unisono.views.watch import Stream
+from unisono.views.watch.terminal import Plain
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -150,7 +150,9 @@ def test_a_run_of_run_workers_ends_with_its_caller(
 
 
 def test_under_nohup_a_run_outlives_its_terminal(unisono: Unisono, script: Script) -> None:
-    hang_up = "import os, signal\nfrom unisono import member\nos.kill(member.spec().agent, signal.SIGHUP)\n"
+    hang_up = (
+        "import os, signal\nfrom unisono.cluster.worker import member\nos.kill(member.spec().agent, signal.SIGHUP)\n"
+    )
     command = unisono(
         "run", script(hang_up + textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=20))), "-n", 1, before=["nohup"]
     )
@@ -200,7 +202,7 @@ def test_closed_standard_streams(closed: str, unisono: Unisono, script: Script, 
 
 WITHOUT_STREAMS = """
     import io, os, sys
-    from unisono import member
+    from unisono.cluster.worker import member
 
     class Broken:
         def write(self, text):
@@ -296,7 +298,7 @@ def test_a_nursery_that_is_not_there_is_one_line(
 WITHOUT_FILES = """
     import json, os, resource, signal, sys, torch, unisono
     from pathlib import Path
-    from unisono import member
+    from unisono.cluster.worker import member
     sys.path.insert(0, {root!r})
     from tests.workers.gates import wait_at
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -17,10 +17,10 @@ import unisono
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.decisions.audits import Record
-from unisono.rounds import evaluation
-from unisono.rounds.life import Rounds
-from unisono.rounds.testimony import Repeats
+from unisono.core.audits import Record
+from unisono.engine.rounds import evaluation
+from unisono.engine.rounds.auditing import Dispute, Repeats
+from unisono.engine.rounds.life import Rounds
 
 pytestmark = pytest.mark.more
 
@@ -94,18 +94,18 @@ def test_every_sample_counts_once(kind: str, size: int, counted: list[list[Any]]
         assert {bits for _, _, bits, _ in by_rank} == {counted[number][2]}
 
 
-def test_an_evaluation_in_which_nobody_is_found_wrong_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States differ, and the rules that decide who is wrong find nobody: the next round is the last one."""
+def test_an_evaluation_in_which_nobody_is_found_wrong_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States differ, and the member that was wrong is lost meanwhile."""
     asked: list[int] = []
 
     class Undecided:
         record = Record()
 
-        def find(self, rounds: Rounds, round_: Repeats, leaves: Mapping[int, int], state: int) -> Iterator[None]:
+        def find(self, rounds: Rounds, round_: Repeats, dispute: Dispute) -> Iterator[None]:
             asked.append(round_.number)
             yield from ()
 
-    monkeypatch.setattr(evaluation, "has_minority", lambda digests: True)
+    monkeypatch.setattr(evaluation, "has_minority", lambda digests: not asked)
     with AloneRun(seed=1) as run:
         train(run, Mlp(), vectors())
         monkeypatch.setattr(run._evaluations.requests, "_audits", Undecided())

@@ -1,10 +1,10 @@
-"""Evaluation beside the training: the same totals, whoever computes them, and a training that does not notice."""
+"""Evaluation beside the training: the same totals, whoever computes them, and workers that train on."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from click.testing import CliRunner
 from torch.nn import functional as F
 
-from tests.waiting import PATIENT
 from tests.workers.conftest import Command, Unisono, served_by
 from tests.workers.evaluated_training import EVALUATORS
 from tests.workers.gates import Gates
@@ -22,8 +21,9 @@ from tests.workers.models import Cnn, Images, bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
 from unisono import cli
-from unisono.checkpoint import files
-from unisono.journal import compare
+from unisono.record import checkpoints as files
+from unisono.record.journal import compare
+from unisono.system.faults import ENVIRONMENT, encode
 from unisono.testing import Faults, Outcome, run_workers
 
 pytestmark = pytest.mark.more
@@ -85,8 +85,7 @@ def test_without_an_evaluator_the_members_compute_it_at_once(size: int) -> None:
     ("words", "why"),
     [
         (("run", SCRIPT, "--evaluators", "-1"), "a run has 0 or more evaluators, got --evaluators -1"),
-        (("run", SCRIPT, "--plain", "--evaluators", "1"), "--evaluators is for scripts that use Unisono"),
-        (("join", "wss://t@h:1", "--evaluate", "--when-idle"), "--when-idle is for workers that train"),
+        (("evaluate", "."), "there is no run.json in it"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: tuple[object, ...], why: str) -> None:
@@ -106,7 +105,7 @@ def alone(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> di
             found[later] = tmp_path_factory.mktemp("alone") / "run"
             outcome = run_workers(SCRIPT, 1, directory=found[later], arguments=arguments(later))
             assert outcome.exit_code == 0, outcome.output
-            assert len(outcome.evaluations) == 8
+            assert len(outcome.evaluations) == 4
     return found
 
 
@@ -139,6 +138,15 @@ def saved(run_dir: Path) -> list[int]:
     return [files.step_of(path) for path in files.complete(run_dir / files.FOLDER)]
 
 
+EVALUATES = "evaluates for the run in"
+
+
+def killed_evaluator(run_dir: Path) -> None:
+    """Kill the evaluator that has taken the oldest snapshot."""
+    (claim, *_) = sorted((run_dir / "evaluations").glob("*/claim"))
+    os.kill(int(claim.read_text().split()[1]), signal.SIGKILL)
+
+
 @pytest.mark.usefixtures("nursery")
 def test_the_members_train_on_and_checkpoints_wait(
     unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
@@ -146,7 +154,7 @@ def test_the_members_train_on_and_checkpoints_wait(
     """A checkpoint without the totals could not be gone on from: the models of that step are over by then."""
     with Gates(tmp_path / "gates", (0, 7, EVALUATORS)) as gates:
         command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", 1, later=0)
-        command.line("evaluator e0 follows the run")
+        command.line(EVALUATES)
         gates.open(0)
         gates.wait(EVALUATORS)
         gates.wait(7, workers=2)  # with two evaluations under way
@@ -155,6 +163,7 @@ def test_the_members_train_on_and_checkpoints_wait(
         gates.open(7)
         finish(command, run_dir, alone[0])
     assert saved(run_dir)[-1] == STEPS * LOOPS
+    assert not [*(run_dir / "evaluations").glob("[0-9]*")]
 
 
 @pytest.mark.usefixtures("nursery")
@@ -163,40 +172,53 @@ def test_a_newcomer_comes_when_the_totals_are_known_and_asks_for_them_as_all_oth
 ) -> None:
     with Gates(tmp_path / "gates", (0, 2, 3, EVALUATORS)) as gates:
         command = start(unisono, run_dir, gates, "--workers", 1, "--evaluators", 1)
-        command.line("evaluator e0 follows the run")
+        command.line(EVALUATES)
         gates.open(0)
         gates.wait(2)
         gates.wait(EVALUATORS)
         unisono("scale", run_dir, 2).wait()
-        gates.open(EVALUATORS)
         gates.open(2, command.generation("w1 joins"))
+        gates.open(EVALUATORS)
         gates.open(3)
         finish(command, run_dir, alone[2])
 
 
 @pytest.mark.usefixtures("nursery")
-def test_a_machine_joins_to_evaluate_and_leaves(
-    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_snapshot_of_a_killed_evaluator_is_evaluated_by_another_or_by_the_workers(
+    number: int, unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
 ) -> None:
     with Gates(tmp_path / "gates", (0, 3, EVALUATORS)) as gates:
-        command = start(unisono, run_dir, gates, "--workers", 2)
-        gates.wait(0)
-        url = json.loads((run_dir / "head.json").read_text())["url"]
-        guest = unisono("join", url, "--token-file", run_dir / "token", "--evaluate", "-n", 1)
-        command.line("evaluator e0 follows the run")
+        command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", number)
+        for evaluator in range(number):
+            command.line(EVALUATES, pattern=rf"e{evaluator}\b")
         gates.open(0)
         gates.wait(EVALUATORS)
         gates.wait(3, workers=2)
-        guest.process.send_signal(signal.SIGINT)
-        assert guest.wait() == 0, guest.err
-        command.line("no evaluator does the evaluation of step 1: the members compute it")
+        killed_evaluator(run_dir)
+        command.line("was killed, and is started again")
         gates.open(EVALUATORS)
         gates.open(3)
         finish(command, run_dir, alone[2])
 
 
 @pytest.mark.usefixtures("nursery")
-def test_an_evaluation_that_nobody_does_any_more_holds_nobody_back(
+def test_what_an_evaluator_cannot_compute_the_workers_compute(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+) -> None:
+    with Gates(tmp_path / "gates", (0,)) as gates:
+        wanted = ["--gates", gates.folder, "--save", "--broken"]
+        command = unisono(
+            "run", SCRIPT, "--run-dir", run_dir, "--workers", 2, "--evaluators", 1, "--", *arguments(), *wanted
+        )
+        command.line(EVALUATES)
+        gates.open(0)
+        finish(command, run_dir, alone[2])
+    command.line("the workers compute the evaluation of step 1: the script of an evaluator has ended with exit code 1")
+
+
+@pytest.mark.usefixtures("nursery")
+def test_an_evaluator_that_was_started_by_hand_leaves_and_holds_nobody_back(
     unisono: Unisono, run_dir: Path, tmp_path: Path
 ) -> None:
     """The script asks for nothing for a long time; the members compute it at the next step, and let the newcomer in."""
@@ -204,21 +226,56 @@ def test_an_evaluation_that_nobody_does_any_more_holds_nobody_back(
     baseline = run_workers(SCRIPT, 1, directory=tmp_path / "one", arguments=[*arguments(0), *rare])
     assert baseline.exit_code == 0, baseline.output
     with Gates(tmp_path / "gates", (0, 5, EVALUATORS)) as gates:
-        wanted = ["--gates", gates.folder, "--save", *rare, "--heard-at", 3]
+        wanted = ["--gates", gates.folder, "--save", *rare, "--seen-at", 3]
         command = unisono("run", SCRIPT, "--run-dir", run_dir, "--workers", 1, "--", *arguments(0), *wanted)
         gates.wait(0)
-        url = json.loads((run_dir / "head.json").read_text())["url"]
-        guest = unisono("join", url, "--token-file", run_dir / "token", "--evaluate", "-n", 1)
-        command.line("evaluator e0 follows the run")
+        guest = unisono("evaluate", run_dir)
+        guest.line(EVALUATES)
         gates.open(0)
         gates.wait(EVALUATORS)
         guest.process.send_signal(signal.SIGINT)
-        assert guest.wait() == 0, guest.err
+        assert guest.wait() == 130, guest.err
+        command.line("the workers compute the evaluation of step 1: there is no evaluator any more")
         gates.wait(5)
         unisono("scale", run_dir, 2).wait()
         gates.open(5, command.generation("w1 joins"))
         gates.open(EVALUATORS)
         finish(command, run_dir, tmp_path / "one")
+
+
+def test_a_script_that_runs_alone_has_evaluators(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, mark: str, alone: dict[int, Path]
+) -> None:
+    with Gates(tmp_path / "gates", (0, EVALUATORS)) as gates:
+        words = [sys.executable, SCRIPT, *arguments(), "--gates", gates.folder, "--directory", run_dir]
+        training = Command([*map(str, words)], tmp_path, mark)
+        try:
+            gates.wait(0)
+            guest = unisono("evaluate", run_dir)
+            guest.line(EVALUATES)
+            gates.open(0)
+            gates.wait(EVALUATORS)
+            gates.open(EVALUATORS)
+            finish(training, run_dir, alone[2])
+            assert guest.wait() == 0, guest.err
+        finally:
+            training.end()
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_script_that_has_changed_is_refused(
+    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
+) -> None:
+    other = tmp_path / "other.py"
+    other.write_text(SCRIPT.read_text() + "\n# changed\n")
+    with Gates(tmp_path / "gates", (0,)) as gates:
+        command = start(unisono, run_dir, gates, "--workers", 1)
+        gates.wait(0)
+        guest = unisono("evaluate", run_dir, other)
+        assert guest.wait() == 2
+        guest.line("is not the one that the run has begun with")
+        gates.open(0)
+        finish(command, run_dir, alone[2])
 
 
 @pytest.mark.usefixtures("nursery")
@@ -228,7 +285,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_totals(
     """The end waits for the evaluation, so the last checkpoint has its totals."""
     with Gates(tmp_path / "gates", (0, 2, EVALUATORS)) as gates:
         command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", 1)
-        command.line("evaluator e0 follows the run")
+        command.line(EVALUATES)
         gates.open(0)
         gates.wait(EVALUATORS)
         gates.wait(2, workers=2)
@@ -242,56 +299,48 @@ def test_a_run_that_was_stopped_goes_on_with_the_totals(
     check(outcome, run_dir, alone[2])
 
 
-@pytest.mark.usefixtures("nursery")
-def test_the_head_dies_while_an_evaluation_is_under_way(
-    unisono: Unisono, run_dir: Path, tmp_path: Path, alone: dict[int, Path]
-) -> None:
-    with Gates(tmp_path / "gates", (0, 3, EVALUATORS)) as gates:
-        command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", 1)
-        command.line("evaluator e0 follows the run")
-        gates.open(0)
-        gates.wait(EVALUATORS)
-        gates.wait(3, workers=2)
-        os.kill(int(json.loads((run_dir / "head.json").read_text())["pid"]), signal.SIGKILL)
-        command.line("another one takes over")
-        gates.open(EVALUATORS)
-        gates.open(3)
-        finish(command, run_dir, alone[2])
-
-
 FAULTS = {
-    "an evaluator is killed in a batch": Faults().kill("e0", at="evaluation.batch", skip=2),
-    "an evaluator is killed while it gets the models": Faults().kill("e0", at="evaluation.fetching", skip=1),
-    "an evaluator raises": Faults().fail("e0", at="evaluation.batch"),
-    "rank 0 is killed before it asks": Faults().kill("w0", at="evaluation.asked"),
-    "rank 0 is killed while it gives the models": Faults().kill("w0", at="evaluation.giving", skip=1),
-    "rank 0 is killed when it knows the answer": Faults().kill("w0", at="talked", step=4, skip=1),
-    "another worker is killed before it knows the answer": Faults().kill("w1", at="in_talk", step=4, skip=1),
+    "rank 0 is killed before it looks": Faults().kill("w0", at="evaluation.asked"),
+    "rank 0 is killed when the snapshot is there": Faults().kill("w0", at="evaluation.written"),
+    "rank 0 is killed when it knows the answer": Faults().kill("w0", at="talked", step=5, skip=1),
+    "another worker is killed before it knows the answer": Faults().kill("w1", at="in_talk", step=5, skip=1),
     "a worker is killed while the result is shared": Faults().kill("w1", at="talked", step=3),
-    "both kinds are killed": Faults()
-    .kill("e0", at="evaluation.batch")
-    .kill("e1", at="evaluation.batch")
-    .kill("w0", at="in_talk", step=3),
 }
-ALWAYS = ("an evaluator is killed in a batch", "rank 0 is killed while it gives the models", "both kinds are killed")
+ALWAYS = ("rank 0 is killed when the snapshot is there", "a worker is killed while the result is shared")
 
 
 @pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("what", FAULTS if ALL else ALWAYS)
-def test_losses_change_no_bit(what: str, run_dir: Path, alone: dict[int, Path]) -> None:
-    options = [*PATIENT, "--evaluators", "1"]
-    outcome = run_workers(SCRIPT, 2, directory=run_dir, arguments=arguments(), options=options, faults=FAULTS[what])
-    check(outcome, run_dir, alone[2])
+def test_losses_change_no_bit(
+    what: str,
+    unisono: Unisono,
+    run_dir: Path,
+    tmp_path: Path,
+    alone: dict[int, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, encode([*FAULTS[what].faults]))
+    with Gates(tmp_path / "gates", (0,)) as gates:
+        command = start(unisono, run_dir, gates, "--workers", 2, "--evaluators", 1)
+        command.line(EVALUATES)
+        gates.open(0)
+        finish(command, run_dir, alone[2])
 
 
 @pytest.mark.usefixtures("nursery")
 @pytest.mark.parametrize("what", ["--shard", "--local", "--delay=2", "--twice"] if ALL else ["--shard", "--twice"])
-def test_it_goes_with_other_strategies_and_with_several_evaluations_of_a_step(what: str, tmp_path: Path) -> None:
+def test_it_goes_with_other_strategies_and_with_several_evaluations_of_a_step(
+    what: str, unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = ["--steps", "12", what]
     before = run_workers(SCRIPT, 1, directory=tmp_path / "alone", arguments=given[: 2 if what == "--shard" else 3])
     assert before.exit_code == 0, before.output
-    faults = Faults().kill("e0", at="evaluation.batch").kill("w0", at="in_talk", step=4, skip=1)
-    options = [*PATIENT, "--evaluators", "2"]
-    outcome = run_workers(SCRIPT, 3, directory=tmp_path / "run", arguments=given, options=options, faults=faults)
-    assert outcome.exit_code == 0, outcome.output
+    monkeypatch.setenv(ENVIRONMENT, encode([*Faults().kill("w0", at="in_talk", step=5, skip=1).faults]))
+    with Gates(tmp_path / "gates", (0,)) as gates:
+        options = ["--run-dir", tmp_path / "run", "--workers", 3, "--evaluators", 2]
+        command = unisono("run", SCRIPT, *options, "--", *given, "--gates", gates.folder)
+        if what != "--local":  # its rounds do not stop at gates
+            command.line(EVALUATES)
+        gates.open(0)
+        assert command.wait() == 0, command.err
     assert compare(tmp_path / "alone", tmp_path / "run").startswith("identical")

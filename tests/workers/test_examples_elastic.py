@@ -24,8 +24,8 @@ from tests.workers.conftest import IMPORTS, Unisono, forked, marked, wait_until_
 from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
 from tests.workers.scripts import run_script
-from unisono.journal import compare, read
-from unisono.journal.times import by_step
+from unisono.record.journal import compare, read
+from unisono.record.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
 
 pytestmark = pytest.mark.more

@@ -6,13 +6,11 @@ import gc
 import pathlib
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.waiting import SILENCE_S, WAIT_S
 from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
@@ -51,19 +49,19 @@ from tests.workers.processes import (
     num_descriptors,
     when_blocked_in,
 )
-from unisono.decisions.plan import replan
-from unisono.decisions.tree import Node
-from unisono.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
-from unisono.exchange import Exchange, Share, combine, two_level
-from unisono.exchange.context import Context
-from unisono.exchange.counters import Counters
-from unisono.exchange.host import Host
-from unisono.exchange.memory import Segment
-from unisono.exchange.pages import MAX_NODES, MAX_TEAM, GenerationFields, WorkerPage
-from unisono.exchange.shared import SharedMemory
-from unisono.exchange.two_level import TwoLevel
-from unisono.exchange.wire import Wire
-from unisono.rounds.connect import EXCHANGES
+from unisono.core.errors import DeadlineExceeded, PeerLost, RecipeError, UsageError
+from unisono.core.plan import replan
+from unisono.core.tree import Node
+from unisono.engine.exchange import Exchange, Share, combine, two_level
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.counters import Counters
+from unisono.engine.exchange.host import Host
+from unisono.engine.exchange.memory import Segment
+from unisono.engine.exchange.pages import MAX_NODES, MAX_TEAM, GenerationFields, WorkerPage
+from unisono.engine.exchange.shared import SharedMemory
+from unisono.engine.exchange.two_level import TwoLevel
+from unisono.engine.exchange.wire import Wire
+from unisono.engine.rounds.connect import EXCHANGES
 
 pytestmark = pytest.mark.more
 
@@ -88,7 +86,6 @@ def _all_steps(seat: Seat, kind: str, path: str) -> dict[str, Any]:
             exchange.offer(share, made[layout].tail_row // 2)
         combined = combine(exchange, share, telemetry_of(seat.rank, step))
         assert list(combined.telemetry) == [telemetry_of(rank, step) for rank in range(seat.size)]
-        assert combined.spent.waiting_s >= 0
         steps.append(Outcome.of(combined))
         exchange.release(combined.slot)
     exchange.all_gather(b"")
@@ -123,43 +120,16 @@ def payload(rank: int, size: int) -> bytes:
     return bytes([rank + 1]) * (size * (rank + 1) // 2)
 
 
-def tensors_of(rank: int) -> list[Tensor]:
-    numbers = torch.arange(24, dtype=torch.float32) + 100 * rank
-    return [
-        numbers.view(4, 6),
-        numbers.view(4, 6).t(),
-        numbers.view(1, 4, 2, 3).to(memory_format=torch.channels_last),
-        numbers[3],
-        numbers[::5],
-        numbers[:0],
-        numbers.to(torch.bfloat16),
-        numbers.to(torch.float64),
-        numbers.to(torch.int64)[7],
-        numbers % (rank + 2) == 0,
-        torch.tensor(rank % 2 == 0),
-        torch.complex(numbers, -numbers),
-        torch.full((700_001,), rank + 0.5, dtype=torch.float64),
-        torch.nn.Parameter(numbers.clone()),
-    ]
-
-
-def _payloads_and_tensors(seat: Seat, kind: str, path: str) -> None:
+def _payloads(seat: Seat, kind: str, path: str) -> None:
     exchange = Member(kind, seat, path).enter(1, range(seat.size))
     for length in PAYLOADS:
         assert exchange.all_gather(payload(seat.rank, length)) == [payload(r, length) for r in range(seat.size)]
-    for source in range(seat.size):
-        for own, theirs in zip(tensors_of(seat.rank), tensors_of(source), strict=True):
-            stride = own.stride()
-            exchange.broadcast(own, source)
-            assert torch.equal(own, theirs)
-            assert own.stride() == stride
     exchange.close()
 
 
 @every_kind
-def test_payloads_and_tensors_arrive_as_they_were_sent(kind: str, size: int, tmp_path: pathlib.Path) -> None:
-    """Any length, dtype and stride, from every source."""
-    with Team(size, _payloads_and_tensors, kind, str(tmp_path)) as team:
+def test_payloads_of_any_length_arrive_as_they_were_sent(kind: str, size: int, tmp_path: pathlib.Path) -> None:
+    with Team(size, _payloads, kind, str(tmp_path)) as team:
         assert team.results() == [None] * size
 
 
@@ -178,7 +148,6 @@ def _interrupted(seat: Seat, kind: str, path: str, operation: str) -> None:
         "first": lambda: exchange.all_gather(b"hello"),
         "all_gather": lambda: exchange.all_gather(b"hello"),
         "prepare": lambda: (exchange.prepare(layouts()[0]), exchange.all_gather(b"")),
-        "broadcast": lambda: exchange.broadcast(torch.zeros(1000), seat.size - 1),
         "combine": lambda: combine(exchange, share_of(exchange, 0, 8), telemetry_of(seat.rank, 0)),
     }[operation]
     if seat.rank:
@@ -199,7 +168,7 @@ def _interrupted(seat: Seat, kind: str, path: str, operation: str) -> None:
 
 
 @every_team
-@pytest.mark.parametrize("operation", ["first", "all_gather", "prepare", "broadcast", "combine"])
+@pytest.mark.parametrize("operation", ["first", "all_gather", "prepare", "combine"])
 def test_interrupt_ends_a_blocked_wait(kind: str, size: int, operation: str, tmp_path: pathlib.Path) -> None:
     """From another thread, with the error that it was given, and not at its deadline."""
     with Team(size, _interrupted, kind, str(tmp_path), operation) as team:
@@ -241,13 +210,18 @@ NUM_LEAVES = 9
 POINTS = ["before combine", "published", "summed"]
 
 
-def _stop_at(point: str, seat: Seat, exchange: Exchange, share: Share) -> None:
-    """Take part in a combine until a point inside of it, say so, and stop there for ever."""
+def advance(point: str, exchange: Exchange, share: Share) -> None:
+    """Take part in a combine until a point inside of it."""
     if point != "before combine":
         current = exchange.begin(share)
-        current.publish(0).wait()
+        current.publish()
         if point == "summed":
-            current.reduce(0).wait()
+            current.reduce()
+
+
+def _stop_at(point: str, seat: Seat, exchange: Exchange, share: Share) -> None:
+    """Take part in a combine until a point inside of it, say so, and stop there for ever."""
+    advance(point, exchange, share)
     seat.say(point)
     seat.hear()
 
@@ -354,10 +328,10 @@ def test_nodes_move_to_another_kind_of_exchange(kind: str, size: int, later_kind
 def combine_late(exchange: Exchange, share: Share, event: threading.Event) -> None:
     """Read the nodes that others have published when something has happened to them."""
     current = exchange.begin(share)
-    current.publish(0).wait()
+    current.publish()
     event.wait()
-    current.reduce(0).wait()
-    current.commit(telemetry_of(exchange.rank, 1)).wait()
+    current.reduce()
+    current.commit(telemetry_of(exchange.rank, 1))
 
 
 def test_a_member_that_leaves_while_its_nodes_are_read_spoils_no_commit(pair: Pair) -> None:
@@ -475,7 +449,7 @@ def test_who_is_there_and_cannot_be_connected_is_not_waited_for_as_long_as_for_a
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one behind a firewall."""
-    monkeypatch.setattr("unisono.exchange.wire.CONNECT_S", 0.5)
+    monkeypatch.setattr("unisono.engine.exchange.wire.CONNECT_S", 0.5)
     with Team(1, _cannot_be_connected, str(tmp_path / "store")) as team:
         (told,) = team.results()
     assert "2 members could not be connected within 0.5 s" in told
@@ -494,7 +468,7 @@ def _one_does_not_come(seat: Seat) -> tuple[str, tuple[str, ...]]:
 
 def test_the_error_of_a_wire_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as the store has told: a process that stood still meanwhile must not give up a moment before."""
-    monkeypatch.setattr("unisono.exchange.wire.FORM_GRACE_S", WAIT_S)
+    monkeypatch.setattr("unisono.engine.exchange.wire.FORM_GRACE_S", WAIT_S)
     with Team(1, _one_does_not_come) as team:
         ((told, peers),) = team.results()
     assert peers == ("w7",)
@@ -510,10 +484,21 @@ def test_a_wait_on_a_wire_ends_when_its_operation_does(tmp_path: pathlib.Path, m
         assert team.results() == [None, None]
 
 
-def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(pair: Pair) -> None:
+def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The counters count before the interrupt does."""
     shares = pair.prepared(layouts()[0])
     over = threading.Event()
+    wait = Counters.wait
+
+    def wait_late(counters: Counters, name: str, value: int, ranks: Collection[int] | None = None) -> None:
+        if name == "reduced" and counters.rank == 1:
+            over.wait()
+            pair.members[1].interrupt(AlarmError())
+        wait(counters, name, value, ranks)
+
+    monkeypatch.setattr(Counters, "wait", wait_late)
 
     def first() -> Outcome:
         outcome = Outcome.of(combine(pair.members[0], shares[0], telemetry_of(0, 1)))
@@ -521,17 +506,86 @@ def test_whoever_sees_the_commit_has_committed_though_it_is_interrupted(pair: Pa
         return outcome
 
     def second() -> Outcome:
-        current = pair.members[1].begin(shares[1])
-        current.publish(0).wait()
-        current.reduce(0).wait()
-        commit = current.commit(telemetry_of(1, 1))
-        over.wait()
-        pair.members[1].interrupt(AlarmError())
-        digest, out = commit.wait().digest, current.result()
-        current.collect(0, out).wait()
-        return Outcome(digest, content(out))
+        return Outcome.of(combine(pair.members[1], shares[1], telemetry_of(1, 1)))
 
     assert together(first, second) == [expected(0, 1, 2)] * 2
+
+
+class Lost(Exception):
+    """A member comes to the place where it is lost."""
+
+
+@pytest.mark.parametrize("place", POINTS)
+def test_a_member_that_leaves_between_two_phases_commits_nothing(place: str, pair: Pair) -> None:
+    """Neither for itself nor for the other; both go on from the same nodes."""
+    layout = layouts()[0]
+    shares = pair.prepared(layout)
+    wholes = [[content(slot) for slot in share.slots.values()] for share in shares]
+
+    def leave() -> None:
+        advance(place, pair.members[0], shares[0])
+        pair.members[0].close()
+        raise Lost
+
+    def stay() -> Outcome:
+        try:
+            return Outcome.of(combine(pair.members[1], shares[1], telemetry_of(1, 1)))
+        finally:
+            pair.members[1].close()
+
+    outcomes = together(leave, stay)
+    assert [type(outcome) for outcome in outcomes] == [Lost, PeerLost]
+    assert [[content(slot) for slot in share.slots.values()] for share in shares] == wholes
+    members = [pair.enter(rank, 2) for rank in range(2)]
+
+    def again(rank: int) -> Outcome:
+        kept = members[rank].prepare(layout, tuple(shares[rank].slots.values()))
+        share = Share(2, shares[rank].plan, dict(zip(shares[rank].slots, kept, strict=True)))
+        return Outcome.of(combine(members[rank], share, telemetry_of(rank, 1)))
+
+    assert together(lambda: again(0), lambda: again(1)) == [expected(0, 1, 2)] * 2
+
+
+def _die_after_commit(seat: Seat, kind: str, path: str) -> Outcome:
+    exchange = Member(kind, seat, path).enter(1, range(seat.size))
+    exchange.prepare(layouts()[0])
+    current = exchange.begin(share_of(exchange, 1, NUM_LEAVES))
+    current.publish()
+    current.reduce()
+    committed = current.commit(telemetry_of(seat.rank, 1))
+    seat.say("committed")
+    seat.hear()
+    exchange.interrupt(AlarmError())  # as the head does when it hears of a loss
+    current.collect(out := current.result())
+    return Outcome(committed.digest, content(out))
+
+
+@every_team
+def test_whoever_sees_the_commit_collects_all_without_the_others(kind: str, size: int, tmp_path: pathlib.Path) -> None:
+    """All but one die when all have committed, and nobody has collected anything."""
+    with Team(size, _die_after_commit, kind, str(tmp_path)) as team:
+        for rank in range(size):
+            assert team.hear(rank) == "committed"
+        for rank in range(1, size):
+            team.kill(rank)
+        team.say(0, "go on")
+        assert team.results() == [expected(0, 1, NUM_LEAVES), *[KILLED] * (size - 1)]
+
+
+def test_work_that_is_shown_after_a_combine_is_work_for_the_next(pair: Pair) -> None:
+    layout = layouts()[0]
+    shares = pair.prepared(layout)
+    one, other = pair.members
+    together(
+        lambda: combine(one, shares[0], telemetry_of(0, 0)),
+        lambda: combine(other, shares[1], telemetry_of(1, 0)),
+    )
+    idle, late = one._host.work, other._host.work
+    idle.show_work([])
+    late.show_work([3, 4, 5])
+    assert idle.take([1.0, 1.0], elapsed_s=9.0) == 5
+    one.begin(Share(2, shares[0].plan, {})).publish()
+    assert idle.take([1.0, 1.0], elapsed_s=9.0) is None, "it has shown its nodes, and takes no more leaves"
 
 
 def test_members_skip_generations_and_are_not_mixed_up(pair: Pair) -> None:

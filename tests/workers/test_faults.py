@@ -19,7 +19,7 @@ from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.small_training import BATCH_SIZE, NUM_SAMPLES
 from tests.workers.trainings import Training
-from unisono.faults import POINTS
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -30,7 +30,7 @@ STEP = 3
 """The step in which something happens; evaluations, and what workers say to each other, are part of the step before."""
 STEP_POINTS = [at for at in POINTS if not at.startswith("checkpoint") and "." not in at]
 """Those of a plain training; a point of a strategy has its name before a dot."""
-EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
+EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
 NO_STATE = "no worker that holds the run's state is left"
 
 Case = tuple[str, int, str, int]
@@ -166,7 +166,14 @@ def test_all_but_one_at_the_same_point(at: str, calm: Outcome, tmp_path: Path) -
 @pytest.mark.parametrize("exchange", ["shared", "gloo"])
 def test_a_stopped_worker_is_noticed_by_its_silence(exchange: str, calm: Outcome, tmp_path: Path) -> None:
     """SIGSTOP: the process is there, its connections are open, and nothing comes from it."""
-    options = ["--exchange", exchange, "--heartbeat-timeout-s", f"{SILENCE_S}", "--timeout-s", f"{10 * WAIT_S}"]
+    options = [
+        "--exchange",
+        exchange,
+        "--set",
+        f"heartbeat-timeout={SILENCE_S}s",
+        "--set",
+        f"exchange-timeout={10 * WAIT_S}s",
+    ]
     faults = Faults().stop("w1", step=STEP, at="after_backward")
     hurt = run(tmp_path / "run", 3, faults, options)
     assert_same_bits(hurt, calm)
@@ -193,7 +200,7 @@ def test_an_error_that_comes_again(tmp_path: Path) -> None:
     assert re.search(r"failed at step 3, micro-batch 2 \(samples [0-9, .]+\).*as before on worker w", hurt.output)
     assert hurt.output.count("Traceback (most recent call last)") == 1
     last = hurt.output.strip().splitlines()[-2:]
-    assert last[0].startswith("unisono.faults.FaultInjected: injected fault at")
+    assert last[0].startswith("unisono.system.faults.FaultInjected: injected fault at")
     assert re.fullmatch(r"\(in step 3, micro-batch 2, samples [0-9, .]+\)", last[1])
     assert len(hurt.digests) == STEP, "what was done before stays in the journal"
     assert "micro-batch 2" in hurt.lines[-1]["reason"], "and why it ended stands below"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import unisono
 from tests.workers.models import vectors
-from unisono.journal import JOURNAL, read
+from unisono.record.journal import JOURNAL, read
 
 STEPS = 7
 

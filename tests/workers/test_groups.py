@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from tests.waiting import WAIT_S
-from unisono.errors import PeerLost
-from unisono.exchange import proof
-from unisono.exchange import wire as wires
-from unisono.exchange.listening import Port
-from unisono.exchange.sockets import tcp_sockets
-from unisono.exchange.wire import Wire
+from unisono.core.errors import PeerLost
+from unisono.engine.exchange import proof
+from unisono.engine.exchange import wire as wires
+from unisono.engine.exchange.listening import Port
+from unisono.engine.exchange.sockets import tcp_sockets
+from unisono.engine.exchange.wire import Wire
 
 pytestmark = pytest.mark.more
 

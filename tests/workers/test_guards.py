@@ -18,8 +18,8 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import StepError, UsageError
-from unisono.training.step import Step
+from unisono.core.errors import StepError, UsageError
+from unisono.engine.loop.step import Step
 
 Body = Callable[["Training", Step, Tensor, Tensor], None]
 

@@ -42,7 +42,18 @@ def test_a_sample_that_never_comes_ends_the_run_by_name(unisono: Unisono, script
     and only a newcomer waits.
     """
     name = script(ONE_SAMPLE_NEVER_COMES)
-    limits = ("--late-s", 0.4, "--aside-s", 3, "--hang-s", 6, "--heartbeat-s", 0.1, "--heartbeat-timeout-s", WAIT_S)
+    limits = (
+        "--set",
+        "report-late-after=0.4s",
+        "--set",
+        "go-on-without-after=3s",
+        "--set",
+        "kill-after=6s",
+        "--set",
+        "heartbeat=0.1s",
+        "--set",
+        f"heartbeat-timeout={WAIT_S}s",
+    )
     command = unisono("run", name, "--workers", 2, *limits)
     assert command.wait() == 1
     told = command.err
@@ -80,7 +91,16 @@ def test_an_export_of_the_main_worker_after_the_loop_may_take_longer_than_a_step
     unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
     """The other worker waits at the end of the run; nobody is left aside, or ended, for that."""
-    limits = ("--aside-s", 3, "--late-s", 4, "--heartbeat-s", 0.1, "--heartbeat-timeout-s", WAIT_S)
+    limits = (
+        "--set",
+        "go-on-without-after=3s",
+        "--set",
+        "report-late-after=4s",
+        "--set",
+        "heartbeat=0.1s",
+        "--set",
+        f"heartbeat-timeout={WAIT_S}s",
+    )
     command = unisono("run", script(EXPORTS_AT_THE_END), "--workers", 2, *limits)
     command.line("is late: no progress")
     (tmp_path / "go").touch()

@@ -12,13 +12,12 @@ import msgspec
 
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
 from tests.waiting import WAIT_S
-from unisono.decisions.membership import Lags
-from unisono.decisions.membership.roster import WorkerState
-from unisono.events import WorkerJoined
-from unisono.head.keys import Keys
-from unisono.head.memory import Memory
-from unisono.head.server import Head
-from unisono.messages import (
+from unisono.cluster.head.keys import Keys
+from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.server import Head
+from unisono.cluster.worker.packed import unpack
+from unisono.core.events import WorkerJoined
+from unisono.core.messages import (
     Hello,
     Holding,
     Kept,
@@ -32,8 +31,9 @@ from unisono.messages import (
     Told,
     decode,
 )
-from unisono.packed import unpack
-from unisono.spec import RunSpec
+from unisono.core.spec import RunSpec
+from unisono.membership import Lags
+from unisono.membership.roster import WorkerState
 
 
 def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue[bytes]]:
@@ -215,7 +215,7 @@ def test_the_head_may_have_as_many_connections_as_the_system_lets_it() -> None:
     """The usual limit of open files is 1,024; a process may raise it to its hard limit by itself."""
     code = (
         "import resource as r; _, hard = r.getrlimit(r.RLIMIT_NOFILE); r.setrlimit(r.RLIMIT_NOFILE, (64, hard)); "
-        "from unisono.lifetime import raise_file_limit; raise_file_limit(); "
+        "from unisono.system.lifetime import raise_file_limit; raise_file_limit(); "
         "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)

@@ -25,17 +25,13 @@ from tests.pure.test_journal import step
 from tests.pure.test_membership import step_done, training
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
-from unisono import events
 from unisono.cli.reach import NotGoing, ask_status, find
-from unisono.decisions.membership.roster import Agent, State, WorkerState
-from unisono.decisions.policy import Policy
-from unisono.head.lines import MAX_STEPS_QUEUED
-from unisono.head.memory import Memory
-from unisono.head.server import Head
-from unisono.invitation import Invitation
-from unisono.journal import JOURNAL, compare, read
-from unisono.lifetime import end_when_silent
-from unisono.messages import (
+from unisono.cluster.head.lines import MAX_STEPS_QUEUED
+from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.server import Head
+from unisono.cluster.trust.invitation import Invitation
+from unisono.core import events
+from unisono.core.messages import (
     AgentHello,
     Announcement,
     Ended,
@@ -51,13 +47,27 @@ from unisono.messages import (
     decode,
     encode,
 )
-from unisono.spec import RunSpec
+from unisono.core.policy import Policy
+from unisono.core.spec import RunSpec
+from unisono.membership.roster import Agent, State, WorkerState
+from unisono.record.journal import JOURNAL, compare, read
+from unisono.system.lifetime import end_when_silent
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.more
 
 # The gate of these scripts is within a step, where the others wait for the worker that stands at it: it is not late.
-RUN = [sys.executable, "-m", "unisono", "run", *PATIENT, "--late-s", str(WAIT_S), "--hang-s", str(WAIT_S)]
+RUN = [
+    sys.executable,
+    "-m",
+    "unisono",
+    "run",
+    *PATIENT,
+    "--set",
+    f"report-late-after={WAIT_S}s",
+    "--set",
+    f"kill-after={WAIT_S}s",
+]
 M = TypeVar("M", bound=Message)
 
 # A script that stands still at a step until the test has done what it wants to do there.

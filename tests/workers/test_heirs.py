@@ -14,14 +14,12 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.test_head_death import dial, hear, serving
-from unisono.decisions.following import Absence, Followed, StaleHead
-from unisono.decisions.membership import Lags, heirs
-from unisono.decisions.membership.roster import ALIVE, State, WorkerState
-from unisono.decisions.policy import Policy
-from unisono.head.memory import Memory
-from unisono.head.server import Head
-from unisono.machine.following import Following
-from unisono.messages import (
+from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.server import Head
+from unisono.cluster.machine.following import Following
+from unisono.cluster.worker.packed import unpack
+from unisono.core.following import Absence, Followed, StaleHead
+from unisono.core.messages import (
     AgentHello,
     Announcement,
     Ended,
@@ -45,8 +43,10 @@ from unisono.messages import (
     decode,
     encode,
 )
-from unisono.packed import unpack
-from unisono.spec import Partition, RunSpec
+from unisono.core.policy import Policy
+from unisono.core.spec import Partition, RunSpec
+from unisono.membership import Lags, heirs
+from unisono.membership.roster import ALIVE, State, WorkerState
 
 M = TypeVar("M", bound=Message)
 
@@ -104,7 +104,7 @@ async def follower(url: str, *, primary: bool) -> AsyncIterator[Follower]:
 @pytest.fixture
 def waits_for_heirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No heir is left out because this machine is busy."""
-    monkeypatch.setattr("unisono.decisions.following.HEIR_ANSWERS_S", WAIT_S)
+    monkeypatch.setattr("unisono.core.following.HEIR_ANSWERS_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("waits_for_heirs")
@@ -244,7 +244,7 @@ def test_a_machine_that_ends_says_that_it_was_not_to_go_on(partition: Partition)
         following._absence = Absence(since=-1e9)
         following._note_absence("the head is away")
         assert agent.ended is not None
-        assert ("--partition wait" in agent.ended.reason) == (partition == "wait")
+        assert ("--set when-cut=wait" in agent.ended.reason) == (partition == "wait")
 
     asyncio.run(story())
 

@@ -7,10 +7,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.decisions.ownership import Place
-from unisono.exchange.slots import Slots
-from unisono.problems.memory import Among, Beginning, data_bytes, held_now, kinds
-from unisono.state.tracked import Tracked
+from unisono.core.ownership import Place
+from unisono.engine.exchange.slots import Slots
+from unisono.engine.state.tracked import Tracked
+from unisono.script.memory import Among, Beginning, data_bytes, held_now, kinds
 
 CPU = torch.device("cpu")
 MB = 10**6

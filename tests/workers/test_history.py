@@ -14,8 +14,8 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.history import History
-from unisono.journal import read
+from unisono.record.history import History
+from unisono.record.journal import read
 
 pytestmark = pytest.mark.more
 
@@ -41,9 +41,10 @@ def test_a_run_that_loses_its_writer_is_seen_while_it_trains(unisono: Unisono, t
         command = unisono("run", TRAINING, *options)
         gates.wait(BEFORE, workers=2)
         history = History(run_dir)
-        seen(history, lambda: history.times()["step"][-1:] == [BEFORE - 2])  # what follows the last step is not known
+        seen(history, lambda: history.times()["step"][-1:] == [BEFORE - 1])
         assert history.span() == (0, BEFORE - 1)
         assert history.times()["workers"] == ["w0", "w1"]
+        assert history.times()["values"]["waiting"][-1] == [None, None], "which only the next step tells"
         seen(history, lambda: history.overview().step == BEFORE - 1)
         (pid,) = (each["pid"] for each in ask_status(find(str(run_dir)))["workers"] if each["worker_id"] == "w0")
         os.kill(pid, signal.SIGKILL)

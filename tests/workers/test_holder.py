@@ -15,14 +15,14 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import marked, wait_until_gone
-from unisono.machine.holder import CANNOT_START, Order
+from unisono.cluster.machine.holder import CANNOT_START, Order
 
 pytestmark = pytest.mark.more
 
 STUBBORN = 'trap "" TERM HUP INT; echo ready; exec sleep 1000000'
 IMPATIENT = """
 import sys
-from unisono.machine import holder
+from unisono.cluster.machine import holder
 holder.TERMINATE_S = holder.LOSE_S = 0.1
 sys.exit(holder.main())
 """
@@ -127,7 +127,7 @@ def test_a_command_hears_of_a_lost_connection_and_may_go_on(
 
 
 def test_a_holder_without_an_order_ends() -> None:
-    command = [sys.executable, "-P", "-m", "unisono.machine.holder"]
+    command = [sys.executable, "-P", "-m", "unisono.cluster.machine.holder"]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
@@ -156,7 +156,7 @@ def test_a_folder_is_locked_as_long_as_the_command_runs(tmp_path: Path) -> None:
 
 def test_a_holder_starts_at_once() -> None:
     """It loads none of what the command may need."""
-    code = "import sys, unisono.machine.holder; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    code = "import sys, unisono.cluster.machine.holder; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
     )

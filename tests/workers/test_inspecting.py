@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono import member
-from unisono.decisions.tree import leaf as leaf_node
-from unisono.decisions.tree import level_of, schedule
-from unisono.errors import StopInspection, UsageError
-from unisono.events import StepResult
-from unisono.journal import JOURNAL, compare
-from unisono.spec import RunSpec
-from unisono.training.inspecting import INSPECTORS, Computed, Inspected, Inspector, Place
+from unisono.cluster.worker import member
+from unisono.core.errors import StopInspection, UsageError
+from unisono.core.events import StepResult
+from unisono.core.spec import RunSpec
+from unisono.core.tree import leaf as leaf_node
+from unisono.core.tree import level_of, schedule
+from unisono.record.journal import JOURNAL, compare
+from unisono.script.inspecting import INSPECTORS, Computed, Inspected, Inspector, Place
 
 pytestmark = pytest.mark.more
 

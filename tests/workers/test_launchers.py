@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,14 @@ from tests.house.toys import test_toy_launcher as toy
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.capacity import parse_workers
-from unisono.errors import UsageError
-from unisono.journal import compare
-from unisono.launchers import LAUNCHERS, AgentCommand, Machine, Request, fleet
-from unisono.launchers.fleet import Fleet
-from unisono.lifetime import PARENT
-from unisono.machine import children
-from unisono.spec import RunSpec
+from unisono.cluster.launchers import LAUNCHERS, AgentCommand, Handle, Launcher, Machine, Request, fleet, relaunching
+from unisono.cluster.launchers.fleet import Fleet
+from unisono.cluster.machine import children
+from unisono.core.errors import UsageError
+from unisono.core.spec import RunSpec
+from unisono.record.journal import compare
+from unisono.system.capacity import parse_workers
+from unisono.system.lifetime import PARENT
 
 pytestmark = pytest.mark.more
 
@@ -34,7 +34,7 @@ LEFT, RIGHT = Machine(name="left", num_workers=1), Machine(name="right", num_wor
 FOR_EVER = "1000000"
 
 
-class Agent:
+class Agent(Handle):
     """Prints what the test says, and ends when the test wants it to."""
 
     def __init__(self, lines: list[str]) -> None:
@@ -64,7 +64,7 @@ class Agent:
         self.is_asked = True
 
 
-class Rented:
+class Rented(Launcher):
     """Two machines, whose agents are those of the test."""
 
     def __init__(self, left: Agent, right: Agent) -> None:
@@ -88,7 +88,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[str] = asyncio.Queue()
-        self.num_gone = 0
+        self.gone: set[str] = set()
 
     def on_line(self, name: str, text: str, is_error: bool) -> None:
         self.said.put_nowait(f"[{name}] {text}")
@@ -96,8 +96,8 @@ class Seen:
     def on_notice(self, text: str) -> None:
         self.said.put_nowait(text)
 
-    def on_gone(self, number: int) -> None:
-        self.num_gone = number
+    def on_gone(self, names: Collection[str]) -> None:
+        self.gone = set(names)
 
     def on_lost(self, reason: str) -> None:
         self.said.put_nowait(f"lost: {reason}")
@@ -119,7 +119,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
         said = [await seen.said.get(), await seen.said.get()]
         rented.agents["left"].end(255)
         said.append(await seen.said.get())
-        assert seen.num_gone == 1
+        assert seen.gone == {"left"}
         assert seen.said.empty(), "the other machine may go on alone"
         rented.agents["right"].end(-signal.SIGKILL)
         said += [await seen.said.get(), await seen.said.get()]
@@ -127,28 +127,31 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
         return said
 
     left = "the agent of left ended with exit code 255: no route to host"
+    again = "; it is started again after 5 s"
     right = "the agent of right was killed by signal 9 (SIGKILL)"
     assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == [
         "[left] [w0] hello",
         "[left] no route to host",
-        left,
+        left + again,
         right,
         f"lost: no machine is left: {left} and {right}",
     ]
     command = rented.commands["right"]
     assert command.secret == "ws://secret@head:1"
     assert "secret" not in " ".join(command.words) + repr(command)
-    assert command.words[-4:] == ("--workers", "2", "--head-away-s", "7.0")
+    assert command.words[-4:] == ("--workers", "2", "--head-away", "7s")
 
 
 class Growing(Rented):
     """Gets a machine when the run wants more than three workers, at the second question."""
 
+    is_elastic = True
+
     def __init__(self) -> None:
         super().__init__(Agent([]), Agent([]))
         self.asked: list[int] = []
 
-    def resize(self, num_workers: int) -> list[Machine]:
+    def ensure(self, num_workers: int, lost: Sequence[Machine]) -> list[Machine]:
         self.asked.append(num_workers)
         if len(self.asked) == 1:
             raise RuntimeError("the cluster does not answer")
@@ -159,16 +162,16 @@ class Growing(Rented):
 
 
 def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "RESIZE_S", 0.01)
+    monkeypatch.setattr(fleet, "LOOK_S", 0.01)
     monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
     growing, seen = Growing(), Seen()
 
     async def work() -> list[str]:
         agents = Fleet(growing, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
         agents.start(seen, seen.on_lost, seen.on_gone)
-        agents.resize(4)
+        agents.keep(4, ())
         said = [await seen.said.get(), await seen.said.get()]
-        agents.resize(3)
+        agents.keep(3, ())
         for agent in growing.agents.values():
             agent.end(0)
         said.append(await seen.said.get())
@@ -185,25 +188,27 @@ def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch
 
 ELASTIC = """
     import sys
-    from unisono import launchers
-    from unisono.launchers.processes import Processes
-    from unisono.spec import RunSpec
+    from unisono.cluster import launchers
+    from unisono.cluster.launchers import AgentProcess, Processes
+    from unisono.core.spec import RunSpec
 
-    class Cluster:
+    class Cluster(launchers.Launcher):
+        is_elastic = True
+
         def __init__(self):
             self._processes, self._started = Processes(), []
 
         def machines(self):
             return [launchers.Machine(name=launchers.HERE, num_workers=1)]
 
-        def resize(self, num_workers):
+        def ensure(self, num_workers, lost):
             alive = [process for process in self._started if process.poll() is None]
             missing = num_workers - 1 - len(alive)
             names = range(len(self._started), len(self._started) + missing)
             return [launchers.Machine(name=f"node{number}", num_workers=1) for number in names]
 
         def start(self, machine, command):
-            self._started.append(self._processes.start(command))
+            self._started.append(self._processes.add(AgentProcess(command)))
             return self._started[-1]
 
         def close(self):
@@ -241,6 +246,35 @@ def test_scale_gets_machines_and_gives_them_back(
     assert compare(tmp_path / "calm", tmp_path / "run").startswith("identical: 40 steps")
 
 
+def test_the_agent_of_a_lost_machine_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause, and not where the head says that the machine needs none: its agent goes on without its ssh."""
+    monkeypatch.setattr(fleet, "LOOK_S", 0.01)
+    monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
+    monkeypatch.setattr(relaunching, "FIRST_S", 0.5)
+    rented, seen = Rented(Agent([]), Agent([])), Seen()
+
+    async def work() -> list[str]:
+        agents = Fleet(rented, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
+        agents.start(seen, seen.on_lost, seen.on_gone)
+        agents.keep(3, ["left"])
+        rented.agents["left"].end(255)
+        said = [await seen.said.get()]
+        rented.agents["left"] = Agent(["[w3] hello\n"])
+        agents.keep(3, [])
+        said += [await seen.said.get(), await seen.said.get()]
+        rented.agents["left"].end(1)
+        said.append(await seen.said.get())
+        await agents.close(0.01)
+        return said
+
+    assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == [
+        "the agent of left ended with exit code 255",
+        "left is lost: its agent is started again, after 0 s",
+        "[left] [w3] hello",
+        "the agent of left ended with exit code 1: [w3] hello; it is started again after 1 s",
+    ]
+
+
 def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "TERMINATE_S", 0.01)
     rented, seen = Rented(Agent([]), Agent([])), Seen()
@@ -258,7 +292,7 @@ def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeyp
 
 
 def test_the_local_launcher_hands_over_the_secret_and_leaves_nothing() -> None:
-    launcher = LAUNCHERS["local"].build(Request(workers=parse_workers("3", 1), threads=1, environment={}))
+    launcher = LAUNCHERS["local"].build(Request(workers=parse_workers("3", 1), environment={}))
     assert [machine.num_workers for machine in launcher.machines()] == [3]
     echo = "import sys; print(sys.stdin.readline().strip()[::-1], flush=True); sys.stdin.read()"
     agent = launcher.start(LEFT, AgentCommand(words=(sys.executable, "-c", echo), secret="secret"))
@@ -303,11 +337,11 @@ def test_agents_end_with_the_command_that_has_started_them(number: signal.Signal
 
 UNREACHABLE = """
     import sys
-    from unisono import launchers
-    from unisono.launchers.processes import Processes
-    from unisono.spec import RunSpec
+    from unisono.cluster import launchers
+    from unisono.cluster.launchers import AgentProcess, Processes
+    from unisono.core.spec import RunSpec
 
-    class Unreachable:
+    class Unreachable(launchers.Launcher):
         def __init__(self):
             self._processes = Processes()
 
@@ -315,7 +349,7 @@ UNREACHABLE = """
             return [launchers.Machine(name="left", num_workers=1)]
 
         def start(self, machine, command):
-            return self._processes.start(command, before=sys.argv[1:])
+            return self._processes.add(AgentProcess(command, before=sys.argv[1:]))
 
         def close(self):
             self._processes.close()
@@ -339,6 +373,7 @@ def test_a_run_ends_where_no_machine_can_be_reached(script: Callable[[str], str]
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines() == ["[left] no route to host"]
     said = [line.partition("unisono: ")[2] for line in done.stderr.splitlines()]
+    said = [line for line in said if not line.startswith("starting the workers")]  # it is said after a second
     assert said == [why, f"failed: no machine is left: {why}"]
 
 

@@ -18,9 +18,9 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
 from tests.workers.static_team import AloneRun
 from unisono import Checkpoints
-from unisono.checkpoint import files
-from unisono.errors import RunDirectoryError, UsageError
-from unisono.journal import compare, read, summary
+from unisono.core.errors import RunDirectoryError, UsageError
+from unisono.record import checkpoints as files
+from unisono.record.journal import compare, read, summary
 from unisono.testing import Faults, run_workers
 
 pytestmark = pytest.mark.more
@@ -46,11 +46,13 @@ TRAINING = """
                         raise ValueError("a bad sample")
                     if how == "inner break":
                         break
+                    if how == "inner exit":
+                        sys.exit(3)
                 step.backward(model(batch).mean())
             if step.number == 2:
                 if how == "exit 0":
                     sys.exit()
-                if how == "exit 3":
+                if how in ("exit 3", "with exit"):
                     sys.exit(3)
                 if how == "raise exit":
                     raise SystemExit(5)
@@ -62,11 +64,11 @@ TRAINING = """
                     break
         return model
 
-    hooks = sys.excepthook, sys.exit
-    if how == "with":
+    hook = sys.excepthook
+    if how in ("with", "with exit"):
         with unisono.Run(how, seed=1, checkpoint=unisono.Checkpoints(every_steps=100)) as run:
             go_on(run, 4)
-        assert (sys.excepthook, sys.exit) == hooks
+        assert sys.excepthook is hook
     elif how == "children":
         for name, steps in (("well", 4), ("badly", 0)):
             child = multiprocessing.get_context("fork").Process(target=train, args=(name, steps))
@@ -86,7 +88,7 @@ TRAINING = """
     if how == "close":
         run.close()
         run.close()
-        assert (sys.excepthook, sys.exit) == hooks
+        assert sys.excepthook is hook
         sys.exit(3)
     if how == "atexit":
         atexit.register(lambda: 1 / 0)
@@ -123,15 +125,19 @@ ENDS: dict[str, tuple[int, str, str, int]] = {
     "fork": (0, "finished", "", 4),
     "break": (0, "finished", "", 3),
     "exit 0": (0, "finished", "", 3),
-    "exit 3": (3, "failed", "SystemExit: 3", 2),
+    "exit 3": (3, "finished", "", 3),
+    "with exit": (3, "failed", "SystemExit: 3", 2),
     "interrupt": (-2, "failed", "KeyboardInterrupt: ", 2),
     "error": (1, "failed", "ValueError: a bad sample", 2),
     "late error": (1, "failed", "ValueError: after the training", 4),
     "inner break": (1, "failed", "StepError: the inner loop of step 2 was left before its end", 2),
-    "raise exit": (5, "stopped", "", 2),
+    "inner exit": (1, "failed", "StepError: the inner loop of step 2 was left before its end", 2),
+    "raise exit": (5, "finished", "", 3),
     "os._exit": (7, "stopped", "", 2),
 }
 """How the script ends: its exit code, the state and the reason in the journal, and the number of steps there."""
+SHOWN = ("interrupt", "error", "late error", "inner break", "inner exit", "atexit")
+"""How the script ends with a traceback."""
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +171,7 @@ def test_a_run_that_is_alone_ends_with_its_script(how: str, codes: dict[str, int
     assert (found["state"], found.get("reason", "")[: len(reason)]) == (state, reason), output
     kinds = [line["kind"] for line in read(ends / how)]
     assert kinds == ["step"] * num_steps + ["end"] * (state != "stopped")
-    assert ("Traceback" in output) == (how in ("interrupt", "error", "late error", "inner break", "atexit")), output
+    assert ("Traceback" in output) == (how in SHOWN), output
 
 
 def test_the_last_checkpoint_is_there_and_the_bits_are_those_of_a_with(codes: dict[str, int], ends: Path) -> None:
@@ -281,11 +287,11 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(False)
     try:
-        before = threading.enumerate(), sys.excepthook, sys.exit
+        before = threading.enumerate(), sys.excepthook
         with pytest.raises(RunDirectoryError):
             AloneRun(tmp_path)
         assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (2, False)
-        assert (threading.enumerate(), sys.excepthook, sys.exit) == before
+        assert (threading.enumerate(), sys.excepthook) == before
         AloneRun(tmp_path, overwrite=True).close()  # nobody holds the directory
     finally:
         torch.set_num_threads(1)

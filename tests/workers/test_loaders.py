@@ -34,17 +34,17 @@ from tests.workers.gates import Gates
 from tests.workers.models import Cnn, Images, bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.decisions.cursor import Cursor
-from unisono.decisions.orders import Sequential
-from unisono.decisions.plan import Plan, plan
-from unisono.errors import RecipeError
-from unisono.journal import compare
-from unisono.journal.times import by_step
-from unisono.microbatch.data import Fetcher, Loading, Request, to_device
+from unisono.core.cursor import Cursor
+from unisono.core.errors import RecipeError
+from unisono.core.orders import Sequential
+from unisono.core.plan import Plan, plan
+from unisono.engine.loop.upcoming import Upcoming
+from unisono.engine.microbatch.data import Fetcher, Loading, Request, to_device
+from unisono.record.journal import compare
+from unisono.record.journal.times import by_step
+from unisono.script.schedule import schedule
+from unisono.script.streamed import Asked
 from unisono.testing import Faults, run_workers
-from unisono.training.schedule import schedule
-from unisono.training.streamed import Asked
-from unisono.training.upcoming import Upcoming
 
 pytestmark = pytest.mark.more
 

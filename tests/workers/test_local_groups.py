@@ -20,12 +20,12 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from tests.workers.test_local_steps import EXCHANGES, ROUND, assert_same_bits, vectors
 from tests.workers.trainings import Training
-from unisono.checkpoint import files
-from unisono.errors import CheckpointError
-from unisono.faults import POINTS
-from unisono.rounds import loading
-from unisono.state.packing import digest_of_tensor
-from unisono.state.replicas import Replicas
+from unisono.core.errors import CheckpointError
+from unisono.engine.rounds import loading
+from unisono.engine.state.packing import digest_of_tensor
+from unisono.record import checkpoints as files
+from unisono.strategies.local.replica_states import Replicas
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.more
@@ -117,7 +117,18 @@ def test_one_loss_after_the_other(calm: dict[int, Outcome], tmp_path: Path) -> N
 @pytest.mark.usefixtures("nursery")
 def test_a_member_of_a_group_that_stands_still_is_left_behind(calm: dict[int, Outcome], tmp_path: Path) -> None:
     """The others of its group wait for it, and go on without it when it is evicted."""
-    limits = ("--late-s", 0.4, "--aside-s", 2, "--hang-s", 4, "--heartbeat-s", 0.1, "--heartbeat-timeout-s", 2)
+    limits = (
+        "--set",
+        "report-late-after=0.4s",
+        "--set",
+        "go-on-without-after=2s",
+        "--set",
+        "kill-after=4s",
+        "--set",
+        "heartbeat=0.1s",
+        "--set",
+        "heartbeat-timeout=2s",
+    )
     faults = Faults().stop("w1", step=ROUND, at="before_backward")
     hurt = run(tmp_path / "run", 4, faults, [*map(str, limits)])
     assert_same_bits(hurt, calm[2])

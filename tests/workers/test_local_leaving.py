@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import PATIENT
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
-from unisono.journal import compare
+from unisono.record.journal import compare
 from unisono.testing import Faults, run_workers
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]

@@ -24,11 +24,11 @@ from tests.workers.losses import ended_workers
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from tests.workers.trainings import Training
-from unisono.errors import DivergenceError, RecipeError, StepError, UsageError
-from unisono.faults import POINTS
-from unisono.journal import compare
-from unisono.state.packing import digest_of_tensor
-from unisono.state.replicas import Replicas
+from unisono.core.errors import DivergenceError, RecipeError, StepError, UsageError
+from unisono.engine.state.packing import digest_of_tensor
+from unisono.record.journal import compare
+from unisono.strategies.local.replica_states import Replicas
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.more
@@ -37,7 +37,7 @@ run = Training("local_training.py")
 ROUNDS = 5
 ROUND = 2
 """The round in which something happens."""
-EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
+EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
 ELSEWHERE = ("local.leaving", "local.delivering", "local.coded", "local.grouped", "local.ungrouped")
 AT = [
     *(at for at in POINTS if at.startswith("local.") and at not in ELSEWHERE),
@@ -552,6 +552,7 @@ def test_what_has_no_meaning_in_rounds_is_refused_before_training() -> None:
     )
     refused(match="drop_last=True", error=RecipeError, data=34)
     refused(match="inner_state is", inner_state="lost")
+    refused(match=r"local steps have no delay any more.*more inner_steps=.*run\.steps\(delay=1\)", delay=1)
     refused(match="a unisono.Carried", tracked=lambda _: {"hidden": unisono.Carried(torch.zeros(4, 2))})
     refused(match="a GradScaler", tracked=lambda _: {"scaler": torch.amp.GradScaler("cpu")})
     refused(match="outer is an optimizer", outer="sgd")

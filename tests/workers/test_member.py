@@ -13,12 +13,13 @@ import pytest
 
 from tests.pure.test_journal import evaluation, step
 from tests.waiting import WAIT_S
-from unisono import outbox
-from unisono.connection import RETRY_S
-from unisono.errors import DeadlineExceeded
-from unisono.events import Announcement, EvaluationFinished
-from unisono.member import Member
-from unisono.messages import (
+from unisono.cluster.worker import outbox
+from unisono.cluster.worker.connection import RETRY_S
+from unisono.cluster.worker.member import Member
+from unisono.cluster.worker.outbox import MOST_STEPS
+from unisono.core.errors import DeadlineExceeded
+from unisono.core.events import Announcement, EvaluationFinished
+from unisono.core.messages import (
     Beat,
     Happened,
     Hello,
@@ -32,9 +33,8 @@ from unisono.messages import (
     decode,
     encode,
 )
-from unisono.outbox import MOST_STEPS
-from unisono.rounds.team import HeadTeam
-from unisono.spec import RunSpec, WorkerSpec
+from unisono.core.spec import RunSpec, WorkerSpec
+from unisono.engine.rounds.team import HeadTeam
 
 M = TypeVar("M", bound=Message)
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")
@@ -60,7 +60,7 @@ class Connection:
             pass
         return found
 
-    # What the worker sees of it (`unisono.link.Link`):
+    # What the worker sees of it (`unisono.cluster.worker.link.Link`):
     address = "127.0.0.1"
     wants_to_write = False
 
@@ -106,7 +106,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
         connection.tell(made.answer)
         return connection
 
-    monkeypatch.setattr("unisono.link.Link.dial", connect)
+    monkeypatch.setattr("unisono.cluster.worker.link.Link.dial", connect)
     return made
 
 

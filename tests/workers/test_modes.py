@@ -21,10 +21,10 @@ from tests.workers.models import Mlp, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono import Checkpoints
-from unisono.errors import RecipeError, StepError, UsageError
-from unisono.fingerprint import fingerprint, floating_point
-from unisono.state.packing import digest_of_state
-from unisono.training.run import Run
+from unisono.core.errors import RecipeError, StepError, UsageError
+from unisono.engine.state.packing import digest_of_state
+from unisono.script.run import Run
+from unisono.system.fingerprint import fingerprint, floating_point
 
 TINY = 1e-39
 """Denormal in float32."""

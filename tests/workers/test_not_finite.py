@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.exchange.flat import FlatLayout, Slot
-from unisono.rounds.finite import PARTS, Finiteness, NotFinite, is_finite, looked_at
+from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.rounds.finite import PARTS, Finiteness, NotFinite, is_finite, looked_at
 
 pytestmark = pytest.mark.more
 
@@ -88,7 +88,7 @@ def train(folder: Path | None, bad: int | None, *, scaler: Any = None) -> tuple[
             if bad is None or step.number % 2 == 0:
                 optimizer.step()
             losses.append(step.loss)
-    return losses, [event for event in seen if isinstance(event, unisono.events.Problem)]
+    return losses, [event for event in seen if isinstance(event, unisono.core.events.Problem)]
 
 
 def test_it_is_said_once_with_the_first_micro_batch_and_its_samples(

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.journal import compare
-from unisono.journal.times import by_step
-from unisono.lifetime import Memory
-from unisono.machine.children import Child
-from unisono.machine.nursery import Forked, ForkRequest, WorkerEnded
-from unisono.machine.placement import Nursery
-from unisono.spec import WorkerSpec
+from unisono.cluster.machine.children import Child
+from unisono.cluster.machine.forking import Forked, ForkRequest, WorkerEnded
+from unisono.cluster.machine.placement import Nursery
+from unisono.core.spec import WorkerSpec
+from unisono.record.journal import compare
+from unisono.record.journal.times import by_step
+from unisono.system.lifetime import Memory
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.more
@@ -83,7 +84,7 @@ def test_a_run_survives_its_nursery(unisono: Unisono, tmp_path: Path) -> None:
 # One worker waits, one is stopped, one hangs in C and keeps the interpreter; each has a child.
 HANGS = """
     import ctypes, os, signal, subprocess, sys
-    from unisono import member
+    from unisono.cluster.worker import member
 
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     me = member.current()
@@ -100,7 +101,9 @@ HANGS = """
 
 def test_nothing_outlives_a_command_whose_nursery_has_ended(unisono: Unisono, script: Script, mark: str) -> None:
     """After a SIGKILL as well, whatever the workers do."""
-    patience = [word for option in ("--heartbeat-timeout-s", "--head-away-s", "--hang-s") for word in (option, NEVER_S)]
+    patience = [
+        word for name in ("heartbeat-timeout", "head-away", "kill-after") for word in ("--set", f"{name}={NEVER_S}s")
+    ]
     command = unisono("run", script(HANGS), "-n", 3, *patience)  # nobody ends for having waited for long
     for worker in ("w0", "w1", "w2"):
         command.line(f"[{worker}] training")
@@ -169,7 +172,7 @@ def test_what_a_worker_leaves_to_its_agent_is_reaped(unisono: Unisono, script: S
     orphans = """
         import os, sys, time
         from pathlib import Path
-        from unisono import member
+        from unisono.cluster.worker import member
 
         reading, writing = os.pipe()
         if os.fork() == 0:
@@ -189,3 +192,41 @@ def test_what_a_worker_leaves_to_its_agent_is_reaped(unisono: Unisono, script: S
         """
     command = unisono("run", script(orphans), "-n", 1)
     assert command.wait() == 0, command.err
+
+
+LEAVES = """
+    import atexit, ctypes, sys, zipfile
+
+    libc = ctypes.CDLL(None)
+    libc.strdup.restype = ctypes.c_void_p  # memory that nobody frees
+    word = ctypes.c_void_p(libc.strdup(b"the interpreter was shut down"))
+    libc.__cxa_atexit(ctypes.cast(libc.puts, ctypes.c_void_p), word, None)
+    libc.printf(b"from native code\\n")
+    if sys.argv[1] == "a file":
+        file = zipfile.ZipFile("a file", "w")
+        file.writestr("name", "text")
+    elif sys.argv[1] == "a generator":
+        def write():
+            try:
+                yield
+            finally:
+                print("its last words")
+        next(generator := write())
+    atexit.register(print, "at exit")
+    """
+
+
+@pytest.mark.parametrize("left", ["nothing", "a file", "a generator"])
+@pytest.mark.usefixtures("nursery")
+def test_the_interpreter_is_shut_down_only_where_that_does_something(
+    left: str, unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    run = unisono("run", "-n", 1, script(LEAVES), "--", left)
+    assert run.wait() == 0, run.err
+    assert "[w0] from native code" in run.out
+    assert "[w0] at exit" in run.out
+    assert ("[w0] the interpreter was shut down" in run.out) == (left != "nothing")
+    if left == "a file":
+        assert zipfile.ZipFile(tmp_path / left).read("name") == b"text"
+    if left == "a generator":
+        assert "[w0] its last words" in run.out

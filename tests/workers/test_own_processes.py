@@ -16,8 +16,8 @@ import torch
 import unisono
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
-from unisono.checkpoint import files
-from unisono.journal import compare, summary
+from unisono.record import checkpoints as files
+from unisono.record.journal import compare, summary
 from unisono.testing import run_workers
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
@@ -92,7 +92,7 @@ def test_runs_of_a_script_s_children_are_runs_of_their_own(
 
 READS_TOKEN = """
     import os, subprocess, sys, pathlib
-    from unisono import member
+    from unisono.cluster.worker import member
 
     token = pathlib.Path("run/token").read_text()
     code = "import pathlib\\nfor path in pathlib.Path('/proc/self/fd').iterdir():\\n    print(path.resolve())"
@@ -109,7 +109,7 @@ READS_TOKEN = """
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_the_token_does_not_reach_a_script_s_children(start: str, unisono: Unisono, script: Script) -> None:
     """Not even those that inherit what is open."""
-    command = unisono("run", script(READS_TOKEN), "-n", 1, "--run-dir", "run", "--start", start)
+    command = unisono("run", script(READS_TOKEN), "-n", 1, "--run-dir", "run", "--set", f"start={start}")
     assert command.wait() == 0, command.err
     assert int(command.line("said").split()[-1]) > 0
 

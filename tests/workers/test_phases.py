@@ -16,13 +16,13 @@ from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.models import Mlp, vectors
 from tests.workers.static_team import AloneRun
-from unisono.errors import StepError
-from unisono.events import StepFinished
-from unisono.journal import JOURNAL, compare, from_line, read
-from unisono.journal.times import by_step
-from unisono.rounds.team import AloneTeam
+from unisono.core.errors import StepError
+from unisono.engine.rounds.team import AloneTeam
+from unisono.record.journal import JOURNAL, compare, from_line, read
+from unisono.record.journal.times import by_step
+from unisono.record.overview import OverviewBuilder
 from unisono.testing import Faults, run_workers
-from unisono.watch.terminal.base import done
+from unisono.views.watch.terminal.base import done
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -308,7 +308,11 @@ def test_a_run_that_goes_on_knows_its_length_if_its_epoch_loop_says_it(says: boo
     steps = [line for line in read(tmp_path / JOURNAL) if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [*range(12)]
     assert {line["num_steps"] for line in steps} == {12 if says else 0}
-    shown = [done(event) for event in map(from_line, steps) if isinstance(event, StepFinished)]
+    builder, shown = OverviewBuilder(), []
+    for event in map(from_line, steps):
+        assert event is not None
+        builder.take(event)
+        shown.append(done(builder.overview(0.0)))
     assert [shown[5], shown[11]] == (
         ["6 of 12 steps", "12 of 12 steps"] if says else ["6 steps, epoch 1", "12 steps, epoch 3"]
     )

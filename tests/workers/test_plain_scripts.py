@@ -22,10 +22,10 @@ from tests.workers.conftest import Unisono, marked, wait_until_gone
 pytestmark = pytest.mark.more
 
 SCRIPT = Path(ddp_training.__file__)
-OWN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"}
-"""What differs from start to start, or says who listens at the port."""
-OF_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
-"""Where torchrun itself looks for a report, and its own setting."""
+OWN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+"""What differs from start to start, or from machine to machine."""
+OURS = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
+"""How lines of the output begin."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_a_script_for_torchrun_is_told_the_same_and_computes_the_same_bits(
     assert run.wait() == 0, run.err
     assert_same_bits(tmp_path, by_torchrun)
     for told, expected in zip(environments(tmp_path), environments(by_torchrun), strict=True):
-        assert told.keys() | OF_TORCHRUN == expected.keys()
-        assert [(name, told[name]) for name in told if name not in OWN and told[name] != expected[name]] == []
+        assert told.keys() - OURS == expected.keys()
+        assert [(name, told[name]) for name in told if name not in OWN | OURS and told[name] != expected[name]] == []
 
 
 def test_after_a_failure_the_script_goes_on_from_its_snapshot_with_the_same_bits(
@@ -72,9 +72,8 @@ def test_after_a_failure_the_script_goes_on_from_its_snapshot_with_the_same_bits
 ) -> None:
     run = unisono("run", "--plain", "--workers", 2, "--max-restarts", 1, SCRIPT, "--", tmp_path, "--fail-at", 1)
     assert run.wait() == 0, run.err
-    run.line("; restart 1 of 1", pattern="rank1 on ")
-    run.line("unisono: [rank1]: ValueError: the disk of rank 1 is full")
-    run.line("[rank1.2] goes on at epoch 1")
+    run.line("ValueError: the disk of rank 1 is full", pattern=r"\[rank1\] ")
+    run.line("[rank1] goes on at epoch 1")
     assert_same_bits(tmp_path, by_torchrun)
     assert [told["TORCHELASTIC_RESTART_COUNT"] for told in environments(tmp_path)] == ["1", "1"]
 
@@ -95,25 +94,9 @@ def gate(tmp_path: Path) -> Callable[[], None]:
     return file.close
 
 
-def test_a_machine_that_joins_and_leaves_changes_the_world(
-    unisono: Unisono, script: Callable[[str], str], tmp_path: Path, gate: Callable[[], None]
+def test_a_failure_ends_all_processes_and_gives_the_exit_code_of_torchrun(
+    unisono: Unisono, script: Callable[[str], str]
 ) -> None:
-    run = unisono("run", "--plain", "--workers", 2, "--run-dir", "run", script(WAITS), "--", "--lr", "0.1")
-    run.line("[rank1] rank 1 of 2 at 127.0.0.1 with ['--lr', '0.1']")
-    url = json.loads((tmp_path / "run" / "head.json").read_text())["url"]
-    other = unisono("join", url, "--token-file", "run/token", "--workers", 1)
-    run.line("there is room for 3 processes instead of 2; all processes are ended")
-    other.line("[rank2.2] rank 2 of 3 at 127.0.0.1")
-    run.line("[rank0.2] rank 0 of 3")
-    os.kill(other.pid, signal.SIGTERM)
-    run.line("[rank1.3] rank 1 of 2")
-    assert other.wait() == 0
-    gate()
-    assert run.wait() == 0, run.err
-    run.line("all 2 processes have ended with exit code 0")
-
-
-def test_a_failure_ends_the_run_at_once_with_the_last_lines(unisono: Unisono, script: Callable[[str], str]) -> None:
     name = script("""
         import os, sys, time
         if os.environ["RANK"] == "1":
@@ -122,8 +105,7 @@ def test_a_failure_ends_the_run_at_once_with_the_last_lines(unisono: Unisono, sc
         """)
     run = unisono("run", "--plain", "--workers", 2, name)
     assert run.wait() == 1
-    run.line("unisono: failed: rank1 on ")
-    assert run.err[-1] == "no data here"
+    run.line("[rank1] no data here")
 
 
 def test_a_process_may_take_its_time_to_end(unisono: Unisono, script: Callable[[str], str], tmp_path: Path) -> None:
@@ -148,26 +130,69 @@ def test_a_process_may_take_its_time_to_end(unisono: Unisono, script: Callable[[
     assert (tmp_path / "saved").exists()
 
 
-def test_nothing_is_left_when_the_command_is_killed(
-    unisono: Unisono, script: Callable[[str], str], mark: str, gate: Callable[[], None]
+def torchrun_of(mark: str) -> int:
+    (found,) = (pid for pid, words in marked(mark).items() if "unisono.cluster.machine.plain" in words)
+    return found
+
+
+def holder_of(mark: str) -> int:
+    (found,) = (pid for pid, words in marked(mark).items() if "unisono.cluster.machine.holder" in words)
+    return found
+
+
+@pytest.mark.parametrize("killed", ["the command", "the holder", "torchrun"])
+def test_nothing_is_left_when_a_process_is_killed(
+    killed: str, unisono: Unisono, script: Callable[[str], str], tmp_path: Path, mark: str, gate: Callable[[], None]
 ) -> None:
-    run = unisono("run", "--plain", "--workers", 2, script(WAITS))
+    """No process of the script, and no file in which torchrun keeps its output."""
+    (tmp_path / "files").mkdir()
+    run = unisono("run", "--plain", "--workers", 2, script(WAITS), before=("env", f"TMPDIR={tmp_path / 'files'}"))
     run.line("[rank0] rank 0 of 2")
     run.line("[rank1] rank 1 of 2")
-    os.kill(run.pid, signal.SIGKILL)
+    assert len([*(tmp_path / "files").iterdir()]) == 1
+    os.kill({"the command": run.pid, "the holder": holder_of(mark), "torchrun": torchrun_of(mark)}[killed], 9)
     wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
     assert marked(mark) == {}
+    assert [*(tmp_path / "files").iterdir()] == []
+    assert run.wait() == {"the command": -9, "the holder": 137, "torchrun": 137}[killed]
     gate()
+
+
+def test_a_signal_ends_the_processes_with_time_to_end(
+    unisono: Unisono, script: Callable[[str], str], mark: str, gate: Callable[[], None]
+) -> None:
+    run = unisono("run", "--plain", "--workers", 2, script(WAITS), "--", "--lr", "0.1")
+    run.line("[rank1] rank 1 of 2 at 127.0.0.1 with ['--lr', '0.1']")
+    os.kill(run.pid, signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT
+    assert marked(mark) == {}
+    gate()
+
+
+def test_several_torchruns_of_one_command_meet(unisono: Unisono, tmp_path: Path, by_torchrun: Path) -> None:
+    """Two tasks, as Open MPI starts them, are two machines with a process each."""
+    task = {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "PMIX_NAMESPACE": "job1"}
+    ranks = [{**task, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in range(2)]
+    words = [[f"{name}={value}" for name, value in rank.items()] for rank in ranks]
+    runs = [unisono("run", "--plain", "--workers", 2, SCRIPT, "--", tmp_path, before=("env", *each)) for each in words]
+    assert [run.wait() for run in runs] == [0, 0], [run.err for run in runs]
+    assert_same_bits(tmp_path, by_torchrun)
+    assert [told["GROUP_WORLD_SIZE"] for told in environments(tmp_path)] == ["2", "2"]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".unisono")]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--resume", "run"], "--resume is for scripts that use Unisono"),
-        (["--strict"], "--strict is for scripts that use Unisono"),
+        (["--run-dir", "run"], "--run-dir is for scripts that use Unisono"),
+        (["--sink", "tensorboard"], "--sink is for scripts that use Unisono"),
+        (["--evaluators", "1"], "--evaluators is for scripts that use Unisono"),
+        (["--workers", "1:2"], "--workers 1:2 is for several machines (--hosts, Slurm)"),
+        (["--launcher", "none"], "--plain starts torchrun with the launchers auto, local, ssh, slurm; got none"),
     ],
 )
-def test_options_for_scripts_that_use_unisono_are_refused(
+def test_what_torchrun_does_not_do_is_refused(
     words: list[str], message: str, unisono: Unisono, script: Callable[[str], str]
 ) -> None:
     run = unisono("run", "--plain", *words, script("print()"))

@@ -12,12 +12,12 @@ import pytest
 
 from tests.waiting import WAIT_S
 from unisono.cli.plan import plan as command_of_plans
-from unisono.decisions.forecast import Roster
-from unisono.errors import UsageError
-from unisono.planning.finder import search, shown_search
-from unisono.planning.found import FILE, Settings, found_in
-from unisono.planning.plans import PLAN, read_plan, write_plan
-from unisono.planning.probing import OutOfMemory, Script, TrialFailed, facts_of, memory_of, trial
+from unisono.core.errors import UsageError
+from unisono.tools.plan.finder import search, shown_search
+from unisono.tools.plan.forecast import Roster
+from unisono.tools.plan.found import FILE, Settings, found_in
+from unisono.tools.plan.plans import PLAN, read_plan, write_plan
+from unisono.tools.plan.probing import OutOfMemory, Script, TrialFailed, facts_of, memory_of, trial
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 

@@ -14,14 +14,14 @@ import pytest
 from benchmarks.membership import Command
 from benchmarks.population import Process, Site
 from tests.waiting import WAIT_S
-from unisono.decisions.following import MAX_HEIRS
-from unisono.decisions.policy import Policy
-from unisono.invitation import HeadUrl
-from unisono.lifetime import Memory
-from unisono.machine.following import Following
-from unisono.machine.headprocess import HeadProcess, Service, listen
-from unisono.messages import AgentHello
-from unisono.spec import RunSpec
+from unisono.cluster.machine.following import Following
+from unisono.cluster.machine.headprocess import HeadProcess, Service, listen
+from unisono.cluster.trust.invitation import HeadUrl
+from unisono.core.following import MAX_HEIRS
+from unisono.core.messages import AgentHello
+from unisono.core.policy import Policy
+from unisono.core.spec import RunSpec
+from unisono.system.lifetime import Memory
 
 AGENTS, EACH = 5, 8
 WORKERS = AGENTS * EACH

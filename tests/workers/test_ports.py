@@ -8,7 +8,7 @@ import pytest
 
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.ports import PORTS
-from unisono.journal import compare
+from unisono.record.journal import compare
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.usefixtures("nursery")

@@ -12,10 +12,10 @@ import torch
 
 import unisono
 from tests.waiting import WAIT_S
-from unisono.errors import UsageError
-from unisono.journal import compare
+from unisono.core.errors import UsageError
+from unisono.record.journal import compare
+from unisono.script import profiling
 from unisono.testing import Faults, run_workers
-from unisono.training import profiling
 
 pytestmark = pytest.mark.more
 
@@ -109,8 +109,8 @@ def test_the_traces_of_the_others_are_written_when_a_worker_is_lost(
 
 CLOCKS_APART = """
 import runpy, sys
-from unisono import member
-from unisono.training import profiling
+from unisono.cluster.worker import member
+from unisono.script import profiling
 
 profiling._clock_id = lambda: member.spec().worker_id
 sys.argv = [sys.argv[1], *sys.argv[2:]]
@@ -125,7 +125,7 @@ def test_the_difference_of_clocks_is_measured_between_machines(tmp_path: Path) -
     script.write_text(CLOCKS_APART)
     outcome = run_workers(
         script, 3, directory=tmp_path / "run", arguments=[str(SCRIPT), *STEPS],
-        options=["--profile", "3:6", "--simulate-hosts", "3"], timeout_s=WAIT_S,
+        options=["--profile", "3:6", "--set", "simulate-hosts=3"], timeout_s=WAIT_S,
     )  # fmt: skip
     assert outcome.exit_code == 0, outcome.output
     first, *others = Trace(tmp_path / "run" / "profile" / "steps-3-6.json.gz").all["unisono"]["workers"]

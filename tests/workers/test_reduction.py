@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.workers.models import Mlp, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.training.run import Run
+from unisono.script.run import Run
 
 SEED = 3
 EXACT = 1e-10

@@ -26,18 +26,18 @@ from torch.utils.data import TensorDataset
 import unisono
 from tests.waiting import WAIT_S
 from tests.workers.disk import wait_for_disk
-from unisono import member
 from unisono.cli.again import PastRun
 from unisono.cli.replay import replay
-from unisono.decisions.replaying import Replay
-from unisono.errors import LossError, StopInspection, UsageError
-from unisono.journal import JOURNAL
-from unisono.lifetime import PARENT
-from unisono.spec import RunSpec
+from unisono.cluster.worker import member
+from unisono.core.errors import LossError, StopInspection, UsageError
+from unisono.core.replaying import Replay
+from unisono.core.spec import RunSpec
+from unisono.core.words import without_evidence
+from unisono.record.journal import JOURNAL
+from unisono.script import life
+from unisono.system.lifetime import PARENT
 from unisono.testing import Faults, run_workers
-from unisono.training import life
-from unisono.training.hunting import script_stack
-from unisono.words import without_evidence
+from unisono.tools.replay.hunting import script_stack
 
 pytestmark = pytest.mark.more
 
@@ -99,7 +99,6 @@ STRATEGIES: dict[str, Train] = {
     "rounded": partial(train, wire="bf16"),
     "delayed, with parameters that are predicted": partial(train, delay=1, predict=True),
     "local steps": train_locally,
-    "local steps with a delay": partial(train_locally, delay=1),
 }
 
 
@@ -377,7 +376,7 @@ def test_a_run_of_four_workers_with_a_crash_is_replayed_by_one(nursery: None, tm
         SCRIPT, 4, directory=tmp_path / "run", arguments=["--every", "3"], faults=faults, timeout_s=WAIT_S
     )
     assert done.exit_code == 0, done.output
-    command = [sys.executable, "-m", "unisono", "replay", str(tmp_path / "run"), "--step", "10", "--microbatch", "5"]
+    command = [sys.executable, "-m", "unisono", "replay", str(tmp_path / "run"), "--step", "10", "--micro-batch", "5"]
     ended = subprocess.run(
         command,
         env={**os.environ, PARENT: str(os.getpid())},
@@ -414,7 +413,7 @@ def test_the_debugger_stops_in_the_line_of_the_script_after_the_batch(tmp_path: 
 @contextmanager
 def debugged(run: Path) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """Replay a run with a debugger in a terminal of its own; yields the terminal and the command."""
-    command = [sys.executable, "-m", "unisono", "replay", str(run), "--step", "2", "--microbatch", "1"]
+    command = [sys.executable, "-m", "unisono", "replay", str(run), "--step", "2", "--micro-batch", "1"]
     ours, theirs = pty.openpty()
     try:
         child = subprocess.Popen(

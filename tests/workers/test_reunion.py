@@ -10,9 +10,9 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from tests.waiting import WAIT_S
-from unisono.head import reunion
-from unisono.head.reunion import Reunion
-from unisono.messages import Proposal, Verdict, decode, encode
+from unisono.cluster.head import reunion
+from unisono.cluster.head.reunion import Reunion
+from unisono.core.messages import Proposal, Verdict, decode, encode
 
 
 class Training:

@@ -18,14 +18,14 @@ from torch.utils.data import TensorDataset
 from tests.workers.models import Cnn, Images, Mlp, Rare, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.decisions.cursor import Cursor
-from unisono.decisions.orders import Shuffled
-from unisono.errors import StepError
-from unisono.exchange.alone import Alone
-from unisono.journal import read
-from unisono.microbatch.folding import GradientFolder
-from unisono.rounds.life import Rounds
-from unisono.state.buffers import Buffers
+from unisono.core.cursor import Cursor
+from unisono.core.errors import StepError
+from unisono.core.orders import Shuffled
+from unisono.engine.exchange.alone import Alone
+from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.state.buffers import Buffers
+from unisono.record.journal import read
 
 SEED = 11
 EXACT = 1e-10

@@ -16,33 +16,33 @@ import torch
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import StaticTeam
-from unisono.decisions.cadence import CheckpointReport, Position
-from unisono.decisions.plan import Plan
-from unisono.decisions.plan import plan as even_plan
-from unisono.decisions.tree import Node
-from unisono.errors import PeerLost, StateLost
-from unisono.exchange import Exchange, Parcel, Share, combine
-from unisono.exchange.alone import Alone
-from unisono.exchange.counters import Counters
-from unisono.exchange.flat import FlatLayout
-from unisono.exchange.host import Host
-from unisono.exchange.pages import WorkerPage
-from unisono.exchange.shared import SharedMemory
-from unisono.exchange.wire import wire_of_one
-from unisono.member import Member
-from unisono.rounds import Nothing
-from unisono.rounds.admission import Admission
-from unisono.rounds.gradient import CommittedStep
-from unisono.rounds.life import Rounds
-from unisono.rounds.members import Members
-from unisono.rounds.replicas import check_held
-from unisono.rounds.standing import Report
-from unisono.rounds.team import AloneTeam, HeadTeam
-from unisono.state.packing import quick_digest
-from unisono.state.replicas import Shelf
-from unisono.state.tracked import Tracked
-from unisono.telemetry import StepTelemetry
-from unisono.training.keeping import Keeper
+from unisono.cluster.worker.member import Member
+from unisono.core.cadence import CheckpointReport, Position
+from unisono.core.errors import PeerLost, StateLost
+from unisono.core.plan import Plan
+from unisono.core.plan import plan as even_plan
+from unisono.core.telemetry import StepTelemetry
+from unisono.core.tree import Node
+from unisono.engine.exchange import Exchange, Parcel, Share, combine
+from unisono.engine.exchange.alone import Alone
+from unisono.engine.exchange.counters import Counters
+from unisono.engine.exchange.flat import FlatLayout
+from unisono.engine.exchange.host import Host
+from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.exchange.shared import SharedMemory
+from unisono.engine.exchange.wire import wire_of_one
+from unisono.engine.rounds import Nothing
+from unisono.engine.rounds.admission import Admission
+from unisono.engine.rounds.gradient import CommittedStep
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds.team import AloneTeam, HeadTeam
+from unisono.engine.state.packing import quick_digest
+from unisono.engine.state.tracked import Tracked
+from unisono.script.keeping import Keeper
+from unisono.strategies.local.replica_states import Shelf
+from unisono.strategies.local.replicas import check_held
 
 CPU = torch.device("cpu")
 NUM_LEAVES = 6
@@ -168,9 +168,7 @@ class Sum:
         summed = self.members.sum(Share(NUM_LEAVES, plan.nodes, self.members.slots.nodes), StepTelemetry())
         self.members.slots.results.append(summed.slot)
         assert self.members.slots.layout is not None
-        return CommittedStep(
-            self.members, "", self.members.slots.layout, summed.digest, new_sums=False, is_disputed=lambda: False
-        )
+        return CommittedStep(self.members, "", self.members.slots.layout, summed.digest, new_sums=False)
 
     def interrupt(self) -> list[Node]:
         return list(self.members.slots.nodes)

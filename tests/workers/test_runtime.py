@@ -31,19 +31,14 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import SILENCE_S, WAIT_S, wait_until
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.decisions.membership import Tick
-from unisono.decisions.policy import Policy
-from unisono.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
-from unisono.events import Announcement
-from unisono.head.memory import Memory
-from unisono.head.server import Head
-from unisono.lifetime import Memory as MemoryFile
-from unisono.machine.headprocess import MAX_HEADS, Service, listen, reachable
-from unisono.machine.inspected import run_inspected
-from unisono.machine.nursery import Forked, ForkRequest
-from unisono.machine.worker import STACK_SIGNAL
-from unisono.member import Member
-from unisono.messages import (
+from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.server import Head
+from unisono.cluster.machine.forking import Forked, ForkRequest
+from unisono.cluster.machine.headprocess import MAX_HEADS, Service, listen, reachable
+from unisono.cluster.worker.member import Member
+from unisono.core.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped
+from unisono.core.events import Announcement
+from unisono.core.messages import (
     AgentHello,
     Beat,
     Finished,
@@ -63,8 +58,13 @@ from unisono.messages import (
     decode,
     encode,
 )
-from unisono.rundir import Lock
-from unisono.spec import RunSpec, WorkerSpec
+from unisono.core.policy import Policy
+from unisono.core.spec import RunSpec, WorkerSpec
+from unisono.membership import Tick
+from unisono.record.rundir import Lock
+from unisono.script.inspected import run_inspected
+from unisono.script.worker import STACK_SIGNAL
+from unisono.system.lifetime import Memory as MemoryFile
 
 Script = Callable[..., str]
 NEVER_S = 10 * WAIT_S
@@ -73,7 +73,7 @@ NEVER_S = 10 * WAIT_S
 # A script that takes every generation that it is asked to and trains nothing. It finishes when its file says so.
 FOLLOW = """
     import os, sys
-    from unisono import member
+    from unisono.cluster.worker import member
 
     me = member.current()
     print("pid", os.getpid(), flush=True)
@@ -322,7 +322,7 @@ def test_a_head_ends_the_workers_and_nobody_who_got_the_number_of_one(
             worker.send(encode(Hello(info=info, fingerprint={})))
             assert isinstance(decode(worker.recv(WAIT_S, decode=False)), Welcome)
             if is_reused:
-                monkeypatch.setattr("unisono.head.processes.start_time", lambda pid: "later")
+                monkeypatch.setattr("unisono.cluster.head.processes.start_time", lambda pid: "later")
             served.head.end_workers()
             if is_reused:
                 process.terminate()
@@ -411,7 +411,9 @@ def test_members_hear_of_each_other_and_of_the_end(serve: Callable[..., Served])
 
 
 def test_waits_have_deadlines(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.storecalls.GRACE_S", WAIT_S)  # it is the head that says that no key has come
+    monkeypatch.setattr(
+        "unisono.cluster.worker.storecalls.GRACE_S", WAIT_S
+    )  # it is the head that says that no key has come
     member = serve(2).member("w0")
     with pytest.raises(DeadlineExceeded):
         member.wait_notice(0, 0.01)
@@ -523,7 +525,7 @@ def test_a_head_that_was_stopped_first_hears_what_was_said_meanwhile(
         said.wait(WAIT_S)
         # Longer than anybody may be silent, and the timer comes before what was said.
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0, time=time.time)
-        monkeypatch.setattr("unisono.head.clock.time", clock)
+        monkeypatch.setattr("unisono.cluster.head.clock.time", clock)
         served.head.table.take("", Tick())
 
     served.loop.call_soon_threadsafe(stop)
@@ -565,7 +567,7 @@ def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse(monkeypatch: py
         spec = WorkerSpec(head=url, token="t", worker_id="w0", host="lab", run=RunSpec(head_away_s=3.0))
         member = Member(spec, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
         clock = SimpleNamespace(monotonic=lambda: 2.0 * len(asked), sleep=time.sleep)  # it asks every two seconds
-        monkeypatch.setattr("unisono.connection.time", clock)
+        monkeypatch.setattr("unisono.cluster.worker.connection.time", clock)
         with pytest.raises(RunStopped, match=r"has been away for \d+ s: .*503"):
             member.connect(WAIT_S)
         member.close()
@@ -641,7 +643,9 @@ def test_a_head_is_reached_where_the_others_are_told(bind: str) -> None:
 @pytest.mark.usefixtures("nursery")
 def test_a_killed_worker_is_seen_at_once_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:
     """By its end, not by its silence, which nobody would notice within this test."""
-    command = unisono("run", script(FOLLOW), "--workers", 3, "--run-dir", "run", "--heartbeat-timeout-s", NEVER_S)
+    command = unisono(
+        "run", script(FOLLOW), "--workers", 3, "--run-dir", "run", "--set", f"heartbeat-timeout={NEVER_S}s"
+    )
     command.line("[w2] generation 1 w0,w1,w2")
     command.line("[w0] generation 1 w0,w1,w2")
     os.kill(pids(tmp_path / "run")["w1"], signal.SIGKILL)
@@ -675,7 +679,9 @@ def test_a_worker_whose_script_was_edited_meanwhile_is_refused(
 
 @pytest.mark.usefixtures("nursery")
 def test_a_stopped_worker_is_evicted_and_replaced(unisono: Unisono, script: Script, tmp_path: Path) -> None:
-    command = unisono(*("run", script(FOLLOW), "--workers", 2, "--run-dir", "run", "--heartbeat-timeout-s", SILENCE_S))
+    command = unisono(
+        *("run", script(FOLLOW), "--workers", 2, "--run-dir", "run", "--set", f"heartbeat-timeout={SILENCE_S}s")
+    )
     command.line("[w0] generation 1 w0,w1")
     command.line("[w1] generation 1 w0,w1")
     pid = pids(tmp_path / "run")["w1"]
@@ -694,7 +700,7 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
     name = script(
         """
         import signal, threading, time
-        from unisono import member
+        from unisono.cluster.worker import member
 
         signal.signal(signal.SIGUSR1, lambda *_: print("a handler of the script ran", flush=True))
 
@@ -722,8 +728,19 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
         """
     )
     command = unisono(
-        *("run", name, "--workers", 2, "--late-s", 2, "--aside-s", 4, "--hang-s", 15),
-        *("--heartbeat-s", 0.1, "--max-restarts", 0),
+        *(
+            "run",
+            name,
+            "--workers",
+            2,
+            "--set",
+            "report-late-after=2s",
+            "--set",
+            "go-on-without-after=4s",
+            "--set",
+            "kill-after=15s",
+        ),
+        *("--set", "heartbeat=0.1s", "--max-restarts", 0),
     )
     assert "step 5, micro-batch 3" in command.line("is late: no progress for")
     command.line("[w1] w1 is stuck here:")
@@ -740,7 +757,7 @@ def test_no_signal_is_taken_from_the_script(unisono: Unisono, script: Script, mo
     ignored = {int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
     taken = f"""
         import faulthandler, signal
-        from unisono import member
+        from unisono.cluster.worker import member
 
         for number in signal.valid_signals() - {ignored | {signal.SIGINT.value}}:  # what its caller ignores
             assert signal.getsignal(number) == signal.SIG_DFL, number
@@ -770,7 +787,7 @@ def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Scr
     assert stat.S_IMODE((tmp_path / "run" / "token").stat().st_mode) == 0o600
     guest = unisono("join", address["url"], "--token-file", "run/token", "--workers", 1)
     guest.line("[w1] generation 2 w0,w1")
-    shown = unisono("status", "run")
+    shown = unisono("watch", "--once", "run")
     assert shown.wait() == 0
     assert any(line.startswith("w1      1     training") for line in shown.out), shown.out
     guest.process.send_signal(signal.SIGINT)
@@ -794,7 +811,7 @@ def test_machines_join_leave_and_the_run_is_scaled(unisono: Unisono, script: Scr
 # A script whose workers have children of their own, as a loader of data has.
 PARENTS = """
     import os, subprocess, sys
-    from unisono import member
+    from unisono.cluster.worker import member
 
     says_up = "import os, signal; os.write(1, b'up' + bytes([10])); signal.pause()"
     child = subprocess.Popen([sys.executable, "-c", says_up])
@@ -836,7 +853,7 @@ def test_heads_that_die_one_after_the_other_end_the_run(
     command.line("[w0] generation 1 w0")
     for _ in range(MAX_HEADS):
         deadline = time.monotonic() + WAIT_S
-        while not (heads := {pid for pid, words in marked(mark).items() if "-m unisono.head" in words}):
+        while not (heads := {pid for pid, words in marked(mark).items() if "-m unisono.cluster.head" in words}):
             assert time.monotonic() < deadline, "no head follows"
             os.sched_yield()
         for pid in heads:
@@ -870,13 +887,13 @@ def test_the_arguments_of_a_script_are_in_no_command_line_but_the_scripts_own(
         ),
         "-n",
         1,
-        "--start",
-        start,
+        "--set",
+        f"start={start}",
         "--",
         *MANY,
     )
     command.line("[w0] generation 1 w0")
-    (head,) = [pid for pid, words in marked(mark).items() if "-m unisono.head" in words]
+    (head,) = [pid for pid, words in marked(mark).items() if "-m unisono.cluster.head" in words]
     assert "--word-" not in Path(f"/proc/{head}/cmdline").read_text()
     command.process.send_signal(signal.SIGINT)
     assert command.wait() == 130
@@ -910,8 +927,8 @@ def test_gloo_connects_through_the_head(unisono: Unisono, script: Script) -> Non
         from datetime import timedelta
         import torch
         import torch.distributed as dist
-        from unisono import member, storecalls
-        from unisono.store import HeadStore
+        from unisono.cluster.worker import member, storecalls
+        from unisono.cluster.worker.store import HeadStore
 
         me = member.current()
         me.ready(0)

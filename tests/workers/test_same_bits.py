@@ -23,7 +23,7 @@ from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
 from tests.workers.scripts import run_script
 from tests.workers.static_team import Place, train_on, trained_alone
-from unisono.journal import compare
+from unisono.record.journal import compare
 
 SEED = 3
 MICROBATCHES = (4, 6, 8)
@@ -134,8 +134,8 @@ def test_the_command_gives_the_bits_of_the_script_alone(name: str, script: Path,
         assert run_script(script, name, "6", tmp_path / "alone") == (0, "")
     teams = {
         "cnn": [("--workers", 2), ("--workers", 3, "--exchange", "gloo")],
-        "transformer": [("--workers", 3), ("--workers", 3, "--exchange", "two-level", "--simulate-hosts", 2)],
-        "two phases": [("--workers", 2, "--exchange", "gloo", "--simulate-hosts", 2)],
+        "transformer": [("--workers", 3), ("--workers", 3, "--exchange", "two-level", "--set", "simulate-hosts=2")],
+        "two phases": [("--workers", 2, "--exchange", "gloo", "--set", "simulate-hosts=2")],
     }
     for number, options in enumerate(teams[name]):
         directory = tmp_path / f"team-{number}"

@@ -14,20 +14,20 @@ import pytest
 
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
-from unisono import seats
-from unisono.capacity import cpu_limit, free_workers, machine_cores, machine_gpus, parse_workers
 from unisono.cli.reach import ask_status, find
-from unisono.lifetime import Memory
-from unisono.machine.children import Child
-from unisono.machine.placement import PLACEMENTS
-from unisono.machine.places import NO_GPU, Places
-from unisono.machine.workers import Workers
-from unisono.spec import MachineSpec, RunSpec, WorkerSpec
+from unisono.cluster.machine.children import Child
+from unisono.cluster.machine.placement import PLACEMENTS
+from unisono.cluster.machine.places import NO_GPU, Places
+from unisono.cluster.machine.workers import Workers
+from unisono.core.spec import MachineSpec, RunSpec, WorkerSpec
+from unisono.system import seats
+from unisono.system.capacity import cpu_limit, free_workers, machine_cores, machine_gpus, parse_workers
+from unisono.system.lifetime import Memory
 
 pytestmark = pytest.mark.more
 
 SCRIPT = Path(__file__).with_name("small_training.py")
-HOLD = "import sys; from unisono import seats; print(seats.take(sys.argv[1:]), flush=True); sys.stdin.read()"
+HOLD = "import sys; from unisono.system import seats; print(seats.take(sys.argv[1:]), flush=True); sys.stdin.read()"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from tests.workers.test_elastic import on_two_cores, pid_of
-from unisono.journal import compare
+from unisono.record.journal import compare
 from unisono.testing import run_workers
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]

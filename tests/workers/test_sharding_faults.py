@@ -17,8 +17,8 @@ from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.trainings import Training
-from unisono.faults import POINTS
-from unisono.journal import compare
+from unisono.record.journal import compare
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
@@ -35,7 +35,7 @@ DELIVERY_POINTS = {
 }
 """Those that a delivery comes to in an exchange; with two copies on two hosts nothing crosses."""
 CHECKPOINT_POINTS = ["shard.in_lending", "shard.loading"]
-EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--simulate-hosts", "2"]}
+EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
 ALONE = [*PATIENT, "--max-restarts", "0"]
 
 Case = tuple[str, int, str, int]

@@ -18,7 +18,7 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.state.sharded import Sharded
+from unisono.engine.state.sharded import Sharded
 
 pytestmark = pytest.mark.more
 

@@ -10,24 +10,24 @@ import unisono
 from tests.workers.models import bits_of
 from tests.workers.processes import Seat, Team
 from tests.workers.test_rounds import Script, ScriptedTeam, lose_after
-from unisono.exchange.pages import WorkerPage
-from unisono.rounds.admission import Admission
-from unisono.rounds.clock import Clock
-from unisono.rounds.life import Rounds
-from unisono.rounds.team import LOST
-from unisono.rounds.update import shared_updates
-from unisono.state.tracked import Tracked
+from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.rounds.admission import Admission
+from unisono.engine.rounds.clock import Clock
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.team import LOST
+from unisono.engine.state.tracked import Tracked
+from unisono.strategies.shard.update import shared_updates
 
 pytestmark = pytest.mark.more
 
 NUM_STEPS = 4
 CALLS = {
-    "who has what was said": ("gather", 1),
-    "states have moved": ("gather", 2),
+    "who has what was said": ("letters", 1),
+    "states have moved": ("letters", 2),
     "an update was sent": ("deliver", 2),
-    "an update is over": ("gather", 3),
+    "an update is over": ("letters", 3),
     "the next update was sent": ("deliver", 3),
-    "the next update is over": ("gather", 4),
+    "the next update is over": ("letters", 4),
 }
 """After which exchange b and c notice a loss, where a may have gone on."""
 

@@ -23,18 +23,19 @@ from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, StaticRun, train_on
 from tests.workers.test_checkpoint import InSight
-from unisono.checkpoint import files, saving, snapshot
-from unisono.checkpoint.files import FileFacts
-from unisono.checkpoint.loading import read
-from unisono.checkpoint.snapshot import Layout, held_by_all, tensor_names
-from unisono.decisions.cadence import Position, assign_parts
-from unisono.errors import DivergenceError, StateLost, UsageError
-from unisono.journal import read as read_journal
-from unisono.rundir import RunDirectory
-from unisono.state.packing import digest_of_state, pack, pack_held, unpack
-from unisono.state.sharded import held_digests, states_in
-from unisono.state.tracked import Tracked
-from unisono.training import run as running
+from unisono.core.cadence import Position, assign_parts
+from unisono.core.errors import DivergenceError, StateLost, UsageError
+from unisono.engine.checkpoint import saving, snapshot
+from unisono.engine.checkpoint.loading import read
+from unisono.engine.checkpoint.snapshot import Layout, held_by_all, tensor_names
+from unisono.engine.state.packing import digest_of_state, pack, pack_held, unpack
+from unisono.engine.state.sharded import held_digests, states_in
+from unisono.engine.state.tracked import Tracked
+from unisono.record import checkpoints as files
+from unisono.record.checkpoints import FileFacts
+from unisono.record.journal import read as read_journal
+from unisono.record.rundir import RunDirectory
+from unisono.script import run as running
 
 pytestmark = pytest.mark.more
 

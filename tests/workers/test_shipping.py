@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from unisono.errors import UsageError
-from unisono.launchers import shipping
-from unisono.launchers.shipping import MEGABYTE, inspect, pack
-from unisono.machine import shipped
-from unisono.machine.shipped import find_copy, receive
+from unisono.cluster.launchers import shipping
+from unisono.cluster.launchers.shipping import MEGABYTE, inspect, pack
+from unisono.cluster.machine import shipped
+from unisono.cluster.machine.shipped import find_copy, receive
+from unisono.core.errors import UsageError
 
 LARGE = 10 * MEGABYTE
 
@@ -113,7 +113,7 @@ def test_a_folder_that_is_too_large_is_refused_with_the_numbers(project: Path) -
     words = str(error.value)
     assert f"--ship would send 2.0 MB in {len(SENT) + 2} files from {project}; the limits are 1 MB and 20000" in words
     assert "The largest are model.pt (2.0 MB), " in words
-    assert "raise --ship-limit" in words
+    assert "raise --set ship-limit=MB" in words
 
 
 def test_a_link_that_leaves_the_folder_is_refused(project: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
 from unisono.testing import Faults, run_workers
-from unisono.watch import named
+from unisono.views.watch import named
 
 SCRIPT = """
 import torch, unisono
@@ -28,7 +28,7 @@ with unisono.Run(seed=1) as run:
         optimizer.step()
 """
 SINKS = """
-from unisono.events import StepFinished
+from unisono.core.events import StepFinished
 
 class Lines:
     def __init__(self, path):
@@ -63,8 +63,6 @@ def test_a_sink_of_your_own_gets_every_step_once_although_the_writer_is_killed(
         (["--sink", "tensorbord"], "there is no sink 'tensorbord'; known are logging, mlflow, opentelemetry, "),
         (["--profile", "5"], "steps to profile are A:B, e.g. 100:105 for the steps 100 to 104; got --profile 5"),
         (["--profile", "7:7"], "steps to profile are A:B"),
-        (["--plain", "--tensorboard"], "--tensorboard is for scripts that use Unisono, and not for a plain one"),
-        (["--plain", "--profile", "1:2"], "--profile is for scripts that use Unisono, and not for a plain one"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_started(

@@ -22,8 +22,8 @@ from tests.waiting import SILENCE_S
 from tests.workers.conftest import Command, Unisono, served_by
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.faults import POINTS
-from unisono.journal import compare, read
+from unisono.record.journal import compare, read
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, run_workers
 
 SOAK_S = float(os.environ.get("UNISONO_SOAK_S", "0"))
@@ -111,7 +111,7 @@ def test_random_kills_stops_joins_and_leaves(
         run_dir = folder / "run"
         weather = Weather(seed, unisono, run_dir)
         monkeypatch.setenv(*next(iter(weather.faults().environment().items())))
-        options = ["--max-restarts", 1000, "--heartbeat-timeout-s", SILENCE_S]
+        options = ["--max-restarts", 1000, "--set", f"heartbeat-timeout={SILENCE_S}s"]
         at = range(EVERY, STEPS, EVERY)
         with Gates(folder / "gates", at) as gates:
             command = unisono(

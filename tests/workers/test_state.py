@@ -26,10 +26,10 @@ from torch.optim.lr_scheduler import (
 from tests.workers.models import bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
-from unisono.errors import StepError, UsageError
-from unisono.rounds.transfer import send_state
-from unisono.state.packing import digest_of_state, digest_of_tensor, grouped, pack, unpack
-from unisono.state.tracked import Tracked
+from unisono.core.errors import StepError, UsageError
+from unisono.engine.rounds.transfer import send_state
+from unisono.engine.state.packing import digest_of_state, digest_of_tensor, grouped, pack, unpack
+from unisono.engine.state.tracked import Tracked
 
 settings.register_profile("checks", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile("person", deadline=None, max_examples=200)

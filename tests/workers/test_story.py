@@ -19,9 +19,9 @@ from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono
 from tests.workers.gates import Gates
 from tests.workers.test_elastic import join, pid_of
-from unisono.journal import read
-from unisono.machine.workers import machine_label
-from unisono.rundir import EVENTS_FILE, read_facts
+from unisono.cluster.machine.workers import machine_label
+from unisono.record.journal import read
+from unisono.record.rundir import EVENTS_FILE, read_facts
 from unisono.testing import run_workers
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
@@ -114,7 +114,7 @@ def test_when_the_command_is_killed_the_machine_that_goes_on_writes_the_rest(
 ) -> None:
     """The head, the agent that wrote, and its workers end with the command."""
     with Gates(tmp_path / "gates", (3, 8)) as gates:
-        command = start(unisono, run_dir, gates, 1, 12, "--head-away-s", 2)
+        command = start(unisono, run_dir, gates, 1, 12, "--set", "head-away=2s")
         gates.wait(3)
         guest = join(unisono, run_dir, 1)
         gates.open(3, command.generation("w1 joins"))
@@ -135,7 +135,7 @@ def test_when_all_but_one_command_are_killed_it_writes_why_the_run_has_ended(
     unisono: Unisono, run_dir: Path, tmp_path: Path
 ) -> None:
     with Gates(tmp_path / "gates", (3, 8)) as gates:
-        command = start(unisono, run_dir, gates, 1, 12, "--head-away-s", 2)
+        command = start(unisono, run_dir, gates, 1, 12, "--set", "head-away=2s")
         gates.wait(3)
         guest = join(unisono, run_dir, 1)
         gates.open(3, command.generation("w1 joins"))
@@ -211,15 +211,16 @@ with unisono.Run(seed=3) as run:
         for inputs in step:
             step.backward(model(inputs[:, None]).mean())
         pause.wait(0.02)
-        used = list((run.directory / "use").glob("*.jsonl"))
-        if step.number > 900 or run.broadcast(bool(used and "worker_cores" in used[0].read_text())):
+        used = run.directory / "use.jsonl"
+        if step.number > 900 or run.broadcast(used.exists() and '"workers":{"w' in used.read_text()):
             break
 """
     (tmp_path / "train.py").write_text(text)
     outcome = run_workers(tmp_path / "train.py", 2, directory=tmp_path / "run")
     assert outcome.exit_code == 0, outcome.output
-    rows = [json.loads(line) for line in (tmp_path / "run" / "use" / "0-000000.jsonl").read_text().splitlines()[1:]]
-    used = rows[-1]["record"][machine_label()]
-    assert sorted(used["worker_cores"]) == ["w0", "w1"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "use.jsonl").read_text().splitlines()]
+    (used,) = rows[-1]
+    assert used["host"] == machine_label()
+    assert sorted(used["workers"]) == ["w0", "w1"]
     assert used["num_cores"] >= 1
     assert 0 < used["memory_bytes"] < used["memory_total_bytes"]

@@ -12,15 +12,15 @@ from torch import nn
 from tests.waiting import WAIT_S
 from tests.workers.exchanges import ROUNDING, Member, Outcome, expected, layouts, share_of, telemetry_of
 from tests.workers.processes import Seat, Team
-from unisono.decisions.plan import plan
-from unisono.decisions.tree import Node, schedule
-from unisono.exchange import TELEMETRY_BYTES, combine
-from unisono.exchange.flat import ROW_BYTES, FlatLayout, split_rows
-from unisono.exchange.network import Network
-from unisono.exchange.pump import Job, Pump
-from unisono.exchange.reduce import Reduction
-from unisono.exchange.stream import Stream, cut
-from unisono.exchange.wire import HEADER_BYTES
+from unisono.core.plan import plan
+from unisono.core.tree import Node, schedule
+from unisono.engine.exchange import TELEMETRY_BYTES, combine
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, split_rows
+from unisono.engine.exchange.network import Network
+from unisono.engine.exchange.pump import Job, Pump
+from unisono.engine.exchange.reduce import Reduction
+from unisono.engine.exchange.stream import Stream, cut
+from unisono.engine.exchange.wire import DIGEST_BYTES
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.more
@@ -33,7 +33,7 @@ def bytes_of_lane(rows: range, plan: Sequence[Sequence[Node]], rank: int, told: 
     others = len(plan) - 1
     own = sum(len(split_rows(piece, len(plan))[rank]) for piece in cut(rows))
     there, back = len(plan[rank]) * (len(rows) - own), others * own
-    return ROW_BYTES * (there + back) + others * (HEADER_BYTES + told)
+    return ROW_BYTES * (there + back) + others * (DIGEST_BYTES + told)
 
 
 def rounded_bytes(layout: FlatLayout, plan: Sequence[Sequence[Node]], rank: int, lowest: int) -> int:
@@ -47,7 +47,7 @@ def rounded_bytes(layout: FlatLayout, plan: Sequence[Sequence[Node]], rank: int,
                 back = back + others * (ROW_BYTES * len(chunk) - saved)
             else:
                 there += sum(ROW_BYTES * len(chunk) - saved * (node.level >= lowest) for node in plan[rank])
-    return there + back + others * (HEADER_BYTES + TELEMETRY_BYTES)
+    return there + back + others * (DIGEST_BYTES + TELEMETRY_BYTES)
 
 
 def _sent(seat: Seat, kind: str, path: str, num_leaves: int, layout: int = LAYOUT) -> tuple[int, list[list[Node]]]:
@@ -163,7 +163,7 @@ def _offer_half(seat: Seat, path: str) -> tuple[int, int, Outcome]:
     share = share_of(exchange, 1, 4)
     exchange.offer(share, layout.num_rows // 2)
     assert exchange._offered is not None
-    stream = exchange._offered._by_part[0]
+    stream = exchange._offered._sum
     assert isinstance(stream, Stream)
     with exchange._wire.changed:
         assert exchange._wire.changed.wait_for(lambda: stream._num_folded == stream._num_ready, WAIT_S)

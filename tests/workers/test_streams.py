@@ -38,10 +38,10 @@ from tests.workers.stream_training import (
     train,
     write_shards,
 )
-from unisono.errors import RecipeError
-from unisono.microbatch.bookmarks import Bookmark
-from unisono.microbatch.data import Loading
-from unisono.microbatch.streamfetcher import StreamFetcher
+from unisono.core.errors import RecipeError
+from unisono.engine.microbatch.bookmarks import Bookmark
+from unisono.engine.microbatch.data import Loading
+from unisono.engine.microbatch.streamfetcher import StreamFetcher
 from unisono.testing import Faults, Outcome, run_workers
 
 pytestmark = pytest.mark.more

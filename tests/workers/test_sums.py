@@ -14,10 +14,10 @@ from tests.waiting import WAIT_S
 from tests.workers.models import Mlp, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.errors import StepError, UsageError
+from unisono.core.errors import StepError, UsageError
+from unisono.engine.loop.step import Step
+from unisono.script.run import Run
 from unisono.testing import Faults, run_workers
-from unisono.training.run import Run
-from unisono.training.step import Step
 
 pytestmark = pytest.mark.more
 

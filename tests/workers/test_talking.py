@@ -29,16 +29,16 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from tests.workers.test_head_death import held_run
 from tests.workers.test_rounds import Threads
 from unisono.cli.reach import ask_status, find
-from unisono.errors import PeerLost, StepError, UsageError
-from unisono.exchange import Exchange
-from unisono.exchange.groups import ScriptGroup
-from unisono.exchange.wire import Wire
-from unisono.journal import read
-from unisono.rounds.life import Rounds
-from unisono.rounds.standing import Report
-from unisono.rounds.talking import BlockRound, GroupRound, TalkRound
-from unisono.rounds.team import AloneTeam
-from unisono.state.tracked import Tracked
+from unisono.core.errors import PeerLost, StepError, UsageError
+from unisono.engine.exchange import Exchange
+from unisono.engine.exchange.groups import ScriptGroup
+from unisono.engine.exchange.wire import Wire
+from unisono.engine.rounds.gathering import BlockRound, GroupRound, TalkRound, together
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds.team import AloneTeam
+from unisono.engine.state.tracked import Tracked
+from unisono.record.journal import read
 from unisono.testing import Outcome, run_workers
 
 pytestmark = pytest.mark.more
@@ -337,6 +337,19 @@ def test_a_member_that_has_not_seen_the_result_gets_it_from_one_that_has() -> No
     assert found["a"] == found["b"] == [[b"a", b"b", b"c"], [b"a", b"b"]]
 
 
+def test_what_a_lost_member_has_said_at_a_checkpoint_counts_on_all_members_or_on_none() -> None:
+    """So all write, or wait for copies, alike."""
+    found: dict[str, list[dict[str, bytes]]] = {}
+
+    def work(name: str, rounds: Rounds) -> None:
+        said = found.setdefault(name, [])
+        for _ in range(1 if name == "c" else 2):
+            said.append(together(rounds, lambda: None, name.encode()))
+
+    in_threads(work)
+    assert found["a"] == found["b"] == [{"a": b"a", "b": b"b", "c": b"c"}, {"a": b"a", "b": b"b"}]
+
+
 def test_who_has_not_seen_that_a_block_is_over_runs_it_and_nobody_is_first_twice() -> None:
     turns: list[str] = []
 
@@ -383,7 +396,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 sys.path.insert(0, {HERE!r})
 from tests.workers.gates import wait_at
-from unisono import member
+from unisono.cluster.worker import member
 
 def name():
     return member.current().worker_id if member.current() is not None else "alone"

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_S
-from unisono.events import Announcement, Problem, WorkerLate
-from unisono.head import troubles
-from unisono.head.troubles import MOST_FILES, Troubles
-from unisono.messages import Ailing, Holds, Inquire, Statement
-from unisono.problems import writing
-from unisono.problems.kinds import Trouble
-from unisono.rundir import RUN_FILE
+from unisono.cluster.head import troubles
+from unisono.cluster.head.troubles import MOST_FILES, Troubles
+from unisono.core.events import Announcement, Problem, WorkerLate
+from unisono.core.messages import Ailing, Holds, Inquire, Statement
+from unisono.record.problems import writing
+from unisono.record.problems.kinds import Trouble
+from unisono.record.rundir import RUN_FILE
 
 pytestmark = pytest.mark.more
 

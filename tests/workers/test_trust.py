@@ -24,16 +24,16 @@ from tests.waiting import WAIT_S
 from tests.workers import strangers
 from tests.workers.conftest import Command, Unisono, forked, marked, served_by
 from tests.workers.gates import Gates
-from unisono.certificate import Identity, Untrusted, derived, given, server_context
 from unisono.cli.reach import NotGoing, ask_status, find, tell
-from unisono.errors import UsageError
-from unisono.invitation import HeadUrl, Invitation
-from unisono.journal import compare
-from unisono.journal.times import by_step
-from unisono.lifetime import Memory
-from unisono.link import Link
-from unisono.messages import Stop
-from unisono.rundir import EVENTS_FILE
+from unisono.cluster.trust.certificate import Identity, Untrusted, derived, given, server_context
+from unisono.cluster.trust.invitation import HeadUrl, Invitation
+from unisono.cluster.worker.link import Link
+from unisono.core.errors import UsageError
+from unisono.core.messages import Stop
+from unisono.record.journal import compare
+from unisono.record.journal.times import by_step
+from unisono.record.rundir import EVENTS_FILE
+from unisono.system.lifetime import Memory
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.more
@@ -91,10 +91,10 @@ def test_a_machine_joins_with_the_line_that_status_shows_and_follows_the_next_he
         head = HeadUrl.parse(invitation.url)
         assert head.is_secure
         assert head.fingerprint == derived(invitation.token).fingerprint
-        hint = command.line("other machines join with the line that `unisono status")
+        hint = command.line("other machines join with the line that `unisono watch --once")
         assert invitation.token not in hint, "it would stand in a file that others may read"
 
-        status = unisono("status", run_dir)
+        status = unisono("watch", "--once", run_dir)
         assert status.wait() == 0
         line = status.line("other machines join with: ").partition("join with: ")[2]
         assert shlex.split(line) == ["unisono", "join", "-", "<<<", invitation.line]
@@ -122,7 +122,7 @@ def test_a_machine_joins_with_the_line_that_status_shows_and_follows_the_next_he
 @pytest.mark.usefixtures("nursery")
 def test_a_certificate_of_ones_own(unisono: Unisono, tmp_path: Path, own: Identity) -> None:
     with Gates(tmp_path / "gates", (1,)) as gates:
-        files = ("--certificate", tmp_path / "own.crt", "--private-key", tmp_path / "own.key")
+        files = ("--set", f"certificate={tmp_path / 'own.crt'}", "--set", f"private-key={tmp_path / 'own.key'}")
         command = start(unisono, tmp_path / "run", gates, *files)
         gates.wait(1)
         invitation = find(str(tmp_path / "run"))
@@ -143,10 +143,10 @@ def test_this_machine_need_not_reach_the_address_that_others_are_told(
     """It may be that of a router before it, which sends nothing back to where it came from."""
     run_dir = tmp_path / "run"
     with Gates(tmp_path / "gates", (1,)) as gates:
-        command = start(unisono, run_dir, gates, "--tls", "--advertise", "192.0.2.77")
+        command = start(unisono, run_dir, gates, "--tls", "--set", "advertise=192.0.2.77")
         gates.wait(1)
         head = HeadUrl.parse(find(str(run_dir)).url)
-        status = unisono("status", run_dir)
+        status = unisono("watch", "--once", run_dir)
         assert status.wait() == 0
         line = shlex.split(status.line("other machines join with: ").partition("join with: ")[2])[-1]
         assert HeadUrl.parse(Invitation.parse(line).url) == msgspec.structs.replace(head, host="192.0.2.77")
@@ -284,7 +284,7 @@ def false_head() -> Iterator[FalseHead]:
 
 ASK: dict[str, Callable[[Invitation], object]] = {
     "a worker, an agent": lambda to: Link.dial(to.url, to.token, WAIT_S),
-    "unisono status": ask_status,
+    "unisono watch --once": ask_status,
     "unisono stop": lambda to: tell(to, Stop(reason="enough")),
 }
 
@@ -301,7 +301,7 @@ def test_a_false_head_is_sent_nothing(who: str, is_named: bool, false_head: Fals
     assert b"".join(false_head.heard) == b""
 
 
-@pytest.mark.parametrize("who", ["unisono status", "unisono stop"])
+@pytest.mark.parametrize("who", ["unisono watch --once", "unisono stop"])
 def test_a_command_does_not_send_the_token_to_what_does_not_know_it(who: str) -> None:
     """Also without TLS: on one machine, another user may have got the port of a run that was killed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

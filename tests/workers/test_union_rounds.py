@@ -9,13 +9,13 @@ import pytest
 
 from tests.workers.processes import Seat, Team
 from tests.workers.test_rounds import Script, ScriptedTeam, lose_after
-from unisono.exchange.pages import WorkerPage
-from unisono.rounds.admission import Admission
-from unisono.rounds.life import Rounds
-from unisono.rounds.team import LOST
-from unisono.rounds.union import union
-from unisono.state.tracked import Tracked
-from unisono.training.sharing import LENDING
+from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.rounds.admission import Admission
+from unisono.engine.rounds.gathering import union
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.team import LOST
+from unisono.engine.state.tracked import Tracked
+from unisono.script.sharing import LENDING
 
 pytestmark = pytest.mark.more
 
@@ -64,7 +64,7 @@ def take_part(seat: Seat, what: Callable[..., Any], number: int) -> None:
     rounds = Rounds(team, tracked, balance=False)
     assert Admission(rounds).join(0, {}, lambda: None)
     if name != "a":
-        lose_after(rounds.members, "gather", number)
+        lose_after(rounds.members, "letters", number)
     found: list[dict[str, bytes]] = []
     traded: list[int] = []
     try:

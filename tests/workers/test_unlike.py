@@ -18,7 +18,7 @@ TRAINING = """
     import unisono
     from torch import nn
     from torch.utils.data import TensorDataset
-    from unisono import member
+    from unisono.cluster.worker import member
 
     call, copies, alone = sys.argv[1], int(sys.argv[2]), member.current().worker_id == "w1"
     with unisono.Run("run", seed=3) as run:
@@ -57,7 +57,7 @@ def test_a_call_that_not_all_workers_make_ends_the_run_within_seconds(
 ) -> None:
     """The exchange itself would wait for as long as ``--timeout-s`` says, here longer than the test may take."""
     own, others, copies = AT[call]
-    command = unisono("run", script(TRAINING), "--workers", 2, "--timeout-s", 3000, "--", call, copies)
+    command = unisono("run", script(TRAINING), "--workers", 2, "--set", "exchange-timeout=3000s", "--", call, copies)
     assert command.wait() == 1
     said = "\n".join(command.err)
     assert re.search(rf"the workers do different things at step \d: w0 is at {re.escape(others)}", said), said
@@ -69,7 +69,7 @@ DELAYED = """
     import unisono
     from torch import nn
     from torch.utils.data import TensorDataset
-    from unisono import member
+    from unisono.cluster.worker import member
 
     with unisono.Run("run", seed=3) as run:
         data = TensorDataset(torch.arange(48.0))
@@ -86,7 +86,7 @@ DELAYED = """
 
 
 def test_with_a_delay_too_although_sums_are_under_way(unisono: Unisono, script: Script) -> None:
-    command = unisono("run", script(DELAYED), "--workers", 2, "--timeout-s", 3000)
+    command = unisono("run", script(DELAYED), "--workers", 2, "--set", "exchange-timeout=3000s")
     assert command.wait() == 1
     said = "\n".join(command.err)
     assert re.search(r"do different things at step \d: w0 is at the sum of an earlier step", said), said

@@ -29,14 +29,14 @@ from tests.workers.gates import Gates
 from unisono.cli import looking
 from unisono.cli.looking import as_invitation, look
 from unisono.cli.reach import find
-from unisono.errors import UsageError
-from unisono.events import RunEnded, RunStarted, WorkerOutput
-from unisono.overview import Overview
-from unisono.watch.terminal import screen as screens
-from unisono.watch.terminal.keys import Keys
-from unisono.watch.terminal.lines import Lines
-from unisono.watch.terminal.live import Live
-from unisono.watch.terminal.screen import Screen
+from unisono.core.errors import UsageError
+from unisono.core.events import RunEnded, RunStarted, WorkerOutput
+from unisono.record.overview import Overview
+from unisono.views.watch.terminal import screen as screens
+from unisono.views.watch.terminal.keys import Keys
+from unisono.views.watch.terminal.live import Live
+from unisono.views.watch.terminal.plain import Lines
+from unisono.views.watch.terminal.screen import Screen
 
 pytestmark = pytest.mark.more
 
@@ -245,7 +245,6 @@ def ended_run(folder: Path, *, ok: bool = True, reason: str = "") -> Path:
         journal.emit(step(number, time=1_700_000_000.0 + number))
     journal.emit(evaluation(6, right=5))
     journal.emit(end(ok, reason=reason))
-    journal.close()
     return folder
 
 
@@ -253,8 +252,10 @@ def test_a_finished_run_is_shown_once(unisono: Unisono, tmp_path: Path) -> None:
     command = unisono("watch", ended_run(tmp_path / "run"), "--once")
     assert command.wait() == 0
     assert "finished" in command.out[0]
-    assert any("6 of 9 steps" in line for line in command.out)
-    assert any("evaluation: right 5" in line for line in command.out)
+    assert "6 of 9 steps" in command.out[1]
+    objects = unisono("watch", tmp_path / "run", "--once", "--json")
+    assert objects.wait() == 0
+    assert json.loads("\n".join(objects.out))["state"] == "finished"
     assert "\x1b" not in "".join(command.out)
 
 
@@ -264,7 +265,7 @@ def test_a_finished_run_is_told_in_lines_and_as_json(unisono: Unisono, tmp_path:
     lines, objects = unisono("watch", run), unisono("watch", run, "--json")
     assert (lines.wait(), objects.wait()) == (code, code)
     state = "finished" if ok else "failed"
-    assert re.search(rf"^\d\d:\d\d:\d\d  {state}  6 of 9 steps  loss 0\.0833", lines.out[-1])
+    assert re.search(rf" unisono: {state}: 6 of 9 steps  loss 0\.0833", lines.out[-1])
     found = msgspec.json.decode("\n".join(objects.out), type=Overview)
     assert (found.state, found.step, found.evaluation) == (state, 5, {"right": 5.0})
 
@@ -365,7 +366,7 @@ def test_a_run_is_watched_from_its_directory_or_over_a_network_until_it_ends(uni
         assert run.wait() == 0
         assert (here.wait(), there.wait()) == (0, 0)
     assert msgspec.json.decode(here.out[-1], type=Overview).state == "finished"
-    assert "finished  8 of 8 steps" in there.out[-1]
+    assert "finished: 8 of 8 steps" in there.out[-1]
 
 
 @pytest.mark.parametrize(
@@ -420,7 +421,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return head
 
         monkeypatch.setattr(looking, "check_head", lambda invitation: None)
-        monkeypatch.setattr("unisono.page.client.Watching", watching)
+        monkeypatch.setattr("unisono.cluster.head.client.Watching", watching)
 
     return answer
 
@@ -486,9 +487,9 @@ def test_lines_say_each_sentence_once_and_the_state_now_and_then() -> None:
         lines.note(f"no head answers; trying again for {number} s")
         now[0] += 1.0
     lines.close(msgspec.structs.replace(overview, state="finished", step=100))
-    assert [re.sub(r"^\S+  ", "", line) for line in out.getvalue().splitlines()] == [
-        "training  1 of 9 steps  loss -",
+    assert [line.partition(" unisono: ")[2] for line in out.getvalue().splitlines()] == [
+        "training: 1 of 9 steps  loss -",
         "no head answers; trying again for 0 s",
-        *(f"training  {number} of 9 steps  loss -" for number in (31, 61, 91)),
-        "finished  101 of 9 steps  loss -",
+        *(f"training: {number} of 9 steps  loss -" for number in (2, 3, 5, 7, 12, 22, 32, 62)),
+        "finished: 101 of 9 steps  loss -",
     ]

@@ -22,10 +22,10 @@ from tests.workers.losses import ended_workers
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
-from unisono.decisions.tree import Node, leaf, level_of, schedule
-from unisono.errors import RecipeError, UsageError
-from unisono.faults import POINTS
-from unisono.journal import compare
+from unisono.core.errors import RecipeError, UsageError
+from unisono.core.tree import Node, leaf, level_of, schedule
+from unisono.record.journal import compare
+from unisono.system.faults import POINTS
 from unisono.testing import Faults, run_workers
 from unisono.testing import Outcome as RunOutcome
 
@@ -199,7 +199,7 @@ SAMPLE = [
     ("two-level", 3, 8, "committed", 2),
 ]
 CASES = EVERY if ALL else SAMPLE
-OPTIONS = {"two-level": ["--simulate-hosts", "2"]}
+OPTIONS = {"two-level": ["--set", "simulate-hosts=2"]}
 
 
 def train(directory: Path, workers: int, microbatches: int, *options: str, **more: Any) -> RunOutcome:

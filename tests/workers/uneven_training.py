@@ -24,8 +24,8 @@ import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.waiting import WAIT_S
-from unisono import faults
-from unisono.rounds import clock as step_clock
+from unisono.engine.rounds import clock as step_clock
+from unisono.system import faults
 
 NUM_LEAVES = 8
 HELD = 1

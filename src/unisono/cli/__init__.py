@@ -11,20 +11,17 @@ from typing import Final
 
 import click
 
-from unisono.errors import UnisonoError
-from unisono.platforms import check_platform
+from unisono.core.errors import UnisonoError, UsageError
+from unisono.system.platforms import check_platform
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final = {
-    "run": ("unisono.cli.run:run", "Train on the workers of this machine; others may join."),
-    "ray": ("unisono.cli.ray:ray", "Train on a Ray cluster, growing and shrinking with it."),
-    "kubernetes": ("unisono.cli.kubernetes:kubernetes", "Train on a Kubernetes cluster."),
+    "run": ("unisono.cli.run:run", "Train on this machine, others, or a cluster; more may join."),
     "join": ("unisono.cli.join:join", "Add this machine's workers to a run that is going."),
-    "agent": ("unisono.cli.agent:agent", "Be one task of a run that srun or mpiexec starts."),
+    "evaluate": ("unisono.cli.evaluate:evaluate", "Compute what a run that is going evaluates beside its training."),
     "slurm": ("unisono.cli.slurm:slurm", "Train in a job of Slurm: submit it, and follow it."),
     "watch": ("unisono.cli.watch:watch", "Look at a run, live or finished, in this terminal or a browser."),
-    "status": ("unisono.cli.status:status", "Show how a run is, or how it went."),
     "report": ("unisono.cli.report:report", "Write an HTML file about a run, or about several side by side."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
     "stop": ("unisono.cli.control:stop", "End a run at the end of the step."),
@@ -33,20 +30,26 @@ COMMANDS: Final = {
     "check": ("unisono.cli.check:check", "Say whether a script keeps the promise, and which line breaks it."),
     "checkpoints": ("unisono.cli.checkpoints:checkpoints", "List, check or export the checkpoints of a run."),
     "replay": ("unisono.cli.replay:replay", "Compute a run again up to a step, and look into its micro-batches."),
-    "audit": ("unisono.cli.audit:audit", "Compute one micro-batch of a run again, and check its digest."),
     "completion": ("unisono.cli.completion:completion", "Print what lets a shell complete this command."),
     "compare": ("unisono.cli.compare:compare", "Say whether two runs are identical, or where they part."),
 }
+
+HIDDEN: Final = ("completion",)
+"""Commands that the help does not list."""
 
 
 class _Commands(click.Group):
     """Loads a command's module when it is needed: ``--help`` answers at once."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [name for name in COMMANDS if name not in HIDDEN]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            from unisono.cli.respelled import respelled
+
+            if new := respelled([cmd_name]):
+                raise UsageError(f"there is no command {cmd_name} any more: {new}")
             return None
         check_platform()
         module, _, name = COMMANDS[cmd_name][0].partition(":")
@@ -59,7 +62,7 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, words) for name, (_, words) in COMMANDS.items()])
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
 def _show_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -86,8 +89,12 @@ def _group() -> None:
     """Many workers, one result: PyTorch training with the same bits at any number of workers."""
 
 
-def _script_hint(error: click.NoSuchOption) -> str:
-    """Return where an option of the script belongs; "" where the command takes no script."""
+def _hint(error: click.NoSuchOption) -> str:
+    """Return the new spelling of an option, or where an option of the script belongs; "" where neither is known."""
+    from unisono.cli.respelled import respelled
+
+    if error.ctx is not None and (new := respelled([error.ctx.command.name or "", error.option_name])):
+        return f"{error.option_name} is {new} now"
     if error.ctx is None or not any(each.nargs == -1 for each in error.ctx.command.params):
         return ""
     return f"An option of the script stands after `--`: {error.ctx.command_path} SCRIPT -- {error.option_name}"
@@ -104,7 +111,7 @@ def main() -> None:
         sys.exit(_group(standalone_mode=False) or 0)
     except click.ClickException as error:
         error.show()
-        if isinstance(error, click.NoSuchOption) and (hint := _script_hint(error)):
+        if isinstance(error, click.NoSuchOption) and (hint := _hint(error)):
             say(hint, err=True)
         sys.exit(error.exit_code)
     except click.Abort:

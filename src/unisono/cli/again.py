@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint import files
 from unisono.cli.given import script_arguments
 from unisono.cli.resume import checked, command_of, own_command, threads_of
 from unisono.cli.saying import say
-from unisono.decisions.replaying import Start, starts
-from unisono.errors import CheckpointError, UsageError
-from unisono.fingerprint import SWITCHES
-from unisono.journal import summary
-from unisono.machine.scratch import scratch_folder
-from unisono.rundir import RUN_FILE, check_schema, read_facts
-from unisono.spec import RunSpec
+from unisono.core.errors import CheckpointError, UsageError
+from unisono.core.replaying import Start, starts
+from unisono.core.spec import RunSpec
+from unisono.record import checkpoints as files
+from unisono.record.journal import summary
+from unisono.record.rundir import RUN_FILE, check_schema, read_facts
+from unisono.system.fingerprint import SWITCHES
+from unisono.system.scratch import scratch_folder
 
 __all__ = ["PastRun", "past_run"]
 

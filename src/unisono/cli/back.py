@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.capacity import Workers
 from unisono.cli.saying import say
-from unisono.errors import RunGoesBack, UsageError
-from unisono.words import count, listed
+from unisono.core.errors import RunGoesBack, UsageError
+from unisono.core.words import count, listed
+from unisono.system.capacity import Workers
 
 if TYPE_CHECKING:
-    from unisono.launchers import Machine
+    from unisono.cluster.launchers import Machine
 
 __all__ = ["Again", "again", "by_hand"]
 
@@ -82,7 +82,7 @@ def _checkpoint(back: RunGoesBack) -> Path:
     Raises:
         UsageError: there is none. To begin anew would remove the run, which is not decided here.
     """
-    from unisono.checkpoint import files
+    from unisono.record import checkpoints as files
 
     known = files.complete(Path(back.run_dir) / files.FOLDER)
     for path in reversed(known):
@@ -97,7 +97,7 @@ def _checkpoint(back: RunGoesBack) -> Path:
 
 def _name_of(label: str, machines: Sequence[Machine]) -> str | None:
     """Return the launcher's name for the machine with this label; None: it cannot be told."""
-    from unisono.launchers import HERE
+    from unisono.cluster.launchers import HERE
 
     def is_host(name: str) -> bool:
         return label == name or label.startswith((f"{name}-", f"{name.split('.')[0]}-"))

@@ -9,15 +9,15 @@ from typing import Any, Final
 import click
 import msgspec
 
-from unisono.checking.blame import Culprit
-from unisono.checking.trials import ALONE, Outcome, Runner
-from unisono.checking.verdict import Found, Verdict, check_script
 from unisono.cli.given import script_arguments, seconds
 from unisono.cli.saying import say, say_json, say_lines
-from unisono.errors import UsageError
-from unisono.machine.scratch import scratch_folder
-from unisono.trialrun import Script
-from unisono.words import count
+from unisono.core.errors import UsageError
+from unisono.core.words import count
+from unisono.system.scratch import scratch_folder
+from unisono.tools.check.blame import Culprit
+from unisono.tools.check.trials import ALONE, Outcome, Runner
+from unisono.tools.check.verdict import Found, Verdict, check_script
+from unisono.tools.trialrun import Script
 
 __all__ = ["check"]
 
@@ -34,7 +34,7 @@ UNSEEN: Final = (
 @click.option("-m", "module", metavar="MODULE", help="Check a module instead of a script.")
 @click.option("--steps", default=4, show_default=True, metavar="N", help="How many steps are computed.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of a worker.")
-@seconds("--timeout-s", 300.0, "How long one trial may take.")
+@seconds("--timeout", "5m", "How long one trial may take.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def check(
     script: str | None,
@@ -42,7 +42,7 @@ def check(
     module: str | None,
     steps: int,
     threads: int,
-    timeout_s: float,
+    timeout: float,
     as_json: bool,
 ) -> int:
     """Compute the first steps of SCRIPT alone, alone again, by two workers, and by two with a loss and a join; say
@@ -54,7 +54,7 @@ def check(
     Exit code: 0 the same bits, 1 not, 2 the script cannot be checked.
     """
     try:
-        verdict = _checked(script, arguments, module, steps, threads, timeout_s, as_json=as_json)
+        verdict = _checked(script, arguments, module, steps, threads, timeout, as_json=as_json)
     except UsageError as error:
         if not as_json:
             raise

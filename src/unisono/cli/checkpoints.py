@@ -5,44 +5,53 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final
 
 import click
 
-from unisono.checkpoint import files
-from unisono.checkpoint.files import Manifest
+from unisono.cli.respelled import respelled
 from unisono.cli.saying import say
-from unisono.errors import CheckpointError, UsageError
-from unisono.words import count
+from unisono.core.errors import CheckpointError, UsageError
+from unisono.core.words import count, shown_bytes
+from unisono.record import checkpoints as files
+from unisono.record.checkpoints import Manifest
 
 __all__ = ["checkpoints"]
+
+ACTIONS: Final = ("list", "check", "export")
+
+
+def _check_action(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if value not in ACTIONS:
+        new = respelled(["checkpoints", value])
+        hint = f"{value} is {new} now" if new else f"there are {', '.join(ACTIONS)}"
+        raise UsageError(f"unisono checkpoints has no action {value!r}; {hint}")
+    return value
 
 
 @click.command()
 @click.argument("place", metavar="DIR")
-@click.argument("action", type=click.Choice(["list", "verify", "export"]), default="list")
+@click.argument("action", callback=_check_action, default="list")
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--step", type=int, default=None, metavar="N", help="The checkpoint of this step; otherwise the newest.")
 @click.option("--name", default=None, help="export: which tracked object; otherwise the model.")
-def checkpoints(
-    place: str, action: Literal["list", "verify", "export"], file: Path | None, step: int | None, name: str | None
-) -> int:
+def checkpoints(place: str, action: str, file: Path | None, step: int | None, name: str | None) -> int:
     """List the checkpoints of the run in DIR, check every byte of them, or write one's weights into a single file.
 
     \b
         unisono checkpoints runs/digits
-        unisono checkpoints runs/digits verify
+        unisono checkpoints runs/digits check
         unisono checkpoints runs/digits export model.safetensors
         unisono checkpoints runs/digits export optimizer.pt --name optimizer --step 500
 
-    DIR may also be the place of copies (s3://bucket/runs/digits): list and verify.
+    DIR may also be the place of copies (s3://bucket/runs/digits): list and check.
     """
-    from unisono.checkpoint.copies import absolute, is_copy
+    from unisono.engine.checkpoint.copies import absolute, is_copy
 
     if is_copy(absolute(place)):
         if action == "export":
             raise UsageError("export needs the directory of a run; fetch a copy first: unisono run --resume URL")
-        return _list_copies(absolute(place), step, check=action == "verify")
+        return _list_copies(absolute(place), step, check=action == "check")
     directory = Path(place)
     found = _find(directory, step)
     if action == "export":
@@ -52,7 +61,7 @@ def checkpoints(
         return 0
     if file is not None:
         raise UsageError(f"{action} takes no file, got {file}")
-    return _list(found, check=action == "verify")
+    return _list(found, check=action == "check")
 
 
 def _find(directory: Path, step: int | None) -> list[Path]:
@@ -85,7 +94,7 @@ def _list(found: list[Path], *, check: bool) -> int:
 
 def _list_copies(place: str, step: int | None, *, check: bool) -> int:
     """Print a line for each whole copy; returns 1 if one is broken."""
-    from unisono.checkpoint import copies
+    from unisono.engine.checkpoint import copies
 
     copies.check([place])
     found = [one for one in reversed([*copies.find([place])]) if step is None or one[1].step == step]
@@ -108,11 +117,7 @@ def _list_copies(place: str, step: int | None, *, check: bool) -> int:
 def _line(manifest: Manifest) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
     metrics = "".join(f"  {name} {value:.6g}" for name, value in manifest.metrics.items())
-    return f"{when}  {_size(manifest.num_bytes)}  {count(manifest.num_workers, 'worker')}{metrics}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
+    return f"{when}  {shown_bytes(manifest.num_bytes)}  {count(manifest.num_workers, 'worker')}{metrics}"
 
 
 def _export(location: Path, file: Path, name: str | None) -> None:
@@ -120,7 +125,7 @@ def _export(location: Path, file: Path, name: str | None) -> None:
         raise UsageError(f"{file} must end in .safetensors or, for torch.save, in .pt or .pth")
     import torch
 
-    from unisono.checkpoint.loading import load_model
+    from unisono.engine.checkpoint.loading import load_model
 
     state: dict[str, Any] = load_model(location, name=name)
     temporary = file.with_name(f".{file.name}.new")
@@ -138,13 +143,13 @@ def _export(location: Path, file: Path, name: str | None) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    say(f"{file}: {len(state)} entries, {_size(file.stat().st_size)}")
+    say(f"{file}: {len(state)} entries, {shown_bytes(file.stat().st_size)}")
 
 
 def _write_safetensors(file: Path, state: dict[str, Any]) -> None:
     import torch
 
-    from unisono.checkpoint.snapshot import Layout
+    from unisono.engine.checkpoint.snapshot import Layout
 
     others = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
     if others:

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from unisono.cli.saying import say_lines
-from unisono.errors import UsageError
-from unisono.journal import Difference
-from unisono.journal import compare as compare_runs
+from unisono.core.errors import UsageError
+from unisono.record.journal import Difference
+from unisono.record.journal import compare as compare_runs
 
 __all__ = ["compare"]
 

@@ -60,8 +60,8 @@ def _below(incomplete: str) -> Iterator[str]:
 
 def _steps(_: click.Parameter, ctx: click.Context, incomplete: str) -> Items:
     """Offer the last step of the run that was typed, and those at its checkpoints."""
-    from unisono.checkpoint import files
-    from unisono.journal import summary
+    from unisono.record import checkpoints as files
+    from unisono.record.journal import summary
 
     run = _run_in(ctx)
     if run is None:
@@ -80,7 +80,7 @@ def _steps(_: click.Parameter, ctx: click.Context, incomplete: str) -> Items:
 
 def _microbatches(_: click.Parameter, ctx: click.Context, incomplete: str) -> Items:
     """Offer the micro-batches of a step."""
-    from unisono.rundir import read_facts
+    from unisono.record.rundir import read_facts
 
     run = _run_in(ctx)
     recipe: Any = read_facts(run).get("recipe") if run is not None else None
@@ -119,9 +119,9 @@ _COMPLETERS: Final[dict[str, Completer]] = {
     **dict.fromkeys(("run", "runs", "run_a", "run_b", "run_dir", "resume", "place"), _runs),
     **dict.fromkeys(("script", "arguments"), _files),
     "step": _steps,
-    **dict.fromkeys(("microbatch", "leaf"), _microbatches),
+    "microbatch": _microbatches,
     "exchange": _words("auto", "shared", "gloo", "two-level"),
-    "launcher": _words("auto", "local", "none"),
+    "launcher": _words("auto", "local", "none", "ray", "kubernetes"),
     "sinks": _words("tensorboard", "mlflow", "wandb", "opentelemetry", "logging"),
     "words": _words("anomaly", "debugger", "save="),
 }

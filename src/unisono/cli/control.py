@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from unisono.capacity import check_workers
 from unisono.cli.reach import RUN, ask_status, find, tell
 from unisono.cli.saying import say
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
+from unisono.system.capacity import check_workers
 
 __all__ = ["scale", "stop"]
 
@@ -17,7 +17,7 @@ __all__ = ["scale", "stop"]
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:
     """Change the number of workers to WORKERS, from the next possible step on."""
-    from unisono.messages import Scale
+    from unisono.core.messages import Scale
 
     if workers < 1:
         raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop` ends it")
@@ -31,7 +31,7 @@ def scale(run: str, workers: int) -> int:
 @click.argument("run")
 def stop(run: str) -> int:
     """End the run at the end of the step."""
-    from unisono.messages import Stop
+    from unisono.core.messages import Stop
 
     say(tell(find(run), Stop(reason="stopped by `unisono stop`")))
     return 0

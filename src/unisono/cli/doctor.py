@@ -11,13 +11,14 @@ import msgspec
 from unisono.cli.given import port_range
 from unisono.cli.reach import ask_status, find
 from unisono.cli.saying import say, say_json
-from unisono.doctor.checks import Finding, check
-from unisono.doctor.facts import Asked
-from unisono.doctor.hosts import SSH, examine, hosts
-from unisono.doctor.together import check_together
-from unisono.errors import UsageError
-from unisono.launchers.hosts import is_this_machine, parse_hosts
-from unisono.words import count
+from unisono.cluster.launchers.hosts import is_this_machine, parse_hosts
+from unisono.cluster.launchers.way import Way
+from unisono.core.errors import UsageError
+from unisono.core.words import count
+from unisono.tools.doctor.checks import Finding, check
+from unisono.tools.doctor.facts import Asked
+from unisono.tools.doctor.hosts import examine, hosts
+from unisono.tools.doctor.together import check_together
 
 __all__ = ["doctor"]
 
@@ -33,7 +34,7 @@ FAR_HEAD_S = 0.2
     metavar="A,B,...",
     help="Machines, as ssh knows them, each with Unisono in the same place; default: this one.",
 )
-@click.option("--ssh", default=SSH, metavar="COMMAND", help="How they are reached.")
+@click.option("--ssh", default="ssh", metavar="COMMAND", help="How they are reached.")
 @click.option("--run-dir", default=".", metavar="DIR", help="Where the run's journal and checkpoints would be.")
 @click.option("--ports", default="", metavar="A:B", help="The ports that a firewall lets through.")
 @click.option("--ipv6", is_flag=True, help="Measure by IPv6 between machines.")
@@ -46,7 +47,7 @@ def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool,
     chosen = {host.name: is_this_machine(host.name) for host in parse_hosts(names)} if names else {}
     asked = Asked(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
     findings = [_head(run)] if run else []
-    with hosts(chosen, ssh) as found:
+    with hosts(chosen, Way.parse(ssh)) as found:
         known = examine(found, asked)
         for host in found:
             if host.error:
@@ -86,7 +87,7 @@ def _silent(name: str, error: str) -> Finding:
         host=name,
         seen=error,
         because="nothing can be started there",
-        do=f"try it by hand: ssh {name} true; it takes a key (ssh-copy-id {name}) and the same Python at the same path",
+        do="see docs/ssh.md: `unisono run --hosts` asks in the same way",
     )
 
 

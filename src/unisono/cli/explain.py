@@ -11,13 +11,13 @@ import msgspec
 from unisono.cli.again import past_run
 from unisono.cli.resume import command_of
 from unisono.cli.saying import say
-from unisono.decisions.explaining import Dissected, Dissection, causes, parting
-from unisono.decisions.replaying import Start
-from unisono.errors import UnisonoError
-from unisono.fingerprint import script_checksum
-from unisono.journal import Difference
-from unisono.machine.inspected import INTERRUPTED, run_inspected
-from unisono.rundir import read_facts
+from unisono.core.errors import UnisonoError
+from unisono.core.replaying import Start
+from unisono.record.explaining import Dissected, Dissection, causes, parting
+from unisono.record.journal import Difference
+from unisono.record.rundir import read_facts
+from unisono.script.inspected import INTERRUPTED, run_inspected
+from unisono.system.fingerprint import script_checksum
 
 __all__ = ["explained"]
 

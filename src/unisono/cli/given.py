@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import math
 import os
 import sys
 import tempfile
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import click
 
-from unisono.errors import UsageError
-from unisono.interfaces import interfaces
+from unisono.core.errors import UsageError
+from unisono.core.settings import parse_time
+from unisono.system.interfaces import interfaces
 
 __all__ = [
     "address_of",
@@ -28,15 +28,18 @@ __all__ = [
 ]
 
 
-def seconds(name: str, default_s: float | None, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return an option for a finite time above 0."""
-    return click.option(name, type=float, default=default_s, show_default=True, callback=_check_seconds, help=words)
+def seconds(name: str, default: str | None, words: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return an option for a time with its unit, such as ``60s``."""
+    return click.option(name, metavar="TIME", default=default, show_default=True, callback=_check_seconds, help=words)
 
 
-def _check_seconds(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise UsageError(f"{param.opts[0]} is a time in seconds above 0, got {value}")
-    return value
+def _check_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    try:
+        return None if value is None else parse_time(value)
+    except ValueError:
+        raise UsageError(
+            f"{param.opts[0]} is a time above 0 with its unit, such as 500ms, 60s, 2m or 1h; got {value!r}"
+        ) from None
 
 
 def check_text(what: str, *texts: str) -> None:
@@ -103,7 +106,7 @@ def address_of(interface: str, *, ipv6: bool = False) -> str:
     found = [each.address for each in known if each.name == interface and (":" in each.address or not ipv6)]
     if not found:
         names = ", ".join(f"{each.name} ({each.address})" for each in known) or "none"
-        raise UsageError(f"--interface {interface} has no address on this machine; there are {names}")
+        raise UsageError(f"the network interface {interface} has no address on this machine; there are {names}")
     return found[-1 if ipv6 else 0]
 
 
@@ -156,7 +159,7 @@ def check_directory(folder: Path, *, resumes: bool = False) -> None:
     Raises:
         UsageError: the directory cannot be written, or a run is going in it.
     """
-    from unisono.rundir import going, user
+    from unisono.record.rundir import going, user
 
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--run-dir {folder} is not a directory")
@@ -175,11 +178,11 @@ def check_directory(folder: Path, *, resumes: bool = False) -> None:
 
 def _has_head_here(folder: Path) -> bool:
     """Return whether the head that a directory names is a process of this machine, as far as its process id tells."""
-    from unisono.rundir import ADDRESS_FILE
+    from unisono.record.rundir import ADDRESS_FILE
 
     try:
         pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
         os.kill(pid, 0)
-        return not Path("/proc/self").exists() or b"unisono.head" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return not Path("/proc/self").exists() or b"unisono.cluster.head" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import getpass
-import math
 import os
 import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 import msgspec
 
-from unisono.capacity import check_open_files, check_workers, parse_workers
 from unisono.cli.given import address_of, check_text, seconds
 from unisono.cli.reach import RUN, NotGoing, await_status, find, may_act, read_token
 from unisono.cli.saying import say
-from unisono.errors import UsageError
-from unisono.interfaces import is_local
-from unisono.invitation import HeadUrl, Invitation
-from unisono.spec import MachineSpec, RunSpec, WhenIdle
-from unisono.words import count
+from unisono.cluster.trust.invitation import HeadUrl, Invitation
+from unisono.core.errors import UsageError
+from unisono.core.spec import MachineSpec, RunSpec
+from unisono.core.words import count
+from unisono.system.capacity import check_open_files, check_workers, parse_workers
+from unisono.system.interfaces import is_local
 
 __all__ = ["join", "settled", "spec_of"]
-
-NICE: Final = 10
-INPUTS: Final = (
-    "/dev/tty[0-9]*",
-    "/dev/pts/[0-9]*",
-    "/dev/input/event*",
-    "/dev/input/mice",
-    "/proc/interrupts",
-    "logind",
-)
 
 
 @click.command(epilog=RUN)
@@ -42,11 +31,6 @@ INPUTS: Final = (
 @click.option("--token-file", default="", metavar="FILE", help="RUN is the head's address (url in RUN/head.json), "
               "and this file holds the token (RUN/token).")  # fmt: skip
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
-@click.option(
-    "--evaluate",
-    is_flag=True,
-    help="These workers never train: they compute what run.evaluate(..., wait=False) asks for.",
-)
 @click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
 @click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
 @click.option(
@@ -55,84 +39,65 @@ INPUTS: Final = (
     metavar="NAME",
     help="The network interface over which workers exchange gradients; default: the one that reaches the head.",
 )
-@seconds("--head-away-s", None, "How long this machine waits for a head that is out of reach. [default: as the run]")
+@seconds("--head-away", None, "How long this machine waits for a head that is out of reach. [default: as the run]")
 @click.option(
-    "--when-idle",
-    is_flag=True,
-    help="Take part only while nobody else uses this machine; its workers leave "
-    "at the end of the step when somebody does.",
+    "--while",
+    "condition",
+    default=None,
+    metavar="COMMAND",
+    help="Take part only while this command, which a shell runs every few seconds, ends with 0. Else the workers leave "
+    "at the end of the step.",
 )
-@seconds("--idle-s", 300.0, "With --when-idle: without input and load for this long, the machine is idle.")
-@click.option(
-    "--idle-load",
-    default=0.5,
-    show_default=True,
-    metavar="CORES",
-    help="With --when-idle: what other processes may use.",
-)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="PATTERN",
-    help="With --when-idle: files that show input, "
-    "instead of terminals, input devices and desktops; e.g. one that a program touches.",
-)
-@click.option("--wait-s", default=0.0, show_default=True, help="How long to wait for the head, if it is not there yet.")
+@seconds("--wait", None, "How long to wait for the head, if it is not there yet. [default: not]")
 @click.option("--no-head", is_flag=True, help="This machine never has the head, also if the one that has it is lost.")
 @click.option("--simulate-hosts", default=1, hidden=True)
-@click.option("--launched", is_flag=True, hidden=True)
+@click.option("--launched", default="", metavar="NAME", hidden=True)
 def join(
     run: str,
     token_file: str,
     workers: str,
-    evaluate: bool,
     folder: str,
     run_dir: str,
     interface: str,
-    head_away_s: float | None,
-    when_idle: bool,
-    idle_s: float,
-    idle_load: float,
-    inputs: tuple[str, ...],
-    wait_s: float,
+    head_away: float | None,
+    condition: str | None,
+    wait: float | None,
     no_head: bool,
     simulate_hosts: int,
-    launched: bool,
+    launched: str,
 ) -> int:
     """Add this machine's workers to a run that is going.
 
     They run the script that the run was started with, as you. Ctrl-C takes them away again, at the end of the step.
-    The line that `unisono status` shows keeps the invitation out of the list of processes:
+    The line that `unisono watch --once` shows keeps the invitation out of the list of processes:
 
         unisono join - <<< 'wss://...'
     """
-    from unisono.machine import agent
+    from unisono.cluster.machine import agent
 
-    if evaluate and when_idle:
-        raise UsageError("--when-idle is for workers that train; leave out --evaluate or --when-idle")
+    check_text("--while", condition or "")
+    if condition is not None and not condition.strip():
+        raise UsageError("--while is a command, such as --while 'test ! -e in-use'; got an empty one")
     invitation = may_act(_from_token_file(run, token_file) if token_file else find(run))
-    spec = spec_of(status := await_status(invitation, wait_s, _say_that_it_waits))
+    spec = spec_of(status := await_status(invitation, wait or 0.0, _say_that_it_waits))
     if ":" in workers:
         raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
     number = parse_workers(workers, spec.threads).start
     check_workers(number)
     check_open_files(number)
-    spec = settled(spec, folder=folder, run_dir=run_dir, head_away_s=head_away_s)
-    idle = _when_idle(idle_s, idle_load, inputs) if when_idle else None
+    spec = settled(spec, folder=folder, run_dir=run_dir, head_away_s=head_away)
     if not launched:
-        for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number, evaluate):
+        for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number):
             say(f"unisono: {line}", err=True)
     machine = MachineSpec(
         run=spec,
-        num_workers=0 if evaluate else number,
-        num_evaluators=number if evaluate else 0,
+        num_workers=number,
         simulate_hosts=simulate_hosts,
         launched=launched,
-        held=launched,
+        held=bool(launched),
         may_have_head=not no_head,
         address=address_of(interface) if interface else "",
-        when_idle=idle,
+        condition=condition or "",
     )
     return agent.join(machine, invitation.url, invitation.token)
 
@@ -167,13 +132,13 @@ def _from_token_file(url: str, token_file: str) -> Invitation:
     return Invitation(url, token)
 
 
-def _what_begins(invitation: Invitation, run_id: str, run: RunSpec, number: int, evaluate: bool) -> list[str]:
+def _what_begins(invitation: Invitation, run_id: str, run: RunSpec, number: int) -> list[str]:
     """Return whom this machine trusts from now on, and what runs here, as whom."""
     head = HeadUrl.parse(invitation.url)
     why = "which has proved that it is the run's head"
     if not head.is_secure and not is_local(head.host):
         why += "; but without TLS, others on the network can read the token, and take the head's place"
-    what = count(number, "evaluator" if evaluate else "worker")
+    what = count(number, "worker")
     arguments = ["a function"] if run.arguments[0] == "--callable" else list(run.arguments)
     return [
         f"joins run {run_id} at {head.place}, {why}",
@@ -186,14 +151,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # the user has no name here, as in some containers
         return f"user {os.getuid()}"
-
-
-def _when_idle(idle_s: float, load: float, inputs: tuple[str, ...]) -> WhenIdle:
-    """Return when this machine takes part, and let its workers stand back behind the processes of who uses it."""
-    if not 0 < load < math.inf:
-        raise UsageError(f"--idle-load is a number of cores above 0, got {load}")
-    os.nice(NICE)
-    return WhenIdle(idle_s=idle_s, load=load, inputs=inputs or INPUTS)
 
 
 def _say_that_it_waits(error: NotGoing) -> None:

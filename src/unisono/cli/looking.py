@@ -12,12 +12,12 @@ from urllib.parse import parse_qs, quote, urlsplit
 import msgspec
 
 from unisono.cli.reach import NotGoing, check_head, find
-from unisono.errors import UsageError
-from unisono.invitation import Invitation, is_invitation, shown
-from unisono.overview import SCHEMA, Overview
+from unisono.cluster.trust.invitation import Invitation, is_invitation, shown
+from unisono.core.errors import UsageError
+from unisono.record.overview import SCHEMA, Overview
 
 if TYPE_CHECKING:
-    from unisono.history import History
+    from unisono.record.history import History
 
 __all__ = ["ENDED", "Seen", "as_invitation", "look"]
 
@@ -97,8 +97,8 @@ def _pushes(invitation: Invitation) -> Iterator[Seen]:
     Raises:
         NotGoing: no head answers. UsageError: it does not let this user look, or is not the head.
     """
-    from unisono.certificate import Untrusted
-    from unisono.page.client import Refused, Watching
+    from unisono.cluster.head.client import Refused, Watching
+    from unisono.cluster.trust.certificate import Untrusted
 
     check_head(invitation)
     where = shown(invitation.url)
@@ -139,7 +139,7 @@ def _seen(told: Any) -> Seen:
 
 
 def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Seen]:
-    from unisono.history import History, without_head
+    from unisono.record.history import History, without_head
 
     if not folder.exists():
         raise UsageError(f"there is no run directory {folder}")

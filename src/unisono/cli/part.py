@@ -3,106 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from unisono.capacity import Workers, check_open_files, check_workers, machine_gpus, parse_workers
 from unisono.cli.saying import say
-from unisono.errors import UsageError
-from unisono.invitation import Invitation
-from unisono.spec import MachineSpec, RunSpec, StartMethod
-from unisono.tasks import TAKEN, Task
+from unisono.cluster.trust.invitation import Invitation
+from unisono.core.errors import UsageError
+from unisono.core.spec import MachineSpec, RunSpec
+from unisono.system.capacity import Workers, check_open_files, check_workers, machine_gpus, parse_workers
+from unisono.system.tasks import TAKEN, Task
 
 if TYPE_CHECKING:
-    from unisono.machine.children import Listener
-    from unisono.machine.headprocess import Service
-    from unisono.rendezvous import Rendezvous
+    from unisono.cli.options import Options
+    from unisono.cluster.machine.children import Listener
+    from unisono.cluster.trust.rendezvous import Rendezvous
 
-__all__ = ["Wishes", "settings", "share", "take_part"]
+__all__ = ["settings", "share", "take_part"]
 
 WAIT_S: Final = 120.0
 """For task 0, and for its head: tasks of a large job start within a minute."""
 
 
-class Wishes(Protocol):
-    """The options of a command line that a task needs (`unisono.cli.run.Options`)."""
-
-    @property
-    def workers(self) -> str: ...
-    @property
-    def evaluators(self) -> int: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def start(self) -> StartMethod: ...
-    @property
-    def simulate_hosts(self) -> int: ...
-    @property
-    def outcome(self) -> str: ...
-    @property
-    def head_away_s(self) -> float: ...
-    def service(self, workers: Workers, bind: str) -> Service: ...
-
-
-def take_part(
-    options: Wishes,
-    task: Task,
-    read: Callable[[], tuple[RunSpec, Workers]],
-    per_task: int | None = None,
-    directory: str = ".",
-) -> int:
+def take_part(options: Options, task: Task, read: Callable[[], tuple[RunSpec, Workers]]) -> int:
     """Be one task of a run. Returns the exit code when the run is over.
 
     Args:
         read: returns the settings of the run, in task 0.
-        per_task: workers of this task; default: its share of ``--workers``.
-        directory: where the tasks meet.
 
     Raises:
         UsageError: something is wrong with the command line, or the tasks do not find each other.
     """
-    from unisono.rendezvous import Rendezvous
+    from unisono.cluster.trust.rendezvous import Rendezvous
 
     if not task.job:
         raise UsageError(
             f"{task.engine} does not say which of its jobs this is, so the tasks cannot find each other; start the "
-            "agents by unisono run --hosts, or use another mpiexec"
+            "machines by unisono run --hosts, or use another mpiexec"
         )
     os.environ[TAKEN] = task.engine
-    meeting = Rendezvous(Path(directory).resolve(), task.job)
+    meeting = Rendezvous(Path(options.rendezvous).resolve(), task.job)
+    if options.plain:
+        from unisono.cli import plain
+
+        spec, workers = read()
+        number = share(options, workers, task)
+        return plain.take_part(options.request(spec, workers), options.max_restarts or 0, task, number, meeting)
     if task.rank:
-        return _follow(options, task, per_task, meeting)
-    return _lead(options, task, per_task, meeting, read)
+        return _follow(options, task, meeting)
+    return _lead(options, task, meeting, read)
 
 
-def share(options: Wishes, workers: Workers, task: Task, per_task: int | None) -> int:
+def share(options: Options, workers: Workers, task: Task) -> int:
     """Return how many workers a task starts."""
-    if per_task is not None:
-        return per_task
+    if options.per_task is not None:
+        return options.per_task
     if options.workers == "auto":
         return max(1, len(machine_gpus()) // task.local_size)
     number = min(workers.maximum, max(workers.start, task.size))
     return number * (task.rank + 1) // task.size - number * task.rank // task.size
 
 
-def _lead(
-    options: Wishes,
-    task: Task,
-    per_task: int | None,
-    meeting: Rendezvous,
-    read: Callable[[], tuple[RunSpec, Workers]],
-) -> int:
-    from unisono.fingerprint import script_checksum
-    from unisono.launchers.nodes import own_address
-    from unisono.machine import agent
+def _lead(options: Options, task: Task, meeting: Rendezvous, read: Callable[[], tuple[RunSpec, Workers]]) -> int:
+    from unisono.cluster.launchers.nodes import own_address
+    from unisono.cluster.machine import agent
+    from unisono.system.fingerprint import script_checksum
 
     spec, workers = read()
-    own = share(options, workers, task, per_task)
-    if per_task is not None or options.workers == "auto":
+    own = share(options, workers, task)
+    if options.per_task is not None or options.workers == "auto":
         workers = Workers(own * task.size, 1, own * task.size, grows=True)
     check_workers(own)
     check_open_files(own)
@@ -113,7 +85,7 @@ def _lead(
         run=spec,
         num_workers=own,
         num_evaluators=options.evaluators,
-        start=options.start,
+        start=options.start_method,
         simulate_hosts=options.simulate_hosts,
         outcome=options.outcome,
         engine=task.engine,
@@ -121,12 +93,12 @@ def _lead(
     return agent.run(here, service, partial(_Others, meeting))
 
 
-def _follow(options: Wishes, task: Task, per_task: int | None, meeting: Rendezvous) -> int:
+def _follow(options: Options, task: Task, meeting: Rendezvous) -> int:
     from unisono.cli.join import settled
-    from unisono.machine import agent
+    from unisono.cluster.machine import agent
 
     workers = parse_workers(options.workers, options.threads or 1)
-    own = share(options, workers, task, per_task)
+    own = share(options, workers, task)
     check_workers(own)
     check_open_files(own)
     found = meeting.wait(WAIT_S, partial(_say, task))
@@ -134,9 +106,9 @@ def _follow(options: Wishes, task: Task, per_task: int | None, meeting: Rendezvo
     machine = MachineSpec(
         run=settled(run, head_away_s=options.head_away_s),
         num_workers=own,
-        start=options.start,
+        start=options.start_method,
         simulate_hosts=options.simulate_hosts,
-        launched=True,
+        launched=f"task{task.rank}",
         engine=task.engine,
     )
     code = agent.join(machine, found.url, found.token)
@@ -171,11 +143,13 @@ class _Others:
         self._url = url
         self._token = token
 
-    def start(self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[int], None]) -> None:
+    def start(
+        self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[Collection[str]], None]
+    ) -> None:
         self._meeting.publish(self._url, self._token)
 
-    def resize(self, num_workers: int) -> None:
-        """Do nothing: the number of tasks is that of ``srun`` or ``mpiexec``."""
+    def keep(self, num_workers: int, present: Collection[str]) -> None:
+        """Do nothing: the number of tasks is that of ``srun`` or ``mpiexec``, and a lost one stays lost."""
 
     def hurry(self) -> None:
         """Do nothing: the other tasks learn from the head that the run is over."""

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Final
 import click
 from click.core import ParameterSource
 
-from unisono.capacity import machine_cores, machine_gpus
 from unisono.cli.given import check_directory, script_arguments
 from unisono.cli.saying import say, say_json, say_lines
-from unisono.decisions.wires import Link, parse_link
-from unisono.errors import UsageError
-from unisono.planning.found import IN_A_ROW, IN_A_ROW_ALONE
-from unisono.words import count, listed, script_in
+from unisono.core.errors import UsageError
+from unisono.core.words import count, listed, script_in
+from unisono.system.capacity import machine_cores, machine_gpus
+from unisono.tools.plan.found import IN_A_ROW, IN_A_ROW_ALONE
+from unisono.tools.plan.wires import Link, parse_link
 
 if TYPE_CHECKING:
-    from unisono.decisions.forecast import Facts, Sample
-    from unisono.decisions.strategies import Memory, Options
-    from unisono.planning.finder import Search
-    from unisono.planning.plans import Plan
-    from unisono.planning.probing import Measurement, Script
+    from unisono.tools.plan.finder import Search
+    from unisono.tools.plan.forecast import Facts, Sample
+    from unisono.tools.plan.plans import Plan
+    from unisono.tools.plan.probing import Measurement, Script
+    from unisono.tools.plan.strategies import Memory, Options
 
 __all__ = ["plan"]
 
@@ -127,7 +127,7 @@ def plan(
 
     Of the directory of a RUN: compare what was planned with what came; with --workers, plan from the steps of the run.
     """
-    from unisono.decisions.strategies import Options
+    from unisono.tools.plan.strategies import Options
 
     if not 0.0 <= price < math.inf:
         raise UsageError(f"--price is the price of one worker for an hour, a number from 0, got {price}")
@@ -150,8 +150,8 @@ def plan(
     command = script_arguments(target, module, arguments, command="plan SCRIPT")
     if run_dir is not None:
         _check_run(run_dir)
-    from unisono.machine.scratch import scratch_folder
-    from unisono.planning.probing import Script, facts_of, memories_of
+    from unisono.system.scratch import scratch_folder
+    from unisono.tools.plan.probing import Script, facts_of, memories_of
 
     with scratch_folder("unisono-plan-") as folder:
         script = Script(command=command, threads=threads, directory=folder)
@@ -163,8 +163,8 @@ def plan(
     if found is not None and not as_json:
         _tell_found(found, facts, wanted, asked)
     if run_dir is not None:
-        from unisono.planning.plans import PLAN, differs, write_plan
-        from unisono.rundir import holder, read_facts
+        from unisono.record.rundir import holder, read_facts
+        from unisono.tools.plan.plans import PLAN, differs, write_plan
 
         if holder(run_dir) is not None and (other := differs(made, read_facts(run_dir).get("recipe") or {})):
             raise UsageError(f"the plan was not written: {run_dir} has a run of another training: {other}")
@@ -187,8 +187,8 @@ def _check_run(run_dir: Path) -> None:
     Raises:
         UsageError: it cannot be written, or there is a run of which no plans are made.
     """
-    from unisono.planning.measuring import check_recipe
-    from unisono.rundir import holder, read_facts
+    from unisono.record.rundir import holder, read_facts
+    from unisono.tools.plan.measuring import check_recipe
 
     check_directory(run_dir)
     if holder(run_dir) is not None and (recipe := read_facts(run_dir).get("recipe")):
@@ -206,7 +206,7 @@ def _wanted(text: str) -> list[str]:
     Raises:
         UsageError: that cannot be found.
     """
-    from unisono.planning.finder import WHAT
+    from unisono.tools.plan.finder import WHAT
 
     wanted = [word for word in text.split(",") if word]
     for word in (word for word in wanted if word not in WHAT):
@@ -216,14 +216,14 @@ def _wanted(text: str) -> list[str]:
 
 def _found(script: Script, trials: list[Measurement], steps: int, wanted: list[str]) -> Search:
     """Try sizes of a micro-batch, and return what was found."""
-    from unisono.planning.finder import search
+    from unisono.tools.plan.finder import search
 
     return search(script, trials[0].found, steps, wanted, lambda text: say(f"unisono: {text}", err=True))
 
 
 def _tell_found(found: Search, facts: Facts, wanted: list[str], asked: Asked) -> None:
-    from unisono.planning.finder import shown_search
-    from unisono.planning.plans import roster_of
+    from unisono.tools.plan.finder import shown_search
+    from unisono.tools.plan.plans import roster_of
 
     roster = roster_of(asked.workers[-1], asked.per_host, asked.link)
     say_lines("\n" + shown_search(found, facts, roster, wanted))
@@ -257,9 +257,9 @@ def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[in
 
 def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Measurement]:
     """Measure the script alone, with two workers, with as many as the machine has room for, and between two hosts."""
-    from unisono.planning.found import Settings
-    from unisono.planning.measuring import check_recipe
-    from unisono.planning.probing import trial
+    from unisono.tools.plan.found import Settings
+    from unisono.tools.plan.measuring import check_recipe
+    from unisono.tools.plan.probing import trial
 
     say("unisono: measures the first steps, alone", err=True)
     alone = trial(script, Settings(steps=steps, seconds=SECONDS))
@@ -283,7 +283,7 @@ def _made(name: str, facts: Facts, memories: Mapping[int, Memory], asked: Asked)
         name: of what is planned: the script, or the directory of a run.
         memories: of a worker, by the number of workers; empty: unknown.
     """
-    from unisono.planning.plans import Plan, forecasts, roster_of
+    from unisono.tools.plan.plans import Plan, forecasts, roster_of
 
     rosters = [roster_of(number, asked.per_host, asked.link) for number in asked.workers]
     return Plan(
@@ -301,7 +301,7 @@ def _made(name: str, facts: Facts, memories: Mapping[int, Memory], asked: Asked)
 def _tell(
     made: Plan, trials: list[Measurement], facts: Facts, asked: Asked, found: Search | None, *, as_json: bool
 ) -> None:
-    from unisono.planning.finder import plain_search
+    from unisono.tools.plan.finder import plain_search
 
     if as_json:
         _print_json(made if found is None else {**_plain(made), "found": plain_search(found)})
@@ -317,8 +317,8 @@ def _tell(
 
 
 def _show(made: Plan, facts: Facts, asked: Asked, room_bytes: int | None) -> None:
-    from unisono.planning.plans import roster_of
-    from unisono.planning.told import shown_conclusions, shown_missing, shown_strategies, shown_workers
+    from unisono.tools.plan.plans import roster_of
+    from unisono.tools.plan.told import shown_conclusions, shown_missing, shown_strategies, shown_workers
 
     say_lines("\n" + shown_workers(made, asked.price) + "\n  * measured\n")
     most = asked.workers[-1]
@@ -335,9 +335,9 @@ def _show(made: Plan, facts: Facts, asked: Asked, room_bytes: int | None) -> Non
 
 def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_json: bool) -> int:
     """Compare a run with the plan in its directory, and make another one from the steps that it has done."""
-    from unisono.planning.measuring import facts_of_run, samples_in
-    from unisono.planning.plans import read_plan
-    from unisono.rundir import holder
+    from unisono.record.rundir import holder
+    from unisono.tools.plan.measuring import facts_of_run, samples_in
+    from unisono.tools.plan.plans import read_plan
 
     if holder(directory) is None:
         raise UsageError(f"there is no run in {directory}, and no script; give one of them")
@@ -359,10 +359,10 @@ def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_j
 
 def _compare(directory: Path, before: Plan, samples: Sequence[Sample], *, as_json: bool) -> int:
     """Tell what was expected of a run beside what came; 1: they cannot be compared."""
-    from unisono.planning.measuring import check_recipe
-    from unisono.planning.plans import came, differs
-    from unisono.planning.told import shown_came
-    from unisono.rundir import read_facts
+    from unisono.record.rundir import read_facts
+    from unisono.tools.plan.measuring import check_recipe
+    from unisono.tools.plan.plans import came, differs
+    from unisono.tools.plan.told import shown_came
 
     recipe = read_facts(directory).get("recipe") or {}
     check_recipe(recipe)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.errors import UsageError
-from unisono.invitation import HeadUrl, Invitation, is_invitation, shown
-from unisono.secret import KEY_BYTES, PROOF, READER_PROOF, proof_of
+from unisono.cluster.trust.invitation import HeadUrl, Invitation, is_invitation, shown
+from unisono.cluster.trust.secret import KEY_BYTES, PROOF, READER_PROOF, proof_of
+from unisono.core.errors import UsageError
 
 __all__ = ["RUN", "NotGoing", "ask_status", "await_status", "check_head", "find", "may_act", "read_token", "tell"]
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 10.0
 RETRY_S = 0.2
 TLS_ALERT = "\x15\x03"
 RUN: Final = (
-    "RUN is the run's directory, an invitation (`unisono status` shows it), or - to read one from standard input."
+    "RUN is the run's directory, an invitation (`unisono watch --once` shows it), or - to read one from standard input."
 )
 """What all commands that reach a run take."""
 
@@ -57,8 +57,8 @@ def _of_directory(folder: Path) -> Invitation:
     Raises:
         NotGoing: no run is going there. UsageError: the directory's files are not this user's own.
     """
-    from unisono.owned import NotOwned, read_owned
-    from unisono.rundir import ADDRESS_FILE, TOKEN_FILE
+    from unisono.record.rundir import ADDRESS_FILE, TOKEN_FILE
+    from unisono.system.owned import NotOwned, read_owned
 
     try:
         url = json.loads(read_owned(folder, ADDRESS_FILE))["url"]
@@ -71,7 +71,8 @@ def _of_directory(folder: Path) -> Invitation:
     except NotOwned as error:
         raise UsageError(
             f"{error}. A command believes what a directory says of a run's head, and sends it the token there, only "
-            "where both are files of the user who calls it; that user sees with `unisono status` the line with which "
+            "where both are files of the user who calls it; that user sees with `unisono watch --once` the line with "
+            "which "
             "others reach the run, or look at it"
         ) from error
     except UsageError:
@@ -84,17 +85,17 @@ def _of_directory(folder: Path) -> Invitation:
 
 def _why_not_going(run: str) -> str:
     """Return why no command can reach the run of a directory that names no head."""
-    from unisono.journal import JOURNAL
+    from unisono.record.journal import JOURNAL
 
     if (Path(run) / JOURNAL).is_file():
-        return f"the run in {run} is not going any more; `unisono status {run}` shows how it has ended"
+        return f"the run in {run} is not going any more; `unisono watch --once {run}` shows how it has ended"
     return f"no run is going in {run}; a run that has just begun can be reached after some seconds"
 
 
 def _read_line() -> str:
     """Return the invitation that a user pastes, which is not shown, or that is piped in."""
     if sys.stdin.isatty():
-        return getpass.getpass("the invitation (`unisono status RUN` shows it; it does not appear here): ")
+        return getpass.getpass("the invitation (`unisono watch --once RUN` shows it; it does not appear here): ")
     line = sys.stdin.readline()
     if not line.strip():
         raise UsageError("there is no invitation on standard input; it is given like this: - <<< 'wss://...'")
@@ -134,7 +135,7 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
         NotGoing: no head answers. UsageError: the address is malformed, what answers there is not the head, or the
             token is not the run's.
     """
-    from unisono.messages import is_refusal
+    from unisono.core.messages import is_refusal
 
     head = HeadUrl.parse(invitation.url)
     check_head(invitation)
@@ -181,8 +182,9 @@ def may_act(invitation: Invitation) -> Invitation:
     """
     if invitation.is_for_looking:
         raise UsageError(
-            "this line is for watching the run only: `unisono watch` and `unisono status` take it; who has started the "
-            "run sees with `unisono status RUN` the line that other machines join with"
+            "this line is for watching the run only: `unisono watch` and `unisono watch --once` take it; who has "
+            "started the "
+            "run sees with `unisono watch --once RUN` the line that other machines join with"
         )
     return invitation
 
@@ -212,7 +214,7 @@ def _get(head: HeadUrl, path: str, token: str, *, sends_token: bool = False) -> 
     Raises:
         NotGoing: no head answers. UsageError: what answers is not the head.
     """
-    from unisono.certificate import Untrusted, check, client_context
+    from unisono.cluster.trust.certificate import Untrusted, check, client_context
 
     connection: Any
     if head.is_secure:
@@ -244,9 +246,9 @@ def tell(invitation: Invitation, message: Any) -> str:
     Raises:
         NotGoing: no head answers. UsageError: what answers is not the head, or the invitation is one for watchers.
     """
-    from unisono.certificate import Untrusted
-    from unisono.link import Link, Refused
-    from unisono.messages import Announcement, decode, encode
+    from unisono.cluster.trust.certificate import Untrusted
+    from unisono.cluster.worker.link import Link, Refused
+    from unisono.core.messages import Announcement, decode, encode
 
     check_head(may_act(invitation))
     try:

@@ -14,8 +14,8 @@ from click import argument, option
 
 from unisono.cli.again import past_run
 from unisono.cli.saying import say
-from unisono.decisions.replaying import Replay, with_words
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
+from unisono.core.replaying import Replay, with_words
 
 __all__ = ["play", "replay"]
 
@@ -26,7 +26,7 @@ NUMBER = click.IntRange(min=0)
 @argument("run", type=click.Path(path_type=Path))
 @argument("script", nargs=-1, type=click.UNPROCESSED)
 @option("--step", type=NUMBER, required=True, metavar="S", help="The last step; of local steps, the round.")
-@option("--microbatch", type=NUMBER, metavar="M", help="Show this micro-batch of the step.")
+@option("--micro-batch", "microbatch", type=NUMBER, metavar="M", help="Show this micro-batch of the step.")
 @option("--pass", "turn", type=NUMBER, default=0, metavar="N", help="Which pass over the batch, after step.again.")
 @option("--replica", type=NUMBER, metavar="R", help="Of local steps: which replica.")
 @option("--inner-step", type=NUMBER, metavar="I", help="Of local steps: which step of the replica in its round.")
@@ -50,12 +50,13 @@ def replay(
 
     \b
         unisono replay runs/digits --step 350
-        unisono replay runs/digits --step 350 --microbatch 3
-        unisono replay runs/digits --step 350 --microbatch 3 --with debugger
-        unisono replay runs/digits --step 350 --microbatch 3 --with save=found
+        unisono replay runs/digits --step 350 --micro-batch 3
+        unisono replay runs/digits --step 350 --micro-batch 3 --with debugger
+        unisono replay runs/digits --step 350 --micro-batch 3 --with save=found
 
     The script is the one that the run was made with, in the same folder; another one may stand after the options. It
-    gets the arguments of the run, unless others stand after it.
+    gets the arguments of the run, unless others stand after it. The digest of a micro-batch is compared with the one
+    that the run has audited (unisono run --audit), where the journal has one.
 
     Exit code: 0 all as in the journal, 1 a step is not, or the script has failed, 2 it cannot be replayed, 3 the
     debugger was left before the step was over.
@@ -94,7 +95,7 @@ def play(run: Path, script: tuple[str, ...], asked: Replay, *, from_beginning: b
         script: and its arguments; empty: the run's own.
         from_beginning: begin with step 0, whatever checkpoints there are.
     """
-    from unisono.machine.inspected import run_inspected
+    from unisono.script.inspected import run_inspected
 
     with past_run(run, script) as (found, directory):
         if not script:

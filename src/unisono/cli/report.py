@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from unisono.cli.saying import say
-from unisono.errors import UsageError
-from unisono.words import count
+from unisono.core.errors import UsageError
+from unisono.core.words import count
 
 __all__ = ["report"]
 
@@ -27,9 +27,9 @@ def report(runs: tuple[Path, ...], output: Path | None) -> int:
     It shows the result, the curves, where the workers' time went, every interruption and its cost, and what would make
     the run faster. It can be written while the run goes on.
     """
-    from unisono import rundir
-    from unisono.report import account
-    from unisono.report import report as made_of
+    from unisono.record import rundir
+    from unisono.views.report import account
+    from unisono.views.report import report as made_of
 
     for run in runs:
         if not run.is_dir() or rundir.holder(run) is None:

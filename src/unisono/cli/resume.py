@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 from unisono.cli.given import script_arguments
 from unisono.cli.saying import say
-from unisono.errors import UsageError
-from unisono.rundir import RUN_FILE
+from unisono.core.errors import UsageError
+from unisono.record.rundir import RUN_FILE
 
 __all__ = ["AUTO", "Resumed", "checked", "command_of", "own_command", "resumed", "threads_of"]
 
@@ -73,7 +73,7 @@ def own_command(run: Path, wanted: str) -> tuple[str, list[str]] | None:
     Raises:
         UsageError: another user has written it, or may have.
     """
-    from unisono.owned import NotOwned, read_owned
+    from unisono.system.owned import NotOwned, read_owned
 
     try:
         facts = json.loads(read_owned(run, RUN_FILE))
@@ -114,10 +114,10 @@ def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:
     Raises:
         UsageError: there is no such run.
     """
-    from unisono.checkpoint.copies import absolute, is_copy
-    from unisono.checkpoint.files import FOLDER
-    from unisono.journal import JOURNAL
-    from unisono.rundir import read_facts
+    from unisono.engine.checkpoint.copies import absolute, is_copy
+    from unisono.record.checkpoints import FOLDER
+    from unisono.record.journal import JOURNAL
+    from unisono.record.rundir import read_facts
 
     if overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give only one of them")
@@ -141,8 +141,8 @@ def _facts_of_copy(place: str) -> tuple[dict[str, Any], Path | None]:
     Raises:
         UsageError: the place cannot be read, or holds no copy.
     """
-    from unisono.checkpoint.copies import check, find, shown
-    from unisono.errors import CheckpointError
+    from unisono.core.errors import CheckpointError
+    from unisono.engine.checkpoint.copies import check, find, shown
 
     check([place])
     try:

@@ -1,19 +1,18 @@
-"""Runs of a folder: what ``unisono status`` and ``unisono watch`` show of a folder that is no run itself."""
+"""Runs of a folder: what ``unisono watch --once`` and ``unisono watch`` show of a folder that is no run itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from unisono.watch.terminal.text import number
-from unisono.words import progress
+from unisono.core.words import number, progress
 
 __all__ = ["list_words", "runs_in"]
 
 
 def runs_in(folder: Path) -> list[dict[str, Any]]:
     """Return the runs whose directories lie in a folder, by name; none where the folder is a run itself."""
-    from unisono import journal, rundir
+    from unisono.record import journal, rundir
 
     if not folder.is_dir() or rundir.holder(folder) is not None:
         return []

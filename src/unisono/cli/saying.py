@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from unisono.words import harmless
+from unisono.core.words import harmless
 
 __all__ = ["say", "say_json", "say_lines"]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import math
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,14 +15,17 @@ from typing import Any, Final
 
 import click
 
-from unisono.cli.given import check_text, script_arguments
-from unisono.errors import UsageError
-from unisono.launchers.sbatch import REQUEUE, join_script, options, run_script
+from unisono.cli.given import check_text, script_arguments, seconds
+from unisono.cluster.launchers.sbatch import REQUEUE, join_script, options, run_script
+from unisono.core.errors import UsageError
+from unisono.system.lifetime import run_bound
 
 __all__ = ["OVER", "job_facts", "slurm", "state_words"]
 
 LOOK_S: Final = 1.0
 SLURM_S: Final = 60.0
+WAIT: Final = "2m"
+"""For the head of the run that nodes join, which may be starting."""
 MAX_SILENCE_S: Final = 300.0
 """For a controller of Slurm that is away."""
 GOES_ON: Final = {"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "TIMEOUT"}
@@ -51,15 +54,15 @@ _OPTIONS: Final = (
     click.option("-o", "--output", default="", metavar="FILE", help="Default: NAME-JOB.out."),
     click.option("--sbatch", "others", multiple=True, metavar="OPTION", help="Any other option of sbatch, e.g. "
                  "--sbatch=--constraint=a100; may be repeated."),
-    click.option("--warn-s", type=click.IntRange(min=1), default=90, show_default=True, help="So long before its time "
-                 "limit the job writes a checkpoint and goes back into the queue: at least a step and a checkpoint."),
+    seconds("--warn", "90s", "So long before its time limit the job writes a checkpoint and goes back into the queue: "
+            "at least a step and a checkpoint."),
     click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers "
                  "on all nodes together: a number; every GPU, else every core; or at least A and at most B."),
     click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. Part of the result's bits."),
     click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; %j is the number of the job. "
                  "Default: runs/NAME-%j."),
-    click.option("--run", "run_options", multiple=True, metavar="OPTION", help="Any other option of unisono run, e.g. "
-                 "--run=--strict; may be repeated."),
+    click.option("--run", "run_options", multiple=True, metavar="OPTION", help="Any other option of unisono run (with "
+                 "--join, of unisono join), e.g. --run=--strict; may be repeated."),
     click.option("--join", "going", default="", metavar="RUN", help="Have the nodes join the run that is going in the "
                  "directory RUN instead; without SCRIPT."),
     click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing."),
@@ -113,7 +116,7 @@ def _script(
     job_name: str,
     output: str,
     others: tuple[str, ...],
-    warn_s: int,
+    warn: float,
     workers: str,
     threads: int | None,
     run_dir: str,
@@ -138,7 +141,10 @@ def _script(
         if script or module:
             raise UsageError("unisono slurm --join RUN runs the script of the run; give no other")
         name = job_name or f"join-{Path(going).resolve().name}"
-        command = [*unisono, "agent", "--join", str(Path(going).resolve()), *own, *run_options]
+        if threads is not None:
+            raise UsageError("unisono slurm --join RUN has the threads of the run; leave out --threads")
+        place = str(Path(going).resolve())
+        command = [*unisono, "join", place, "--run-dir", place, "--wait", WAIT, *own, *run_options]
     else:
         words = script_arguments(script, module, arguments)
         name = job_name or (module or Path(words[0]).stem)
@@ -158,9 +164,9 @@ def _script(
     ]
     if going:
         return name, join_script(
-            [*directives, "--no-kill", "--no-requeue", f"--signal=TERM@{warn_s}", *others], command
+            [*directives, "--no-kill", "--no-requeue", f"--signal=TERM@{math.ceil(warn)}", *others], command
         )
-    directives += [*REQUEUE, f"--signal=B:TERM@{warn_s}", *others]
+    directives += [*REQUEUE, f"--signal=B:TERM@{math.ceil(warn)}", *others]
     return name, run_script(directives, command, run_dir or f"runs/{name}-%j")
 
 
@@ -170,15 +176,12 @@ def _submit(text: str) -> str:
     Raises:
         UsageError: Slurm refuses the job; says why.
     """
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=SLURM_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"sbatch has not answered within {SLURM_S:.0f} s; see sinfo and squeue") from None
-    if done.returncode:
-        raise UsageError(f"Slurm refuses the job: {done.stderr.strip().removeprefix('sbatch: error: ')}")
-    return done.stdout.strip().partition(";")[0]
+    done = run_bound(["sbatch", "--parsable"], SLURM_S, given=text.encode())
+    if done.code is None:
+        raise UsageError(f"sbatch has not answered within {SLURM_S:.0f} s; see sinfo and squeue")
+    if done.code:
+        raise UsageError(f"Slurm refuses the job: {done.errors.strip().removeprefix('sbatch: error: ')}")
+    return done.output.strip().partition(";")[0]
 
 
 class _Following:
@@ -221,21 +224,10 @@ class _Following:
         deadline = time.monotonic() + MAX_SILENCE_S
         why = ""
         while time.monotonic() < deadline:
-            try:
-                done = subprocess.run(
-                    ["scontrol", "show", "job", self._job],
-                    capture_output=True,
-                    text=True,
-                    timeout=SLURM_S,
-                    check=True,
-                )
-                facts = job_facts(done.stdout)
-                if "JobState" in facts:
-                    return facts
-            except subprocess.CalledProcessError as error:
-                why = error.stderr.strip()
-            except subprocess.TimeoutExpired:
-                why = "no answer"
+            done = run_bound(["scontrol", "show", "job", self._job], SLURM_S)
+            if done.code == 0 and "JobState" in (facts := job_facts(done.output)):
+                return facts
+            why = "no answer" if done.code is None else done.errors.strip()
             time.sleep(LOOK_S)
         raise UsageError(f"Slurm says nothing about job {self._job} any more ({why}); see squeue -j {self._job}")
 

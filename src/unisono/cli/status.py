@@ -1,4 +1,4 @@
-"""``unisono status``: state of a run that is going, or result of one that has ended."""
+"""``unisono watch --once``: state of a run that is going, or result of one that has ended."""
 
 from __future__ import annotations
 
@@ -7,47 +7,34 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import click
-import msgspec
-
-from unisono.cli.reach import RUN, NotGoing, ask_status, find
+from unisono.cli.looking import as_invitation
+from unisono.cli.reach import NotGoing, ask_status, find
 from unisono.cli.runs import list_words, runs_in
 from unisono.cli.saying import say, say_json, say_lines
-from unisono.errors import UsageError
-from unisono.events import LinkSlow
-from unisono.interfaces import is_local
-from unisono.invitation import HeadUrl, Invitation, is_invitation
-from unisono.overview.sentences import link_words
-from unisono.watch.terminal.text import number
-from unisono.words import count, progress
+from unisono.cluster.trust.invitation import HeadUrl, Invitation, is_invitation
+from unisono.core.errors import UsageError
+from unisono.core.words import count, number, progress, shown_bytes
+from unisono.system.interfaces import is_local
 
 if TYPE_CHECKING:
-    from unisono.history import History
+    pass
 
-__all__ = ["status"]
+__all__ = ["show_once"]
 
 EVENTS_SHOWN: Final = 20
-POINTS: Final = 500
 SHOWN: Final = 20
 """So many lines of a kind are shown to people."""
-GB, MB = 1e9, 1e6
 NO_END: Final = "no process has said how the run ended: all were killed, or their machines were lost"
 NO_HEAD: Final = "a process of the run holds its directory, and no head answers from here"
 
 
-@click.command(epilog=RUN)
-@click.argument("run")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-def status(run: str, as_json: bool) -> int:
+def show_once(run: str, *, as_json: bool) -> int:
     """Show the state of a run, and the line with which other machines join it; or how the run has ended.
 
     Of a folder with several runs, each has a line.
-
-    Keep that line to yourself: whoever has it can run programs as you. The lines for watching are for those who look
-    only.
     """
     try:
-        invitation = find(run)
+        invitation = find(as_invitation(run))
         found = ask_status(invitation)
         # Where the head is now: the next one may be on another machine.
         now = Invitation(found.get("url") or invitation.url, invitation.token)
@@ -55,7 +42,7 @@ def status(run: str, as_json: bool) -> int:
             found["invitation"] = now.line
         found["watch"] = now.for_looking.line
     except NotGoing:
-        if run == "-" or is_invitation(run):
+        if run == "-" or is_invitation(as_invitation(run)):
             raise
         if runs := runs_in(Path(run)):
             if as_json:
@@ -74,13 +61,14 @@ def status(run: str, as_json: bool) -> int:
 
 def _afterwards(folder: Path) -> dict[str, Any]:
     """Return the status of a run without a head, from its files."""
-    from unisono import journal, rundir
-    from unisono.decisions.account import account
-    from unisono.history import History
+    from unisono.record import journal, rundir
+    from unisono.record.account import account
+    from unisono.record.history import History
 
     if rundir.holder(folder) is None:
         raise UsageError(f"there is no run in {folder}: no journal, and no head that answers")
     history = History(folder)
+    history.complete()
     try:
         found = journal.summary(folder)
     except (OSError, ValueError) as error:  # a line at its end is broken, or it is no journal
@@ -92,6 +80,7 @@ def _afterwards(folder: Path) -> dict[str, Any]:
         elif not history.events(-1, 1)["events"]:
             raise UsageError(f"the journal cannot be read: {error}") from error
     told = account(history.every_event())
+    started = history.overview().started
     end = told["end"]
     if rundir.is_going(folder):
         found |= {"state": "training", "reason": NO_HEAD}
@@ -100,27 +89,19 @@ def _afterwards(folder: Path) -> dict[str, Any]:
         state = "failed" if not end["ok"] else "stopped" if is_early else "finished"
         found |= {"state": state, "reason": end["reason"] or found.get("reason", "")}
     elif found["state"] in ("stopped", "unknown"):
-        found["reason"] = NO_END if told["started"] else found.get("reason", "")
+        found["reason"] = NO_END if started else found.get("reason", "")
     return {
         "schema": rundir.STATUS_SCHEMA,
         "run_id": history.facts().get("run_id", ""),
         **found,
         "run_dir": str(folder),
-        **{name: told[name] for name in ("started", "ended", "machines", "interrupted_s", "interruptions")},
+        "started": started,
+        **{name: told[name] for name in ("ended", "machines", "interrupted_s", "interruptions")},
         "past_workers": told["workers"],
-        "efficiency": _efficiency(history),
+        "efficiency": history.efficiency(),
         "events": history.events(-EVENTS_SHOWN, EVENTS_SHOWN)["events"],
         "notes": history.notes,
     }
-
-
-def _efficiency(history: History) -> float | None:
-    """Return the part of the workers' time that was spent on computing; None: the run has told no times."""
-    from unisono.decisions.usefulness import useful_share
-    from unisono.history.machines import seconds_of
-
-    first, last = history.span()
-    return useful_share(seconds_of(history.times(first, last, points=POINTS), last).values())
 
 
 def _words(found: dict[str, Any]) -> list[str]:
@@ -136,7 +117,6 @@ def _words(found: dict[str, Any]) -> list[str]:
     lines += _machines(found.get("machines", []))
     lines += _past_workers(found.get("past_workers", []))
     lines += _interruptions(found.get("interruptions", []))
-    lines += _slow_links(found.get("events", []))
     lines += _problems(found.get("events", []))
     lines += found.get("notes", [])
     if line := found.get("invitation"):
@@ -190,13 +170,15 @@ def _machines(machines: list[dict[str, Any]]) -> list[str]:
             lines.append(f"machine {machine['host']} came {_day(machine['joined'])} with {offered}{gone}")
             continue
         words = [count(machine["num_workers"], "worker") if machine["num_workers"] else "no worker"]
-        if machine["state"] != "connected":
+        if machine["state"] == "lost":
+            words = ["its agent has ended, and is started again after a pause, unless it has left in order"]
+        elif machine["state"] != "connected":
             words.append("has not connected to this head yet")
         if use := machine.get("use"):
             words.append(f"{use['cores']:.1f} of {use['num_cores']} cores busy")
-            words.append(f"{use['memory_bytes'] / GB:.1f} of {use['memory_total_bytes'] / GB:.1f} GB in use")
-            sent, received = use["sent_bytes_per_s"] / MB, use["received_bytes_per_s"] / MB
-            words.append(f"{sent:.1f} MB/s sent, {received:.1f} MB/s received")
+            words.append(f"{shown_bytes(use['memory_bytes'])} of {shown_bytes(use['memory_total_bytes'])} in use")
+            sent, received = shown_bytes(use["sent_bytes_per_s"]), shown_bytes(use["received_bytes_per_s"])
+            words.append(f"{sent}/s sent, {received}/s received")
         lines.append(f"machine {machine['host']}: {', '.join(words)}")
     return [*_more(machines, "machine"), *lines]
 
@@ -218,13 +200,6 @@ def _interruptions(interruptions: list[dict[str, Any]]) -> list[str]:
         for each in interruptions[-SHOWN:]
     ]
     return [*_more(interruptions, "interruption"), *lines]
-
-
-def _slow_links(told: list[dict[str, Any]]) -> list[str]:
-    """Return the links that are slow now."""
-    links = [msgspec.convert(each, LinkSlow) for each in told if each.get("kind") == "slow-link"]
-    newest = {(link.source, link.target): link for link in links}
-    return [link_words(link) for link in newest.values() if not link.is_over]
 
 
 def _problems(told: list[dict[str, Any]]) -> list[str]:

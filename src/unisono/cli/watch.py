@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -14,15 +13,16 @@ import click
 
 from unisono.cli.looking import Seen, as_invitation, look
 from unisono.cli.reach import NotGoing, check_head, find
-from unisono.cli.runs import list_words, runs_in
-from unisono.cli.saying import say, say_json, say_lines
-from unisono.errors import UsageError
-from unisono.invitation import is_invitation
-from unisono.overview import Overview
-from unisono.tasks import is_for_person
+from unisono.cli.runs import runs_in
+from unisono.cli.saying import say, say_json
+from unisono.cli.status import show_once
+from unisono.cluster.trust.invitation import is_invitation
+from unisono.core.errors import UsageError
+from unisono.record.overview import Overview
+from unisono.system.tasks import is_for_person
 
 if TYPE_CHECKING:
-    from unisono.watch.terminal.viewer import Viewer
+    from unisono.views.watch.terminal.viewer import Viewer
 
 __all__ = ["watch"]
 
@@ -31,7 +31,8 @@ READ_S: Final = 10.0
 GIVE_UP_S: Final = 60.0
 """A program's output ends if no head has answered for so long; a person may wait longer."""
 HELP: Final = (
-    "RUN is the run's directory, an invitation (`unisono status` shows one that is for looking only), the address of "
+    "RUN is the run's directory, an invitation (`unisono watch --once` shows one that is for looking only), the "
+    "address of "
     "the run's page, or - to read an invitation from standard input."
 )
 
@@ -51,36 +52,43 @@ HELP: Final = (
     metavar="N",
     help="Of this machine, for --web and a run without a head.",
 )
-@click.option("--once", is_flag=True, help="Print one picture, and end.")
-@click.option("--json", "as_json", is_flag=True, help="For programs: a line a second, with all that is shown.")
+@click.option("--once", is_flag=True, help="Print the state of the run, or how it has ended, and end.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="For programs: a line a second, with all that is shown; with --once, the state.",
+)
 def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool) -> int:
     """Look at a run, live or finished: loss, speed, workers, where their time goes, what has happened.
 
-    Ends with the run, with exit code 1 if that has failed; the run does not notice who looks.
+    Ends with the run, with exit code 1 if that has failed; the run does not notice who looks. Of a folder with several
+    runs, each has a line.
+
+    --once also shows whoever has started the run the line with which other machines join it. Keep that line to
+    yourself: whoever has it can run programs as you. The lines for watching are for those who look only.
     """
     if web:
         return _web(runs, port)
     if len(runs) > 1:
         raise UsageError(f"one run fits a terminal, got {len(runs)}; --web shows several over each other")
-    if not is_invitation(runs[0]) and (inside := runs_in(Path(runs[0]))):
-        say_lines(list_words(inside))
-        return 0
+    is_folder = not is_invitation(runs[0]) and bool(runs_in(Path(runs[0])))
     try:
-        return _look(look(runs[0]), once=once, as_json=as_json)
+        if once or is_folder:
+            return show_once(runs[0], as_json=as_json)
+        return _look(look(runs[0]), as_json=as_json)
     except BrokenPipeError:  # the reader has what it wanted: `| head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
 
 
-def _look(seen: Iterator[Seen], *, once: bool, as_json: bool) -> int:
+def _look(seen: Iterator[Seen], *, as_json: bool) -> int:
     if as_json:
-        return _json(seen, once=once)
-    if once:
-        return _once(seen)
-    from unisono.watch.terminal.canvas import is_drawable
+        return _json(seen)
+    from unisono.views.watch.terminal.canvas import is_drawable
 
     if sys.stdout.isatty() and is_drawable(dict(os.environ)):
-        from unisono.watch.terminal.viewer import Viewer
+        from unisono.views.watch.terminal.viewer import Viewer
 
         return _interactive(Viewer(), seen)
     return _lines(seen)
@@ -94,36 +102,22 @@ def _interactive(viewer: Viewer, seen: Iterator[Seen]) -> int:
         return _code(viewer.follow(((each.overview, each.note, each.is_over) for each in seen), stays=is_finished))
 
 
-def _once(seen: Iterator[Seen]) -> int:
-    from unisono.watch.terminal.canvas import shows_unicode, size_of
-    from unisono.watch.terminal.drawing import draw
-    from unisono.watch.terminal.text import plain
-
-    found = _first(seen)
-    columns = shutil.get_terminal_size().columns if not sys.stdout.isatty() else size_of(sys.stdout.fileno())[0]
-    assert found.overview is not None
-    say_lines(plain(draw(found.overview, columns, 30, unicode=shows_unicode(dict(os.environ), sys.stdout.encoding))))
-    if found.note:
-        say(f"unisono: {found.note}", err=True)
-    return 0
-
-
-def _json(seen: Iterator[Seen], *, once: bool) -> int:
+def _json(seen: Iterator[Seen]) -> int:
     import msgspec
 
     last, note = None, ""
-    for each in [_first(seen)] if once else _until_over(seen):
+    for each in _until_over(seen):
         before, note = note, each.note.partition(";")[0]
         if note not in ("", before):
             say(f"unisono: {each.note}", err=True)
         last = each.overview or last
         if each.overview is not None:
             say_json(msgspec.json.encode(each.overview).decode())
-    return 0 if once else _code(last)
+    return _code(last)
 
 
 def _lines(seen: Iterator[Seen]) -> int:
-    from unisono.watch.terminal.lines import Lines
+    from unisono.views.watch.terminal.plain import Lines
 
     lines, last = Lines(), None
     for each in _until_over(seen):
@@ -135,10 +129,6 @@ def _lines(seen: Iterator[Seen]) -> int:
     if last is not None:
         lines.close(last)
     return _code(last)
-
-
-def _first(seen: Iterator[Seen]) -> Seen:
-    return next(each for each in seen if each.overview is not None)
 
 
 def _until_over(seen: Iterator[Seen]) -> Iterator[Seen]:
@@ -165,7 +155,7 @@ def _web(runs: tuple[str, ...], port: int) -> int:
         raise UsageError(f"several runs are shown over each other from their directories; {wrong[0]!r} is none")
     if missing := [run for run in runs if not Path(run).exists()]:
         raise UsageError(f"there is no run directory {missing[0]}")
-    from unisono.page.local import run as serve
+    from unisono.views.page.local import run as serve
 
     return serve([Path(run) for run in runs], port, _has_browser())
 
@@ -176,11 +166,14 @@ def _show_page(address: str) -> None:
         say(f"unisono: the page is at {address}")
         say("unisono: whoever has this address may look at the run, and do nothing else")
     else:
-        say("unisono: the address of the page is shown on a terminal only, and by `unisono status RUN`: it has a token")
+        say(
+            "unisono: the address of the page is shown on a terminal only, and by `unisono watch --once RUN`: it has "
+            "a token"
+        )
     if _has_browser():
         import webbrowser
 
-        from unisono.page.opening import redirecting
+        from unisono.views.page.opening import redirecting
 
         with redirecting(address) as file:
             webbrowser.open(file)

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.faults import ENVIRONMENT, POINTS, VALUES, Fault, encode
-from unisono.journal import JOURNAL, read
-from unisono.journal.times import by_step
-from unisono.lifetime import PARENT
+from unisono.record.journal import JOURNAL, read
+from unisono.record.journal.times import by_step
+from unisono.system.faults import ENVIRONMENT, POINTS, VALUES, Fault, encode
+from unisono.system.lifetime import PARENT
 
 __all__ = ["POINTS", "VALUES", "Faults", "Outcome", "flip_bit", "run_workers"]
 
@@ -133,7 +133,7 @@ class Outcome:
     lines: list[dict[str, Any]] = field(repr=False)
     """The journal."""
     times: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict, repr=False)
-    """By step, what each worker's time went into: `unisono.journal.times.by_step`."""
+    """By step, what each worker's time went into: `unisono.record.journal.times.by_step`."""
 
     @property
     def digests(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A new exchange is one file against the protocol of `unisono.exchange`: proved by one that stands outside."""
+"""A new exchange is one file against the protocol of `unisono.engine.exchange`: proved by one that stands outside."""
 
 from __future__ import annotations
 

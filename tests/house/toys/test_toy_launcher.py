@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_S
-from unisono import launchers
-from unisono.journal import compare
-from unisono.journal.times import by_step
-from unisono.launchers import AgentCommand, Handle, Machine, Policy, RunSpec, Service
-from unisono.lifetime import PARENT
+from unisono.cluster import launchers
+from unisono.cluster.launchers import AgentCommand, AgentProcess, Handle, Launcher, Machine, Policy, RunSpec, Service
+from unisono.record.journal import compare
+from unisono.record.journal.times import by_step
+from unisono.system.lifetime import PARENT
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.more
@@ -27,29 +27,23 @@ TRAINING = ROOT / "tests" / "workers" / "small_training.py"
 STEPS = "4"
 
 
-class TwoMachines:
+class TwoMachines(Launcher):
     """Each agent is a process of its own."""
 
     def __init__(self) -> None:
-        self._agents: list[subprocess.Popen[str]] = []
+        self._agents: list[AgentProcess] = []
 
     def machines(self) -> list[Machine]:
         return [Machine(name="left", num_workers=1), Machine(name="right", num_workers=2)]
 
     def start(self, machine: Machine, command: AgentCommand) -> Handle:
-        agent = subprocess.Popen(
-            command.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        agent = AgentProcess(command)
         self._agents.append(agent)
-        assert agent.stdin is not None
-        agent.stdin.write(f"{command.secret}\n")
-        agent.stdin.flush()
         return agent
 
     def close(self) -> None:
         for agent in self._agents:
-            agent.kill()
-            agent.wait()
+            agent.end()
 
 
 @pytest.mark.usefixtures("nursery")

@@ -1,4 +1,6 @@
-"""A new kind of round is one file against the protocol of `unisono.rounds`: proved by one that stands outside."""
+"""A new kind of round is one file against the protocol of `unisono.engine.rounds`: proved by one that stands
+outside.
+"""
 
 from __future__ import annotations
 

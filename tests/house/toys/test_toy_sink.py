@@ -1,4 +1,4 @@
-"""A new sink is one class against the protocol of `unisono.watch`: proved by one that stands outside."""
+"""A new sink is one class against the protocol of `unisono.views.watch`: proved by one that stands outside."""
 
 from __future__ import annotations
 

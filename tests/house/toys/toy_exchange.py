@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from msgspec.msgpack import decode, encode
-from torch import Tensor, nn
+from torch import nn
 
 import unisono
-from unisono.decisions.tree import Node
-from unisono.exchange import Combine, Committed, Deferred, Parcel, Share, check_reduced
-from unisono.exchange.context import Context
-from unisono.exchange.delivering import deliver_by_broadcast
-from unisono.exchange.flat import Rows, Slot, divide_rows, fold_rows, parts_of
-from unisono.exchange.private import PrivateSlots
-from unisono.rounds.connect import EXCHANGES
+from unisono.core.tree import Node
+from unisono.engine.exchange import Combine, Committed, Parcel, Share
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.flat import Rows, Slot, divide_rows, fold_rows
+from unisono.engine.exchange.private import PrivateSlots
+from unisono.engine.rounds.connect import EXCHANGES
 
 
 class StoreExchange(PrivateSlots):
@@ -28,66 +27,61 @@ class StoreExchange(PrivateSlots):
         self.rank, self.size = context.rank, sum(map(len, context.hosts))
         self._store, self._turns = context.store("sums"), itertools.count()
 
-    def begin(self, share: Share, parts: Sequence[range] | None = None) -> Combine:
-        return StoreCombine(self, share, parts_of(self.layout, parts))
+    def begin(self, share: Share) -> Combine:
+        return StoreCombine(self, share)
 
-    def put(self, data: bytes) -> Deferred[list[bytes]]:
-        """Leave this member's data; the handle waits for everyone's."""
+    def put(self, data: bytes) -> Callable[[], list[bytes]]:
+        """Leave this member's data; what this returns waits for everyone's."""
         turn = next(self._turns)
         self._store.set(f"{turn}-{self.rank}", data.hex())
         keys = [f"{turn}-{rank}" for rank in range(self.size)]
-        return Deferred(lambda: [bytes.fromhex(self._store.get(key).decode()) for key in keys])
+        return lambda: [bytes.fromhex(self._store.get(key).decode()) for key in keys]
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        return self.put(data).wait()
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        own = bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        if data := self.all_gather(own if self.rank == source else b"")[source]:
-            tensor.detach().copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
+        return self.put(data)()
 
     def deliver(self, parcels: Sequence[Parcel]) -> int:
-        return deliver_by_broadcast(self, parcels)
+        own = {number: each.tensor for number, each in enumerate(parcels) if each.source == self.rank}
+        told = {number: bytes(one.contiguous().view(-1).view(torch.uint8).numpy()) for number, one in own.items()}
+        for found in map(decode, self.all_gather(encode(told))):
+            for number, data in found.items():
+                if data and self.rank in parcels[number].targets:
+                    out = parcels[number].tensor
+                    out.copy_(torch.frombuffer(bytearray(data), dtype=out.dtype).view(out.shape))
+        return 0
 
     def interrupt(self, error: Exception) -> None:
         pass  # a store's wait ends by itself
 
 
 class StoreCombine:
-    def __init__(self, exchange: StoreExchange, share: Share, parts: Sequence[range]) -> None:
-        self._exchange, self._share, self._parts, self._layout = exchange, share, parts, exchange.layout
+    def __init__(self, exchange: StoreExchange, share: Share) -> None:
+        self._exchange, self._share, self._layout = exchange, share, exchange.layout
         self._sum = Slot(self._layout, torch.zeros(self._layout.slot_bytes, dtype=torch.uint8))
-        self._published: dict[int, Deferred[list[bytes]]] = {}
-        self._digests: dict[int, int] = {}
 
-    def publish(self, part: int) -> Deferred[None]:
-        first, end = self._parts[part].start, self._parts[part].stop
-        own = [(*node, bytes(slot.rows(first, end).numpy())) for node, slot in self._share.slots.items()]
-        self._published[part] = self._exchange.put(encode(own))
-        return Deferred(lambda: None)
+    def publish(self) -> None:
+        rows = self._layout.num_rows
+        own = [(*node, bytes(slot.rows(0, rows).numpy())) for node, slot in self._share.slots.items()]
+        self._published = self._exchange.put(encode(own))
 
-    def reduce(self, part: int) -> Deferred[None]:
-        return Deferred(lambda: self._reduce(part))
+    def reduce(self) -> None:
+        nodes = dict[Node, Rows]()
+        for level, index, data in itertools.chain(*map(decode, self._published())):
+            nodes[Node(level, index)] = Rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
+        leaves, rows, factors = self._share.num_leaves, self._layout.num_rows, self._exchange.multipliers
+        out = [Rows(self._sum.memory, 0)]
+        self._digest = fold_rows(self._layout, nodes, leaves, 0, rows, out, multipliers=factors)
 
-    def _reduce(self, part: int) -> None:
-        first, end = self._parts[part].start, self._parts[part].stop
-        nodes, out, factors = dict[Node, Rows](), [Rows(self._sum.memory, 0)], self._exchange.multipliers
-        for level, index, data in itertools.chain(*map(decode, self._published[part].wait())):
-            nodes[Node(level, index)] = Rows(torch.frombuffer(bytearray(data or 512), dtype=torch.uint8), first)
-        leaves = self._share.num_leaves
-        self._digests[part] = fold_rows(self._layout, nodes, leaves, first, end, out, multipliers=factors)
-
-    def commit(self, telemetry: bytes) -> Deferred[Committed]:
-        check_reduced(self._digests, len(self._parts))
-        told, digest = self._exchange.put(telemetry), sum(self._digests.values()) % 2**64
-        return Deferred(lambda: Committed(digest, tuple(told.wait()), float(self._sum.scalars[0])))
+    def commit(self, telemetry: bytes) -> Committed:
+        told = self._exchange.all_gather(telemetry)
+        return Committed(self._digest, tuple(told), float(self._sum.scalars[0]))
 
     def result(self) -> Slot:
         return next(iter(self._share.slots.values()), None) or self._exchange.slot()
 
-    def collect(self, part: int, out: Slot) -> Deferred[None]:
-        rows, sums, total = self._parts[part], Rows(self._sum.memory, 0), float(self._sum.scalars[0])
-        return Deferred(lambda: divide_rows(self._layout, sums, total, rows.start, rows.stop, out))
+    def collect(self, out: Slot) -> None:
+        sums, total = Rows(self._sum.memory, 0), float(self._sum.scalars[0])
+        divide_rows(self._layout, sums, total, 0, self._layout.num_rows, out)
 
 
 def main() -> None:

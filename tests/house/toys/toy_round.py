@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.decisions.plan import Plan
-from unisono.decisions.plan import plan as even_plan
-from unisono.decisions.tree import Node, leaf
-from unisono.rounds.life import Rounds
-from unisono.rounds.members import Gathered
+from unisono.core.plan import Plan
+from unisono.core.plan import plan as even_plan
+from unisono.core.tree import Node, leaf
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.members import Gathered
 
 
 class Norms:

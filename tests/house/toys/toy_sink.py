@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.events import Event, MembershipChanged, RunEnded, RunStarted, StepFinished
+from unisono.core.events import Event, MembershipChanged, RunEnded, RunStarted, StepFinished
 
 STEPS = 6
 

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.testing import Faults, Outcome, run_workers
-from unisono.watch import Sink
+from unisono.views.watch import Sink
 
 
 class Told:

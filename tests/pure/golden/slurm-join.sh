@@ -12,4 +12,4 @@
 
 # One agent on each node. Its workers leave the run between two steps, when Slurm asks the job to end.
 export SLURM_CPU_BIND=none
-exec srun --ntasks-per-node=1 --no-kill --mem=0 /venv/bin/python -P -m unisono agent --join /lab/ada/runs/a --workers 3
+exec srun --ntasks-per-node=1 --no-kill --mem=0 /venv/bin/python -P -m unisono join /lab/ada/runs/a --run-dir /lab/ada/runs/a --wait 2m --workers 3

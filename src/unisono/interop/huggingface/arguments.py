@@ -12,8 +12,8 @@ from accelerate.utils import patch_environment
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from unisono.errors import UsageError
-from unisono.training.run import Run
+from unisono.core.errors import UsageError
+from unisono.script.run import Run
 
 __all__ = ["adapted", "check_dataset"]
 

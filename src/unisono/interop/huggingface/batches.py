@@ -16,12 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.trainer_utils import has_length
 
-from unisono.errors import RecipeError, UsageError
-from unisono.microbatch.iterables import stream_source_of
-from unisono.microbatch.loaders import has_own_iter
-from unisono.microbatch.randomness import seed_at
-from unisono.microbatch.streams import Streams
-from unisono.training.run import Run
+from unisono.core.errors import RecipeError, UsageError
+from unisono.engine.microbatch.iterables import stream_source_of
+from unisono.engine.microbatch.loaders import has_own_iter
+from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.microbatch.streams import Streams
+from unisono.script.run import Run
 
 __all__ = ["Batches", "batches_of", "is_of_its_own"]
 

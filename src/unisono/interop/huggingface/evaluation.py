@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
+from unisono.engine.microbatch.randomness import seed_at
 from unisono.interop.huggingface.batches import Batches
-from unisono.microbatch.randomness import seed_at
-from unisono.training.run import Run
+from unisono.script.run import Run
 
 __all__ = ["shared"]
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, ExportableState, ProgressCallback, TrainerCallback
 
-from unisono.errors import UsageError
-from unisono.training.run import Run
-from unisono.training.step import Step
+from unisono.core.errors import UsageError
+from unisono.engine.loop.step import Step
+from unisono.script.run import Run
 
 __all__ = ["Following", "Handler", "Handout", "Progress"]
 

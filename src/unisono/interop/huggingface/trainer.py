@@ -28,13 +28,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, has_length, seed_worker
 
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
+from unisono.engine.loop.step import Step
 from unisono.interop.huggingface.arguments import adapted, check_dataset
 from unisono.interop.huggingface.batches import batches_of, is_of_its_own
 from unisono.interop.huggingface.evaluation import shared
 from unisono.interop.huggingface.progress import Following, Handler, Handout, Progress
-from unisono.training.run import Run
-from unisono.training.step import Step
+from unisono.script.run import Run
 
 __all__ = ["UnisonoTrainer"]
 

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from unisono.errors import StepError, UsageError
-from unisono.microbatch.loaders import has_own_iter
-from unisono.training.run import Run
-from unisono.training.step import Step
+from unisono.core.errors import StepError, UsageError
+from unisono.engine.loop.step import Step
+from unisono.engine.microbatch.loaders import has_own_iter
+from unisono.script.run import Run
 
 __all__ = [
     "EvaluationLoader",

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
 from unisono.interop.lightning.data import GlobalBatch, WholeSet
 
 __all__ = ["Entry", "Place", "Results", "Taken", "replay"]

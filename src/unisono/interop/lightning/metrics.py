@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
 from unisono.interop.lightning.logs import Taken, extreme
 
 __all__ = ["Metrics", "Rows", "metrics_of"]

@@ -10,7 +10,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
 
 __all__ = ["check"]
 

@@ -20,10 +20,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
+from unisono.engine.state.packing import is_same_state
 from unisono.interop.lightning.logs import Results
 from unisono.interop.lightning.metrics import Metrics
-from unisono.state.packing import is_same_state
 
 __all__ = ["TrainerState"]
 

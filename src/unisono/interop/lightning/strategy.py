@@ -28,7 +28,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.errors import UsageError
+from unisono.core.errors import UsageError
+from unisono.engine.loop.step import Step
 from unisono.interop.lightning.data import (
     EvaluationLoader,
     GlobalBatch,
@@ -45,8 +46,7 @@ from unisono.interop.lightning.logs import Place, Results, Taken, logged, replay
 from unisono.interop.lightning.metrics import Metrics, Rows, metrics_of
 from unisono.interop.lightning.refusals import check
 from unisono.interop.lightning.state import TrainerState, install_results
-from unisono.training.run import Run
-from unisono.training.step import Step
+from unisono.script.run import Run
 
 __all__ = ["UnisonoStrategy"]
 

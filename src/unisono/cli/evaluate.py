@@ -1,0 +1,111 @@
+"""``unisono evaluate``: be an evaluator of a run that is going, and compute what its script leaves to evaluators."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Final
+
+import click
+import msgspec
+from click import argument
+
+from unisono.cli.again import PastRun, past_run
+from unisono.cli.saying import say
+from unisono.core.errors import UsageError
+from unisono.engine.checkpoint.evaluations import REFUSED, Snapshots, claimed, give_up, order_of
+from unisono.record.rundir import holder, is_going
+from unisono.script.inspected import INTERRUPTED, run_inspected
+from unisono.system.lifetime import bind_to_parent
+
+__all__ = ["evaluate"]
+
+LOOK_S: Final = 0.1
+ENDED_S: Final = 5.0
+"""A run of which no process has held its directory for so long is over; after a loss of all workers others begin."""
+
+
+@click.command()
+@argument("run", type=click.Path(path_type=Path))
+@argument("script", nargs=-1, type=click.UNPROCESSED)
+def evaluate(run: Path, script: tuple[str, ...]) -> int:
+    """Compute the evaluations that the run in RUN (a directory) leaves to others: those of run.evaluate(...,
+    wait=False). From any machine that sees the directory, as long as the run is going.
+
+    \b
+        unisono evaluate runs/digits
+
+    The script is the one that the run was made with, in the same folder; another path of it may stand after RUN. It
+    gets the arguments of the run, unless others stand after it. Each snapshot starts the script once.
+
+    Exit code: 0 the run is over, 2 this machine cannot evaluate for it. Ctrl-C ends it; what it leaves is computed by
+    another evaluator, or by the workers.
+    """
+    bind_to_parent(signal.SIGKILL)
+    with past_run(run, script) as (past, folder):
+        if not is_going(past.run):
+            raise UsageError(f"no run is going in {run}, so there is nothing to evaluate for it")
+        os.chdir(past.folder)
+        _check_script(past)
+        return _follow(past, Path(folder))
+
+
+def _check_script(past: PastRun) -> None:
+    """Raise UsageError if the script is not that of the run: its totals may be others, and nobody would see it."""
+    from unisono.system.fingerprint import script_checksum
+
+    match past.facts.get("environment"):
+        case {"script": str(known)} if known != script_checksum(past.arguments):
+            raise UsageError(
+                f"the script {past.arguments[0]} is not the one that the run has begun with: its text has changed, so "
+                "its totals may be others. Put back that text"
+            )
+
+
+def _follow(past: PastRun, folder: Path) -> int:
+    """Compute one snapshot after the other until the run is over; returns the exit code."""
+    snapshots, run_id = Snapshots(past.run, 0.0), holder(past.run)
+    with contextlib.ExitStack() as attended:
+        try:
+            attended.enter_context(snapshots.attended())
+        except OSError as error:
+            raise UsageError(f"{past.run} cannot be used by an evaluator: {error.strerror or error}") from error
+        say(f"unisono: evaluates for the run in {past.run}", err=True)
+        alive_at = time.monotonic()
+        while holder(past.run) == run_id:
+            if is_going(past.run):
+                alive_at = time.monotonic()
+            elif time.monotonic() - alive_at > ENDED_S:
+                break
+            for snapshot in snapshots.waiting():
+                with claimed(snapshot) as is_mine:
+                    if is_mine and (code := _compute(past, snapshot, folder / snapshot.name)) != 0:
+                        return code
+            time.sleep(LOOK_S)
+        return 0
+
+
+def _compute(past: PastRun, snapshot: Path, directory: Path) -> int:
+    """Have the totals of a snapshot computed, by the script in a process of its own.
+
+    Returns:
+        0, or the exit code of this evaluator, which cannot go on.
+    """
+    try:
+        order = order_of(snapshot)
+    except (OSError, msgspec.MsgspecError):  # the run does not wait for it any more
+        return 0
+    spec = past.spec(None, str(directory), "evaluate", msgspec.json.encode(str(snapshot)).decode())
+    code = run_inspected(spec, variables=past.variables)
+    shutil.rmtree(directory, ignore_errors=True)
+    if code in (REFUSED, INTERRUPTED):
+        return code
+    if code != 0:
+        give_up(
+            snapshot, f"the script of an evaluator has ended with exit code {code} before {order.place}; see its output"
+        )
+    return 0

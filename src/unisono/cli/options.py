@@ -1,0 +1,233 @@
+"""The settings of a command line, checked, and what the parts of a run need of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from unisono.cli.given import address_of, port_range
+from unisono.cluster.trust.invitation import HeadUrl
+from unisono.cluster.trust.secret import is_reader
+from unisono.core.errors import UsageError
+from unisono.core.settings import FILE, SETTINGS, RunSettings, StartMethod, gathered, pairs
+from unisono.core.spec import MOST_AUDITED, RunSpec
+from unisono.system.capacity import Workers
+
+if TYPE_CHECKING:
+    from unisono.cluster.launchers import Request
+    from unisono.cluster.machine.headprocess import Service
+
+__all__ = ["BY_FIELD", "Options", "options_of"]
+
+LOOPBACK: Final = "127.0.0.1"
+RESTARTS: Final = 10
+SHORTEST_TOKEN: Final = 20
+COMMAND_LINE: Final = "command line"
+"""Source of settings."""
+BY_FIELD: Final = {setting.field: setting for setting in SETTINGS.values()}
+
+
+class Options(RunSettings, frozen=True, kw_only=True, dict=True):
+    """The settings of a run, checked, and what the parts of a run need of them."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
+        if self.evaluators < 0:
+            raise UsageError(f"a run has 0 or more evaluators, got --evaluators {self.evaluators}")
+        if self.wait_for < 0:
+            raise UsageError(f"a run waits for 0 or more workers, got --wait-for {self.wait_for}")
+        if not self.heartbeat_s < self.heartbeat_timeout_s:
+            raise UsageError(
+                f"a heartbeat comes more often than its timeout: --set heartbeat={self.heartbeat_s:g}s is not shorter "
+                f"than --set heartbeat-timeout={self.heartbeat_timeout_s:g}s"
+            )
+        if not 0.0 <= self.audit <= MOST_AUDITED:
+            raise UsageError(
+                f"--audit is a share of the micro-batches from 0 to {MOST_AUDITED:g}, e.g. 0.01; got {self.audit}"
+            )
+        if self.plain:
+            self._check_plain()
+        if self.bind == "":
+            raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
+        _ = self.head_ports
+        if self.interface and self.bind:
+            raise UsageError(
+                f"--set interface={self.interface} and --bind {self.bind} both name an address; give one of them"
+            )
+        if self.advertise and not HeadUrl.is_host(self.advertise):
+            raise UsageError(
+                f"--set advertise is an address or the name of a host, without a port; got {self.advertise!r}"
+            )
+        if bool(self.certificate) != bool(self.private_key):
+            raise UsageError("--set certificate and --set private-key are given together, or neither")
+        if self.certificate and self.tls is False:
+            raise UsageError("--set certificate is for TLS, and --set tls=no turns it off; leave one of them out")
+        if self.simulate_hosts < 1:
+            raise UsageError(f"there is at least 1 host, got --set simulate-hosts={self.simulate_hosts}")
+        if self.per_task is not None and self.per_task < 1:
+            raise UsageError(f"a task has at least 1 worker, got --set per-task={self.per_task}")
+
+        if self.ship_limit <= 0:
+            raise UsageError(f"--set ship-limit is a size in MB above 0, got {self.ship_limit:g}")
+        if self.names_hosts and self.launcher not in ("auto", "ssh"):
+            raise UsageError(f"--hosts and --set hostfile are for the launcher ssh, got --launcher {self.launcher}")
+        if not self.names_hosts:
+            self._refuse(("ship", "remote-python", "pass-env"), "is for machines that --hosts or --set hostfile name")
+
+    @property
+    def start_method(self) -> StartMethod:
+        """How workers are started."""
+        return self.start or ("fork" if sys.platform == "linux" else "spawn")
+
+    @property
+    def names_hosts(self) -> bool:
+        return bool(self.hosts or self.hostfile)
+
+    def refuse_hosts(self, why: str) -> None:
+        """Raise a `UsageError` if the command line names machines; ``why`` says where they come from instead."""
+        if self.names_hosts:
+            raise UsageError(f"--hosts and --set hostfile are for `unisono run` by itself; {why}")
+
+    def _refuse(self, names: Sequence[str], why: str) -> None:
+        """Raise a `UsageError` if one of these settings is not its default."""
+        for setting in map(SETTINGS.__getitem__, names):
+            if getattr(self, setting.field) != setting.default:
+                raise UsageError(f"{setting.spelled()} {why}")
+
+    @cached_property
+    def address(self) -> str:
+        """The address of the interface that was named; "" where none was."""
+        return address_of(self.interface) if self.interface else ""
+
+    @property
+    def bound(self) -> str:
+        """The address at which the user wants the head to listen; "" where none was named."""
+        return self.address or self.bind or ""
+
+    @cached_property
+    def head_ports(self) -> tuple[int, int]:
+        """The first and the last port that the head may take; 0: any."""
+        if ":" in self.port:
+            return port_range(self.port)
+        if not (self.port.isdecimal() and int(self.port) <= 65535):
+            raise UsageError(f"a port is a number from 0 (any) to 65535, got --set port={self.port}")
+        return int(self.port), int(self.port)
+
+    @cached_property
+    def token(self) -> str:
+        """The token in the file that was named; "" where none was."""
+        from unisono.cli.reach import read_token
+
+        if not self.token_file:
+            return ""
+        try:
+            token = read_token(self.token_file)
+        except FileNotFoundError:
+            raise UsageError(f"there is no --set token-file={self.token_file}") from None
+        if is_reader(token):
+            raise UsageError(
+                f"the token in --set token-file={self.token_file} looks like one for watchers; use another one"
+            )
+        if len(token) < SHORTEST_TOKEN:
+            raise UsageError(
+                f"the token in --set token-file={self.token_file} has {len(token)} characters; {SHORTEST_TOKEN} or "
+                "more "
+                "cannot be guessed: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+        return token
+
+    def check_head(self) -> None:
+        """Raise a `UsageError` if the head's interface, ports or token are not there: before any machine is asked."""
+        _ = self.address, self.head_ports, self.token
+
+    def _check_plain(self) -> None:
+        names = (
+            *("resume", "copies-to", "sink", "profile", "run-dir", "overwrite", "wait-for", "exchange", "strict"),
+            *("efficiency", "audit", "evaluators", "token-file", "certificate"),
+        )
+        self._refuse(names, "is for scripts that use Unisono, and not for a plain one")
+        if ":" in self.port:
+            raise UsageError(f"--set port={self.port} is for scripts that use Unisono; with --plain, name one port")
+        if self.function:
+            raise UsageError("--plain is for scripts; the functions that `unisono.launch` calls use Unisono")
+
+    def request(self, spec: RunSpec, workers: Workers) -> Request:
+        """Return what a launcher is asked for."""
+        from unisono.cluster.launchers import Request
+
+        return Request(
+            workers=workers,
+            environment=dict(os.environ),
+            spec=spec,
+            settings=self,
+            bind=self.bound,
+            port=self.head_ports[0],
+        )
+
+    def service(self, workers: Workers, bind: str) -> Service:
+        """Return the settings of the head of a run that begins with so many workers.
+
+        Args:
+            bind: where it listens if the user has not said it; "": on the loopback interface.
+        """
+        from unisono.cluster.machine.headprocess import Service
+        from unisono.core.policy import Policy
+
+        policy = Policy(
+            start=workers.start,
+            efficiency=self.efficiency,
+            most=workers.maximum,
+            wait_for=self.wait_for,
+            minimum=workers.minimum,
+            maximum=workers.start if self.efficiency else workers.maximum,
+            grows=workers.grows,
+            max_restarts=RESTARTS if self.max_restarts is None else self.max_restarts,
+            strict=self.strict,
+            allow_different_script=self.allow_different_script,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            late_s=self.late_s,
+            aside_s=self.aside_s,
+            hang_s=self.hang_s,
+            away_s=self.head_away_s,
+            partition=self.when_cut,
+        )
+        return Service(
+            policy=policy,
+            bind=self.bound or bind or LOOPBACK,
+            ports=self.head_ports,
+            advertise=self.advertise.strip("[]"),
+            tls=self.tls,
+            certificate=self.certificate,
+            private_key=self.private_key,
+            token=self.token,
+        )
+
+
+def options_of(given: dict[str, Any]) -> Options:
+    """Return the settings of a command line: of its own, or else of the file beside the script, or else the defaults.
+
+    Raises:
+        UsageError: one of them is not known, or its value is wrong.
+    """
+    own = {name: given[name] for name in ("script", "arguments", "module")}
+    said = [
+        (setting, tuple(map(setting.read, given[field])) if setting.is_list else setting.read(given[field]))
+        for field, setting in BY_FIELD.items()
+        if given.get(field) not in (None, ())
+    ]
+    values = gathered([*said, *pairs(given["others"])])
+    sources = {setting.name: COMMAND_LINE for setting in SETTINGS.values() if setting.field in values}
+    folder = values.get("beside") or os.path.dirname(own["script"] or "")
+    file = Path(folder, FILE)
+    if file.exists():
+        from unisono.cli.settings_file import in_file
+
+        for setting, value in in_file(Path(folder)):
+            if setting.field not in values:
+                values[setting.field], sources[setting.name] = value, str(file)
+    return Options(**own, **values, sources=sources)

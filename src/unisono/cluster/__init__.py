@@ -1,0 +1,1 @@
+"""Machines, processes and connections of a run."""

@@ -1,0 +1,183 @@
+"""The run's directory, as the head of one side of the run deals with it.
+
+The head decides by what it has seen of the directory last. It looks there, and writes there, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from unisono.cluster.head.address import AddressFiles
+from unisono.cluster.head.copying import go_on_in
+from unisono.cluster.head.disk import Disk
+from unisono.cluster.head.pen import Pen, leave
+from unisono.record.rundir import holder
+
+__all__ = ["Directory"]
+
+LOOK_S: Final = 0.2
+FIRST_LOOK_S: Final = 1.0
+"""For so long a head waits at its start for what it finds in the directory, and goes on if the disk stands still."""
+LAST_WORK_S: Final = 1.0
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """What this head has found and done in the directory."""
+
+    may_write: bool
+    has_written: bool = False
+    """It has written its address there now."""
+    error: str = ""
+    """Why it could not."""
+
+
+class Directory:
+    """Where the run writes, whether this side of the run may, and who sees that directory.
+
+    Args:
+        path: "": the script has not chosen it yet.
+        facts: the run's description, as JSON.
+        seers: the agents on whose machines a worker has seen the directory.
+        address: the head's own files there.
+        told: is called with a sentence for the user.
+        changed: is called when the right to write has come or gone, before others hear of it.
+        chosen: is called when `path` is another one.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        path: str,
+        facts: str,
+        seers: Iterable[str],
+        address: AddressFiles,
+        *,
+        told: Callable[[str], None],
+        changed: Callable[[], None],
+        chosen: Callable[[], None],
+    ) -> None:
+        self.path = path
+        self.facts = facts
+        self.seers = dict.fromkeys(seers)
+        self.may_write = not path  # else not before this head has looked there
+        self._run_id = run_id
+        self._address = address
+        self._told = told
+        self._changed = changed
+        self._chosen = chosen
+        self._disk = Disk()
+        self._pen = Pen(run_id)
+        self._waits_for_other = False
+        self._has_left = False
+
+    @property
+    def is_held(self) -> bool:
+        """This head has locked the directory for its side."""
+        return self._pen.is_held
+
+    async def open(self, *, has_moved: bool, said: Callable[[str], None], others: Iterable[str] = ()) -> None:
+        """Go on with the directory: say there where this head is, if this side may write there.
+
+        Args:
+            has_moved: the head before was on another machine; this one may see another run's directory at that path.
+            said: is called with a sentence if the directory is made on this machine, because the lost machine alone
+                has seen it.
+            others: the agents of other machines.
+        """
+        if not self.path:
+            return
+        if has_moved and self.facts and not self.seers.keys() & set(others):
+            self._disk.do("go on", partial(go_on_in, self.path, self._run_id, self.facts), partial(_go_on, said))
+        self.enter(self.path, is_foreign=has_moved)
+        await self._disk.idle(FIRST_LOOK_S)
+
+    async def look(self) -> None:
+        """While another side of the run writes into the directory, look whether it still does."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not self.may_write:
+                self.enter(self.path)
+
+    def enter(self, path: str, *, is_foreign: bool = False) -> None:
+        """Have this side write into the directory, and say there where this head is.
+
+        Does nothing while another side writes there, or if this one has given way.
+
+        Args:
+            is_foreign: what this machine sees at that path may be the directory of another run, which is left alone.
+        """
+        if not self._has_left:
+            name = f"enter {path} {is_foreign}"
+            self._disk.do(name, partial(self._enter, path, is_foreign), partial(self._entered, path))
+
+    def _enter(self, path: str, is_foreign: bool) -> _Found:
+        if self._has_left or not self._pen.take(path):
+            return _Found(may_write=False)
+        try:
+            if is_foreign and holder(Path(path)) != self._run_id:
+                return _Found(may_write=True)
+            return _Found(may_write=True, has_written=self._address.write(path))
+        except OSError as error:
+            return _Found(may_write=True, error=f"cannot write the head's address to {path}: {error}")
+
+    def _entered(self, path: str, found: _Found) -> None:
+        if self._has_left:
+            return
+        if found.may_write != self.may_write:
+            self.may_write = found.may_write
+            self._changed()
+        if self._waits_for_other == found.may_write:
+            self._waits_for_other = not found.may_write
+            if found.may_write:
+                self._told(f"this side of the run writes into {path} now")
+            else:
+                self._told(f"another side of the run writes into {path}: this one keeps what it has to write")
+        if found.error:
+            self._told(found.error)
+        if found.has_written and path != self.path:
+            self.path = path
+            self._chosen()
+
+    def put_down_pen(self) -> None:
+        """Write nothing more, because this side gives way: workers must not write when the other side does."""
+        self._has_left = True
+        self.may_write = False
+        self._changed()
+
+    def leave_to_other(self, *, they_write: bool) -> None:
+        """Have no worker write here any more, if the other side, which goes on, writes into another directory.
+
+        Args:
+            they_write: the other side has locked a directory. So has this one: so these are two.
+        """
+        if they_write and self.is_held:
+            self._disk.do("leave", partial(leave, self.path, self._run_id), _print)
+
+    async def close(self, *, forgets_address: bool) -> None:
+        """Let another head write."""
+        if forgets_address:
+            self.forget_address()
+        self._disk.do("release", self._pen.release, lambda _: None)
+        await self._disk.close(LAST_WORK_S)
+
+    def forget_address(self) -> None:
+        """Remove what says where this head is."""
+        self._disk.do("forget", self._address.remove, lambda _: None)
+
+
+def _go_on(said: Callable[[str], None], sentence: str) -> None:
+    _print(sentence)
+    if sentence:
+        said(sentence)
+
+
+def _print(sentence: str) -> None:
+    if sentence:
+        print(f"unisono: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,164 @@
+"""Two heads of one run, each with its side of a network that was cut: one of them gives way (`decisions.sides`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection
+from typing import Final, Protocol
+
+import msgspec
+
+from unisono.cluster.head.directory import Directory
+from unisono.core.errors import ProtocolError
+from unisono.core.messages import AgentHello, Foreign, Hello, Message, Moved, Proposal, Verdict
+from unisono.core.sides import Admission, Rank, Standpoint, admission, merged, verdict
+from unisono.membership import seat_of
+from unisono.membership.roster import State, WorkerState
+
+__all__ = ["Meeting", "Party"]
+
+MOVE_S: Final = 5.0
+LOOK_S: Final = 0.02
+
+
+class Party(Protocol):
+    """This head (`unisono.cluster.head.server.Head`), as `Meeting` needs it."""
+
+    @property
+    def state(self) -> State:
+        """The membership."""
+
+    @property
+    def connected(self) -> Collection[str]:
+        """The workers and agents that are connected."""
+
+    def close_table(self, text: str) -> None:
+        """Decide nothing more, and say why."""
+
+    def tell_agents(self, message: Message) -> None:
+        """Send a message to all agents that are connected."""
+
+    def give_way(self) -> None:
+        """End this head, and nothing else."""
+
+
+class Meeting:
+    """What this head asks other heads, answers them, and does if it is the one that gives way.
+
+    Args:
+        url: of this head.
+        directory: that this side may write into.
+    """
+
+    def __init__(self, party: Party, run_id: str, url: str, directory: Directory) -> None:
+        self._party = party
+        self._run_id = run_id
+        self._url = url
+        self._directory = directory
+        self._stand = Standpoint(Rank.of(-1, party.state.term, seat_of(party.state)))
+        self._they_write = False  # the other head that this one has met last
+        self._moving: asyncio.Task[None] | None = None
+        self._sent_away: set[str] = set()  # agents that know which head this one gives way to
+
+    async def moved(self) -> None:
+        """Wait until the machines have ended their workers, if this side ends."""
+        if self._moving is not None:
+            await self._moving
+
+    # -- the questions (`unisono.cluster.head.reunion.Side`) ---------------------------------------------------
+
+    def lost_addresses(self) -> list[str]:
+        """Return where machines that this side has lost may have a head."""
+        state = self._party.state
+        if state.ended is not None:
+            return []
+        here = {agent.url for agent in state.agents.values()}
+        return [agent.url for agent in state.absent.values() if agent.wanted and agent.url and agent.url not in here]
+
+    def propose(self) -> Proposal | None:
+        """Return what to ask another head now; None: nothing."""
+        own, state = self._standpoint(), self._party.state
+        if not own.may_ask or state.ended is not None:
+            return None
+        self._stand = msgspec.structs.replace(own, is_asking=True)
+        return Proposal(
+            run_id=self._run_id,
+            agent_id=seat_of(state),
+            term=state.term,
+            step=own.rank.step,
+            url=self._url,
+            writes=self._directory.is_held,
+        )
+
+    def answered(self, url: str, answer: Verdict | None) -> None:
+        """Receive the answer of the head at this address; None: there is none."""
+        self._stand = merged(self._standpoint(), url, answer)
+        self._they_write = answer is not None and answer.writes
+        self._move_if_giving_way()
+
+    # -- the answer ----------------------------------------------------------------------------------
+
+    def answer(self, other: Proposal) -> Verdict:
+        """Return the answer to another head; `act` follows when it is sent.
+
+        Raises:
+            ProtocolError: that is the head of another run.
+        """
+        if other.run_id != self._run_id:
+            raise ProtocolError(f"this is the head of run {self._run_id}, not of {other.run_id}")
+        if self._party.state.ended is not None:
+            return Verdict(gives_way="")
+        self._stand, found = verdict(self._standpoint(), other)
+        self._they_write = other.writes
+        return msgspec.structs.replace(found, writes=self._directory.is_held)
+
+    def admit(self, hello: Hello | AgentHello) -> Admission | Message:
+        """Return what to answer to a worker or an agent: a message, or whether it is welcome."""
+        own = self._standpoint()
+        match admission(own, hello, is_own=self._party.state.is_own(hello.branch)):
+            case Admission.FOREIGN:
+                return Foreign(step=own.rank.step)
+            case Admission.MOVED:
+                assert isinstance(hello, AgentHello)
+                self._sent_away.add(hello.agent_id)
+                return Moved(url=own.gives_way_to)
+            case answer:
+                return answer
+
+    def act(self) -> None:
+        """Give way, if that is what this head has answered."""
+        if self._party.state.ended is None:
+            self._move_if_giving_way()
+
+    def _standpoint(self) -> Standpoint:
+        state = self._party.state
+        holding = {name for name, worker in state.workers.items() if worker.state is WorkerState.HOLDING}
+        is_here = not holding.isdisjoint(self._party.connected)
+        rank = Rank.of(state.committed if is_here else -1, state.term, seat_of(state))
+        return msgspec.structs.replace(self._stand, rank=rank, is_waiting=bool(holding) and not is_here)
+
+    def _move_if_giving_way(self) -> None:
+        """Send all machines of this side to the head that it gives way to, and end."""
+        stand, state = self._standpoint(), self._party.state
+        if not stand.gives_way_to or self._moving is not None:
+            return
+        self._directory.put_down_pen()
+        self._party.close_table(
+            f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
+            f"has done {state.committed + 1}: all machines of this side join the other one"
+        )
+        self._sent_away |= state.agents.keys() & self._party.connected
+        self._party.tell_agents(Moved(url=stand.gives_way_to))
+        self._directory.forget_address()
+        self._moving = asyncio.create_task(self._end_when_machines_have_left())
+
+    async def _end_when_machines_have_left(self) -> None:
+        """End this head, and with it the right to write, when its workers have ended and its own agent knows why."""
+        state = self._party.state
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOVE_S):
+                while seat_of(state) not in self._sent_away or self._party.connected & state.workers.keys():
+                    await asyncio.sleep(LOOK_S)
+        self._directory.leave_to_other(they_write=self._they_write)
+        self._party.give_way()

@@ -1,0 +1,50 @@
+"""Memory of a head that the next head takes over: one value, encoded for the heirs."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from unisono.cluster.head.story import NOTHING, StoryState
+from unisono.core.messages import Failed
+from unisono.core.policy import Policy
+from unisono.membership import State
+
+__all__ = ["Memory"]
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """State of the membership table, and the values that `unisono watch --once` shows besides."""
+
+    state: State
+    started: float
+    reason: str
+    run_dir: str = ""
+    """The run directory, if the script has chosen it."""
+    facts: str = ""
+    """The run's description (`unisono.record.rundir.describe`), as JSON."""
+    seers: tuple[str, ...] = ()
+    """The agents on whose machines a worker has seen the run directory."""
+    story: StoryState = NOTHING
+    """What was told last."""
+    clock: float | None = None
+    """The time of this machine's clock (`time.monotonic`), of which times in ``state`` are."""
+    tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = []
+    """`State.tried` as a list, because MessagePack has no tuples as keys."""
+
+    @staticmethod
+    def first(policy: Policy, script: str) -> Memory:
+        """Return the memory of the first head of a run."""
+        return Memory(State(policy=policy, script=script), time.time(), "starting")
+
+    def encode(self) -> bytes:
+        flat = msgspec.structs.replace(self.state, tried={})
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, state=flat, tried=list(self.state.tried.items())))
+
+    @staticmethod
+    def decode(data: bytes) -> Memory:
+        memory = msgspec.msgpack.decode(data, type=Memory)
+        return msgspec.structs.replace(
+            memory, state=msgspec.structs.replace(memory.state, tried=dict(memory.tried)), tried=[]
+        )

@@ -1,0 +1,497 @@
+"""The run's one server: takes connections, and gives each message to the part of the head that it is for.
+
+`unisono.cluster.head.table` decides who is in the run, `unisono.cluster.head.delivery` sends what was decided,
+`unisono.cluster.head.telling` passes on what happens in the run, and `unisono.cluster.head.keys` is the store in which
+members find each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import socket
+import ssl
+import time
+import traceback
+from collections.abc import Collection, Iterable
+from typing import Any, Final
+
+import msgspec
+from websockets.exceptions import ConnectionClosed
+
+from unisono.cluster.head.address import AddressFiles
+from unisono.cluster.head.delivery import Delivery
+from unisono.cluster.head.directory import Directory
+from unisono.cluster.head.door import Caller, open_door
+from unisono.cluster.head.keys import Keys
+from unisono.cluster.head.lines import Line, Lines
+from unisono.cluster.head.meeting import Meeting
+from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.processes import Processes
+from unisono.cluster.head.refusals import Refusals
+from unisono.cluster.head.reunion import Reunion
+from unisono.cluster.head.status import machines_status, workers_status
+from unisono.cluster.head.story import Story
+from unisono.cluster.head.table import Table
+from unisono.cluster.head.telling import Telling
+from unisono.cluster.head.viewing import Viewing
+from unisono.cluster.head.visitors import Visitors
+from unisono.core.errors import ProtocolError
+from unisono.core.messages import (
+    AgentHello,
+    Ailing,
+    Announcement,
+    Beats,
+    Ended,
+    Happened,
+    Heads,
+    Hello,
+    Holds,
+    Kept,
+    Lost,
+    Message,
+    Proposal,
+    RunDirectory,
+    Scale,
+    Statement,
+    Steps,
+    Stop,
+    StoreCall,
+    Told,
+    Used,
+    Welcome,
+    WorkerExit,
+    decode,
+    encode,
+)
+from unisono.core.policy import Policy
+from unisono.core.sides import Admission
+from unisono.core.spec import RunSpec
+from unisono.core.words import script_in
+from unisono.membership import Event, Send, TookOver, agent_name, machines, seat_of
+from unisono.membership.likeness import differences
+from unisono.membership.roster import State, resumed
+from unisono.record.journal.lines import plain
+from unisono.record.overview import useful_share
+from unisono.record.problems.kinds import Trouble
+from unisono.record.rundir import STATUS_SCHEMA
+from unisono.system.lifetime import end_when_silent
+from unisono.views.page.site import WATCH
+from unisono.views.watch.prometheus import CONTENT_TYPE, exposition
+
+__all__ = ["Head"]
+
+EVENTS_SHOWN: Final = 20  # in a status
+FULL_EVERY_S: Final = 60.0  # between two announcements that there is no room for another connection
+FULL: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+LAST_WORDS_S: Final = 1.0  # at its end the head waits so long for its last messages to go out
+
+
+class Head:
+    """Server around the membership table: receives messages, and sends what the table decides.
+
+    Args:
+        spec: settings of the run, for machines that join.
+        url: where other machines reach the head, for invitations.
+        local_url: where this machine does, for the run directory; "": at the same address.
+        snapshot: the newest state of the head before this one (`Snapshot.state`).
+        term: one more than that of the head before this one.
+        seat: the agent whose child this head is; "": the command that has started the run, or that of the head before.
+        name: a name that no other head of the run has.
+        branch: the branch of the run's history that the agent of this head has followed.
+        is_gone: the agent of the head before this one is gone; else it may be out of reach only.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        token: str,
+        run_id: str,
+        spec: RunSpec,
+        url: str = "",
+        local_url: str = "",
+        snapshot: bytes = b"",
+        term: int = 1,
+        seat: str = "",
+        name: str = "",
+        branch: str = "",
+        is_gone: bool = False,
+    ) -> None:
+        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
+        now = time.monotonic()
+        since = now if memory.clock is None else memory.clock
+        state = memory.state
+        self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
+        if snapshot:
+            state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
+        state = msgspec.structs.replace(
+            state, term=term, head=name, policy=msgspec.structs.replace(state.policy, heartbeat_s=spec.heartbeat_s)
+        )
+        self._token = token
+        self._run_id = run_id
+        self._spec = spec
+        self._url = url
+        self._full_at = -math.inf
+        self._lines = Lines()
+        self._keys = Keys()
+        self._story = Story(memory.story)
+        self._processes = Processes(state)
+        self._refusals = Refusals(
+            self._announce,
+            lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
+        )
+        run_dir = spec.run_dir or memory.run_dir
+        self._address = AddressFiles(run_id, local_url or url, token, made=run_dir if snapshot else "")
+        self._directory = Directory(
+            run_id,
+            run_dir,
+            memory.facts,
+            memory.seers,
+            self._address,
+            told=self._announce,
+            changed=self._may_write_has_changed,
+            chosen=lambda: self.table.remember(),
+        )
+        self._viewing = Viewing(run_id, script=script_in(spec.arguments), started=memory.started, is_first=not snapshot)
+        self._viewing.reads_from(run_dir, memory.facts)
+        self._telling = Telling(
+            self, run_id, spec, token, directory=self._directory, story=self._story, viewing=self._viewing
+        )
+        self._troubles = self._telling.troubles
+        self._delivery = Delivery(self._lines, self._telling, url=url, directory=self._directory)
+        self.table = Table(
+            state,
+            memory,
+            self,
+            lines=self._lines,
+            directory=self._directory,
+            story=self._story,
+            send=self._delivery.send,
+            heartbeat_s=spec.heartbeat_s,
+        )
+        self._meeting = Meeting(self, run_id, url, self._directory)
+        self.has_given_way = False
+        """This head has ended because another side of the run goes on."""
+        self.over = asyncio.Event()
+
+    async def run(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Serve until the run is over and all agents know that, or `over` is set.
+
+        Args:
+            tls: settings of TLS (`unisono.cluster.trust.certificate.server_context`); None: connections are in the
+                clear.
+        """
+        asyncio.get_running_loop().set_exception_handler(self._trouble)
+        visitors = Visitors(
+            self._token,
+            self._url,
+            is_secure=tls is not None,
+            status=self.status,
+            metrics=lambda: (CONTENT_TYPE, exposition(self._viewing.overview())),
+            may_watch=self._viewing.why_not,
+            refused=lambda why, connection: self._refusals.note(why, connection.where),
+        )
+        await self._begin()
+        server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
+        tasks = [
+            asyncio.create_task(work) for work in (Reunion(self._meeting, self._token).run(), self._directory.look())
+        ]
+        try:
+            await self.over.wait()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await self._troubles.end()
+            await self._meeting.moved()  # else the other side would write while workers of this one still do
+            await self._directory.close(forgets_address=not self.has_given_way)
+            if not self.has_given_way:
+                self.table.release()
+            await self._viewing.end()
+            await self._lines.close(LAST_WORDS_S)
+            server.close()
+            listener.close()
+
+    def end_workers(self) -> None:
+        """End this machine's workers, with their children, unless their agent has seen them end."""
+        self._processes.end()
+
+    async def _begin(self) -> None:
+        """Go on from the head before this one, and with the run's directory."""
+        has_moved = self._took_over.before not in ("", seat_of(self.state))
+        if has_moved:
+            self.table.take("", self._took_over)
+        others = self.state.agents.keys() - {seat_of(self.state)}
+        await self._directory.open(has_moved=has_moved, said=self.table.say, others=others)
+
+    # -- http ----------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Return the values that ``unisono watch --once`` shows (docs/files.md)."""
+        state, last, story = self.state, self._telling.last, self._story
+        workers = self._viewing.overview().workers
+        found = {
+            "schema": STATUS_SCHEMA,
+            "run_id": self._run_id,
+            "state": state.label,
+            "reason": self.table.reason,
+            "generation": state.generation,
+            "step": last.step if last else None,
+            "num_steps": last.num_steps if last else 0,
+            "unit": last.unit if last else "step",
+            "epoch": last.epoch if last else 0,
+            "loss": last.loss if last else None,
+            "started": self.table.started,
+            "ended": 0.0,
+            "url": self._url,
+            "run_dir": self._directory.path,
+            "job": msgspec.to_builtins(self._spec),
+            "machines": machines_status(state, self._telling.uses.newest),
+            "workers": workers_status(state),
+            "efficiency": useful_share(msgspec.structs.asdict(each.seconds) for each in workers),
+            "interrupted_s": story.interrupted_s,
+            "interruptions": [msgspec.to_builtins(each) for each in story.interruptions],
+            "events": [msgspec.to_builtins(each) for each in story.recent[-EVENTS_SHOWN:]],
+        }
+        shown: dict[str, Any] = plain(found)
+        return shown
+
+    # -- connections ---------------------------------------------------------------------------------
+
+    def _trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle errors of the event loop. A connection for which there is no room is announced, once a minute."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in FULL and "socket" in context):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._full_at > FULL_EVERY_S:
+            self._full_at = time.monotonic()
+            self._announce(
+                f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of workers and "
+                "machines. Does a program flood its port? The limit of open files is that of `ulimit -n`"
+            )
+
+    async def _serve(self, connection: Caller) -> None:
+        if connection.request is not None and connection.request.path.partition("?")[0] == WATCH:
+            await self._viewing.serve(connection)
+            return
+        line = Line(connection)
+        name = ""
+        why = "its connection closed"
+        end_when_silent(connection.transport.get_extra_info("socket"))
+        try:
+            first = decode(_binary(await connection.recv()))
+            name = await self._admit(line, first)
+            if not name:
+                return
+            async for data in connection:
+                await self._take(line, name, decode(_binary(data)))
+        except ProtocolError as error:
+            why = str(error)
+            line.put(encode(Announcement(text=why)))
+            if not name and self._refusals.note(f"with the run's token ({why})", connection.where):
+                self._troubles.say(Trouble(kind="failed-join", host=connection.where, error=why))
+        except ConnectionClosed:
+            pass
+        except Exception:  # a bug of this library: connections without the token do not get here
+            traceback.print_exc()
+            why = "the head failed at one of its messages"
+        finally:
+            line.put(None)
+            if name and self._lines.get(name) is line:
+                del self._lines[name]
+                self._troubles.gone(name)
+                if not self.over.is_set():  # else this head closes all connections, and decides nothing more
+                    self.table.take(name, Lost(reason=why))
+            if self.state.ended is not None and self._delivery.is_everybody_informed(self.state):
+                self.over.set()
+            await line.sender
+
+    async def _admit(self, line: Line, first: Message) -> str:
+        """Answer the first message of a connection.
+
+        Returns:
+            The name of the worker or agent; "": the connection is of no use any more.
+
+        Raises:
+            ProtocolError: refused.
+        """
+        match first:
+            case Scale() | Stop():
+                await self._outside(line, first)
+            case Proposal():
+                line.put(encode(self._meeting.answer(first)))
+                self._meeting.act()
+            case Hello() | AgentHello() if first.run_id not in ("", self._run_id):
+                self._refuse(line, first)
+            case Hello() | AgentHello():
+                answer = self._meeting.admit(first)
+                if isinstance(answer, Message):
+                    line.put(encode(answer))
+                return self._welcome(line, first) if answer is Admission.WELCOME else ""
+            case _:
+                raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
+        return ""
+
+    async def _take(self, line: Line, name: str, message: Message) -> None:
+        """Deal with a message of a worker or an agent that has said hello."""
+        match message:
+            case StoreCall(operation="get" | "wait"):
+                asyncio.create_task(self._store(line, message)).add_done_callback(_consume)
+            case StoreCall():
+                await self._store(line, message)
+            case RunDirectory():
+                self._take_directory(name, message)
+            case Happened():
+                self._telling.pass_on(message)
+            case Steps():
+                self._telling.pass_on_steps(message)
+            case Used() if name in self.state.agents:
+                self._telling.take_use(name, message.use)
+            case Kept():
+                self.table.take_kept(name, message)
+            case Statement():
+                self._troubles.heard(name, message)
+            case Ailing():
+                self._troubles.ails(name, message)
+            case Holds():
+                self._troubles.holds(name, message)
+            case Beats() if name in self.state.agents:
+                self.table.take_beats(message)
+            case _:
+                self.table.take(name, message)
+
+    def _take_directory(self, name: str, message: RunDirectory) -> None:
+        """Note where the run writes, and that this worker sees it there."""
+        worker = self.state.workers.get(name)
+        host = worker.info.host if worker is not None and worker.info is not None else ""
+        self.tell_agents(msgspec.structs.replace(message, host=host))
+        self._directory.facts = message.facts or self._directory.facts
+        self._viewing.reads_from(self._directory.path or message.path, self._directory.facts)
+        if worker is not None and worker.agent not in self._directory.seers:
+            self._directory.seers[worker.agent] = None
+            self.table.remember_soon()
+        if self._directory.path in ("", message.path):
+            self._directory.enter(message.path)
+            self.table.remember_soon()
+
+    def _welcome(self, line: Line, first: Hello | AgentHello) -> str:
+        """Answer a hello; returns the name of the worker or agent."""
+        warnings: list[str] = []
+        if isinstance(first, Hello):
+            name = first.info.worker_id
+            if self.state.fingerprint is not None:
+                warnings = differences(self.state.fingerprint, first.fingerprint)
+        else:
+            name = agent_name(self.state, first)
+        before = self._lines.get(name)
+        self._lines[name] = line
+        welcome = Welcome(
+            run_id=self._run_id,
+            heartbeat_s=self._spec.heartbeat_s,
+            term=self.state.term,
+            warnings=warnings,
+            agent_id=name if isinstance(first, AgentHello) else "",
+            branch=self.state.branch_name,
+            may_write=self._directory.may_write,
+            num_machines=len(self.state.agents) + 1 if isinstance(first, AgentHello) else 0,
+            machines=machines(self.state) if isinstance(first, AgentHello) else [],
+        )
+        line.put(encode(welcome))
+        if isinstance(first, AgentHello) and first.agent_id == name:  # it may have missed some, also of the head before
+            line.put(encode(Told(events=self._story.recent)))
+        if self.state.ended is not None:
+            self.table.send_when_held(Send(name, self.state.ended))
+            return name
+        try:
+            self.table.take(name, first)
+        except ProtocolError as error:
+            # Refused, now and later. The name may belong to another connection, which keeps it.
+            line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
+            if isinstance(first, Hello):
+                self._announce(f"a worker is refused: {error}")
+            who, host = (name, first.info.host) if isinstance(first, Hello) else ("", first.host)
+            self._troubles.take(Trouble(kind="failed-join", worker_id=who, host=host, error=str(error)))
+            if before is None:
+                del self._lines[name]
+            else:
+                self._lines[name] = before
+            raise
+        if before is not None:
+            before.put(None)  # the earlier connection broke, which the head has not noticed yet
+        return name
+
+    async def _outside(self, line: Line, message: Scale | Stop) -> None:
+        """Answer a command, when the heirs know of it."""
+        if self.state.ended is not None:
+            line.put(encode(Announcement(text=f"the run is over: {self.state.ended.reason}")))
+            return
+        self.table.take("", message)
+        answer = Announcement(text=self.table.reason)
+        await self.table.held()
+        line.put(encode(answer))
+
+    def _refuse(self, line: Line, first: Hello | AgentHello) -> None:
+        """Send away what is left of an earlier run at this address with this token: it holds another state."""
+        why = f"the head at this address is that of run {self._run_id}, and no longer of run {first.run_id}"
+        line.put(encode(Ended(ok=False, reason=why, exit_code=1)))
+
+    # -- what the parts of the head need (`telling.Members`, `table.Effects`, `meeting.Party`) ---------
+
+    @property
+    def state(self) -> State:
+        return self.table.state
+
+    @property
+    def connected(self) -> Collection[str]:
+        return self._lines.keys()
+
+    def send_all(self, names: Iterable[str], message: Message) -> None:
+        self._lines.send_all(names, message)
+
+    def follow(self, before: State, event: Event) -> None:
+        state, message = self.state, event.message
+        if isinstance(message, Hello) and (worker := state.workers.get(event.source)) is not None:
+            self._processes.note(worker, state)
+        elif isinstance(message, WorkerExit):
+            self._processes.has_ended(message.worker_id)
+        if state.generation > before.generation:
+            # Two generations live at any time: this one, and the one before, which some members have not left.
+            self._keys.end_generations(state.generation - 1)
+        if state.ended is not None:
+            self._troubles.hurry()
+
+    def alarm(self, trouble: Trouble) -> None:
+        self._telling.take_trouble(trouble)
+
+    def close_table(self, text: str) -> None:
+        self._announce(text)
+        self.table.close()
+
+    def give_way(self) -> None:
+        self.has_given_way = True
+        self.over.set()
+
+    def _announce(self, text: str) -> None:
+        self._telling.announce(text)
+
+    def tell_agents(self, message: Message) -> None:
+        self._lines.send_all(self.state.agents, message)
+
+    def _may_write_has_changed(self) -> None:
+        heads = Heads(branch=self.state.branch_name, may_write=self._directory.may_write)
+        self._lines.send_all(self.state.workers, heads)
+
+    async def _store(self, line: Line, call: StoreCall) -> None:
+        line.put(encode(await self._keys.answer(call)))
+
+
+def _binary(data: str | bytes) -> bytes:
+    if isinstance(data, str):
+        raise ProtocolError("messages are binary, got text")
+    return data
+
+
+def _consume(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,105 @@
+"""Versions of the state that a head sends to its heirs, and messages that wait until the heirs hold them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from unisono.cluster.head.lines import Line
+from unisono.cluster.head.memory import Memory
+from unisono.cluster.worker.packed import pack
+from unisono.core.following import HEIR_ANSWERS_S, Undelivered
+from unisono.core.messages import Snapshot, Told, encode
+from unisono.membership import Action, holders, keepers, successor
+
+__all__ = ["Outgoing", "Versions"]
+
+Outgoing = Action | Told | asyncio.Future[None]
+"""A message to one, or to all that listen; or a future that somebody waits for to send an answer."""
+
+
+class Versions:
+    """Effects around `unisono.core.following.Undelivered`.
+
+    Args:
+        lines: the connections, by worker or agent.
+        send: sends a message that need not wait any more.
+        leave_out: is called with an heir that has not answered in time.
+        slack_s: a timer that is so much late shows that this process stood still.
+    """
+
+    def __init__(
+        self,
+        lines: Mapping[str, Line],
+        *,
+        send: Callable[[Outgoing], None],
+        leave_out: Callable[[str], None],
+        slack_s: float,
+    ) -> None:
+        self._lines = lines
+        self._send = send
+        self._leave_out = leave_out
+        self._slack_s = slack_s
+        self._heirs: Sequence[str] = ()
+        self._undelivered = Undelivered[Outgoing]()
+        self._timer: asyncio.TimerHandle | None = None
+        self.number = 0
+        """Number of the newest version."""
+
+    def change_heirs(self, heirs: Sequence[str]) -> None:
+        """Wait for these agents from now on; empty: send all that waits."""
+        if heirs != self._heirs:
+            self._heirs = heirs
+            self._deliver()
+
+    def make(self, memory: Memory) -> None:
+        """Send a new version to the agents that keep the state."""
+        self.number += 1
+        state = memory.state
+        connected = [agent_id for agent_id in keepers(state) if agent_id in self._lines]
+        if connected:
+            snapshot = Snapshot(
+                term=state.term,
+                number=self.number,
+                state=memory.encode(),
+                successor=successor(state),
+                heirs=list(state.heirs),
+                holders=holders(state),
+            )
+            data = pack(encode(snapshot))
+            for agent_id in connected:
+                self._lines[agent_id].put(data)
+
+    def change_branch(self, heirs: Sequence[str], messages: Sequence[Outgoing]) -> None:
+        """Go on with the newest version and without an heir; send these messages before all that waits already."""
+        self._heirs = heirs
+        self._undelivered = self._undelivered.after(self.number, messages, time.monotonic())
+        self._deliver()
+
+    def when_held(self, messages: Sequence[Outgoing]) -> None:
+        """Send these when all heirs hold the newest version, after the messages that wait already."""
+        if messages:
+            self._undelivered = self._undelivered.add(self.number, messages, time.monotonic())
+            self._deliver()
+
+    def hold(self, agent_id: str, number: int) -> None:
+        """Note that an agent holds this version."""
+        self._undelivered = self._undelivered.hold(agent_id, number)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        now = time.monotonic()
+        ready, self._undelivered = self._undelivered.release(self._heirs, now)
+        for message in ready:
+            self._send(message)
+        if self._timer is None and self._undelivered.waiting:
+            self._timer = asyncio.get_running_loop().call_later(HEIR_ANSWERS_S, self._look_for_silent_heirs, now)
+
+    def _look_for_silent_heirs(self, set_at: float) -> None:
+        self._timer = None
+        now = time.monotonic()
+        if now < set_at + HEIR_ANSWERS_S + self._slack_s:  # otherwise the answers may have arrived and are not read yet
+            for agent_id in self._undelivered.silent(self._heirs, now):
+                self._leave_out(agent_id)
+        self._deliver()

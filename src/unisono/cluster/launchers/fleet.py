@@ -1,0 +1,264 @@
+"""Fleet: the agents on other machines that the launcher of a run has started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+from unisono.cluster.launchers.protocol import AgentCommand, Handle, Launcher, Machine
+from unisono.cluster.launchers.relaunching import Attempts
+from unisono.cluster.machine.children import TERMINATE_S, Listener, leave_to_others, reaped_by_others
+from unisono.cluster.trust.invitation import Invitation
+from unisono.core.errors import UsageError
+from unisono.core.spec import RunSpec
+from unisono.core.words import exit_words, listed
+
+__all__ = ["Fleet"]
+
+VERDICT_S: Final = 2.0  # after the end of an agent, for the head to say that the run is over
+LOOK_S: Final = 2.0  # between two comparisons of what is wanted with what is there
+LAST_LINES: Final = 5
+MAX_WAITING_LINES: Final = 1000  # of one agent; then its output waits in the pipe
+LAST_LINES_S: Final = 0.5  # after the end of an agent, for what it has printed last
+
+
+class _Agent:
+    """The newest agent that was started on a machine, seen from the event loop."""
+
+    def __init__(self, machine: Machine, handle: Handle, attempts: Attempts) -> None:
+        self.machine = machine
+        self.name = machine.name
+        self.handle = handle
+        self.attempts = attempts
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.exit_code: int | None = None
+        self.ended = asyncio.Event()
+        self.room = threading.BoundedSemaphore(MAX_WAITING_LINES)
+
+
+class Fleet:
+    """Starts an agent on each machine, shows the agents' output, starts lost ones again, ends them.
+
+    What is wanted is compared with what is there every few seconds, and at every change (`_keep_machines`), for every
+    launcher in the same way. The head knows which machines are there: an agent whose ssh has ended may go on.
+
+    Args:
+        url: the head's address, with its fingerprint.
+        token: the run's token.
+    """
+
+    def __init__(self, launcher: Launcher, machines: Sequence[Machine], run: RunSpec, url: str, token: str) -> None:
+        self._launcher = launcher
+        self._machines = machines
+        self._run = run
+        self._url = url
+        self._token = token
+        self._agents: dict[str, _Agent] = {}  # by the machine's name
+        self._is_closing = False
+        self._is_hurried = asyncio.Event()
+        self._is_changed = asyncio.Event()
+        self._wanted: int | None = None  # None: the head has not said it yet
+        self._present: frozenset[str] = frozenset()
+        self._ended: set[str] = set()
+        self._keeping: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._listener: Listener
+        self._on_lost: Callable[[str], None]
+        self._on_gone: Callable[[Collection[str]], None]
+
+    def start(
+        self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[Collection[str]], None]
+    ) -> None:
+        """Start the agents.
+
+        Args:
+            on_lost: receives why none is left, while the run may not be over.
+            on_gone: receives the machines on which one has ended, whenever one does.
+
+        Raises:
+            UsageError: one of them cannot be started.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._listener, self._on_lost, self._on_gone = listener, on_lost, on_gone
+        for machine in self._machines:
+            self._start(machine)
+        self._keeping = self._loop.create_task(self._keep_machines())
+
+    def _start(self, machine: Machine) -> None:
+        known, now = self._agents.get(machine.name), time.monotonic()
+        attempts = known.attempts.started(now) if known is not None else Attempts(started_at=now)
+        agent = _Agent(machine, self._launcher.start(machine, self._command(machine)), attempts)
+        self._agents[machine.name] = agent
+        leave_to_others(agent.handle.pid)
+        reader = threading.Thread(target=self._read, args=(agent,), name=f"unisono-output-{machine.name}", daemon=True)
+        waiter = threading.Thread(
+            target=self._follow, args=(agent, reader), name=f"unisono-machine-{machine.name}", daemon=True
+        )
+        reader.start()
+        waiter.start()
+
+    # -- what is wanted, and what is there -----------------------------------------------------------
+
+    def keep(self, num_workers: int, present: Collection[str]) -> None:
+        """Have these machines from now on.
+
+        Args:
+            num_workers: for so many workers in all, where the launcher is elastic.
+            present: machines that need no other agent, although one has ended there.
+        """
+        self._wanted, self._present = num_workers, frozenset(present)
+        self._is_changed.set()
+
+    async def _keep_machines(self) -> None:
+        """Start agents where the launcher says so: its cluster may have room later, and machines may be lost."""
+        said = ""
+        while not self._is_closing:
+            self._is_changed.clear()
+            try:
+                if self._wanted is not None or not self._launcher.is_elastic:
+                    await self._compare()
+                said = ""
+            except Exception as error:  # of a launcher: the run goes on with the machines that it has
+                text = f"no machine can be got or given back: {type(error).__name__}: {error}"
+                if text != said and not self._is_closing:
+                    self._listener.on_notice(text)
+                said = text
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._is_changed.wait()
+
+    async def _compare(self) -> None:
+        now = time.monotonic()
+        lost = [agent.machine for agent in self._agents.values() if self._is_lost(agent) and agent.attempts.is_due(now)]
+        for machine in await asyncio.to_thread(self._launcher.ensure, self._wanted or 0, lost):
+            if self._is_closing:
+                return
+            if (before := self._agents.get(machine.name)) is None:
+                self._start(machine)
+            else:
+                self._start_again(before)
+
+    def _start_again(self, lost: _Agent) -> None:
+        words = f"{lost.name} is lost: its agent is started again, after {lost.attempts.pause_s:.0f} s"
+        self._listener.on_notice(words)
+        try:
+            self._start(lost.machine)
+        except UsageError as error:
+            lost.attempts = lost.attempts.started(time.monotonic()).ended(time.monotonic())
+            self._listener.on_notice(f"the agent of {lost.name} could not be started: {error}")
+
+    def _is_lost(self, agent: _Agent) -> bool:
+        """Return whether a machine needs another agent. One that has ended with exit code 0 was not needed any more."""
+        return bool(agent.exit_code) and agent.name not in self._present
+
+    # -- threads of an agent -------------------------------------------------------------------------
+
+    def _post(self, callback: Callable[..., None], *arguments: Any) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed: nobody is interested any more
+            return False
+        return True
+
+    def _show(self, agent: _Agent, text: str) -> bool:
+        agent.room.acquire()
+        return self._post(self._on_line, agent, text)
+
+    def _read(self, agent: _Agent) -> None:
+        with contextlib.suppress(ValueError):  # the launcher has closed it
+            for line in agent.handle.stdout or ():
+                if not self._show(agent, line.rstrip("\n")):
+                    return
+
+    def _follow(self, agent: _Agent, reader: threading.Thread) -> None:
+        code = 1
+        try:
+            code = agent.handle.wait()
+        except Exception as error:  # of a launcher: the machine counts as lost
+            self._show(agent, f"{type(error).__name__}: {error}")
+        finally:
+            reaped_by_others(agent.handle.pid)
+        reader.join(LAST_LINES_S)  # not for long: another process may hold the pipe
+        self._post(self._on_end, agent, code)
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Wait no longer for agents that end by themselves."""
+        self._is_hurried.set()
+
+    async def close(self, patience_s: float) -> None:
+        """Wait for the agents to end by themselves, then end them."""
+        self._is_closing = True
+        if self._keeping is not None:
+            self._is_changed.set()
+            await asyncio.wait([self._keeping], timeout=TERMINATE_S)
+        if not await self._ended_within(patience_s):
+            for agent in self._agents.values():
+                if agent.handle.poll() is None:
+                    agent.handle.terminate()
+            await self._ended_within(TERMINATE_S)
+        self._launcher.close()
+        await self._ended_within(TERMINATE_S)
+
+    async def _ended_within(self, seconds: float) -> bool:
+        ends = [asyncio.ensure_future(agent.ended.wait()) for agent in self._agents.values()]
+        hurried = asyncio.ensure_future(self._is_hurried.wait())
+        try:
+            async with asyncio.timeout(seconds):
+                while not all(end.done() for end in ends) and not hurried.done():
+                    await asyncio.wait(
+                        [*(end for end in ends if not end.done()), hurried], return_when="FIRST_COMPLETED"
+                    )
+        except TimeoutError:
+            pass
+        finally:
+            for waiting in (*ends, hurried):
+                waiting.cancel()
+        return all(agent.ended.is_set() for agent in self._agents.values())
+
+    def _command(self, machine: Machine) -> AgentCommand:
+        options = ["--workers", str(machine.num_workers), "--head-away", f"{self._run.head_away_s:g}s"]
+        join = ["join", "-", "--launched", machine.name, *options]
+        invitation = Invitation(self._url, self._token)
+        return AgentCommand(words=(sys.executable, "-P", "-m", "unisono", *join), secret=invitation.line)
+
+    def _on_line(self, agent: _Agent, text: str) -> None:
+        agent.room.release()
+        agent.last_lines.append(text)
+        self._listener.on_line(agent.name, text, False)
+
+    def _on_end(self, agent: _Agent, exit_code: int) -> None:
+        agent.exit_code = exit_code
+        agent.attempts = agent.attempts.ended(time.monotonic())
+        agent.ended.set()
+        self._ended.add(agent.name)
+        if not self._is_closing:
+            self._on_gone(self._ended)
+        self._loop.call_later(VERDICT_S, self._report, agent)
+
+    def _report(self, agent: _Agent) -> None:
+        if self._is_closing:
+            return  # the run is over, and that has ended the agent
+        is_last = all(other.ended.is_set() for other in self._agents.values())
+        if agent.exit_code:
+            is_back = not self._launcher.is_elastic and self._is_lost(agent)
+            again = f"; it is started again after {agent.attempts.pause_s:.0f} s" if is_back and not is_last else ""
+            self._listener.on_notice(_how_it_ended(agent) + again)
+        if is_last:
+            failures = listed([_how_it_ended(other) for other in self._agents.values()])
+            self._on_lost(f"no machine is left: {failures}")
+
+
+def _how_it_ended(agent: _Agent) -> str:
+    if known := agent.handle.explain(agent.exit_code or 0, tuple(agent.last_lines)):
+        return f"the agent of {agent.name} {known}"
+    words = f": {agent.last_lines[-1]}" if agent.last_lines else ""
+    code = agent.exit_code or 0
+    return f"the agent of {agent.name} {exit_words(code) if code < 0 else f'ended with exit code {code}'}{words}"

@@ -1,0 +1,180 @@
+"""Launcher: starts agents on other machines (by ssh, srun, mpirun, Ray, Kubernetes ...).
+
+The command that starts a run keeps the head. Where `Launcher.machines` names `HERE`, the command also starts workers on
+its own machine. On every other machine the launcher starts an agent, which is ``unisono join``::
+
+    command (head, agent of HERE)  --Launcher.start-->  agent on machine a  -->  its workers
+                                   --Launcher.start-->  agent on machine b  -->  its workers
+
+An agent reads the invitation (`unisono.cluster.trust.invitation`) from its standard input, so the token is on no
+command line and in no environment. The standard input then stays open: at its end the agent ends its workers and
+itself. So no process outlives a command that was killed, if the launcher passes on the end of the pipe (``srun`` and
+``mpirun`` do so; for ``ssh`` there is `unisono.cluster.machine.holder`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from unisono.core.settings import DEFAULTS, RunSettings
+from unisono.core.spec import RunSpec
+from unisono.system.capacity import Workers
+
+__all__ = [
+    "HERE",
+    "AgentCommand",
+    "Handle",
+    "Kind",
+    "Launcher",
+    "Machine",
+    "Request",
+]
+
+HERE: Final = ""
+"""Name of the machine that the command runs on: its workers need no other agent."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command line asks of a launcher."""
+
+    workers: Workers
+    """The value of ``--workers``."""
+    environment: Mapping[str, str]
+    """That of the command: a batch system says there what it has given to the job."""
+    spec: RunSpec = RunSpec()
+    settings: RunSettings = DEFAULTS
+    """All settings of the run, as its user has given them."""
+    bind: str = ""
+    """The address at which the head is to listen; "" where the user has not said it (`Launcher.bind`)."""
+    port: int = 0
+    """The head's port; 0 for any."""
+
+    @property
+    def takes_all(self) -> bool:
+        """``--workers auto``: as many workers as the machines have room for."""
+        return self.settings.workers == "auto"
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that takes part in a run from its beginning."""
+
+    name: str
+    num_workers: int
+
+
+class AgentCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """The command of an agent. Its first line of standard input is ``secret``; the standard input is then kept open."""
+
+    words: tuple[str, ...]
+    """The command, for `subprocess.Popen` or, quoted, for a shell."""
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"AgentCommand({self.words!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return [("words", self.words)]
+
+
+class Handle(ABC):
+    """An agent that was started."""
+
+    pid = 0
+    """Of its process, if that is a child of this one."""
+
+    @property
+    @abstractmethod
+    def stdout(self) -> Iterable[str]:
+        """The lines that the agent prints, its standard error included. Read once, in a thread; ends with the agent."""
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Return the exit code; None while the agent runs."""
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Block until the agent has ended; return its exit code."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Ask the agent to end its workers and itself; does not wait."""
+
+    def explain(self, exit_code: int, last_lines: Sequence[str]) -> str:
+        """Return how the agent has ended, as a predicate that follows its name; "" for the usual words.
+
+        Args:
+            last_lines: what the agent has printed last.
+        """
+        return ""
+
+
+class Launcher(ABC):
+    """Starts agents on machines. Derive a class, and add a row to `unisono.cluster.launchers.LAUNCHERS`.
+
+    Three methods are a launcher: `machines`, `start` and `close`. The machines that it has named are kept: where an
+    agent is lost, `start` is called for its machine again, after a pause (`unisono.cluster.launchers.relaunching`).
+    """
+
+    is_elastic = False
+    """It can get more machines, and give machines back, while the run goes on: by its own `ensure`."""
+
+    @abstractmethod
+    def machines(self) -> Sequence[Machine]:
+        """Return the machines of the run, with unique names. Called once."""
+
+    @abstractmethod
+    def start(self, machine: Machine, command: AgentCommand) -> Handle:
+        """Start an agent on a machine other than `HERE`; do not wait until it is up.
+
+        Raises:
+            UsageError: the agent cannot be started; says why, and what to do.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every agent that still runs, and free all resources of the launcher. The run is over."""
+
+    def bind(self) -> str:
+        """Return the address at which the head is to listen, if the user has not said it; "": the launcher does not
+        know better. Called after `machines`.
+        """
+        return ""
+
+    def ensure(self, num_workers: int, lost: Sequence[Machine]) -> Sequence[Machine]:
+        """Return machines for which `start` is to be called now.
+
+        Called every few seconds, and whenever something changes, in a thread of its own, never twice at the same time.
+        Do not block for long: where machines are not there yet, ask for them and return those that are.
+
+        Args:
+            num_workers: for a launcher that is elastic, how many workers the run wants in all, those of `HERE`
+                included. ``unisono scale`` and ``--efficiency`` change it. What is too much need not be ended: agents
+                without wanted workers end by themselves, with exit code 0. A request for machines that have not come
+                yet is to be taken back here. Further machines have names that were not used before.
+            lost: machines whose agent was lost, and whose pause is over.
+        """
+        return lost
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """One row of `unisono.cluster.launchers.LAUNCHERS`."""
+
+    path: str
+    """Module and class of the launcher, ``MODULE:CLASS``, which is made from a `Request`; imported when it is taken."""
+    is_asked: Callable[[Request], bool]
+    """Whether the request, or the environment that the command runs in, asks for this launcher."""
+
+    def build(self, request: Request) -> Launcher:
+        """Make the launcher.
+
+        Raises:
+            UsageError: it cannot do what is asked.
+        """
+        module, _, name = self.path.partition(":")
+        launcher: Launcher = getattr(importlib.import_module(module), name)(request)
+        return launcher

@@ -1,0 +1,219 @@
+"""``unisono run --plain``: torchrun on each machine of a launcher, and one owner that ends all of them.
+
+Each torchrun is started as an agent is (`unisono.cluster.launchers.protocol`), that of this machine in the hands of a
+holder (`unisono.cluster.machine.holder`). Where there are several, they meet at a store of this process. There is no
+head, and no run directory: who is in the training, and what is started again, is torchrun's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine
+from unisono.cluster.machine import holder
+from unisono.cluster.machine.plain import Order
+from unisono.core.errors import UsageError
+from unisono.core.words import count, exit_words
+
+__all__ = ["Torchruns", "exit_code", "fewest", "open_store"]
+
+END_S: Final = holder.COMMAND_S + 2 * holder.TERMINATE_S
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_COMMAND: Final = (sys.executable, "-P", "-m", "unisono.cluster.machine.plain")
+
+
+def exit_code(codes: Mapping[str, int], num_machines: int, least: int) -> int | None:
+    """Return the exit code of a training; None while it may still end well.
+
+    Args:
+        codes: exit codes of the torchruns that have ended, by machine, in the order in which they have ended.
+        least: the training goes on on so many machines; the loss of more is its end.
+    """
+    failed = [code for code in codes.values() if code]
+    if len(failed) > num_machines - least:
+        return failed[0] if failed[0] > 0 else 128 - failed[0]
+    return 0 if len(codes) == num_machines else None
+
+
+def fewest(numbers: Sequence[int], minimum: int) -> int:
+    """Return how many machines always have ``minimum`` processes together, whichever they are.
+
+    Args:
+        numbers: of processes, by machine.
+
+    Raises:
+        UsageError: all together have fewer.
+    """
+    if sum(numbers) < minimum:
+        raise UsageError(f"the machines have room for {sum(numbers)} of at least {count(minimum, 'process')}")
+    return next(number for number in range(1, len(numbers) + 1) if sum(sorted(numbers)[:number]) >= minimum)
+
+
+@contextlib.contextmanager
+def open_store(host: str, port: int) -> Iterator[str]:
+    """Open a store at which torchruns meet, as long as the context lasts; return its address HOST:PORT.
+
+    Raises:
+        UsageError: the address is not this machine's, or the port is taken.
+    """
+    from torch.distributed import TCPStore
+
+    try:
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise UsageError(
+            f"the torchruns cannot meet at {host}, port {port or 'any'}: {first}; give another --bind or --port"
+        ) from error
+    yield f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
+    del store
+
+
+class Torchruns:
+    """Starts torchrun on machines, shows the output, waits for the end, leaves nothing behind.
+
+    Args:
+        arguments: of the script: ``SCRIPT ...`` or ``-m MODULE ...``.
+        folder: in which the script runs.
+        environment: variables of the script beside those of a machine.
+        max_restarts: how often torchrun starts all processes again.
+        launcher: starts the torchruns of other machines; None: there are none.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: str,
+        environment: Mapping[str, str],
+        max_restarts: int,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._arguments = tuple(arguments)
+        self._folder = folder
+        self._environment = dict(environment)
+        self._max_restarts = max_restarts
+        self._launcher = launcher
+        self._handles: dict[str, Handle | subprocess.Popen[str]] = {}
+        self._news: SimpleQueue[tuple[str, int] | signal.Signals] = SimpleQueue()
+        """Ends of torchruns (machine, exit code), and signals to this process."""
+
+    def run(
+        self, machines: Sequence[Machine], *, nodes: tuple[int, int] = (1, 1), endpoint: str = "", name: str = ""
+    ) -> int:
+        """Start torchrun on each of these machines, and wait; return the exit code of the training. Main thread only.
+
+        Args:
+            nodes: with how many machines the training goes on, and how many it has at most, those of other commands
+                included.
+            endpoint: where several torchruns meet (`open_store`).
+            name: of the training, equal for all torchruns that meet; default: a new one.
+
+        Raises:
+            UsageError: a torchrun cannot be started.
+        """
+        least = len(machines) - (nodes[1] - nodes[0])
+        name = name or secrets.token_hex(8)
+        codes: dict[str, int] = {}
+        with self._signals():
+            try:
+                for machine in machines:
+                    self._start(machine, self._order(machine.num_workers, nodes, endpoint, name))
+                while (code := exit_code(codes, len(machines), least)) is None:
+                    news = self._news.get()
+                    if isinstance(news, signal.Signals):
+                        return 128 + news
+                    machine_name, codes[machine_name] = news
+                    if codes[machine_name] and len(machines) > 1:
+                        _say(machine_name, codes[machine_name])
+                return code
+            finally:
+                self._close(set(self._handles) - set(codes))
+
+    def _order(self, num_processes: int, nodes: tuple[int, int], endpoint: str, name: str) -> Order:
+        options = ["--nproc-per-node", str(num_processes), "--max-restarts", str(self._max_restarts)]
+        if endpoint:
+            options += ["--nnodes", f"{nodes[0]}:{nodes[1]}", "--rdzv-id", name]
+        return Order(
+            arguments=self._arguments,
+            options=tuple(options),
+            folder=self._folder,
+            environment=self._environment,
+            endpoint=endpoint,
+        )
+
+    def _start(self, machine: Machine, order: Order) -> None:
+        if machine.name == HERE:
+            handle: Handle | subprocess.Popen[str] = _held_here(order)
+        else:
+            assert self._launcher is not None
+            handle = self._launcher.start(machine, AgentCommand(words=_COMMAND, secret=order.encode()))
+        self._handles[machine.name] = handle
+        threading.Thread(target=self._follow, args=(machine.name, handle), daemon=True).start()
+
+    def _follow(self, name: str, handle: Handle | subprocess.Popen[str]) -> None:
+        code = 1
+        try:
+            for line in handle.stdout or ():
+                print(line.rstrip("\n"), flush=True)
+            code = handle.wait()
+        except BrokenPipeError:  # nobody reads this process's output any more
+            self._news.put(signal.SIGPIPE)
+        finally:
+            self._news.put((name, code))
+
+    def _close(self, running: set[str]) -> None:
+        """End the torchruns that still run; a second signal ends them at once."""
+        for name in running:
+            self._handles[name].terminate()
+        deadline = time.monotonic() + END_S
+        with contextlib.suppress(Empty):
+            while running:
+                news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+                if isinstance(news, signal.Signals):
+                    break
+                running.discard(news[0])
+        for name in running:
+            if isinstance(handle := self._handles[name], subprocess.Popen):
+                handle.kill()
+        if self._launcher is not None:
+            self._launcher.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Have signals told to `run` and `_close` instead of ending this process."""
+
+        def tell(number: int, _: object) -> None:
+            self._news.put(signal.Signals(number))
+
+        before = {number: signal.signal(number, tell) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _held_here(order: Order) -> subprocess.Popen[str]:
+    """Start torchrun on this machine. Its output is that of this process."""
+    words = (sys.executable, "-P", "-m", "unisono.cluster.machine.holder")
+    held = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    assert held.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # its exit code says so
+        held.stdin.write(f"{holder.Order(_COMMAND, merges_output=False).encode()}\n{order.encode()}\n")
+        held.stdin.flush()
+    return held
+
+
+def _say(name: str, code: int) -> None:
+    where = name if name != HERE else "this machine"
+    how = exit_words(code) if code < 0 else f"has ended with exit code {code}"
+    print(f"unisono: torchrun on {where} {how}", file=sys.stderr, flush=True)

@@ -1,0 +1,308 @@
+"""The workers of one machine: the agent's children that compute."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from unisono.cluster.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
+from unisono.cluster.machine.placement import PLACEMENTS, Placement
+from unisono.cluster.machine.places import Places
+from unisono.cluster.worker.beatpage import BeatPage, Slot
+from unisono.core.messages import WorkerExit
+from unisono.core.spec import MachineSpec, WorkerSpec
+from unisono.record.problems.kinds import place_of_dump
+from unisono.record.problems.limits import Kills
+from unisono.system import seats
+from unisono.system.lifetime import Memory
+
+__all__ = ["Workers", "machine_label"]
+
+
+def machine_label() -> str:
+    """Return a label that is equal for processes that can share memory: host name, kernel, process namespace."""
+    marks = []
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):
+            marks.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())
+    return f"{socket.gethostname()}-{hashlib.blake2b(' '.join(marks).encode(), digest_size=8).hexdigest()}"
+
+
+FORGET_S: Final = 0.05
+MOST_QUOTED: Final = 16
+FEW_LINES: Final = 10
+
+
+class _Delayed(msgspec.Struct, frozen=True):
+    timer: asyncio.TimerHandle
+
+
+class _Starting(msgspec.Struct, frozen=True):
+    local_rank: int
+    is_evicted: bool = False
+
+
+class _Started(msgspec.Struct, frozen=True):
+    """Running, or ended: `Child.exit_code` says which."""
+
+    local_rank: int
+    child: Child
+
+    @property
+    def is_running(self) -> bool:
+        return self.child.exit_code is None
+
+
+class _Evicted(msgspec.Struct, frozen=True):
+    """Evicted before its start, and so never started."""
+
+
+_State = _Delayed | _Starting | _Started | _Evicted
+
+
+class Workers:
+    """Starts the workers of a machine, reports their ends, ends them.
+
+    Args:
+        spec: the machine's part of the run.
+        head: the head's address.
+        host: label of this machine: equal for workers that can share memory.
+        secret: the run's token.
+        on_exit: receives the end of a worker's process, or why the process could not be started.
+    """
+
+    def __init__(
+        self,
+        spec: MachineSpec,
+        *,
+        head: str,
+        host: str,
+        secret: Memory,
+        listener: Listener,
+        on_exit: Callable[[WorkerExit], None],
+    ) -> None:
+        self._spec = spec
+        self._head = head
+        self._where: Memory | None = None  # the address of the head that the workers are to follow
+        self._host = host
+        self._on_exit = on_exit
+        self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, listener, self._report)
+        self._listener = listener
+        self._places = Places(spec.run.threads)
+        self._beats: BeatPage | None = None  # made for the first worker
+        self._states: dict[str, _State] = {}
+        self._is_closing = False
+        self._kills = Kills()
+
+    def open(self) -> None:
+        """Start the processes that workers are forked from.
+
+        Raises:
+            OSError, UsageError: see `Placement.open`.
+        """
+        self._where = Memory("unisono-where")
+        self.follow(self._head)
+        number = self._spec.num_workers
+        reserved = 0 if self._spec.condition else number + self._spec.num_evaluators
+        if words := self._places.reserve(reserved):
+            self._listener.on_notice(words)
+        if number:
+            self._placement.open()
+
+    def follow(self, url: str) -> None:
+        """Have the workers follow the head at this address; "": those that are not connected wait for one."""
+        self._head = url or self._head
+        if self._where is not None:
+            os.pwrite(self._where.descriptor, f"{url}\n".encode(), 0)
+
+    def start(self, worker_ids: Iterable[str], delay_s: float = 0.0) -> None:
+        """Start these workers, each of them once in its life: a head that follows another one may repeat an order."""
+        for worker_id in worker_ids:
+            if worker_id in self._states:
+                continue
+            if delay_s > 0:
+                timer = asyncio.get_running_loop().call_later(delay_s, self._start, worker_id)
+                self._states[worker_id] = _Delayed(timer)
+            else:
+                self._start(worker_id)
+
+    def evict(self, worker_id: str) -> None:
+        """Kill a worker. A delayed one does not start; one that is being forked is killed as soon as it is there."""
+        match self._states.get(worker_id):
+            case _Delayed(timer):
+                timer.cancel()
+                self._states[worker_id] = _Evicted()
+            case _Starting(local_rank):
+                self._states[worker_id] = _Starting(local_rank, is_evicted=True)
+            case _Started(child=child):
+                child.kill()
+            case None:
+                self._states[worker_id] = _Evicted()
+
+    def gpu_of_evaluator(self, number: int) -> int:
+        """Return the GPU of an evaluator of this machine, which lies behind those of its first workers."""
+        return self._places.of(self._spec.num_workers + number).gpu
+
+    def kill(self) -> None:
+        """Kill all workers, with the processes that they have started."""
+        for state in self._started():
+            state.child.kill()
+
+    def have_started(self) -> bool:
+        """Return whether this machine has or had a running worker."""
+        return bool(self._started())
+
+    def running(self) -> list[str]:
+        """Return the ids of the workers whose process has not ended."""
+        return [state.child.name for state in self._started() if state.is_running]
+
+    def processes(self) -> list[tuple[str, int]]:
+        """Return the running workers: (id, process id)."""
+        return [(state.child.name, state.child.pid) for state in self._started() if state.is_running]
+
+    def last_lines(self, worker_id: str) -> dict[str, str]:
+        """Return the end of the standard error of each worker that runs or has not ended well, if it has written any.
+
+        Args:
+            worker_id: comes first, with more than the others.
+        """
+        children = [state.child for state in self._started() if state.child.exit_code != 0]
+        children.sort(key=lambda child: child.name != worker_id)
+        lines = {child.name: list(child.output.more_lines) for child in children[:MOST_QUOTED]}
+        return {
+            name: "\n".join(found if name == worker_id else found[-FEW_LINES:])
+            for name, found in lines.items()
+            if found
+        }
+
+    async def ended_within(self, seconds: float) -> bool:
+        """Return whether all workers have ended by themselves within this time. From now on none starts."""
+        self._is_closing = True
+        for state in self._states.values():
+            if isinstance(state, _Delayed):
+                state.timer.cancel()
+        return all(await asyncio.gather(*(state.child.ended_within(seconds) for state in self._started())))
+
+    async def forget(self) -> None:
+        """Kill all workers and forget their ids: another head will order workers by ids of its own."""
+        for worker_id, state in list(self._states.items()):
+            if isinstance(state, _Starting):
+                self._states[worker_id] = _Starting(state.local_rank, is_evicted=True)
+            elif isinstance(state, _Delayed):
+                state.timer.cancel()
+        self.kill()
+        while any(isinstance(state, _Starting) for state in self._states.values()):
+            await asyncio.sleep(FORGET_S)
+        await asyncio.gather(*(state.child.ended_within(TERMINATE_S) for state in self._started()))
+        self._states.clear()
+
+    async def close(self) -> None:
+        """End all workers (SIGTERM, then SIGKILL), and the process that has forked them."""
+        if not await self.ended_within(0.0):
+            for state in self._started():
+                state.child.signal_group(signal.SIGTERM)
+            if not await self.ended_within(TERMINATE_S):
+                self.kill()
+                await self.ended_within(TERMINATE_S)
+        await self._placement.close()
+        seats.release()
+        if self._beats is not None:
+            self._beats.close()
+        where, self._where = self._where, None
+        if where is not None:
+            where.close()
+
+    def slots(self) -> dict[str, Slot]:
+        """Return the slots in which running workers leave their heartbeats, by the workers' ids."""
+        if self._beats is None:
+            return {}
+        found = {state.child.name: self._beats.slot(state.local_rank) for state in self._started() if state.is_running}
+        return {worker_id: slot for worker_id, slot in found.items() if slot is not None}
+
+    def _report(self, child: Child) -> None:
+        assert child.exit_code is not None
+        words = "\n".join(child.output.last_lines) if child.exit_code != 0 else ""
+        state = self._states.get(child.name)
+        if child.exit_code == 0 and isinstance(state, _Started):
+            self._places.give_back(state.local_rank)  # it is not replaced
+        killed_for = self._kills.new() if child.exit_code == -signal.SIGKILL and not child.is_killed else ""
+        limit = self._kills.limit if killed_for else None
+        self._on_exit(
+            WorkerExit(
+                worker_id=child.name,
+                exit_code=child.exit_code,
+                last_output=words,
+                place=place_of_dump(list(child.output.more_lines)) if child.exit_code < 0 else "",
+                killed_for=killed_for,
+                peak_bytes=child.peak_bytes,
+                limit_bytes=limit.limit if limit is not None else 0,
+            )
+        )
+
+    # -- one worker ------------------------------------------------------------------------------------
+
+    def _start(self, worker_id: str) -> None:
+        if self._is_closing:
+            return
+        local_rank = self._free_local_rank()
+        self._states[worker_id] = _Starting(local_rank)
+        spec = self._worker_spec(worker_id, local_rank, self._cleared_slot(local_rank))
+
+        def on_started(result: Child | OSError) -> None:
+            state = self._states.pop(worker_id)
+            assert isinstance(state, _Starting)
+            if isinstance(result, OSError):
+                words = f"it {NOT_STARTED.format(result)}"
+                self._on_exit(WorkerExit(worker_id=worker_id, exit_code=1, last_output=words))
+                return
+            self._states[worker_id] = _Started(local_rank, result)
+            if self._is_closing or state.is_evicted:
+                result.kill()
+
+        self._placement.start(spec, on_started)
+
+    def _free_local_rank(self) -> int:
+        """Return the smallest local rank that no worker has: a replacement takes that of the lost worker."""
+        taken = {
+            state.local_rank
+            for state in self._states.values()
+            if isinstance(state, _Starting) or (isinstance(state, _Started) and state.is_running)
+        }
+        return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+
+    def _cleared_slot(self, local_rank: int) -> str:
+        """Prepare the slot of this local rank for another worker; return the path to all slots."""
+        if self._beats is None:
+            self._beats = BeatPage()
+        if (slot := self._beats.slot(local_rank)) is not None:
+            slot.clear()
+        return self._beats.path
+
+    def _worker_spec(self, worker_id: str, local_rank: int, beats: str) -> WorkerSpec:
+        spec, host = self._spec, self._host
+        if spec.simulate_hosts > 1:
+            host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
+        return WorkerSpec(
+            run=spec.run,
+            head=self._head,
+            where=self._where.path if self._where is not None else "",
+            worker_id=worker_id,
+            host=host,
+            agent=os.getpid(),
+            local_rank=local_rank,
+            gpu=self._places.of(local_rank).gpu,
+            beats=beats,
+            address=spec.address,
+        )
+
+    def _started(self) -> list[_Started]:
+        return [state for state in self._states.values() if isinstance(state, _Started)]

@@ -1,0 +1,1 @@
+"""Who may speak with whom: tokens, certificates, invitations."""

@@ -1,0 +1,1 @@
+"""A worker's connection to the head, and what travels on it."""

@@ -1,0 +1,249 @@
+"""A worker's thread that talks to the head, over one connection after the other.
+
+The thread sends heartbeats and what is in the outbox, and receives. When the connection breaks, it tries to connect
+again for `RunSpec.head_away_s`, while the training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+from unisono.cluster.trust.invitation import shown
+from unisono.cluster.worker.outbox import Outbox
+from unisono.core.errors import ProtocolError, RunStopped
+from unisono.core.messages import Beat, Hello, Message, decode, encode
+from unisono.core.spec import WorkerSpec
+from unisono.system.lifetime import parent_is_gone
+
+if TYPE_CHECKING:
+    from unisono.cluster.worker.beatpage import Slot
+    from unisono.cluster.worker.link import Link
+
+__all__ = ["Connection", "Worker"]
+
+FLUSH_TIMEOUT_S: Final = 5.0
+RETRY_S: Final = 0.1
+LATE_S: Final = 1.0
+"""When a heartbeat goes out so much too late, this whole process stood still."""
+
+
+class Worker(Protocol):
+    """The worker (`unisono.cluster.worker.member.Member`), as `Connection` needs it. The connection's thread alone
+    calls it.
+    """
+
+    @property
+    def heartbeat_s(self) -> float | None:
+        """Between two heartbeats; None: the head has not answered yet."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """The run is over for this worker."""
+
+    def hello(self, address: str) -> Hello:
+        """Return the first message of a connection, which reaches the head from this address."""
+
+    def beat(self, now: float, stood_still_s: float) -> Beat:
+        """Return the heartbeat to send.
+
+        Args:
+            stood_still_s: the whole process stood still for so long, up to ``now``.
+        """
+
+    def receive(self, message: Message) -> None:
+        """Take a message of the head."""
+
+    def broken(self, error: Exception) -> None:
+        """Take note that the connection broke: nothing that was asked over it is answered."""
+
+    def stop(self, error: RunStopped) -> None:
+        """Take note that the run is over for this worker."""
+
+
+class Connection:
+    """Starts with `start`; ends with the run, or with `close`.
+
+    Args:
+        slot: where the worker leaves its heartbeats for its agent; None: they all go to the head itself.
+    """
+
+    def __init__(self, worker: Worker, spec: WorkerSpec, outbox: Outbox, slot: Slot | None) -> None:
+        self._worker = worker
+        self._spec = spec
+        self._outbox = outbox
+        self._slot = slot
+        self._head = spec.head
+        self._where = _open(spec.where)
+        self._num_received = 0
+        self._link: Link | None = None
+        self._closing = False
+        self._emptied = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="unisono-member", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send the messages that are not sent yet (for a few seconds at most), and end the connection."""
+        self._flush()
+        self._closing = True
+        self._outbox.ring()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(FLUSH_TIMEOUT_S)
+        if self._slot is not None and not self._thread.is_alive():
+            self._slot.close()
+
+    def drop(self) -> None:
+        """Close the connection in a forked child: it must not outlive this worker."""
+        link = self._link
+        if link is not None:
+            link.sock.close()
+
+    def _flush(self) -> None:
+        """Wait until all messages are handed to the operating system."""
+        self._outbox.send_steps()
+        deadline = time.monotonic() + FLUSH_TIMEOUT_S
+        with self._emptied:
+            while self._thread.is_alive() and not self._closing and (left := deadline - time.monotonic()) > 0:
+                link = self._link
+                if link is not None and self._outbox.is_empty and not link.wants_to_write:
+                    return
+                self._outbox.ring()
+                self._emptied.wait(min(0.05, left))
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Connect to the head, again and again, until the run is over."""
+        from unisono.cluster.worker.link import Refused  # a script that runs alone needs no WebSocket
+
+        away_since = time.monotonic()
+        tried_at = -RETRY_S
+        try:
+            while not self._closing and not self._worker.is_stopped:
+                # Wait also where the head accepts connections and closes them at once.
+                time.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
+                tried_at = time.monotonic()
+                try:
+                    link = self._dial()
+                except Refused as refused:
+                    self._worker.stop(RunStopped(f"the head refuses this worker: {refused}"))
+                    return
+                except OSError as error:
+                    self._give_up_if_away(away_since, error)
+                    continue
+                num_received = self._num_received
+                try:
+                    self._talk(link)
+                except (OSError, ProtocolError) as error:
+                    if self._num_received > num_received:  # a relay without a head behind it sends nothing
+                        away_since = time.monotonic()
+                    self._worker.broken(error)
+                    self._give_up_if_away(away_since, error)
+                finally:
+                    self._link = None
+                    link.close()
+        except Exception as error:  # a bug here must not leave the loop waiting for ever
+            self._worker.stop(RunStopped(f"the connection to the head failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._note_empty()
+
+    def _dial(self) -> Link:
+        """Connect to the head that this worker's agent follows, and to no other: that may count this worker as lost.
+
+        Raises:
+            OSError: there is none, or no way to it.
+        """
+        from unisono.cluster.worker.link import Link
+
+        head = self._find_head()
+        if not head:
+            raise ConnectionError("this worker's machine has lost the head")
+        self._head = head
+        link = Link.dial(head, self._spec.token)
+        if self._find_head() != head:
+            link.close()
+            raise ConnectionError("this worker's machine follows another head now")
+        return link
+
+    def _give_up_if_away(self, away_since: float, error: Exception) -> None:
+        """Exit if the agent is gone; stop if the head has been out of reach for too long."""
+        if parent_is_gone():
+            os._exit(1)
+        away_s = self._spec.run.head_away_s
+        if self._where < 0 and time.monotonic() - away_since > away_s:  # else the agent decides
+            self._worker.stop(RunStopped(f"the head at {shown(self._head)} has been away for {away_s:.0f} s: {error}"))
+
+    def _find_head(self) -> str:
+        """Return the address of the head that this worker's agent follows; "": it looks for one."""
+        if self._where < 0:
+            return self._spec.head
+        with contextlib.suppress(OSError):
+            found, whole, _ = os.pread(self._where, 4096, 0).decode(errors="replace").partition("\n")
+            if whole:
+                return found
+        return self._head
+
+    def _talk(self, link: Link) -> None:
+        """Send and receive over one connection until it ends."""
+        outbox = self._outbox
+        link.put(encode(self._worker.hello(link.address)))
+        if self._worker.heartbeat_s is not None:  # not the first connection
+            outbox.repeat(link)
+        self._link = link
+        next_beat = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(outbox.bell, selectors.EVENT_READ)
+            selector.register(link.sock, selectors.EVENT_READ)
+            while not self._closing:
+                now, heartbeat_s = time.monotonic(), self._worker.heartbeat_s
+                if heartbeat_s is not None and now >= next_beat:
+                    self._beat(link, now, next_beat)
+                    # With the other workers of this machine, so that their agent can report all of them just then.
+                    next_beat = now + heartbeat_s - now % heartbeat_s
+                    outbox.send_steps()
+                outbox.hand_over(link)
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write else 0)
+                selector.modify(link.sock, events)
+                if outbox.is_empty and not link.wants_to_write:
+                    self._note_empty()
+                selector.select(max(0.0, next_beat - now) if heartbeat_s is not None else None)
+                outbox.silence()
+                link.push()
+                for data in link.take():
+                    message = decode(data)
+                    self._num_received += 1
+                    self._worker.receive(message)
+
+    def _beat(self, link: Link, now: float, due: float) -> None:
+        """Send a heartbeat, by the agent if there is one that reports it.
+
+        Raises:
+            ConnectionError: the head at the other end is not this worker's head any more.
+        """
+        if parent_is_gone():
+            os._exit(1)
+        if self._find_head() not in ("", self._head):
+            raise ConnectionError("this worker's machine follows another head now")
+        late_s = now - due
+        # The process was stopped, or a call held the interpreter: that is no hang.
+        beat = encode(self._worker.beat(now, late_s if late_s > LATE_S else 0.0))
+        if self._slot is None or not self._slot.leave(beat, now):
+            link.put(beat)
+
+    def _note_empty(self) -> None:
+        with self._emptied:
+            self._emptied.notify_all()
+
+
+def _open(path: str) -> int:
+    """Return a descriptor of this file; -1: there is none that this process may read."""
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path else -1
+    return -1

@@ -1,0 +1,132 @@
+"""Checks that find a training whose bits depend on the worker: at which steps, and on which members. Without I/O.
+
+There are two checks, at steps that all members choose alike:
+
+* **comparison**: every member sends a digest of everything that is tracked. The digests must be equal.
+* **rehearsal**: members compute, after their own micro-batches, the first micro-batch of the next rank as well.
+  The digests of the two gradients must be equal. The second gradient is not summed. A worker that is alone and trains a
+  recurrent model computes its own first micro-batch again, in the first steps only: a hidden state that the script
+  carries over by itself is wrong even there.
+
+A script that counts, remembers earlier micro-batches, draws from a generator of its own or reads the clock gives other
+gradients to the second worker, which has computed other micro-batches before. Most such scripts do so from the first
+step on; some begin later. So the checks are dense at the beginning of a run and rare afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.core.plan import Plan
+
+__all__ = ["Rehearsal", "balance_of_copies", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
+
+_WORD = 1 << 64
+
+FIRST_STEPS = 8
+"""The first steps of a run are all checked, and afterwards those whose number is a power of two."""
+FIRST_STEPS_ALONE = 2
+"""A run with one worker that trains a recurrent model is rehearsed in so many steps."""
+COMPARE_EVERY = 100
+REHEARSE_EVERY = 1000
+
+
+def balance_of_copies(digests: Mapping[int, int], holders: Sequence[Sequence[str]], worker_id: str) -> int:
+    """Return one worker's part of a sum that is 0 modulo 2**64, over all workers, where all copies are equal.
+
+    The first holder of a state counts its digest once for each other holder, and each of these takes its own away. So
+    one number is compared, whatever states a worker holds.
+
+    Args:
+        digests: of the states that the worker holds, by number; 64 bits, well mixed.
+        holders: by number, the workers that hold the state.
+    """
+    total = 0
+    for number, digest in digests.items():
+        ids = holders[number]
+        if worker_id in ids:
+            total += digest * (len(ids) - 1 if ids[0] == worker_id else -1)
+    return total % _WORD
+
+
+def is_compared(step: int, *, is_last: bool = False) -> bool:
+    """Return whether the members compare their states at this step.
+
+    Args:
+        step: steps of the run that are done.
+        is_last: the step is the last one of its ``run.steps``.
+    """
+    return is_last or step < FIRST_STEPS or step % COMPARE_EVERY == 0 or _is_power_of_two(step)
+
+
+def is_rehearsed(
+    step: int, *, alone: bool = False, is_first_of_generation: bool = False, is_last: bool = False
+) -> bool:
+    """Return whether each member computes a micro-batch of another one as well at this step.
+
+    Args:
+        step: steps of the run that are done.
+        alone: there is one member.
+        is_first_of_generation: the members have changed since the step before.
+        is_last: the step is the last one of its ``run.steps``.
+    """
+    if alone:
+        return step < FIRST_STEPS_ALONE
+    often = is_last or is_first_of_generation or step < FIRST_STEPS
+    return often or step % REHEARSE_EVERY == 0 or _is_power_of_two(step)
+
+
+def is_last_checked(phase: int) -> bool:
+    """Return whether the last step of a ``run.steps`` is checked. A script may call it once for each epoch.
+
+    Args:
+        phase: the number of this call in the run.
+    """
+    return phase < FIRST_STEPS or _is_power_of_two(phase)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The part of one member in a rehearsal."""
+
+    own: int | None
+    """The micro-batch of this member that another one computes as well; None: it has none."""
+    other: int | None
+    """The micro-batch of another member (alone: of this one) that this one computes as well, after its own; None: there
+    is none."""
+
+
+def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
+    """Return what one member computes for a rehearsal.
+
+    The members form a ring: each computes, as its last micro-batch, the first one of the next rank that has any. So
+    whatever a script remembers differs most. In the second step of a run (and in one of four that happen to be
+    rehearsed later) one member is left out: a script that goes by what it has counted in its inner loop, which is
+    equal on members with equal parts, has another number there, and the next comparison finds it.
+
+    Args:
+        turn: counts rehearsals, e.g. the number of the step.
+    """
+    size = len(plan.ranges)
+    if size == 1:
+        return Rehearsal(plan.ranges[0][0], plan.ranges[0][0])
+    following = (plan.ranges[(rank + distance) % size] for distance in range(1, size))
+    is_left_out = turn % 4 == 1 and rank == turn // 4 % size
+    other = None if is_left_out else next((leaves[0] for leaves in following if leaves), None)
+    own = plan.ranges[rank][0] if plan.ranges[rank] else None
+    return Rehearsal(own, other)
+
+
+def minority(values: Sequence[Hashable]) -> list[int]:
+    """Return the indices of the values that are not the most frequent one (of equally frequent values: the first)."""
+    if not values:
+        return []
+    counts = Counter(values)
+    usual = max(counts, key=lambda value: (counts[value], -values.index(value)))
+    return [index for index, value in enumerate(values) if value != usual]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

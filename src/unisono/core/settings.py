@@ -1,0 +1,487 @@
+"""The settings of a run, each declared once: its name, type, default, help, group and who may give it.
+
+Made from this declaration: the options of ``unisono run`` and its ``--set NAME=VALUE``, the arguments of
+`unisono.launch`, the entries of ``unisono.toml``, what ``--dry-run`` prints, the table of docs/settings.md, and the
+defaults of `unisono.core.spec.RunSpec` and `unisono.core.policy.Policy`.
+
+The name of a setting is that of its field, with dashes; a field whose name ends with ``_s`` is a time in seconds, which
+is written with its unit: ``--set heartbeat=500ms``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from unisono.core.errors import UsageError
+
+__all__ = [
+    "DEFAULTS",
+    "FILE",
+    "GROUPS",
+    "OLD_NAMES",
+    "SETTINGS",
+    "AuditThen",
+    "Partition",
+    "RunSettings",
+    "Setting",
+    "StartMethod",
+    "gathered",
+    "pairs",
+    "parse_time",
+    "setting_named",
+    "table",
+]
+
+Partition = Literal["wait", "majority", "go-on"]
+"""What machines do that hold the run's state and have lost the head: wait for it; go on under a head of their own where
+they are more than half of the machines; go on in any case."""
+
+AuditThen = Literal["go-back", "go-on"]
+"""What a run does when an audit has found a worker that computes wrong values: go back to the newest checkpoint from
+before the steps that are to be doubted; or go on, with what that worker has done so far."""
+
+StartMethod = Literal["fork", "spawn"]
+"""fork: from a process that has imported torch; spawn: each worker imports torch by itself."""
+
+Group = Literal["workers", "machines", "network", "keeping", "Ray", "Kubernetes", "internal"]
+GROUPS: Final[dict[Group, str]] = {
+    "workers": "Workers",
+    "machines": "Machines",
+    "network": "Network",
+    "keeping": "Keeping",
+    "Ray": "With --launcher ray",
+    "Kubernetes": "With --launcher kubernetes",
+}
+"""The groups of the help and of the documentation, with their titles. Settings of the group "internal" are for own
+processes and for tests."""
+
+FILE: Final = "unisono.toml"
+"""The file beside a script (`unisono.cli.settings_file`)."""
+OLD_NAMES: Final = {
+    "heartbeat-s": "heartbeat",
+    "heartbeat-timeout-s": "heartbeat-timeout",
+    "timeout-s": "exchange-timeout",
+    "late-s": "report-late-after",
+    "aside-s": "go-on-without-after",
+    "hang-s": "kill-after",
+    "head-away-s": "head-away",
+    "partition": "when-cut",
+    "ports": "port",
+    "tensorboard": "sink",
+    "sinks": "sink",
+}
+"""Names that settings had in an earlier version."""
+UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+WORDS: Final = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting of a run, as the field of `RunSettings` declares it."""
+
+    help: str
+    group: Group
+    name: str = ""
+    """After ``--set``, in the file and in the documentation."""
+    option: str = ""
+    """The options of the command line, such as ``-n --workers``; "": it is given by ``--set`` only."""
+    metavar: str = ""
+    """The form of its value."""
+    shown: str = ""
+    """The default in words, where the value itself does not say it."""
+    in_file: bool = True
+    """It may stand in ``unisono.toml``: it is no token, and no command that is executed."""
+    field: str = ""
+    kind: Any = str
+    """Type of the value, without None."""
+    default: Any = None
+
+    @property
+    def is_time(self) -> bool:
+        return self.field.endswith("_s")
+
+    @property
+    def is_flag(self) -> bool:
+        return self.kind is bool
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.kind) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it may have; empty: any of its type."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def form(self) -> str:
+        """How a value is written."""
+        if self.metavar:
+            return self.metavar
+        if self.choices:
+            return "|".join(self.choices)
+        return "TIME" if self.is_time else {bool: "yes|no", int: "N", float: "X"}.get(self.kind, "TEXT")
+
+    @property
+    def words_of_default(self) -> str:
+        """The default, as the help and the documentation show it."""
+        return self.shown or self.text(self.default) or "none"
+
+    def spelled(self) -> str:
+        """Return how a user writes it on the command line."""
+        return self.option.split(" ")[-1] if self.option else f"--set {self.name}"
+
+    def read(self, text: str) -> Any:
+        """Return the value that a text says.
+
+        Raises:
+            UsageError: it says none.
+        """
+        try:
+            if self.is_time:
+                return parse_time(text)
+            if self.is_flag:
+                return WORDS[text.lower()]
+            if self.kind in (int, float):
+                number = self.kind(text)
+                if not math.isfinite(number):
+                    raise ValueError
+                return number
+        except (KeyError, ValueError):
+            what = {"TIME": "a time above 0 with its unit, such as 500ms, 60s, 2m or 1h", "N": "a whole number"}
+            wanted = "yes or no" if self.is_flag else what.get("TIME" if self.is_time else self.form, "a number")
+            raise UsageError(f"{self.spelled()} is {wanted}, got {text!r}") from None
+        if self.choices and text not in self.choices:
+            raise UsageError(f"{self.spelled()} is one of {', '.join(self.choices)}; got {text!r}")
+        return text
+
+    def checked(self, value: Any) -> Any:
+        """Return the value that a caller in Python or a file has given.
+
+        Raises:
+            UsageError: it has another type.
+        """
+        if self.is_list:
+            return (value,) if isinstance(value, str) else tuple(str(each) for each in value)
+        if isinstance(value, bool):
+            return self.read("yes" if value else "no")
+        if isinstance(value, (int, float)):
+            return self.read(f"{value}s" if self.is_time else str(value))
+        return self.read(str(value))
+
+    def text(self, value: Any) -> str:
+        """Return a value as it is given on the command line, so that `read` returns it again."""
+        if value is None:
+            return "auto"
+        if self.is_flag:
+            return "yes" if value else "no"
+        if self.is_time:
+            return f"{value:g}s"
+        if self.is_list:
+            return ", ".join(value)
+        return f"{value:g}" if self.kind is float else str(value)
+
+    def words(self, value: Any) -> list[str]:
+        """Return a value as words of the command line of ``unisono run``."""
+        if value is None:
+            return []
+        values = value if self.is_list else (value,)
+        return [word for each in values for word in self._word(each if self.is_list else self.text(each))]
+
+    def _word(self, text: str) -> list[str]:
+        name = self.option.split(" ")[-1]
+        if not name or (self.is_flag and text == "no"):
+            return ["--set", f"{self.name}={text}"]
+        return [name] if self.is_flag else [name, text]
+
+
+def parse_time(text: str) -> float:
+    """Return the seconds of ``500ms``, ``60s``, ``2m`` or ``1h``.
+
+    Raises:
+        ValueError: it is no such time, or not above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)", text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{text!r} is no time")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def _of(
+    words: str,
+    group: Group,
+    *,
+    option: str = "",
+    metavar: str = "",
+    shown: str = "",
+    name: str = "",
+    in_file: bool = True,
+) -> Setting:
+    return Setting(help=words, group=group, option=option, metavar=metavar, shown=shown, name=name, in_file=in_file)
+
+
+# fmt: off
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a run, as its user gives them."""
+
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    module: str | None = None
+    sources: dict[str, str] = {}
+    """Where the settings that were given come from, by name; the others have their default."""
+
+    workers: Annotated[str, _of(
+        "How many workers: N; every GPU, else every core; or at least A and at most B.", "workers",
+        option="-n --workers", metavar="N|auto|A:B")] = "auto"
+    evaluators: Annotated[int, _of(
+        "So many more processes of this machine compute what run.evaluate(..., wait=False) asks for, while the workers "
+        "train on.", "workers", option="--evaluators")] = 0
+    wait_for: Annotated[int, _of(
+        "Begin when N workers are there: those of this machine and of machines that join.", "workers",
+        option="--wait-for", shown="the workers of this machine")] = 0
+    threads: Annotated[int | None, _of(
+        "CPU threads of a worker. Part of the result's bits.", "workers", option="--threads", shown="1")] = None
+    exchange: Annotated[str, _of(
+        "How gradients meet: auto (the fastest), shared (one machine), gloo, or two-level.", "workers",
+        option="--exchange", metavar="NAME")] = "auto"
+    max_restarts: Annotated[int | None, _of(
+        "How many lost workers of a machine are replaced; with --plain, how often torchrun starts all processes again.",
+        "workers", option="--max-restarts", shown="10; 0 with --plain")] = None
+    strict: Annotated[bool, _of(
+        "Refuse workers whose arithmetic may differ.", "workers", option="--strict")] = False
+    audit: Annotated[float, _of(
+        "Have a second worker compute this share of the micro-batches as well, e.g. 0.01, and find a machine that "
+        "computes wrong values (with three workers or more). At most 0.5. It changes no bit.", "workers",
+        option="--audit", metavar="SHARE")] = 0.0
+    plain: Annotated[bool, _of(
+        "The script is one for torchrun, and does not use Unisono: start torchrun on the machines.", "workers",
+        option="--plain")] = False
+    audit_then: Annotated[AuditThen | None, _of(
+        "What follows when an audit has found a worker to be wrong: the run goes back to a checkpoint from before what "
+        "may be wrong, or goes on.", "workers", shown="as the script says, or go-back")] = None
+    efficiency: Annotated[float, _of(
+        "With --workers A:B: begin with A, have more while the next one adds this part of a worker's speed, e.g. 0.7, "
+        "and give back those that do not.", "workers", metavar="PART")] = 0.0
+    allow_different_script: Annotated[bool, _of(
+        "Admit workers whose script has another text than the run's, with a warning. It may change the result.",
+        "workers")] = False
+    start: Annotated[StartMethod | None, _of(
+        "Workers are forked from a process that has imported torch, or come by themselves.", "workers",
+        shown="fork on Linux, else spawn")] = None
+    heartbeat_s: Annotated[float, _of("Time between a worker's heartbeats.", "workers")] = 0.5
+    heartbeat_timeout_s: Annotated[float, _of("Silent for this long, a worker is lost.", "workers")] = 5.0
+    timeout_s: Annotated[float, _of("How long one exchange may take.", "workers", name="exchange-timeout")] = 300.0
+    late_s: Annotated[float, _of(
+        "Report a worker that others wait for after this time.", "workers", name="report-late-after")] = 3.0
+    aside_s: Annotated[float, _of(
+        "Go on without a worker that others wait for after this time.", "workers", name="go-on-without-after")] = 10.0
+    hang_s: Annotated[float, _of(
+        "End a worker that others wait for after this time.", "workers", name="kill-after")] = 60.0
+
+    hosts: Annotated[str, _of(
+        "Machines to train on, by ssh: B with 2 workers, the others with as many as they have room for. This machine "
+        "takes part only if it is named (localhost).", "machines", option="--hosts", metavar="A,B:2,C")] = ""
+    launcher: Annotated[str, _of(
+        "What starts the workers: auto, local (this machine), none (they join by themselves), ray, kubernetes, or the "
+        "batch system that the command runs in.", "machines", option="--launcher", metavar="NAME")] = "auto"
+    ship: Annotated[bool, _of(
+        "Send the current folder, without what .gitignore names, to machines of --hosts that lack it.", "machines",
+        option="--ship")] = False
+    pass_env: Annotated[tuple[str, ...], _of(
+        "An environment variable that the workers of --hosts get from here.", "machines", option="--pass-env",
+        metavar="NAME")] = ()
+    hostfile: Annotated[str, _of(
+        "The same as --hosts, one a line: HOST, HOST:N or HOST slots=N.", "machines", metavar="FILE")] = ""
+    ssh: Annotated[str, _of(
+        "How machines are reached, with options: 'ssh -F config'.", "machines", metavar="COMMAND", in_file=False)
+        ] = "ssh"
+    remote_python: Annotated[str, _of(
+        "Python on the other machines.", "machines", metavar="PATH", shown="the path of this one", in_file=False)] = ""
+    ship_limit: Annotated[float, _of("The most that --ship sends, in MB.", "machines", metavar="MB")] = 100.0
+    per_task: Annotated[int | None, _of(
+        "Under srun or mpiexec: workers of each task, where --workers is the number of all tasks together.", "machines",
+        shown="one, or one for each of its GPUs")] = None
+    rendezvous: Annotated[str, _of(
+        "Under srun or mpiexec: where task 0 writes the address of the run for the other tasks, a directory that all "
+        "see.", "machines", metavar="DIR")] = "."
+
+    bind: Annotated[str | None, _of(
+        "Where the head listens; other machines need an address that they can reach.", "network", option="--bind",
+        metavar="ADDRESS", shown="127.0.0.1; with --hosts, one that these reach")] = None
+    tls: Annotated[bool | None, _of(
+        "Whether connections to the head are encrypted.", "network", option="--tls",
+        shown="if other machines can reach it")] = None
+    interface: Annotated[str, _of(
+        "The network interface that the head listens on, and that workers of this machine exchange gradients over, "
+        "e.g. ib0; instead of --bind.", "network", metavar="NAME")] = ""
+    port: Annotated[str, _of(
+        "The head's port; A:B: the first free one of these. `unisono doctor --ports A:B` says what workers need.",
+        "network", metavar="N|A:B", shown="any")] = "0"
+    advertise: Annotated[str, _of(
+        "The address or name at which other machines reach the head, where that is not the one of --bind.", "network",
+        metavar="HOST")] = ""
+    certificate: Annotated[str, _of(
+        "The head's certificate (PEM) instead of one that is made for the run.", "network", metavar="FILE")] = ""
+    private_key: Annotated[str, _of(
+        "The private key of the certificate (PEM, no password).", "network", metavar="FILE", in_file=False)] = ""
+    token_file: Annotated[str, _of(
+        "The run's token, instead of one that is made for the run; for machines that must know it before.", "network",
+        metavar="FILE", in_file=False)] = ""
+    head_away_s: Annotated[float, _of(
+        "How long machines wait for a head that is out of reach.", "network")] = 20.0
+    when_cut: Annotated[Partition, _of(
+        "What machines do then that hold the run's state: end; go on where they are more than half of the machines; or "
+        "go on in any case (both sides compute the same bits).", "network")] = "go-on"
+
+    run_dir: Annotated[str, _of(
+        "Journal and checkpoints; wins over the script's.", "keeping", option="--run-dir", metavar="DIR")] = ""
+    overwrite: Annotated[bool, _of(
+        "Replace the run that the directory holds.", "keeping", option="--overwrite", in_file=False)] = False
+    resume: Annotated[str, _of(
+        "Go on with the run in DIR, or from one of its checkpoints, or from the URL of its copies, at any number of "
+        "workers; without SCRIPT, with the run's own. auto: with what the run directory holds, if anything.", "keeping",
+        option="--resume", metavar="DIR")] = ""
+    copies_to: Annotated[tuple[str, ...], _of(
+        "Copy each checkpoint to this place as well: a path, or a URL that fsspec knows (s3://bucket/run, "
+        "sftp://host/path). Wins over the script's.", "keeping", option="--copies-to", metavar="URL")] = ()
+    sinks: Annotated[tuple[str, ...], _of(
+        "Give the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of "
+        "your own.", "keeping", option="--sink", name="sink", metavar="NAME[=ARGUMENT]", in_file=False)] = ()
+    profile: Annotated[str, _of(
+        "Record the steps from A up to but without B with torch.profiler on all workers: one trace for Perfetto, in "
+        "the folder profile of the run's directory.", "keeping", option="--profile", metavar="A:B")] = ""
+    dry_run: Annotated[bool, _of(
+        "Print the settings, and where each comes from (with --launcher kubernetes, the manifests); start nothing.",
+        "keeping", option="--dry-run", in_file=False)] = False
+    resume_anyway: Annotated[tuple[str, ...], _of(
+        "A part of the recipe that may differ from the checkpoint's, e.g. microbatches. It changes the bits.",
+        "keeping", metavar="NAME", in_file=False)] = ()
+
+    ray_address: Annotated[str, _of(
+        "The Ray cluster.", "Ray", name="ray.address", metavar="auto|HOST:PORT")] = "auto"
+    ray_gpus_per_worker: Annotated[float | None, _of(
+        "GPUs that Ray reserves for a worker.", "Ray", name="ray.gpus-per-worker",
+        shown="1 where the cluster has GPUs")] = None
+    ray_send_folder: Annotated[bool, _of(
+        "Let Ray send the current folder to its nodes; else it lies there at the same path.", "Ray",
+        name="ray.send-folder")] = False
+
+    kubernetes_image: Annotated[str, _of(
+        "Container image: Python, Unisono, what the script needs.", "Kubernetes", name="kubernetes.image",
+        metavar="IMAGE")] = ""
+    kubernetes_name: Annotated[str, _of(
+        "Name of the run there.", "Kubernetes", name="kubernetes.name", metavar="NAME",
+        shown="from the script's name")] = ""
+    kubernetes_namespace: Annotated[str, _of(
+        "Where the objects are made.", "Kubernetes", name="kubernetes.namespace", metavar="NAME")] = "default"
+    kubernetes_context: Annotated[str, _of(
+        "Context of the kubeconfig.", "Kubernetes", name="kubernetes.context", metavar="NAME",
+        shown="the current one")] = ""
+    kubernetes_volumes: Annotated[tuple[str, ...], _of(
+        "A volume for all pods; the first one holds the run directory.", "Kubernetes", name="kubernetes.pvc",
+        metavar="CLAIM:/PATH")] = ()
+    kubernetes_workers_per_pod: Annotated[int, _of(
+        "Workers of a pod.", "Kubernetes", name="kubernetes.workers-per-pod")] = 1
+    kubernetes_cpu: Annotated[str, _of(
+        "CPUs of a worker pod.", "Kubernetes", name="kubernetes.cpu", metavar="N",
+        shown="the threads of its workers")] = ""
+    kubernetes_memory: Annotated[str, _of(
+        "Memory of a worker pod.", "Kubernetes", name="kubernetes.memory", metavar="SIZE")] = "2Gi"
+    kubernetes_gpus_per_worker: Annotated[int, _of(
+        "GPUs of a worker.", "Kubernetes", name="kubernetes.gpus-per-worker")] = 0
+    kubernetes_shm: Annotated[str, _of(
+        "Size of /dev/shm; a part of the memory.", "Kubernetes", name="kubernetes.shm", metavar="SIZE")] = "1Gi"
+    kubernetes_user: Annotated[int, _of(
+        "User id in the containers.", "Kubernetes", name="kubernetes.user")] = 1000
+    kubernetes_variables: Annotated[tuple[str, ...], _of(
+        "An environment variable of all pods.", "Kubernetes", name="kubernetes.env", metavar="NAME=VALUE",
+        in_file=False)] = ()
+    kubernetes_in_image: Annotated[bool, _of(
+        "The script is in the image, and not here.", "Kubernetes", name="kubernetes.in-image")] = False
+    kubernetes_detach: Annotated[bool, _of("Do not follow the run.", "Kubernetes", name="kubernetes.detach")] = False
+
+    simulate_hosts: Annotated[int, _of("Workers get so many different labels of hosts.", "internal")] = 1
+    inspect: Annotated[str, _of("The inspector of a trial run, and its settings.", "internal", in_file=False)] = ""
+    function: Annotated[str, _of("The function that `launch` calls.", "internal", in_file=False)] = ""
+    result: Annotated[str, _of("The file for what the function returns.", "internal", in_file=False)] = ""
+    outcome: Annotated[str, _of("The file for how the run ended.", "internal", in_file=False)] = ""
+    beside: Annotated[str, _of("The folder of `unisono.toml`, for a function.", "internal", in_file=False)] = ""
+# fmt: on
+
+
+def _declared() -> Iterable[Setting]:
+    defaults = RunSettings()
+    for field, hint in get_type_hints(RunSettings, include_extras=True).items():
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, setting = get_args(hint)
+        if get_origin(kind) in (Union, types.UnionType):
+            kind = next(each for each in get_args(kind) if each is not type(None))
+        name = setting.name or field.removesuffix("_s").replace("_", "-")
+        yield msgspec.structs.replace(setting, field=field, name=name, kind=kind, default=getattr(defaults, field))
+
+
+SETTINGS: Final[dict[str, Setting]] = {setting.name: setting for setting in _declared()}
+"""All settings by name."""
+DEFAULTS: Final = RunSettings()
+
+
+def setting_named(name: str) -> Setting:
+    """Return the setting with a name.
+
+    Raises:
+        UsageError: there is none; names the nearest.
+    """
+    if name in SETTINGS:
+        return SETTINGS[name]
+    known = [setting.name for setting in SETTINGS.values() if setting.group != "internal"]
+    if name in OLD_NAMES:
+        raise UsageError(f"there is no setting {name} any more: it is {OLD_NAMES[name]}")
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else "`unisono run --dry-run SCRIPT` prints all of them"
+    raise UsageError(f"there is no setting {name}; {hint}")
+
+
+def pairs(texts: Iterable[str]) -> list[tuple[Setting, Any]]:
+    """Return the settings and values of the ``NAME=VALUE`` of ``--set``.
+
+    Raises:
+        UsageError: one of them has another form, is not known, or has a wrong value.
+    """
+    found = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set takes NAME=VALUE, such as --set heartbeat=500ms; got {text!r}")
+        setting = setting_named(name)
+        found.append((setting, setting.read(value)))
+    return found
+
+
+def gathered(given: Sequence[tuple[Setting, Any]]) -> dict[str, Any]:
+    """Return the values that were given, by the names of their fields: of each the last one, of a list all."""
+    found: dict[str, Any] = {}
+    for setting, value in given:
+        if setting.is_list:
+            more = (value,) if isinstance(value, str) else value
+            found[setting.field] = (*found.get(setting.field, ()), *more)
+        else:
+            found[setting.field] = value
+    return found
+
+
+def table(settings: RunSettings) -> Mapping[str, tuple[str, str]]:
+    """Return each setting's value as text, and where it comes from, by name."""
+    found = {}
+    for setting in SETTINGS.values():
+        source = settings.sources.get(setting.name, "default")
+        value = getattr(settings, setting.field)
+        if setting.group != "internal":
+            found[setting.name] = (setting.words_of_default if source == "default" else setting.text(value), source)
+    return found

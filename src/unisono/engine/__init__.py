@@ -1,0 +1,1 @@
+"""A step and its sum, and how they survive the loss of a worker."""

@@ -1,0 +1,232 @@
+"""Reading of checkpoints, for a run that goes on and for everything else that needs the weights."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from unisono.core.errors import CheckpointError
+from unisono.engine.state.packing import pack, pack_held, unpack
+from unisono.record import checkpoints as files
+from unisono.record.checkpoints import Entry, Manifest, Problem
+
+__all__ = ["Apart", "Loaded", "load_model", "newest", "nothing", "read", "read_tensors"]
+
+T = TypeVar("T")
+Apart = Callable[[Sequence[str]], Collection[int]]
+"""Gets the paths of a checkpoint's tensors; returns the numbers of some."""
+
+
+def nothing(paths: Sequence[str]) -> Collection[int]:
+    """Keep all tensors."""
+    return ()
+
+
+class Loaded(NamedTuple):
+    """A checkpoint in memory."""
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+    """The states of the tracked objects, on the CPU. Meta tensors stand for those that were not to be read."""
+    broken: list[str]
+    """By newer checkpoint, why it could not be used."""
+
+
+def read(checkpoint: Path, apart: Apart = nothing) -> tuple[Manifest, dict[str, Any]]:
+    """Read a checkpoint and check every byte of it. Nothing in it is executed.
+
+    Args:
+        apart: says which tensors are not kept: meta tensors stand for them.
+
+    Raises:
+        Problem: the checkpoint is broken.
+    """
+    return _read(checkpoint, lambda state: state, apart)
+
+
+def newest(location: str | os.PathLike[str], apart: Apart = nothing, *, most: int | None = None) -> Loaded | None:
+    """Read the newest checkpoint that is not broken; None if a run has not written any.
+
+    Args:
+        location: a run's directory, or one checkpoint: then no other one is used.
+        apart: says which tensors are not kept: meta tensors stand for them.
+        most: steps that it may have; None: any number.
+
+    Raises:
+        CheckpointError: all checkpoints are broken, or the path holds neither a run nor a checkpoint.
+    """
+    found = _first_whole(location, partial(read, apart=apart), most)
+    return Loaded(found[0], *found[1], found[2]) if found is not None else None
+
+
+def load_model(
+    place: str | os.PathLike[str], model: nn.Module | None = None, *, name: str | None = None
+) -> dict[str, Any]:
+    """Return the weights of a run, without a run.
+
+    Reads the newest checkpoint that is not broken (or the one that is named). No pickle is involved.
+
+    Args:
+        place: a run's directory or one of its checkpoints.
+        model: loads them into this module as well.
+        name: which of the tracked objects, as it was called in ``run.track``. Default: "model" if there is one, else
+            the only module.
+
+    Returns:
+        The ``state_dict`` of that object, on the CPU.
+
+    Raises:
+        CheckpointError: there is no checkpoint, all are broken, or the object is not in it.
+    """
+
+    def read_object(path: Path) -> dict[str, Any]:
+        weights: dict[str, Any] = _read(path, lambda state: _choose(state["objects"], name, path))[1]
+        return weights
+
+    found = _first_whole(place, read_object)
+    if found is None:
+        raise CheckpointError(f"{place} holds no checkpoint yet")
+    path, weights, broken = found
+    if broken:
+        warnings.warn(f"{'; '.join(broken)}; {path.name} is used", stacklevel=2)
+    if model is not None:
+        model.load_state_dict(weights)
+    return weights
+
+
+def _first_whole(
+    location: str | os.PathLike[str], read_one: Callable[[Path], T], most: int | None = None
+) -> tuple[Path, T, list[str]] | None:
+    """Return the newest checkpoint that can be read, its content, and why newer ones cannot be read."""
+    folder = files.find(location)
+    broken: list[str] = []
+    for path in reversed(files.candidates(folder)):
+        if most is not None and files.step_of(path) > most:
+            continue
+        try:
+            return path, read_one(path), broken
+        except Problem as problem:
+            broken.append(str(problem))
+    if broken:
+        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(broken)}")
+    return None
+
+
+def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> Any:
+    """Return the state of the object of this name, or of the only module."""
+    if name is None:
+        modules = [
+            key for key, value in objects.items() if value and all(isinstance(v, Tensor) for v in value.values())
+        ]
+        name = "model" if "model" in objects else modules[0] if len(modules) == 1 else None
+    if name is None or name not in objects:
+        asked = "which one: name=..." if name is None else f"there is no {name!r}"
+        raise CheckpointError(f"{checkpoint.name} holds {', '.join(sorted(objects))}; {asked}")
+    return objects[name]
+
+
+def read_tensors(checkpoint: Path, manifest: Manifest, numbers: Collection[int]) -> dict[int, Tensor]:
+    """Read some tensors of a checkpoint, by their numbers in the manifest, and check the blocks in which they lie.
+
+    Raises:
+        Problem: the checkpoint is broken.
+    """
+    found = {number: _empty(manifest.tensors[number]) for number in numbers}
+    names = _parts(manifest)
+    for part in sorted({manifest.tensors[number].part for number in numbers}):
+        facts = manifest.files[names[part]]
+        header = facts.num_bytes - sum(entry.num_bytes for entry in manifest.tensors if entry.part == part)
+        pieces = []
+        for number in sorted(numbers, key=lambda number: manifest.tensors[number].start):
+            entry = manifest.tensors[number]
+            if entry.part == part and entry.num_bytes:
+                memory = files.memory_at(found[number].data_ptr(), entry.num_bytes, found[number])
+                pieces.append((header + entry.start, memory))
+        files.read_some(checkpoint / names[part], facts, pieces)
+    return found
+
+
+def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any], apart: Apart = nothing) -> tuple[Manifest, Any]:
+    """Read the part of a state that ``choose`` returns. The tensors have no content yet when ``choose`` is called."""
+    manifest = files.read_manifest(checkpoint)
+    skeleton = _read_skeleton(checkpoint, manifest)
+    away: Collection[int] = ()
+    try:
+        tensors = [_empty(entry) for entry in manifest.tensors]
+        state: dict[str, Any] = unpack(skeleton, tensors)
+        if away := apart(pack(state, "tracked").paths):
+            for number in away:
+                tensors[number] = tensors[number].to("meta")
+            state = unpack(skeleton, tensors)
+    except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise Problem(
+            f"{checkpoint.name}/{files.SKELETON} cannot be read by this version of unisono: {error}"
+        ) from error
+    chosen = choose(state)
+    wanted = {one.data_ptr() for one in pack_held(chosen).tensors if one.numel() and not one.is_meta}
+    _fill(checkpoint, manifest, tensors, wanted, checks_all=bool(away))
+    return manifest, chosen
+
+
+def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
+    facts = manifest.files.get(files.SKELETON)
+    if facts is None:
+        raise Problem(f"the manifest of {checkpoint.name} names no {files.SKELETON}")
+    data = bytearray(facts.num_bytes)
+    files.read_blocks(checkpoint / files.SKELETON, facts, [memoryview(data)])
+    return bytes(data)
+
+
+def _fill(
+    checkpoint: Path, manifest: Manifest, tensors: Sequence[Tensor], wanted: Collection[int], *, checks_all: bool
+) -> None:
+    """Read the tensors at the addresses ``wanted``, and check every byte of the parts that hold them.
+
+    Args:
+        checks_all: check every byte of all other parts too.
+    """
+    names = _parts(manifest)
+    pairs = sorted(zip(manifest.tensors, tensors, strict=True), key=lambda pair: pair[0].start)
+    needed = {entry.part for entry, tensor in pairs if not tensor.is_meta and tensor.data_ptr() in wanted}
+    for part in sorted({*needed, *range(len(names))} if checks_all else needed):
+        if part >= len(names):
+            raise Problem(f"the manifest of {checkpoint.name} names no part {part}")
+        facts = manifest.files[names[part]]
+        inside = [(entry, tensor) for entry, tensor in pairs if entry.part == part and entry.num_bytes]
+        header = facts.num_bytes - sum(entry.num_bytes for entry, _ in inside)
+        files.read_blocks(checkpoint / names[part], facts, _memory(header, inside, wanted))
+
+
+def _memory(header: int, inside: Sequence[tuple[Entry, Tensor]], wanted: Collection[int]) -> Iterator[memoryview]:
+    """Yield memory for a part: that of the tensors that are wanted, and some that is dropped for the others."""
+    yield memoryview(bytearray(header))
+    for entry, tensor in inside:
+        if not tensor.is_meta and (address := tensor.data_ptr()) in wanted:
+            yield files.memory_at(address, entry.num_bytes, tensor)
+        else:
+            for start in range(0, entry.num_bytes, files.BLOCK_BYTES):
+                yield memoryview(bytearray(min(files.BLOCK_BYTES, entry.num_bytes - start)))
+
+
+def _parts(manifest: Manifest) -> list[str]:
+    return sorted(name for name in manifest.files if name.startswith("part-"))
+
+
+def _empty(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=_dtype(entry.dtype))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise Problem(f"a tensor has the type {name!r}, which this torch does not know")
+    return found

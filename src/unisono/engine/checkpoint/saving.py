@@ -1,0 +1,609 @@
+"""One member's part in the checkpoints of a run: its reports, and its reactions to the reports of all members.
+
+`Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps.
+`unisono.core.cadence` decides what the reports mean for all members; all work that waits for a disk is done by the
+`Writer`. Where all members hold the same bits, any of them can write any part, and at the end of a training one member
+writes everything. Where states are shared out, a part is written by one that holds it, and at the end of a training
+all write together (`unisono.script.sharing`).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from unisono.core.cadence import CheckpointReport, Checkpoints, Status, Verdict, is_due, judge, may_begin
+from unisono.core.errors import CheckpointError
+from unisono.core.layout import EVERYTHING, replicated
+from unisono.engine.checkpoint.copies import Copies
+from unisono.engine.checkpoint.snapshot import Camera, Holders, Moment, Snapshot, held_by_all
+from unisono.engine.checkpoint.writer import Writer, read_facts
+from unisono.record import checkpoints as files
+from unisono.record.checkpoints import FileFacts
+from unisono.record.rundir import RunDirectory
+
+__all__ = ["UNSEEN", "Saver", "Wish", "WrittenPart"]
+
+UNSEEN: Final = "no worker that is left sees that directory, which all machines must share"
+SLOW_S = 1.0
+"""A checkpoint that takes longer than this, and is not done when the next one is due, causes a warning."""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What a member knows of whether a last checkpoint is to be written."""
+
+    wants: bool = False
+    asked: bool = False
+    """One is to be written also if there is one of this step."""
+    saved: int = -1
+    """The step of the newest checkpoint that the member knows to exist."""
+    reaches: bool = False
+    """The member sees the run's directory, and may write there."""
+    is_left: bool = False
+    """Another side of the run writes into the directory."""
+
+
+class WrittenPart(msgspec.Struct, frozen=True):
+    """What a member has written of the last checkpoint."""
+
+    generation: int
+    """The one of whose members each was to write a part."""
+    num_parts: int
+    parts: dict[str, FileFacts] = {}
+    """By name of the file."""
+    has_loans: bool = False
+    """The last part is of tensors that no writer holds."""
+    error: str = ""
+    """Why it could not be written."""
+    worker_id: str = ""
+    """The member that met the error."""
+
+
+@dataclass
+class _UnderWay:
+    """A checkpoint that is not known to be complete."""
+
+    step: int
+    generation: int
+    publisher: int
+    """The rank in that generation of the member that publishes it."""
+    snapshot: Snapshot | None = None
+    """None: another member writes all of it."""
+    written: Future[float] | None = None
+    """None: this member writes nothing."""
+    publication: Future[None] | None = None
+    """None: this member does not publish it, or not yet."""
+    asked: bool = False
+    """Another member replaces a checkpoint of this step, because `Saver.request` asked for it."""
+    copy_s: float = 0.0
+    waited_s: float | None = None
+    """How long the update waited for late copies; None: it has not waited yet."""
+    was_reported: bool = False
+    """The other members may know that this member's part is on the disk, so the checkpoint may be published."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended this member's share of the work; None: there was none so far."""
+        futures = (future for future in (self.written, self.publication) if future is not None and future.done())
+        return next((error for future in futures if (error := future.exception()) is not None), None)
+
+
+class Saver:
+    """This member's part in the checkpoints of a run.
+
+    Args:
+        policy: None writes a checkpoint only when `request` was called.
+        directory: of the run; without a path nothing is written.
+        state: returns everything that the next step depends on.
+        stable: returns the memory addresses of tensors that only an optimizer changes.
+        holders: returns by path of a tensor the ids of the workers that hold it; () where all do.
+        copies: where checkpoints are copied to.
+    """
+
+    def __init__(
+        self,
+        policy: Checkpoints | None,
+        directory: RunDirectory,
+        device: torch.device,
+        state: Callable[[], dict[str, Any]],
+        stable: Callable[[], Collection[int]] = tuple,
+        holders: Holders = held_by_all,
+        copies: Sequence[str] = (),
+    ) -> None:
+        self.reaching: frozenset[str] | None = None
+        """The ids of the workers that see the directory, by the newest reports; None: there were no reports yet."""
+        self.saved = -1
+        """The step of the newest checkpoint that existed at the beginning or that this member has published."""
+        self._policy = policy
+        self._directory = directory
+        self._copies = Copies(copies, policy, directory.path)
+        self._writer = Writer(directory, policy, self._copies)
+        overlaps = device.type == "cpu" and (policy is None or policy.overlap)
+        self._camera = Camera(device, state, stable, holders, overlaps=overlaps)
+        self._worker_id = ""
+        self._under_way: _UnderWay | None = None
+        self._failure: tuple[int, BaseException | None] | None = None
+        self._wanted = self._asked = False
+        self._reports: Sequence[CheckpointReport] = ()
+        """The reports by which the next boundary decides."""
+        self._generation = -1
+        """The generation of the newest reports."""
+        self._step = 0
+        self._taken_at = time.monotonic()
+        self._prepared_for = self._warned_of = self._last_step = self._missed_step = -1
+        self._news: dict[str, Any] = {}
+        self._last: dict[int, Snapshot] = {}
+        """By generation: the snapshots for the last checkpoint of which this member may have written a part."""
+
+    @property
+    def folder(self) -> Path:
+        assert self._directory.path is not None
+        return self._directory.path / files.FOLDER
+
+    def join(
+        self, worker_id: str, recipe: dict[str, Any], fingerprint: dict[str, str], *, is_newcomer: bool = False
+    ) -> None:
+        """Note that this member is in the run, and that the directory is claimed.
+
+        Args:
+            recipe: of the run, for the manifests.
+            is_newcomer: this member does not know which members see the directory until it has their reports.
+        """
+        self._worker_id = worker_id
+        self._camera.describe(recipe, fingerprint)
+        if is_newcomer:
+            self.reaching = frozenset()
+        if self._directory.is_seen and (found := files.complete(self.folder)):
+            self.saved = files.step_of(found[-1])
+
+    def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
+        """Set what goes into the manifests from now on: another phase of the script has begun."""
+        self._camera.describe(recipe, fingerprint)
+
+    def copy_at_once(self) -> None:
+        """Copy everything at the boundary from now on: the next step changes the state before its combine."""
+        self._camera.copy_at_once()
+
+    def request(self) -> None:
+        """Take a snapshot soon, also if there is a checkpoint of this step: the state may have changed since."""
+        self._wanted = self._asked = True
+
+    def choose_publisher(self, worker_ids: Sequence[str]) -> str | None:
+        """Return the member that writes for all members; None: no member sees the directory."""
+        return replicated(worker_ids).publisher(worker_ids if self.reaching is None else self.reaching)
+
+    def news(self) -> dict[str, Any]:
+        """Return the news of checkpoints since the last call, for the journal."""
+        news, self._news = self._news, {}
+        return news
+
+    # -- with every combine --------------------------------------------------------------------------
+
+    def report(self) -> CheckpointReport:
+        """Return the report that goes with the next combine. When it returns, the update may change the state."""
+        every_s = self._policy.every_seconds if self._policy is not None else None
+        if every_s is not None and time.monotonic() - self._taken_at >= every_s:
+            self._wanted = True
+        status = self._status()
+        wants = self._wanted and self._directory.path is not None
+        return CheckpointReport(wants, self._step, status, self._directory.is_seen)
+
+    def _status(self) -> Status:
+        under_way = self._under_way
+        if under_way is None:
+            return Status.BUSY if self._writer.is_busy else Status.IDLE
+        if self._was_changed(under_way):
+            return Status.CHANGED
+        written, publication = under_way.written, under_way.publication
+        if under_way.error is not None:
+            return Status.FAILED
+        if publication is not None:
+            return Status.PUBLISHED if publication.done() else Status.PUBLISHING
+        if written is not None and not written.done():
+            return Status.BUSY
+        under_way.was_reported = True
+        return Status.WRITTEN
+
+    def _was_changed(self, under_way: _UnderWay) -> bool:
+        """Wait for the late copies of a snapshot; give it up if the script has changed what they copied."""
+        if under_way.written is None or under_way.snapshot is None or under_way.waited_s is not None:
+            return False
+        began = time.monotonic()
+        self._wait_for_copy(under_way.snapshot)
+        under_way.waited_s = time.monotonic() - began
+        changed = sum(copy.was_changed for copy in under_way.snapshot.late)
+        if changed:
+            self._camera.copy_at_once()
+            self._give_up(is_final=True)
+            self._wanted = True
+            warnings.warn(
+                f"{changed} parameters or optimizer states were changed between the beginning of step "
+                f"{under_way.step} and its update, while a checkpoint copied them; it is made again, and from "
+                "now on they are copied before a step begins. "
+                "unisono.Checkpoints(overlap=False) does so from the start",
+                stacklevel=2,
+            )
+        return changed > 0
+
+    def _wait_for_copy(self, snapshot: Snapshot) -> None:
+        snapshot.copied.wait()
+
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
+        """Receive the reports of all members, by rank."""
+        self._reports, self._generation = reports, generation
+        self.reaching = frozenset(one for one, report in zip(worker_ids, reports, strict=True) if report.reaches)
+        under_way = self._under_way
+        if under_way is None:
+            return
+        is_same = under_way.generation == generation
+        verdict = judge(reports, publisher=under_way.publisher, same_generation=is_same)
+        if verdict is Verdict.PUBLISH and worker_ids[under_way.publisher] == self._worker_id:
+            self._publish(under_way)
+        elif verdict is Verdict.DONE:
+            self._conclude(under_way)
+        elif verdict is Verdict.FAIL:
+            self._give_up(is_final=True)
+            self._failure = (under_way.step, under_way.error)
+        elif verdict is Verdict.RETAKE:
+            self._give_up(is_final=True)
+            self._wanted = True
+        elif verdict is Verdict.LOST:
+            self._conclude(under_way)
+            self._retake_unless_published(under_way)
+
+    def _publish(self, under_way: _UnderWay) -> None:
+        if under_way.publication is not None:
+            return  # these reports were on their way already: with a delay, those of several steps are
+        assert under_way.snapshot is not None
+        assert under_way.written is not None
+        under_way.publication = self._writer.publish(under_way.snapshot, under_way.written)
+
+    def _conclude(self, under_way: _UnderWay) -> None:
+        """Conclude a checkpoint that is published or given up. If this member has published it, note the result."""
+        self._give_up(is_final=True)
+        snapshot, written = under_way.snapshot, under_way.written
+        if under_way.publication is None or snapshot is None or written is None:
+            return
+        if (error := under_way.error) is not None:
+            self._failure = (under_way.step, error)
+            return
+        self.saved = under_way.step
+        self._news = {
+            "step": self.saved,
+            "bytes": sum(snapshot.layout.num_bytes),
+            "copy_s": round(under_way.copy_s, 6),
+            "waited_s": round(under_way.waited_s or 0.0, 6),
+            "write_s": round(written.result(), 6),
+            "seconds": round(time.monotonic() - snapshot.began, 6),
+        }
+
+    def _retake_unless_published(self, under_way: _UnderWay) -> None:
+        """Ask for another snapshot, unless the checkpoint is published: the publisher may be lost."""
+        if under_way.publication is None and under_way.asked:
+            self.request()
+        elif under_way.publication is None and self._directory.is_seen:
+            self._writer.submit(partial(self._look_for, self.folder / files.step_name(under_way.step)))
+
+    def _look_for(self, checkpoint: Path) -> None:
+        if not checkpoint.exists():
+            self._wanted = True
+
+    def _give_up(self, *, is_final: bool) -> None:
+        """Forget the checkpoint that is under way. Remove this member's part unless the checkpoint may be published.
+
+        Args:
+            is_final: the reports show that no member publishes the checkpoint, now or later.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None or under_way.snapshot is None or under_way.publication is not None:
+            return  # a publisher that fails removes the whole directory
+        under_way.snapshot.abandoned.set()
+        if under_way.written is not None and (is_final or not under_way.was_reported):
+            self._writer.remove(under_way.snapshot)
+
+    # -- between two steps ---------------------------------------------------------------------------
+
+    def begins(self, moment: Moment) -> bool:
+        """Return whether `boundary` would take a snapshot; the same on all members. Local."""
+        reports = self._reports
+        if self._directory.path is None or not reports or self._generation != moment.generation:
+            return False
+        return is_due(self._policy, moment.position.total, reports) and self._under_way is None and may_begin(reports)
+
+    def boundary(self, moment: Moment, *, is_held: bool = False) -> Snapshot | None:
+        """Take a snapshot if the newest reports ask for one. Local.
+
+        Args:
+            is_held: not at this boundary. Equal on all members.
+
+        Returns:
+            A snapshot of which no writer holds all tensors, on all members: they are sent to one that does next.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written, and the policy asks to end the run then.
+        """
+        if self._directory.path is None:
+            return None
+        self._step = step = moment.position.total
+        self._raise_failure()
+        reports, self._reports = self._reports, ()
+        if not reports or self._generation != moment.generation:
+            is_known = step in (0, self.saved, self._last_step)
+            if self._directory.is_seen and not is_known and is_due(self._policy, step):
+                self._wanted = True
+        elif is_due(self._policy, step, reports):
+            if self._under_way is None and may_begin(reports) and not is_held:
+                snapshot = self._begin(moment)
+                return snapshot if snapshot.loans else None
+            self._wanted = True
+            self._warn_of_delay(moment)
+        elif self._policy is not None and self._prepared_for != moment.generation:
+            self._prepared_for = moment.generation
+            self._prepare(moment.worker_ids)
+        return None
+
+    def note_lent(self, error: OSError) -> None:
+        """Note that what was lent to this member for its newest snapshot could not be written. Local."""
+        assert self._under_way is not None
+        failed: Future[float] = Future()
+        failed.set_exception(error)
+        self._under_way.written = failed
+
+    def _begin(self, moment: Moment) -> Snapshot:
+        assert self.reaching is not None
+        self._wanted = self._asked = False
+        self._taken_at = time.monotonic()
+        members = replicated(moment.worker_ids)
+        publisher = members.publisher(self.reaching)
+        assert publisher is not None
+        snapshot = self._take(moment, members.writers(EVERYTHING, self.reaching), is_last=False)
+        self._start(moment, moment.worker_ids.index(publisher), snapshot)
+        return snapshot
+
+    def _start(self, moment: Moment, publisher: int, snapshot: Snapshot) -> _UnderWay:
+        copy_s = time.monotonic() - snapshot.began
+        written = self._writer.write(snapshot) if snapshot.part is not None else None
+        step = moment.position.total
+        self._under_way = _UnderWay(step, moment.generation, publisher, snapshot, written, copy_s=copy_s)
+        return self._under_way
+
+    def _take(self, moment: Moment, writers: Sequence[str], *, is_last: bool) -> Snapshot:
+        """Copy the part of this member."""
+        folder = self.folder / files.partial_name(moment.position.total, moment.generation, last=is_last)
+        part = writers.index(self._worker_id) if self._worker_id in writers else None
+        self._writer.drain()  # the writer may still use the memory
+        return self._camera.take(moment, folder, writers, part, is_last=is_last)
+
+    def _prepare(self, worker_ids: Sequence[str]) -> None:
+        """Have the memory for this member's part made before it is needed."""
+        writers = replicated(worker_ids).writers(EVERYTHING, self.reaching or ())
+        if self._worker_id in writers:
+            num_bytes = self._camera.num_bytes(writers, writers.index(self._worker_id))
+            self._writer.prepare(partial(self._camera.reserve, num_bytes))
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def save_last(self, moment: Moment) -> None:
+        """Have one member write the whole state, because no step follows at once. Local; `finish` waits for the disk.
+
+        The other members remember the request until they `confirm` the checkpoint, in case the writer is lost.
+
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        if self._directory.path is None:
+            return
+        if self._under_way is None:
+            self._writer.drain()  # the writer may be about to find that a checkpoint was lost
+        elif self._under_way.publication is not None:
+            self.finish()
+        if self._policy is None and not self._wanted and self._under_way is None:
+            return
+        if self._directory.is_left_to_others:
+            return  # they write this checkpoint, with the same content
+        asked = self._asked or (self._under_way is not None and self._under_way.asked)
+        self._give_up(is_final=False)
+        self._wanted = self._asked = False
+        self._reports = ()  # these reports do not include this checkpoint
+        step = self._last_step = moment.position.total
+        publisher = self.choose_publisher(moment.worker_ids) or moment.worker_ids[0]
+        rank = moment.worker_ids.index(publisher)
+        if publisher != self._worker_id:
+            self._under_way = _UnderWay(step, moment.generation, rank, asked=asked)
+        elif self._directory.is_seen:
+            self.finish()
+            if self.saved != step or asked:
+                self._publish(self._start(moment, rank, self._take(moment, [publisher], is_last=True)))
+        elif self._missed_step != step:  # the end of the run tries again what the end of its loop has tried
+            self._missed_step = step
+            self._failure = (step, CheckpointError(UNSEEN))
+            self._raise_failure()
+
+    # -- the end, where each worker holds some states ------------------------------------------------
+
+    def wish(self) -> Wish:
+        """Return what this member knows of whether a last checkpoint is to be written. Local.
+
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        if self._directory.path is None:
+            return Wish()
+        if self._under_way is None:
+            self._writer.drain()  # the writer may be about to find that a checkpoint was lost
+        elif self._under_way.publication is not None:
+            self.finish()
+        asked = self._asked or (self._under_way is not None and self._under_way.asked)
+        wants = asked or self._policy is not None or self._wanted or self._under_way is not None
+        return Wish(wants, asked, self.saved, self._directory.is_seen, self._directory.is_left_to_others)
+
+    def write_part(self, moment: Moment, reaching: Collection[str]) -> WrittenPart:
+        """Write this member's part of the last checkpoint, and wait until it is on the disk. Local.
+
+        May be called again after a loss, which gives another part to each member; all that were written stay until
+        `settle`.
+
+        Args:
+            reaching: the ids of the workers that see the directory.
+        """
+        self._give_up(is_final=False)
+        writers = [one for one in moment.worker_ids if one in reaching]
+        snapshot = self._take(moment, writers, is_last=True)
+        self._last[moment.generation] = snapshot
+        written = WrittenPart(moment.generation, len(snapshot.layout.headers), has_loans=bool(snapshot.loans))
+        if snapshot.part is None:
+            return written
+        try:
+            # Members that have seen that all parts of an earlier attempt were written publish that one.
+            self._writer.write(snapshot, keep={one.folder.name for one in self._last.values()}).result()
+            return msgspec.structs.replace(written, parts={snapshot.path.name: read_facts(snapshot.path)})
+        except Exception as error:  # of the disk: the members decide together what becomes of the checkpoint
+            return msgspec.structs.replace(written, error=_shown(error), worker_id=self._worker_id)
+
+    def attempt(self, generation: int) -> Snapshot:
+        """Return the snapshot of which this member wrote a part in this generation. Local."""
+        return self._last[generation]
+
+    def publish(self, worker_ids: Sequence[str], reaching: Collection[str], whole: WrittenPart) -> str | None:
+        """Publish the last checkpoint, where this member is the first that sees the directory. Local.
+
+        May be called again when that member was lost; a checkpoint that it has published is not published again.
+
+        Returns:
+            Why it could not be published; "": it is published; None: that is for another member to say.
+        """
+        seeing = [one for one in worker_ids if one in reaching]
+        if not seeing:
+            return UNSEEN
+        if self._worker_id != seeing[0]:
+            return None
+        snapshot, rank = self._last[whole.generation], worker_ids.index(self._worker_id)
+        if not snapshot.folder.exists():
+            return "" if snapshot.final.exists() else f"{snapshot.folder.name} was removed before it was published"
+        done: Future[float] = Future()
+        done.set_result(0.0)
+        step = snapshot.manifest.step
+        under_way = self._under_way = _UnderWay(step, whole.generation, rank, snapshot, done)
+        under_way.publication = self._writer.publish(snapshot, done, whole.parts)
+        self._writer.drain()
+        self._conclude(under_way)
+        failure, self._failure = self._failure, None
+        return "" if failure is None or failure[1] is None else _shown(failure[1])
+
+    def settle(self, moment: Moment, whole: WrittenPart | None, *, failure: str = "", teller: str = "") -> None:
+        """Conclude the last checkpoint, which is published, or was not needed, or has failed. Local.
+
+        Args:
+            whole: what was published; None: nothing.
+            failure: why the checkpoint could not be written, equal on all members.
+            teller: the member that warns of it; if it is lost or none is named, the first one does.
+
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        for generation, snapshot in self._last.items():
+            if snapshot.part is not None and (whole is None or generation != whole.generation):
+                # With the parts of members that were lost.
+                self._writer.submit(partial(shutil.rmtree, snapshot.folder, ignore_errors=True))
+        self._last.clear()
+        self._give_up(is_final=False)
+        self._wanted = self._asked = False
+        self._reports = ()  # these reports do not include this checkpoint
+        self._last_step = moment.position.total
+        if failure and self._missed_step != self._last_step:  # the end of the run tries again what its loop tried
+            self._missed_step = self._last_step
+            tells = self._worker_id == (teller if teller in moment.worker_ids else moment.worker_ids[0])
+            self._failure = (self._last_step, CheckpointError(failure) if tells else None)
+        if whole is not None and self._failure is None:
+            self.saved = self._last_step
+        self._raise_failure()
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def confirm(self) -> None:
+        """Forget the last checkpoint: all members have waited until its writer was done."""
+        self._under_way = None
+
+    def finish(self) -> None:
+        """Wait until all that this member writes is on the disk.
+
+        Raises:
+            CheckpointError: see `boundary`.
+        """
+        self._writer.drain()
+        if self._under_way is not None and self._under_way.publication is not None:
+            self._conclude(self._under_way)
+        self._raise_failure()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether checkpoints are copied to other places."""
+        return bool(self._copies.urls)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the end of the run waits for a copy that this member makes."""
+        return self._copies.is_awaited
+
+    def copy_newest(self) -> None:
+        """Have the newest checkpoint copied, if this member has not done so and sees the directory."""
+        if self.has_copies and self._directory.look() and (found := files.complete(self.folder)):
+            self._copies.submit_unless_done(found[-1])
+
+    def wait_for_copies(self, seconds: float = math.inf) -> None:
+        """Wait until what this member has written is copied, for a limited time."""
+        held = self._copies.held
+        self._copies.wait(seconds)
+        if held and not self._copies.held and self._directory.look():
+            self._writer.prune(max(held, key=files.step_of))
+
+    def close(self) -> None:
+        """End the threads, and remove incomplete files."""
+        self._give_up(is_final=False)
+        self._writer.close()
+        self._copies.close()
+
+    # -- what goes wrong -----------------------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        """Raise or warn if a checkpoint could not be written."""
+        if self._failure is None:
+            return
+        (step, error), self._failure = self._failure, None
+        why = f"the checkpoint of step {step} was not written: another worker could not write it"
+        if error is not None:
+            into = f" into {self.folder}" if self._directory.path is not None else ""
+            why = f"the checkpoint of step {step} was not written{into}: {_shown(error)}"
+        if self._policy is not None and self._policy.must_succeed:
+            raise CheckpointError(f"{why}. The run ends because Checkpoints(must_succeed=True) asks for it") from error
+        if error is not None:
+            warnings.warn(f"{why}; the training goes on, and the next one is tried when it is due", stacklevel=2)
+
+    def _warn_of_delay(self, moment: Moment) -> None:
+        busy = self._under_way.snapshot if self._under_way is not None else None
+        if moment.worker_ids[0] != self._worker_id or busy is None or self._warned_of == busy.manifest.step:
+            return
+        if (seconds := time.monotonic() - busy.began) >= SLOW_S:
+            self._warned_of = busy.manifest.step
+            warnings.warn(
+                f"the checkpoint of step {moment.position.total} waits: that of step {busy.manifest.step} has been "
+                f"written for {seconds:.1f} s ({sum(busy.layout.num_bytes) / 1e6:.0f} MB) and is not done. "
+                "The disk is too slow for so many checkpoints; write them less often",
+                stacklevel=2,
+            )
+
+
+def _shown(error: BaseException) -> str:
+    """Return an error in words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,61 @@
+"""Exchange of a run with one member: the sum needs no exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.core.tree import root
+from unisono.engine.exchange import Combine, Committed, Parcel, Share
+from unisono.engine.exchange.flat import Rows, Slot, blocks, digest_rows, divide_rows
+from unisono.engine.exchange.private import PrivateSlots
+
+__all__ = ["Alone"]
+
+
+class Alone(PrivateSlots):
+    """The exchange of a run with one worker. Opens nothing."""
+
+    rank = 0
+    size = 1
+
+    def begin(self, share: Share) -> Combine:
+        return _AloneCombine(self, share)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return 0
+
+    def interrupt(self, error: Exception) -> None:
+        pass
+
+
+class _AloneCombine:
+    """The combine of one member. Its commit divides in place, in the pass over the memory that takes the digest."""
+
+    def __init__(self, slots: PrivateSlots, share: Share) -> None:
+        self._slots = slots
+        self._share = share
+
+    def publish(self) -> None:
+        pass
+
+    def reduce(self) -> None:
+        pass
+
+    def commit(self, telemetry: bytes) -> Committed:
+        slot, layout = self.result(), self._slots.layout
+        rows, total = Rows(slot.memory, 0), float(slot.scalars[0])
+        digest = 0
+        for first, end in blocks(0, layout.num_rows, slot.memory.device):
+            digest += digest_rows(rows, self._slots.multipliers, first, end)
+            divide_rows(layout, rows, total, first, end, slot)
+        return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,), total)
+
+    def result(self) -> Slot:
+        return self._share.slots[root(self._share.num_leaves)]
+
+    def collect(self, out: Slot) -> None:
+        if out is not self.result():
+            self.result().copy_to(out)

@@ -1,0 +1,203 @@
+"""Delivery of tensors from some members to others: `Exchange.deliver`.
+
+`unisono.core.delivery` says in which rounds the bytes travel. On a host they are written once into memory that all
+map (`unisono.engine.exchange.staging`); between hosts they cross in a collective, which is under way while the next
+round departs. What is sent and received lies in memory of this module, and not in the tensors: a collective that was
+abandoned may go on to read and to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.core.delivery import Freight, Slice, Stop, Turn, check_freight, turns_of
+from unisono.engine.exchange import Parcel
+from unisono.engine.exchange.host import Host
+from unisono.engine.exchange.staging import STAGE_BYTES
+from unisono.engine.exchange.wire import Collective, Wire
+from unisono.system.faults import point
+
+__all__ = ["Courier"]
+
+
+class Courier:
+    """One member's part in the deliveries of a generation.
+
+    Args:
+        rank: of this member in the generation.
+        hosts: by index, the ranks of each host's members: contiguous and ascending. Members that share no memory are
+            hosts of their own.
+        host: this member's, where it has more than one member.
+        wire: of this member's lane: rank = index of the host. None where the member has no lane.
+    """
+
+    def __init__(
+        self, rank: int, hosts: Sequence[range], *, host: Host | None = None, wire: Wire | None = None
+    ) -> None:
+        self._rank = rank
+        self._hosts = tuple(hosts)
+        self._size = sum(map(len, hosts))
+        self._local = rank - next(ranks.start for ranks in hosts if rank in ranks)
+        self._host = host
+        self._wire = wire
+        self._device = torch.device("cpu") if wire is None else wire.device
+        self._halves = (_Half(), _Half())
+
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        """See `Exchange.deliver`."""
+        freight = tuple(Freight(each.source, tuple(each.targets), each.tensor.nbytes) for each in parcels)
+        check_freight(freight, self._size)
+        turns = turns_of(freight, self._hosts, self._rank, STAGE_BYTES)
+        luggage = _Luggage(parcels, self._rank, self._device)
+        before = self._wire.sent_bytes if self._wire is not None else 0
+        with self._host.counters.or_leave() if self._host is not None else contextlib.nullcontext():
+            under_way: _Crossing | None = None
+            for number, turn in enumerate(turns):
+                crossing = self._depart(turn, self._halves[number % 2], luggage)
+                if under_way is not None:
+                    self._arrive(under_way, luggage)
+                under_way = crossing
+            if under_way is not None:
+                self._arrive(under_way, luggage)
+        return self._wire.sent_bytes - before if self._wire is not None else 0
+
+    def _depart(self, turn: Turn, half: _Half, luggage: _Luggage) -> _Crossing:
+        """Pass the slices of a round on to the members of this host, and begin to send those that cross."""
+        own = {part: luggage.content(part) for part in turn.loads}
+        crossing = _Crossing(turn, half, self._device)
+        for part, data in own.items():
+            crossing.load(part, data)
+        for part, data in self._stop(turn.departing, own):
+            luggage.put(part, data)
+            crossing.load(part, data)
+        if turn.crosses and self._wire is not None:
+            crossing.start(self._wire)
+            point("deliver.sent")
+        return crossing
+
+    def _arrive(self, crossing: _Crossing, luggage: _Luggage) -> None:
+        """Take what has crossed, and pass it on to the members of this host."""
+        crossing.finish()
+        for part, data in crossing.incoming.items():
+            luggage.put(part, data)
+        for part, data in self._stop(crossing.turn.arriving, crossing.incoming):
+            luggage.put(part, data)
+
+    def _stop(self, stop: Stop, own: Mapping[Slice, Tensor]) -> Iterator[tuple[Slice, Tensor]]:
+        """Write what others of this host read, and yield what this member reads, to be read at once."""
+        if not stop.is_made or self._host is None:
+            return
+        stage = self._host.stage
+        memory = stage.begin(bool(stop.writes))
+        for leg in stop.writes:
+            memory[leg.position :][: leg.part.stop - leg.part.start].copy_(own[leg.part])
+        stage.show(stop.readers)
+        point("deliver.staged")
+        for writer, legs in itertools.groupby(stop.reads, key=lambda leg: leg.writer):
+            memory = stage.of(writer)
+            for leg in legs:
+                yield leg.part, memory[leg.position :][: leg.part.stop - leg.part.start]
+        stage.take()
+
+
+class _Half:
+    """Memory for what one round sends and receives. It is kept for the next ones."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def of(self, index: int, nbytes: int, device: torch.device) -> Tensor:
+        """Return (nbytes,) uint8. ``index``: 0 for what is sent, 1 for what is received."""
+        if self._memory[index].numel() < nbytes or self._memory[index].device != device:
+            self._memory[index] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._memory[index][:nbytes]
+
+
+class _Crossing:
+    """The slices of a round that this member's lane carries from host to host."""
+
+    def __init__(self, turn: Turn, half: _Half, device: torch.device) -> None:
+        self.turn = turn
+        self._sent_sizes = [_nbytes(parts) for parts in turn.sent]
+        self._received_sizes = [_nbytes(parts) for parts in turn.received]
+        self._sent = half.of(0, sum(self._sent_sizes), device)
+        self._received = half.of(1, sum(self._received_sizes), device)
+        self._places: dict[Slice, list[Tensor]] = {}
+        for part, place in _laid_out(self._sent, turn.sent):
+            self._places.setdefault(part, []).append(place)
+        self.incoming = dict(_laid_out(self._received, turn.received))
+        """What arrives for this host; after `finish`."""
+        self._collective: Collective | None = None
+
+    def load(self, part: Slice, data: Tensor) -> None:
+        """Copy a slice to where it is sent from, once for each host that needs it from this member."""
+        for place in self._places.get(part, ()):
+            place.copy_(data)
+
+    def start(self, wire: Wire) -> None:
+        self._collective = wire.all_to_all(self._received, self._received_sizes, self._sent, self._sent_sizes)
+
+    def finish(self) -> None:
+        if self._collective is not None:
+            self._collective.wait()
+            point("deliver.received")
+
+
+class _Luggage:
+    """The tensors of a delivery, as bytes."""
+
+    def __init__(self, parcels: Sequence[Parcel], rank: int, device: torch.device) -> None:
+        self._parcels = parcels
+        self._rank = rank
+        self._device = device
+        self._open: dict[int, Tensor] = {}
+        """By parcel: the bytes of its tensor, or of a copy where the tensor has others between its own, or lies on
+        another device."""
+        self._missing = {index: each.tensor.nbytes for index, each in enumerate(parcels) if rank in each.targets}
+
+    def content(self, part: Slice) -> Tensor:
+        """Return the bytes of a slice whose source is this member. In order, once for each slice."""
+        index, tensor = part.parcel, self._parcels[part.parcel].tensor.detach()
+        if index not in self._open:
+            self._open[index] = _bytes_of(tensor.to(self._device).contiguous())
+        whole = self._open[index] if part.stop < tensor.nbytes else self._open.pop(index)
+        return whole[part.start : part.stop]
+
+    def put(self, part: Slice, data: Tensor) -> None:
+        """Write the bytes of a slice to the tensor, if this member is one of its targets."""
+        index = part.parcel
+        if index not in self._missing:
+            return
+        tensor = self._parcels[index].tensor.detach()
+        is_direct = tensor.device == self._device and tensor.is_contiguous()
+        if index not in self._open:
+            place = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            self._open[index] = _bytes_of(place)
+        self._open[index][part.start : part.stop].copy_(data)
+        self._missing[index] -= part.stop - part.start
+        if not self._missing[index]:
+            whole = self._open.pop(index)
+            if not is_direct:
+                tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _nbytes(parts: Iterable[Slice]) -> int:
+    return sum(part.stop - part.start for part in parts)
+
+
+def _laid_out(memory: Tensor, parts: Iterable[Iterable[Slice]]) -> Iterator[tuple[Slice, Tensor]]:
+    """Yield the slices with their places in memory, one after the other."""
+    position = 0
+    for part in itertools.chain.from_iterable(parts):
+        end = position + part.stop - part.start
+        yield part, memory[position:end]
+        position = end

@@ -1,0 +1,139 @@
+"""Exchange between hosts, over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Parcel, Share
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.delivering import Courier
+from unisono.engine.exchange.flat import ROW_BYTES, Rows, Slot, blocks, divide_rows
+from unisono.engine.exchange.private import PrivateSlots
+from unisono.engine.exchange.reduce import Reduction
+from unisono.engine.exchange.stream import Ballot, Stream
+from unisono.engine.exchange.wire import Wire
+
+__all__ = ["Network", "build"]
+
+
+def build(context: Context) -> Network:
+    """Return the exchange of members on any hosts and devices."""
+    return Network(context.open_wire("all", range(sum(map(len, context.hosts)))))
+
+
+class Network(PrivateSlots):
+    """Chunks are sent to their owners, and the sums back, over a `Wire`: between processors in a stream of messages,
+    between GPUs by collectives.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        # With room for padding behind the rows.
+        super().__init__(
+            wire.device, lambda layout: max(layout.slot_bytes, (layout.num_rows + wire.size - 1) * ROW_BYTES)
+        )
+        self._wire = wire
+        self.rank = wire.rank
+        self.size = wire.size
+        self._courier = Courier(wire.rank, [range(rank, rank + 1) for rank in range(wire.size)], wire=wire)
+        self._kind: type[Reduction | Stream] = Stream if wire.device.type == "cpu" else Reduction
+        self._offered: _Sums | None = None
+
+    def offer(self, share: Share, rows_ready: int) -> None:
+        if self._offered is None:
+            self._offered = _Sums(self._kind, self._wire, self, share)
+        self._offered.send(rows_ready)
+
+    def begin(self, share: Share) -> Combine:
+        offered, self._offered = self._offered, None
+        return _NetworkCombine(self._wire, self, offered or _Sums(self._kind, self._wire, self, share))
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return self._wire.all_gather_bytes(data)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return self._courier.deliver(parcels)
+
+    def interrupt(self, error: Exception) -> None:
+        self._wire.interrupt(error)
+
+    def close(self) -> None:
+        super().close()
+        self._wire.close()
+
+
+class _Sums:
+    """The sum of a combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
+
+    def __init__(self, kind: type[Reduction | Stream], wire: Wire, slots: PrivateSlots, share: Share) -> None:
+        self._kind = kind
+        self._wire = wire
+        self._slots = slots
+        self._share = share
+        self._nodes = {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
+        self._ballot: Ballot | None = None
+        self._sum: Reduction | Stream | None = None
+        self.slot = slots.slot()
+        wire.sent_bytes = 0
+
+    def send(self, rows_ready: int) -> None:
+        """Send what is complete within the first ``rows_ready`` rows."""
+        if self._sum is None:
+            self._sum = self._begin()
+        self._sum.send(self._nodes, rows_ready)
+
+    def _begin(self) -> Reduction | Stream:
+        wire, layout, share = self._wire, self._slots.layout, self._share
+        if self._kind is Stream:
+            self._ballot = Ballot(wire, TELEMETRY_BYTES)
+        rows, out = range(layout.num_rows), Rows(self.slot.memory, 0)
+        return self._kind(wire, layout, rows, share.plan, share.num_leaves, out, self._slots.multipliers)
+
+    def fold(self) -> int:
+        """Wait until this member has added up its chunks; return their digest."""
+        assert self._sum is not None  # `send` has been called
+        return self._sum.fold()
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Wait until this member holds all sums, say so to the others, and wait until they do (see `Wire.vote`)."""
+        if self._ballot is not None:
+            return self._ballot.vote(digest, data)
+        assert self._sum is not None
+        self._sum.gather()
+        return self._wire.vote(digest, data)
+
+
+class _NetworkCombine:
+    """
+    Args:
+        sums: some rows of offered ones are sent already.
+    """
+
+    def __init__(self, wire: Wire, slots: PrivateSlots, sums: _Sums) -> None:
+        self._wire = wire
+        self._slots = slots
+        self._sums = sums
+        self._is_taken = False
+        self._digest = 0
+        self._total = 0.0
+
+    def publish(self) -> None:
+        self._sums.send(self._slots.layout.num_rows)
+
+    def reduce(self) -> None:
+        self._digest = self._sums.fold()
+
+    def commit(self, telemetry: bytes) -> Committed:
+        digest, everyones = self._sums.vote(self._digest, telemetry)
+        self._total = float(self._sums.slot.scalars[0])
+        return Committed(digest, tuple(everyones), self._total, self._wire.sent_bytes)
+
+    def result(self) -> Slot:
+        self._is_taken = True
+        return self._sums.slot
+
+    def collect(self, out: Slot) -> None:
+        layout = self._slots.layout
+        for first, end in blocks(0, layout.num_rows, self._wire.device):
+            divide_rows(layout, Rows(self._sums.slot.memory, 0), self._total, first, end, out)
+        if not self._is_taken:
+            self._slots.release(self._sums.slot)

@@ -1,0 +1,56 @@
+"""Slots in a member's own memory, which no other member can read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.engine.exchange import Share, Work
+from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.exchange.pool import Pool
+
+__all__ = ["PrivateSlots"]
+
+
+class PrivateSlots:
+    """Slots of an `Exchange` whose members share no memory, and so cannot help each other.
+
+    Args:
+        slot_bytes: returns the memory of a slot.
+    """
+
+    def __init__(
+        self, device: torch.device, slot_bytes: Callable[[FlatLayout], int] = lambda layout: layout.slot_bytes
+    ) -> None:
+        self.device = device
+        self._slot_bytes = slot_bytes
+        self.pool = Pool(self._allocate)
+
+    def _allocate(self, layout: FlatLayout) -> Tensor:
+        return torch.zeros(self._slot_bytes(layout), dtype=torch.uint8, device=self.device)
+
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
+        self.layout = layout
+        self.multipliers = layout.multipliers.to(self.device)
+        nbytes = self._slot_bytes(layout)
+        fits = [slot.memory.numel() >= nbytes and slot.memory.device == self.device for slot in slots]
+        self.pool.keep(layout, itertools.compress(slots, fits))
+        return [slot if fit else slot.copy_to(self.slot()) for slot, fit in zip(slots, fits, strict=True)]
+
+    def slot(self) -> Slot:
+        return self.pool.slot()
+
+    def release(self, slot: Slot) -> None:
+        self.pool.release(slot)
+
+    def work(self) -> tuple[Work, Sequence[int]] | None:
+        return None
+
+    def offer(self, share: Share, rows_ready: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self.pool.clear()

@@ -1,0 +1,65 @@
+"""Exchange of members on one host, in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.engine.exchange import Combine, Committed, Parcel, Share, Work
+from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.delivering import Courier
+from unisono.engine.exchange.flat import fold_rows, split_rows
+from unisono.engine.exchange.host import Host, HostCombine, HostSlots
+
+__all__ = ["SharedMemory", "build"]
+
+
+def build(context: Context) -> SharedMemory:
+    """Return the exchange of the members of one host."""
+    return SharedMemory(context.open_host())
+
+
+class SharedMemory(HostSlots):
+    """Nodes lie in shared memory and are read in place: each row is read once from every node.
+
+    Args:
+        host: all members of the generation.
+    """
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self.rank = host.rank
+        self.size = host.size
+        self._courier = Courier(host.rank, [range(host.size)], host=host)
+
+    def work(self) -> tuple[Work, Sequence[int]] | None:
+        return self._host.work, range(self.size)
+
+    def begin(self, share: Share) -> Combine:
+        return _SharedCombine(self._host, self._layout, share, split_rows(range(self._layout.num_rows), self.size))
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return self._host.all_gather(data)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return self._courier.deliver(parcels)
+
+    def interrupt(self, error: Exception) -> None:
+        self._host.counters.interrupt(error)
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class _SharedCombine(HostCombine):
+    def sum_chunk(self) -> int:
+        rows = self.chunks[self.host.rank]
+        if not rows:
+            return 0
+        num_leaves, out = self.share.num_leaves, [self.own_sum()]
+        multipliers = self.layout.multipliers
+        return fold_rows(self.layout, self.nodes, num_leaves, rows.start, rows.stop, out, multipliers=multipliers)
+
+    def commit(self, telemetry: bytes) -> Committed:
+        self.publish_telemetry(telemetry)
+        digest = self.count_reduced(self.digest)
+        return Committed(digest, tuple(self.telemetry()), self.total_weight())

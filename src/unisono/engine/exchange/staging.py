@@ -1,0 +1,82 @@
+"""Stage: memory through which the members of a host pass tensors on, written by one and read by many.
+
+A member writes what others are to read, and counts ``staged``; whoever reads something waits for that, and counts
+``copied``. Both counters grow by one on every member in every turn, whether or not it writes or reads. The memory has
+two halves, written in turn; so members write the next turn while others still read this one
+(`unisono.engine.exchange.host`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from unisono.engine.exchange.counters import Counters
+from unisono.engine.exchange.memory import Segment
+
+__all__ = ["STAGE_BYTES", "Stage"]
+
+STAGE_BYTES = 4 << 20
+"""Of one half: what a member can pass on in one turn."""
+
+
+class Stage:
+    """The stages of the members of a host, in one generation. A turn is `begin`, `show`, `of` for each writer, `take`.
+
+    Args:
+        counters: of the members; whoever calls leaves their generation if a method raises.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._segment: Segment | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._readers: list[tuple[int, Collection[int]]] = [(0, ()), (0, ())]
+        """By half: the turn that has written it last, and who has read that."""
+
+    def begin(self, writes: bool) -> Tensor:
+        """Begin a turn; return this member's memory for what it writes, when nobody reads that any more.
+
+        Returns:
+            (`STAGE_BYTES`,) uint8; empty if it does not write.
+        """
+        self._counters.check()
+        if not writes:
+            return self._memory[:0]
+        if self._segment is None:
+            self._segment = Segment.create(2 * STAGE_BYTES)
+            self._memory = self._segment.tensor()
+            self._counters.own.fields.stage = self._segment.address.encode()
+        half = (self._turn() + 1) % 2
+        turn, readers = self._readers[half]
+        if readers:
+            self._counters.wait("copied", turn, readers)
+        return self._memory[half * STAGE_BYTES : (half + 1) * STAGE_BYTES]
+
+    def show(self, readers: Collection[int]) -> None:
+        """Let these members, by their local ranks, read what this member has written; nobody, if it has not."""
+        turn = self._counters.advance("staged")
+        if readers:
+            self._readers[turn % 2] = turn, readers
+
+    def of(self, writer: int) -> Tensor:
+        """Return what that member has written in this turn, when it has: (`STAGE_BYTES`,) uint8."""
+        self._counters.wait("staged", self._turn(), (writer,))
+        memory = self._counters.map(writer, self._counters.pages[writer].fields.stage)
+        half = self._turn() % 2
+        return memory[half * STAGE_BYTES : (half + 1) * STAGE_BYTES]
+
+    def take(self) -> None:
+        """End the turn: this member has read all that it reads."""
+        self._counters.advance("copied")
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._segment is not None:
+            self._segment.close()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _turn(self) -> int:
+        return self._counters.own.counters["staged"].value

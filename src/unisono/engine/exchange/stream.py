@@ -1,0 +1,268 @@
+"""Stream: the sum of a range of rows over the members of a wire, piece by piece, message by message.
+
+The rows are cut into **pieces**, and each piece into one chunk per member. As soon as the rows of a piece are complete
+on a member, it sends each chunk to its owner, for each node that it holds. An owner that has a chunk of all members
+adds it up in tree order and sends the sum to all others, while later pieces are still on their way, or still being
+computed. So a link carries something from the first piece to the last one, in both directions.
+
+The **window** says how many pieces a member sends ahead of those that it has received from all others. Between two
+members the pieces queue on the only way there is, and all of them may be under way. Among three and more, a member that
+sends all it has to all others at once leaves it to TCP which of them gets its part first; the others cannot add up the
+first pieces, and have nothing to send back. On a long way a window that is too small leaves the link empty until the
+answer comes. `WINDOW` is one number for all links: the one that came first or near it on each that was tried
+(docs/network.md has the figures).
+
+The messages of a piece have numbers of their own, so no order between the pieces is needed; and all receives are posted
+when the stream begins, because gloo holds a message back until its receiver has said that it is ready for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.core.tree import Node, root
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows, with_flipped_bit
+from unisono.engine.exchange.packing import Packing
+from unisono.engine.exchange.pump import Job
+from unisono.engine.exchange.wire import DIGEST_BYTES, Wire, count_votes
+from unisono.system.faults import spoils
+
+__all__ = ["PIECE_BYTES", "Ballot", "Stream", "cut"]
+
+PIECE_BYTES = 256 << 10
+"""Of a stream's pieces, at least."""
+MAX_PIECES = 96
+"""A stream of many rows has larger pieces rather than more: every piece costs all members some Python."""
+WINDOW = 4
+"""Pieces under way at the same time, among three members and more."""
+
+
+def cut(rows: range) -> list[range]:
+    """Return the pieces of ``rows``: of nearly equal size. Pure: the same on all members."""
+    num_pieces = min(max(1, len(rows) * ROW_BYTES // PIECE_BYTES), MAX_PIECES)
+    return split_rows(rows, num_pieces)
+
+
+class Stream:
+    """The sum of one range of rows, in three moves: `send`, `fold`, `gather`.
+
+    Making one is collective, in the same order on all members of the wire.
+
+    Args:
+        rows: of the layout; the same on all members of the wire.
+        plan: by rank of the wire, the nodes of each member.
+        out: receives the sums of all rows; none of the nodes.
+        multipliers: of the layout, for the digest.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        layout: FlatLayout,
+        rows: range,
+        plan: Sequence[Sequence[Node]],
+        num_leaves: int,
+        out: Rows,
+        multipliers: Tensor,
+    ) -> None:
+        self._wire = wire
+        self._layout = layout
+        self._plan = plan
+        self._num_leaves = num_leaves
+        self._root = root(num_leaves)
+        self._packing = Packing(layout, num_leaves)
+        self._out = out
+        self._multipliers = multipliers
+        self._chunks = [split_rows(piece, wire.size) for piece in cut(rows)]
+        self._others = [(wire.rank + distance) % wire.size for distance in range(1, wire.size)]
+        self._tags_each = max(len(nodes) for nodes in plan) + 1  # of a piece: one for each node of a member, and a sum
+        self._first_tag = wire.reserve_tags(len(self._chunks) * self._tags_each)
+        self._nodes: Mapping[Node, Rows] = {}
+        self._turn = threading.Lock()  # the pump sends too
+        self._num_ready = 0
+        self._num_sent = 0
+        self._num_folded = 0
+        self._digest = 0
+        self._sending: list[Any] = []
+        self._window = WINDOW if wire.size > 2 else len(self._chunks)
+        self._job = wire.in_background(self._run)
+
+    def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
+        """Send the pieces that lie within the first ``rows_ready`` rows, which are complete in all own nodes."""
+        first, num_ready = self._chunks[0][0].start, self._num_ready
+        while num_ready < len(self._chunks) and self._chunks[num_ready][-1].stop - first <= rows_ready:
+            num_ready += 1
+        if num_ready == self._num_ready:
+            return
+        with self._wire.changed:
+            self._nodes = nodes
+            self._num_ready = num_ready
+            self._wire.changed.notify_all()
+        self._send_on()
+
+    def fold(self) -> int:
+        """Wait until this member has added all of its chunks; return their digest. Their sums are on their way."""
+        self._wire.await_job(self._job, lambda: self._num_folded == len(self._chunks))
+        return self._digest & 0xFFFFFFFFFFFFFFFF
+
+    def gather(self) -> None:
+        """Wait until the sums of all members are in ``out``."""
+        self._wire.await_job(self._job, self._job.is_completed)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _send(self, packed: Tensor, other: int, tag: int) -> Any:
+        if self._wire.checks is not None:
+            self._wire.checks.note_sent(packed, other, tag)
+        return self._wire.send(packed, other, tag)
+
+    def _finish(self, receive: Any, memory: Tensor, other: int, tag: int) -> None:
+        """Wait until a message has arrived; in the thread of the pump."""
+        self._wire.finish_in_background(receive)
+        if (bit := spoils("sums")) is not None:
+            memory.copy_(with_flipped_bit(memory, bit))
+        if self._wire.checks is not None:
+            self._wire.checks.note_received(memory, other, tag)
+
+    def _tag(self, piece: int, turn: int = -1) -> int:
+        """Return the number of the message with a member's node ``turn``, or with the sum."""
+        return self._first_tag + piece * self._tags_each + turn % self._tags_each
+
+    def _post_chunks(self, piece: int) -> list[tuple[Node, int, int, Tensor, Any]]:
+        """Post the receives of this member's chunk of a piece: (node, sender, tag, memory, receive) of all others."""
+        own = self._chunks[piece][self._wire.rank]
+        posted: list[tuple[Node, int, int, Tensor, Any]] = []
+        for other in self._others if own else ():
+            for turn, node in enumerate(self._plan[other]):
+                memory, tag = torch.empty(self._packing.num_bytes(own, node), dtype=torch.uint8), self._tag(piece, turn)
+                posted.append((node, other, tag, memory, self._wire.post(memory, other, tag)))
+        return posted
+
+    def _post_sums(self, piece: int) -> list[tuple[range, int, int, Tensor, Any]]:
+        """Post the receives of the other chunks' sums: (rows, sender, tag, memory, receive)."""
+        posted: list[tuple[range, int, int, Tensor, Any]] = []
+        for other in self._others:
+            if chunk := self._chunks[piece][other]:
+                memory, tag = self._packing.room(self._out, chunk, self._root), self._tag(piece)
+                posted.append((chunk, other, tag, memory, self._wire.post(memory, other, tag)))
+        return posted
+
+    def _send_on(self) -> None:
+        """Send the pieces that are ready, as far as the window allows."""
+        with self._turn:
+            while self._num_sent < min(self._num_ready, self._num_folded + self._window):
+                piece = self._num_sent
+                for turn, node in enumerate(self._plan[self._wire.rank]):
+                    for other in self._others:
+                        if chunk := self._chunks[piece][other]:
+                            packed = self._packing.pack(self._nodes[node], chunk, node)
+                            self._sending.append(self._send(packed, other, self._tag(piece, turn)))
+                self._num_sent += 1
+
+    def _run(self) -> None:
+        """Add up, piece by piece, what has arrived; in the thread of the pump."""
+        wire = self._wire
+        arriving = [self._post_chunks(piece) for piece in range(len(self._chunks))]
+        gathers = [self._post_sums(piece) for piece in range(len(self._chunks))]
+        for piece, chunks in enumerate(self._chunks):
+            if not wire.wait_in_background(lambda piece=piece: self._num_ready > piece):  # type: ignore[misc]
+                return
+            own = chunks[wire.rank]
+            nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
+            for node, other, tag, memory, receive in arriving[piece]:
+                self._finish(receive, memory, other, tag)
+                nodes[node] = self._packing.unpack(memory, own, node)
+            if len(own):
+                self._digest += fold_rows(
+                    self._layout,
+                    nodes,
+                    self._num_leaves,
+                    own.start,
+                    own.stop,
+                    [self._out],
+                    multipliers=self._multipliers,
+                )
+                packed = self._packing.pack(self._out, own, self._root)
+                for other in self._others:
+                    self._sending.append(self._send(packed, other, self._tag(piece)))
+            arriving[piece] = []
+            with wire.changed:
+                self._num_folded += 1
+                wire.changed.notify_all()
+            self._send_on()
+        for receives in gathers:
+            for chunk, other, tag, memory, receive in receives:
+                self._finish(receive, memory, other, tag)
+                self._packing.unpack(memory, chunk, self._root, self._out)
+            receives.clear()
+        for each in self._sending:  # gloo forgets a message that nobody holds
+            wire.finish_in_background(each)
+        self._sending.clear()
+
+
+class Ballot:
+    """The word of all members of a wire that they hold all sums. Its receives are posted before, so it takes one way.
+
+    Making one is collective, in the same order on all members of the wire.
+
+    Args:
+        nbytes: of the data that each member adds; equal on all members.
+    """
+
+    def __init__(self, wire: Wire, nbytes: int) -> None:
+        self._wire = wire
+        self._checks_at = DIGEST_BYTES + nbytes
+        nbytes += wire.checks.num_bytes if wire.checks is not None else 0
+        self._tag = wire.reserve_tags(1)
+        self._others = [rank for rank in range(wire.size) if rank != wire.rank]
+        self._words = [torch.empty(DIGEST_BYTES + nbytes, dtype=torch.uint8) for _ in range(wire.size)]
+        self._receives: list[Any] = []
+        wire.in_background(self._post)
+
+    def cast(self, digest: int, data: bytes) -> Job:
+        """Announce to all members that this one holds all sums, when the streams before this ballot have gathered them.
+
+        Args:
+            digest: of the sums of this member.
+        """
+        own = digest.to_bytes(DIGEST_BYTES, "little") + data
+        room = bytearray(own.ljust(self._words[0].numel(), b"\0"))
+        self._words[self._wire.rank] = torch.frombuffer(room, dtype=torch.uint8)
+        return self._wire.in_background(self._run)
+
+    def count(self, job: Job) -> tuple[int, list[bytes]]:
+        """Wait until every member has announced it.
+
+        Returns:
+            The digest of all sums, and the ``data`` of all members, by rank.
+
+        Raises:
+            PeerLost: something has arrived as other bytes than were sent.
+        """
+        self._wire.await_job(job, job.is_completed)
+        words = [ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words]
+        if self._wire.checks is not None:
+            self._wire.checks.compare([word[self._checks_at :] for word in words])
+        return count_votes([word[: self._checks_at] for word in words])
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Cast and count."""
+        return self.count(self.cast(digest, data))
+
+    def _post(self) -> None:
+        self._receives = [self._wire.post(self._words[rank], rank, self._tag) for rank in self._others]
+
+    def _run(self) -> None:
+        wire = self._wire
+        own = self._words[wire.rank]
+        if wire.checks is not None:
+            ctypes.memmove(own.data_ptr() + self._checks_at, wire.checks.take(), wire.checks.num_bytes)
+        sending = [wire.send(own, rank, self._tag) for rank in self._others]
+        for each in (*self._receives, *sending):
+            wire.finish_in_background(each)

@@ -1,0 +1,462 @@
+"""Wire: one ``torch.distributed`` process group, with waits that end.
+
+The group is built directly (never the global default group), so that a generation can make its own. Neither the
+forming of a group nor a blocked collective can be woken: ``abort()`` and ``shutdown()`` do not, and deleting a
+group with a pending operation blocks. So no thread of the run waits *in* torch. The group is formed by a
+thread of its own, and the pump (`unisono.engine.exchange.pump`) waits for messages; these threads, a collective's
+future and `interrupt` notify the same condition; and an abandoned group is kept until its last operation has ended. Its
+connections are shut, which ends the operations of gloo at both ends at once; those of NCCL are aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from unisono.core.errors import DeadlineExceeded, PeerLost
+from unisono.core.words import listed
+from unisono.engine.exchange.addresses import AddressStore
+from unisono.engine.exchange.checking import Checks
+from unisono.engine.exchange.groups import ScriptGroup
+from unisono.engine.exchange.listening import Port
+from unisono.engine.exchange.proof import prove
+from unisono.engine.exchange.pump import Job, Pump
+from unisono.engine.exchange.sockets import TcpSocket, shut, tcp_sockets
+
+__all__ = ["DIGEST_BYTES", "Collective", "Wire", "release_abandoned", "wire_of_one"]
+
+SLICE_S = 0.2  # a wait checks its condition this often even if a notification was missed
+DIGEST_BYTES = 8
+"""Of what a vote begins with."""
+POLL_S = 1e-4  # NCCL sends no notification
+CONNECT_S = 20.0
+"""Longest time from the arrival of all members until they are connected. A member behind a firewall, which the others
+cannot reach, must not delay them for as long as an exchange may take."""
+MAX_TAG = 1 << 30
+FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have not come to a group
+
+_abandoned: list[tuple[Any, list[Any]]] = []
+"""Groups that were closed while collectives were pending, with those collectives."""
+_abandoning = threading.Lock()
+"""Held while these are changed: wires are closed by the thread of the run, and formed by others."""
+
+
+class Wire:
+    """Collectives over tensors of bytes between ``size`` members.
+
+    Args:
+        store: the members find each other there; one prefix for one group.
+        device: of the tensors that will be sent.
+        backend: "nccl"; or "gloo", over which the tensors of a GPU travel as copies in the host's memory.
+        address: the address that gloo listens on.
+        timeout_s: how long any one wait may take.
+        names: the ids of the members' workers, by rank, for errors; empty: they have none.
+        secret: every member must prove that it has the same one (`unisono.engine.exchange.proof`). gloo only.
+        checks: compare the digests of what streams send and of what arrives (`unisono.engine.exchange.checking`).
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device,
+        backend: str,
+        address: str,
+        timeout_s: float,
+        names: Sequence[str] = (),
+        secret: bytes = b"",
+        checks: bool = False,
+    ) -> None:
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.backend = backend
+        self._copies = backend == "gloo" and device.type != "cpu"
+        self.sent_bytes = 0
+        """Data that this member has sent to others."""
+        self.checks = Checks(size, names) if checks and size > 1 else None
+        """Whether what has arrived is what was sent; None: that is not looked at."""
+        self.changed = threading.Condition()
+        """Is notified whenever something has happened that a wait may wait for."""
+        self._timeout_s = timeout_s
+        self._error: Exception | None = None
+        self._pump = Pump(self.changed)
+        self._num_tags = 0
+        self._pending: list[Any] = []
+        self._store = store
+        self._group: Any = None
+        self._given: ScriptGroup | None = None
+        self._failure: Exception | None = None
+        self._missing: list[str] = []
+        self._connections: Mapping[int, TcpSocket] = {}
+        """Of the group, by inode, when it is formed. gloo only."""
+        self._all_here_at: float | None = None
+        self._closed = False
+
+        def connect() -> None:
+            group, failure = None, None
+            port = Port()
+            missing: list[str] = []
+            try:
+                # A member may arrive late, from its work between two steps: that is no reason to give the member up.
+                store.set(f"here-{rank}", "")
+                store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
+                self._all_here_at = time.perf_counter()
+                before = tcp_sockets()
+                formed = _make_group(store, rank, size, backend, address, timeout_s, port)
+                if backend == "gloo" and size > 1:
+                    prove(formed, rank, size, secret, names)
+                if backend == "gloo" and size > 1:
+                    self._connections = _own_connections(store, size, port, before)
+                port.close()
+                group = formed
+            except Exception as error:  # of many kinds; `_connected` raises it as PeerLost
+                failure = error
+                port.forget()
+                if self._all_here_at is None:
+                    missing = _missing(store, names)
+            release_abandoned()  # of the generation before
+            with self.changed:
+                self._failure, self._missing = failure, missing
+                if not self._closed:
+                    self._group = group
+                self.changed.notify_all()
+
+        threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
+
+    def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Collective:
+        """Send ``in_sizes[j]`` bytes of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
+        self._count(sum(in_sizes) - in_sizes[self.rank])
+        there, here = self._room_for(out), self._within_reach(data)
+        return self._start(
+            lambda group: group.alltoall_base(there, here, out_sizes, in_sizes, AllToAllOptions()), there, here, out=out
+        )
+
+    def all_gather(self, out: Tensor, data: Tensor) -> Collective:
+        """Gather the ``data`` of all members in ``out``, by rank; equal sizes."""
+        self._count((self.size - 1) * data.nbytes)
+        there, here = self._room_for(out), self._within_reach(data)
+        return self._start(lambda group: group._allgather_base(there, here, AllgatherOptions()), there, here, out=out)
+
+    def all_gather_equal(self, data: bytes) -> list[bytes]:
+        """Return the ``data`` of all members, by rank, equally long and not empty. Blocks for one round trip."""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        found = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
+        self.all_gather(found, own).wait()
+        rows = found.cpu().view(self.size, len(data))
+        return [ctypes.string_at(row.data_ptr(), len(data)) for row in rows]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the ``data`` of all members, by rank. Blocks for two round trips."""
+        lengths = [int.from_bytes(size, "little") for size in self.all_gather_equal(len(data).to_bytes(8, "little"))]
+        padded = self.all_gather_equal(data.ljust(max(*lengths, 1), b"\0"))
+        return [payload[:length] for payload, length in zip(padded, lengths, strict=True)]
+
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Announce to all members that this one holds all sums; return when every member does. Blocks.
+
+        Args:
+            digest: of the sums of this member.
+            data: equally long on all members.
+
+        Returns:
+            The digest of all sums, and the ``data`` of all members, by rank.
+        """
+        return count_votes(self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data))
+
+    def _within_reach(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, or a copy of it in the host's memory if the backend reaches no other."""
+        return tensor.to("cpu", copy=True) if self._copies else tensor
+
+    def _room_for(self, out: Tensor) -> Tensor:
+        """Return ``out``, or as much memory of the host."""
+        return torch.empty_like(out, device="cpu") if self._copies else out
+
+    # -- messages from member to member: gloo only --------------------------------------------------------
+
+    def reserve_tags(self, number: int) -> int:
+        """Return the first of so many numbers for messages. Collective, in the same order on all members."""
+        first, self._num_tags = self._num_tags, (self._num_tags + number) % MAX_TAG
+        return first
+
+    def post(self, out: Tensor, source: int, tag: int) -> Any:
+        """Begin to receive a message that fills ``out``. Waits for nobody, but for the group to form."""
+        return self._begin(lambda group: group.recv([out], source, tag))
+
+    def send(self, data: Tensor, target: int, tag: int) -> Any:
+        """Begin to send a message; hold what this returns until it has left. Until then, ``data`` must not change."""
+        self._count(data.nbytes)
+        return self._begin(lambda group: group.send([data], target, tag))
+
+    def in_background(self, run: Callable[[], None]) -> Job:
+        """Let the pump do something, after what it was given before."""
+        job = Job(run)
+        self._pending.append(job)
+        self._pump.add(job)
+        return job
+
+    def wait_in_background(self, done: Callable[[], bool]) -> bool:
+        """Wait, in a job, for something that this member does; False: this member has left."""
+        with self.changed:
+            while not done() and not self._pump.is_stopped:
+                self.changed.wait()
+        return not self._pump.is_stopped
+
+    def finish_in_background(self, message: Any) -> None:
+        """Wait, in a job, until a message has arrived, or has left."""
+        message.wait(timedelta(seconds=self._timeout_s))
+
+    def await_job(self, job: Job, done: Callable[[], bool]) -> None:
+        """Wait until a job has published something, or is over.
+
+        Raises:
+            PeerLost: a member is gone. DeadlineExceeded: a member did not send in time.
+        """
+        self._await(lambda: done() or job.is_completed(), "the messages")
+        if job.failure is not None:
+            raise self._lost(job.failure) from job.failure
+        if not done():
+            raise PeerLost(f"this member has left its group of {self.size} members")
+        if job.is_completed() and job in self._pending:
+            self._pending.remove(job)
+
+    def _count(self, nbytes: int) -> None:
+        with self.changed:  # the pump sends too
+            self.sent_bytes += nbytes
+
+    def _begin(self, operation: Callable[[Any], Any]) -> Any:
+        group = self._connected()
+        try:
+            return operation(group)
+        except RuntimeError as failure:
+            raise self._lost(failure) from failure
+
+    def _lost(self, failure: Exception) -> Exception:
+        """Return the error of this member for a failure of an operation."""
+        if self._error is not None:
+            return self._error
+        if isinstance(failure, (PeerLost, DeadlineExceeded)):
+            return failure
+        if "Timed out" in str(failure):
+            return DeadlineExceeded(f"a collective took longer than {self._timeout_s:.0f} s: {failure}")
+        return PeerLost(f"a member left in the middle of a collective: {failure}")
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Return this group, when it is formed, for functions of ``torch.distributed``; ends with `interrupt`."""
+        backend = self._connected()
+        with self.changed:
+            if self._error is not None:
+                raise self._error
+            if self._given is None:
+                self._given = ScriptGroup.backed_by(
+                    backend, self._store, self.rank, self.size, self.device, self.backend
+                )
+            return self._given
+
+    def interrupt(self, error: Exception) -> None:
+        with self.changed:
+            self._error = error
+            if self._given is not None:
+                self._given.end()  # the script may wait for a member that never comes
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self._closed = True
+            self._error = PeerLost(f"this member has left its group of {self.size} members")
+            group, self._group = self._group, None
+            given, self._given = self._given, None
+        self._pump.stop()
+        pending, self._pending = self._pending, []
+        if given is not None:
+            given.end()
+            pending += given.pending()
+        if self.backend == "nccl":
+            # abort() takes long if a peer is gone, and ends the pending collectives.
+            threading.Thread(target=_abort, args=(group,), name="unisono-abort", daemon=True).start()
+            return
+        with _abandoning:
+            _abandoned.append((group, pending))
+        del group
+        if release_abandoned():
+            shut(self._connections)
+
+    def _connected(self) -> Any:
+        """Return the group, when it is formed. Raise if this member was interrupted."""
+        if self._error is not None:
+            raise self._error
+        # A little later than the store's own limit, whose error names the members that were not there.
+        self._await(self._is_formed, "the group to form", grace_s=FORM_GRACE_S)
+        if self._failure is not None:
+            waited_for = f" (not there: {listed(self._missing)})" if self._missing else ""
+            raise PeerLost(
+                f"no group of {self.size} members could be formed: {self._failure}{waited_for}", self._missing
+            ) from self._failure
+        return self._group
+
+    def _is_formed(self) -> bool:
+        if self._group is None and self._failure is None and self._all_here_at is not None:
+            waited_s = time.perf_counter() - self._all_here_at
+            if waited_s > CONNECT_S:
+                raise DeadlineExceeded(
+                    f"{self.size} members could not be connected within {CONNECT_S:g} s: each must reach each other "
+                    "one, at any port of the address by which it reaches the head; look for a firewall between them"
+                )
+        return self._group is not None or self._failure is not None
+
+    def _start(self, operation: Callable[[Any], Any], *tensors: Tensor, out: Tensor) -> Collective:
+        """Start a collective on ``tensors``, the first of which is received into; ``out`` gets it in the end."""
+        group = self._connected()
+        try:
+            work = operation(group)
+        except RuntimeError as failure:  # NCCL connects its members with their first collective
+            raise PeerLost(f"a collective of {self.size} members could not be started: {failure}") from failure
+        self._pending.append(work)
+        return Collective(self, work, tensors, out)
+
+    def _finish(self, work: Any) -> None:
+        if self.backend == "gloo":
+            future = work.get_future()
+            future.then(self._notify)
+            self._await(future.done, "a collective")
+        else:
+            # Its wait() makes only the stream wait; reading the result then blocks where nothing wakes the thread.
+            self._await(work.is_completed, "a collective", POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as failure:
+            raise self._lost(failure) from failure
+        self._pending.remove(work)
+
+    def _await(self, done: Callable[[], bool], what: str, slice_s: float = SLICE_S, grace_s: float = SLICE_S) -> None:
+        if done():
+            return
+        started = time.perf_counter()
+        # A little later than torch's own limit, whose error names the member that was late.
+        deadline = started + self._timeout_s + grace_s
+        with self.changed:
+            while not done():
+                if self._error is not None:
+                    raise self._error
+                if time.perf_counter() > deadline:
+                    raise DeadlineExceeded(f"waited {self._timeout_s:.0f} s for {what} of {self.size} members")
+                self.changed.wait(slice_s)
+
+    def _notify(self, _: Any) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+
+class Collective:
+    """A started collective. Keeps its tensors alive.
+
+    Args:
+        tensors: of the collective; the first one receives.
+        out: a copy of that is made here in the end, if it is another.
+    """
+
+    def __init__(self, wire: Wire, work: Any, tensors: tuple[Tensor, ...], out: Tensor) -> None:
+        self._wire = wire
+        self._work = work
+        self._tensors = tensors
+        self._out = out
+
+    def wait(self) -> None:
+        """Block until the collective is done.
+
+        Raises:
+            PeerLost: a member is gone. DeadlineExceeded: the collective took too long.
+        """
+        self._wire._finish(self._work)
+        if self._tensors and self._tensors[0] is not self._out:
+            self._out.copy_(self._tensors[0])
+        self._tensors = ()
+
+
+def count_votes(votes: Sequence[bytes]) -> tuple[int, list[bytes]]:
+    """Return the sum of the digests that the votes begin with, and the data of each."""
+    total = sum(int.from_bytes(each[:DIGEST_BYTES], "little") for each in votes)
+    return total & 0xFFFFFFFFFFFFFFFF, [each[DIGEST_BYTES:] for each in votes]
+
+
+def wire_of_one(device: torch.device) -> Wire:
+    """Return the wire of a worker that is alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return Wire(dist.HashStore(), 0, 1, device=device, backend=backend, address="127.0.0.1", timeout_s=CONNECT_S)
+
+
+def release_abandoned() -> bool:
+    """Delete the abandoned groups whose last operation has ended. Called whenever a wire is closed or formed.
+
+    Returns:
+        Whether a group is left: deleting it would block until its operation times out, also at the end of the process.
+    """
+    with _abandoning:
+        pending = [each for each in _abandoned if not all(work.is_completed() for work in each[1])]
+        _abandoned[:] = pending
+        return bool(pending)
+
+
+def _missing(store: dist.Store, names: Sequence[str]) -> list[str]:
+    """Return the members that have not arrived, as far as the store can be asked."""
+    with contextlib.suppress(Exception):  # the store may be what has failed
+        return [names[rank] for rank in _absent(store, range(len(names)))]
+    return []
+
+
+def _absent(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    """Return the members of these ranks that have not arrived. All who wait for them ask at the same time."""
+    if not ranks or store.check([f"here-{rank}" for rank in ranks]):
+        return []
+    half = len(ranks) // 2
+    return [*_absent(store, ranks[:half]), *_absent(store, ranks[half:])] if half else [*ranks]
+
+
+def _abort(group: Any) -> None:
+    if group is not None:
+        group.abort()
+
+
+def _own_connections(store: dist.Store, size: int, port: Port, before: Mapping[int, TcpSocket]) -> dict[int, TcpSocket]:
+    """Return the connections that gloo has made for a group: to this member's port, or to that of another one."""
+    told = [each.decode().rsplit(" ", 1) for each in store.multi_get([f"port-{rank}" for rank in range(size)])]
+    ports = {(host, int(number)) for host, number in told if host}
+    return {
+        inode: each
+        for inode, each in tcp_sockets().items()
+        if inode not in before and not each.listens and (each.here == port.address or each.there in ports)
+    }
+
+
+def _make_group(
+    store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float, port: Port
+) -> Any:
+    limit = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        # By default its watchdog ends the process when a peer is gone; here the survivors go on.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
+    store.set(f"port-{rank}", " ".join(map(str, port.address)))
+    gloo._timeout = limit
+    return dist.ProcessGroupGloo(AddressStore(store, size), rank, size, gloo)

@@ -1,0 +1,1 @@
+"""What a training loop and a strategy share: the step and its settings."""

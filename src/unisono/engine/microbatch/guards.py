@@ -1,0 +1,400 @@
+"""Guards: checks that a micro-batch changes nothing but gradients and buffers.
+
+A micro-batch is computed by one worker. Any other change would be on that worker only, and from then on the workers
+would train different models. So the guards check after every micro-batch, and at the end of the inner loop. They
+**refuse** a change with an error or, where the meaning is plain, **put it back**:
+
+==========================================  ==================================================
+change within a micro-batch                 what happens
+==========================================  ==================================================
+a trained parameter appears, goes, changes  `StepError` (values: see `unisono.engine.state.buffers`)
+``module.train()``, ``module.eval()``       put back before and after each micro-batch
+``parameter.grad = ...``                    `StepError`, unless it was there before the backward
+options of an optimizer, its state          `StepError` at the end of the inner loop
+``scheduler.step()``                        `StepError`, also where the scheduler is not tracked
+``clip_grad_norm_``                         a warning: there are no gradients yet
+==========================================  ==================================================
+
+Guards look at objects and version counters only, never at values, so they cost microseconds. What they cannot see (a
+counter in a closure, a generator of the script's own) is found by a rehearsal (`unisono.core.checks`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim import lr_scheduler
+
+from unisono.cluster.worker import member as members
+from unisono.core.errors import StepError
+from unisono.engine.state.packing import quick_digest
+from unisono.engine.state.tracked import Tracked
+from unisono.system.stacks import level_outside
+
+__all__ = ["Guards", "Structure", "UnusedGradients", "watched_clipping", "watched_schedulers", "watched_zero_grad"]
+
+Settings = dict[tuple[str, int | str, str], Any]
+"""(optimizer, group, option) -> its value; (module, path, buffer) -> whether it is there; (scheduler, "", counter)."""
+
+
+class Structure:
+    """Modules, parameters and modes of the tracked objects, as they were when this object was made."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self.owners: list[tuple[str, str, nn.Module]] = []
+        """(name of what is tracked, path in it, module)."""
+        self._modules: list[nn.Module] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Remember the current modules, parameters and modes."""
+        if not self._is_same():
+            self.owners = [
+                (name, path, module)
+                for name, tracked in self._tracked.modules.items()
+                for path, module in tracked.named_modules()
+            ]
+            self._modules = [module for _, _, module in self.owners]
+            self._parameters, self._children = self._owned()
+            self._named = dict(self._tracked.named_parameters())
+        self._modes = [module.training for module in self._modules]
+
+    def restore_modes(self) -> None:
+        """Put every module back into train() or eval(), as it was."""
+        if [module.training for module in self._modules] != self._modes:
+            for module, training in zip(self._modules, self._modes, strict=True):
+                module.training = training
+
+    def check(self, where: str) -> None:
+        """Compare the parameters with the remembered ones.
+
+        Raises:
+            StepError: a parameter has come, gone or been replaced; names it.
+        """
+        if self._is_same():
+            return
+        before, now = self._named, dict(self._tracked.named_parameters())
+        changes = {
+            "was replaced": [name for name in now if name in before and now[name] is not before[name]],
+            "appeared": [name for name in now if name not in before],
+            "disappeared": [name for name in before if name not in now],
+        }
+        what = next((words for words, names in changes.items() if names), "")
+        if what:
+            name = changes[what][0]
+            raise StepError(
+                f"parameter {name!r} {what} within {where}, on this worker only. Make all layers and parameters before "
+                "run.steps (if the first batch decides on a shape, pass one batch through the model before that), and "
+                "change the model only between two calls of run.steps"
+            )
+        self.renew()  # modules without parameters came or went: an activation that forward makes anew each time
+
+    def _is_same(self) -> bool:
+        if not self._modules:
+            return False
+        parameters, children = self._owned()
+        return _same_objects(parameters, self._parameters) and _same_objects(children, self._children)
+
+    def _owned(self) -> tuple[list[nn.Parameter | None], list[nn.Module | None]]:
+        return (
+            [parameter for module in self._modules for parameter in module._parameters.values()],
+            [child for module in self._modules for child in module._modules.values()],
+        )
+
+
+class Guards:
+    """Guards of one ``run.steps``. Local."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._structure = Structure(tracked)
+        self._settings: Settings = {}
+        self._states: list[Tensor] = []
+        self._versions: list[int] = []
+        self._rows: dict[str, tuple[int, ...]] = {}
+
+    def start_step(self) -> None:
+        """Remember the settings and states before the micro-batches of a step."""
+        self._structure.renew()
+        self._settings = self._current_settings()
+        self._states = list(_optimizer_states(self._tracked))
+        self._versions = [tensor._version for tensor in self._states]
+        self._rows = self._versions_of_rows()
+
+    def finish_microbatch(self, where: str, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Check that a micro-batch has left no gradients for the next one, and put modes back.
+
+        Args:
+            where: ``step 3, micro-batch 2``.
+            trained: (name, parameter), whose gradients were taken.
+
+        Raises:
+            StepError: the micro-batch has left gradients.
+        """
+        self._structure.restore_modes()
+        left = [name for name, parameter in trained if parameter.grad is not None]
+        if left:
+            raise StepError(
+                f"parameter {left[0]!r} has a gradient at the end of {where} that step.backward did not compute "
+                "(parameter.grad = ...), on this worker only. Add a term to the loss instead, or change gradients "
+                "after the inner loop, where .grad is the mean over the global batch"
+            )
+
+    def finish_step(self, step: str) -> None:
+        """Check that the inner loop has changed no parameter, setting or optimizer state.
+
+        Raises:
+            StepError: a parameter, an option, a scheduler or an optimizer's state has changed; names it.
+        """
+        self._structure.check(f"the inner loop of {step}")
+        _check_settings(self._settings, self._current_settings())
+        states = list(_optimizer_states(self._tracked))
+        if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
+            raise StepError(
+                "the state of an optimizer was changed within `for batch in step`, where each worker computes "
+                "different micro-batches. Change it after this loop"
+            )
+
+        if (rows := self._versions_of_rows()) != self._rows:
+            changed = next(name for name in rows if rows[name] != self._rows.get(name))
+            raise StepError(
+                f"{changed}.rows was written within `for batch in step`, on this worker only. Write with "
+                f"{changed}[keys] = rows there, which counts on all workers after this pass"
+            )
+
+    def _versions_of_rows(self) -> dict[str, tuple[int, ...]]:
+        return {name: carried.versions for name, carried in self._tracked.carried.items()}
+
+    def _current_settings(self) -> Settings:
+        """Return the settings that the next step depends on: everything that is no tensor."""
+        found: Settings = {
+            (name, path, attribute): "a buffer" if buffer is not None else None
+            for name, path, owner in self._structure.owners
+            if owner._buffers
+            for attribute, buffer in owner._buffers.items()
+            if attribute not in owner._non_persistent_buffers_set
+        }
+        for name, value in self._tracked.objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                for group, options in enumerate(value.param_groups):
+                    for key, option in options.items():
+                        found[name, group, key] = len(option) if key == "params" else _shown(option)
+            elif isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
+                for key, item in vars(value).items():
+                    if isinstance(item, (int, float, Tensor)):
+                        found[name, "", key] = _shown(item)
+        return found
+
+
+class UnusedGradients:
+    """Finds a script that accumulates gradients over several steps by itself, or applies none.
+
+    A step begins with empty gradients, so gradients that the script has not used by then would be lost silently.
+    """
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._used: set[str] = set()
+        self._unused: dict[str, str] = {}
+        self._shown = ""
+        self._left_out: set[str] = set()
+        self._is_updated = False  # since the gradients of the newest step were complete
+        self._versions: list[tuple[int, int]] = []  # of the parameters then
+        self._digest: int | None = None  # of their values then; None: they had changed in the step before
+
+    def leave_out(self, name: str) -> None:
+        """Leave out an optimizer whose step() the script does not call."""
+        self._left_out.add(name)
+
+    def start_step(self) -> None:
+        """Note the gradients of the step before that were not used. Called before they are dropped."""
+        for name, optimizer in self._tracked.optimizers.items():
+            if name in self._used or name in self._left_out or not self._shown:
+                self._unused.pop(name, None)
+            elif _has_finite_gradients(optimizer):  # others are left out on purpose
+                self._unused.setdefault(name, self._shown)
+        self._used.clear()
+
+    def finish_step(self, step: str) -> None:
+        """Note that the gradients of a step are complete. Warns if no parameter has changed in two steps."""
+        self._shown = step
+        is_updated, self._is_updated = self._is_updated, False
+        before, self._versions = self._versions, [(id(p), p._version) for _, p in self._tracked.trained()]
+        if is_updated or before != self._versions or not self._expects_updates():
+            self._digest = None
+            return
+        # What writes through `.data` does not count in a version, so the values are compared as well, one step later.
+        known, self._digest = self._digest, quick_digest([p.detach() for _, p in self._tracked.trained()])
+        member = members.current()
+        if known == self._digest and (member is None or member.worker_id == "w0"):  # once for all workers
+            warnings.warn(
+                "no tracked parameter has changed in the last two steps, and step() of no tracked optimizer was called "
+                "there: is `optimizer.step()` missing after `for batch in step`, or does it belong to an optimizer "
+                "that was not tracked and has other parameters?",
+                stacklevel=level_outside(),
+            )
+
+    def _expects_updates(self) -> bool:
+        """Return whether there are optimizers, and no scaler that leaves updates out when gradients overflow."""
+        scalers = [one for one in self._tracked.objects.values() if isinstance(one, torch.amp.GradScaler)]
+        return bool(self._tracked.optimizers) and not any(one.is_enabled() for one in scalers)
+
+    def dropped(self, cleared: object) -> None:
+        """Note that the script has called zero_grad() of an optimizer or a module: it drops gradients on purpose."""
+        for name, optimizer in self._tracked.optimizers.items():
+            if optimizer is cleared or isinstance(cleared, nn.Module):
+                self._unused.pop(name, None)
+                self._used.add(name)  # also where it leaves zeros, which look like gradients
+
+    def before_update(self, name: str) -> None:
+        """Note that the script calls step() of an optimizer.
+
+        Raises:
+            StepError: the script has accumulated gradients.
+        """
+        self._used.add(name)
+        self._is_updated = True
+        if (step := self._unused.pop(name, None)) is not None:
+            raise StepError(
+                f"{name}.step() is called now, and was not called after {step}: the gradients of that step are "
+                "lost, because each step begins with empty gradients. To accumulate gradients, use a larger batch_size "
+                "(and more microbatches) instead of several steps for one update. To skip the update of a step on "
+                f"purpose, call {name}.zero_grad() in that step"
+            )
+
+
+class _Wrapped:
+    """Functions of torch that are wrapped as long as there is a listener. Runs may end in any order.
+
+    Args:
+        answer: returns what is returned instead of calling a function; None: it is called.
+    """
+
+    def __init__(self, *functions: tuple[Any, str], answer: Callable[..., Any] = lambda *_, **__: None) -> None:
+        self._answer = answer
+        self._functions = [(owner, name) for owner, name in functions if hasattr(owner, name)]
+        self._originals: list[Any] = []
+        self._listeners: list[Callable[..., None]] = []
+
+    @contextmanager
+    def calling(self, listener: Callable[..., None]) -> Iterator[None]:
+        """Return a context in which ``listener`` is called before each call, with its arguments."""
+        if not self._listeners:
+            self._originals = [getattr(owner, name) for owner, name in self._functions]
+            for (owner, name), original in zip(self._functions, self._originals, strict=True):
+                setattr(owner, name, self._wrap(original))
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                for (owner, name), original in zip(self._functions, self._originals, strict=True):
+                    setattr(owner, name, original)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            for listener in list(self._listeners):
+                listener(*arguments, **options)
+            answer = self._answer(*arguments, **options)
+            return original(*arguments, **options) if answer is None else answer
+
+        return wrapped
+
+
+_zero_grad = _Wrapped((torch.optim.Optimizer, "zero_grad"), (nn.Module, "zero_grad"))
+_total_norm = _Wrapped((clip_grad, "_get_total_norm"))
+"""``clip_grad_norm_`` calls this function, under whichever name the script has imported ``clip_grad_norm_``."""
+
+
+_grouped = _Wrapped(
+    (clip_grad, "_group_tensors_by_device_and_dtype"), answer=lambda groups, *_, **__: None if any(groups) else {}
+)
+"""``clip_grad_value_`` calls this function."""
+
+
+_scheduler_step = _Wrapped(
+    *((kind, "step") for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind))
+)
+
+
+def watched_schedulers(call: Callable[[torch.optim.Optimizer | None], None]) -> AbstractContextManager[None]:
+    """Return a context in which ``call`` gets the optimizer of every scheduler whose step() is called."""
+    return _scheduler_step.calling(lambda scheduler, *_, **__: call(getattr(scheduler, "optimizer", None)))
+
+
+def watched_zero_grad(call: Callable[[object], None]) -> AbstractContextManager[None]:
+    """Return a context in which ``call`` gets every optimizer or module whose zero_grad() is called."""
+    return _zero_grad.calling(lambda cleared, *_, **__: call(cleared))
+
+
+@contextmanager
+def watched_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
+    """Return a context in which clipping does nothing where there are no gradients, and warns of it in a micro-batch.
+
+    So ``clip_grad_norm_`` is by itself; ``clip_grad_value_`` would raise an error of torch's.
+    """
+
+    def warn(name: str) -> None:
+        if is_inside():
+            warnings.warn(
+                f"torch.nn.utils.{name} was called inside of `for batch in step`, where parameters have no "
+                "gradient yet: it did nothing. Call it after that loop, where .grad is the mean over the global batch",
+                stacklevel=6,
+            )
+
+    def look(tensors: Any, *_: Any, **__: Any) -> None:
+        if isinstance(tensors, Sequence) and not tensors:
+            warn("clip_grad_norm_")
+
+    def look_at_groups(groups: Sequence[Any], *_: Any, **__: Any) -> None:
+        if not any(groups):
+            warn("clip_grad_value_")
+
+    with _total_norm.calling(look), _grouped.calling(look_at_groups):
+        yield
+
+
+def _shown(option: Any) -> Any:
+    if not isinstance(option, Tensor):
+        return option
+    return (id(option), option._version, option.tolist() if option.numel() == 1 and not option.is_cuda else None)
+
+
+def _check_settings(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+    if before == after:
+        return
+    changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+    if changed:
+        name, part, last = key = min(changed, key=str)
+        said = f"{name}.param_groups[{part}][{last!r}]" if isinstance(part, int) else f"{name}.{part}.{last}"
+        raise StepError(
+            f"{said.replace('..', '.')} was changed within `for batch in step`, where each worker computes different "
+            f"micro-batches: it was {before.get(key)} and is {after.get(key)}. Change it after this loop (as "
+            "scheduler.step() does), or before run.steps (if it is a buffer that the first batch makes)"
+        )
+
+
+def _optimizer_states(tracked: Tracked) -> Iterator[Tensor]:
+    for optimizer in tracked.optimizers.values():
+        for state in optimizer.state.values():
+            yield from (item for item in state.values() if isinstance(item, Tensor))
+
+
+def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
+    return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))

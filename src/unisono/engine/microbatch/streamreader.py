@@ -1,0 +1,357 @@
+"""Reads samples of streams: opens them, goes to a position, shuffles within windows."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from unisono.core.cursor import seed_of
+from unisono.core.errors import RecipeError
+from unisono.core.streams import Wanted, window_order
+from unisono.core.words import count as counted
+from unisono.engine.microbatch.bookmarks import (
+    FOLLOWING,
+    BadState,
+    Bookmark,
+    Marker,
+    News,
+    Notes,
+    NotOpened,
+    is_stateful,
+)
+from unisono.engine.microbatch.randomness import seed_everything
+from unisono.engine.microbatch.rereading import check_streams
+from unisono.engine.microbatch.sampledigests import digest_of_sample, together
+from unisono.engine.microbatch.streams import Streams, as_torch_worker, pass_seed, seek_of
+from unisono.engine.state.packing import from_bytes
+
+__all__ = ["Reader", "Samples"]
+
+NEAR = 64
+"""Samples that are read over rather than sought."""
+PATIENCE = 4
+"""A stream is closed when so many times as many batches as streams are open have come from other ones."""
+MANY = 10_000
+"""Samples; whoever has to pass over more is told so."""
+
+
+class _Pass:
+    """One pass over one stream: its samples in the order in which they are given.
+
+    Args:
+        begin: samples of the passes before.
+        first: the sample to begin with, where the stream can be sought.
+        bookmark: of this pass, to go on from.
+        notes: takes the bookmarks of this pass; None: none are taken.
+
+    Raises:
+        BadState: the stream does not go on from the bookmark.
+        NotOpened: that has failed this time.
+    """
+
+    def __init__(
+        self,
+        data: Streams,
+        seed: int,
+        wanted: Wanted,
+        epoch: int,
+        *,
+        begin: int = 0,
+        first: int = 0,
+        bookmark: Bookmark | None = None,
+        notes: Notes | None = None,
+    ) -> None:
+        self._data = data
+        self._run_seed, self._stream, self._epoch = seed, wanted.stream, epoch
+        self._seed = pass_seed(seed, wanted.stream, epoch)
+        self.position = 0  # of the next sample
+        self._num_read = 0
+        self._window: list[Any] = []
+        self._following: list[Any] = []  # of the next window, as far as it was read
+        self._compared: collections.deque[Any] = collections.deque()  # samples that were read, and are to be given
+        source = data.opened(seed, wanted.stream, wanted.num_streams, epoch)
+        seek = seek_of(source, wanted)
+        self.can_seek = seek is not None
+        has_states = seek is None and is_stateful(source)
+        if bookmark is not None:
+            if not has_states:
+                raise BadState("its iterable has no state_dict() and load_state_dict(), and had them before")
+            self._source = self._from(source, bookmark)
+        else:
+            if first and seek is not None:
+                self.position = self._num_read = first - first % max(1, data.shuffle)
+                seek(self._num_read)
+            self._source = iter(source)
+        self._marker: Marker | None = None
+        if notes is not None:
+            notes.opened(able=has_states)
+            if has_states:
+                self._marker = Marker(source, wanted, epoch, begin, data.shuffle, notes)
+
+    def __next__(self) -> Any:
+        sample = self._next()
+        if self._data.transform is None:
+            return sample
+        seed_everything(seed_of(self._seed, "transform", self.position - 1))
+        return self._data.transform(sample)
+
+    def skip(self) -> None:
+        """Leave out one sample."""
+        self._next()
+
+    def has_more(self) -> bool:
+        """Return whether there is another sample; reads it if need be."""
+        try:
+            self._next()
+        except StopIteration:
+            return False
+        return True
+
+    def _next(self) -> Any:
+        sample = self._of_window() if self._data.shuffle else self._read()
+        self.position += 1
+        return sample
+
+    def _of_window(self) -> Any:
+        size = self._data.shuffle
+        place = self.position % size
+        if place == 0:
+            while len(self._following) < size and self._read_ahead():
+                pass
+            order = window_order(self._seed, self.position // size, len(self._following))
+            self._window, self._following = [self._following[index] for index in order], []
+        if place >= len(self._window):
+            raise StopIteration
+        sample, self._window[place] = self._window[place], None
+        self._read_ahead()  # one for one, so that no window has to be read at once but the first
+        return sample
+
+    def _read_ahead(self) -> bool:
+        try:
+            self._following.append(self._read())
+        except StopIteration:
+            return False
+        return True
+
+    def _read(self) -> Any:
+        if self._compared:
+            sample = self._compared.popleft()
+        else:
+            if self._marker is not None:
+                self._marker.before(self._num_read)
+            sample = self._sample(self._source, self._num_read)
+            if self._marker is not None:
+                self._marker.after(self._num_read, sample)
+        self._num_read += 1
+        return sample
+
+    def _sample(self, source: Iterator[Any], position: int) -> Any:
+        return self._data.sample(source, self._run_seed, self._stream, self._epoch, position)
+
+    def _from(self, source: Any, bookmark: Bookmark) -> Iterator[Any]:
+        """Return the samples that follow a bookmark, after the first ones have been compared.
+
+        Raises:
+            BadState: they are other ones.
+            NotOpened: an error of the iterable.
+        """
+        following: list[Any] = []
+        try:
+            source.load_state_dict(from_bytes(bookmark.state))
+            samples: Iterator[Any] = iter(source)
+            self._sample(samples, 0)  # the body of a generator begins now, and draws what it draws at the beginning
+            following = [self._sample(samples, bookmark.position + number) for number in range(FOLLOWING)]
+            digest = together(map(digest_of_sample, following))
+        except StopIteration:
+            digest = b""
+        except Exception as error:  # of the script's own iterable, or of the network
+            raise NotOpened(f"{type(error).__name__}: {error}") from error
+        if digest != bookmark.digest:
+            raise BadState(
+                f"after load_state_dict() it gives other samples than after state_dict(), at position "
+                f"{bookmark.position} of its epoch {bookmark.epoch} (a shuffle buffer whose content is not in the "
+                "state? unisono.Streams(..., shuffle=n) needs none)"
+            )
+        self._compared.extend(following)
+        self.position = self._num_read = bookmark.position
+        return samples
+
+
+class _Open:
+    """A stream that is open, and can give samples from its position on.
+
+    Args:
+        bookmark: to go on from, unless its state turns out to be of no use.
+    """
+
+    def __init__(
+        self, data: Streams, seed: int, wanted: Wanted, bookmark: Bookmark | None = None, notes: Notes | None = None
+    ) -> None:
+        self._data, self._seed, self._notes = data, seed, notes
+        self._epoch = wanted.epoch
+        self._begin = 0  # where its current pass has begun
+        found = self._from(bookmark, wanted) if bookmark is not None else None
+        first = wanted.first if wanted.length >= 0 else 0
+        self._pass = found if found is not None else _Pass(data, seed, wanted, wanted.epoch, first=first, notes=notes)
+
+    def reaches(self, wanted: Wanted, bookmark: Bookmark | None) -> bool:
+        """Return whether these samples lie ahead, and not so far that it is better to open the stream anew there."""
+        is_same = wanted.length < 0 or wanted.epoch == self._epoch
+        at = self._begin + self._pass.position
+        opened = wanted.first if self._pass.can_seek else bookmark.start if bookmark is not None else at
+        return is_same and wanted.first >= at and opened - at <= NEAR + 2 * self._data.shuffle
+
+    def _from(self, bookmark: Bookmark, wanted: Wanted) -> _Pass | None:
+        """Return the pass of a bookmark, at its position; None: its state is of no use."""
+        begin, epoch, notes = bookmark.begin, bookmark.epoch, self._notes
+        place = f"stream {wanted.stream} of {wanted.num_streams}"
+        try:
+            found = _Pass(self._data, self._seed, wanted, epoch, begin=begin, bookmark=bookmark, notes=notes)
+        except BadState as error:
+            if notes is not None:
+                notes.give_up(f"{place} does not go on from its state: {error}")
+            return None
+        except NotOpened as error:
+            warnings.warn(f"{place} is read from its beginning, as its state was of no use now: {error}", stacklevel=2)
+            return None
+        self._begin, self._epoch = begin, epoch
+        return found
+
+    def take(self, wanted: Wanted) -> list[Any]:
+        if (gap := wanted.first - self._begin - self._pass.position) > MANY:
+            warnings.warn(
+                f"stream {wanted.stream} of {wanted.num_streams} is read over {gap} samples to come to the one that is "
+                "needed, because it cannot be opened in the middle: give its iterable a method seek(n), and "
+                "unisono.Streams the lengths, or state_dict() and load_state_dict(); or use unisono.TarShards",
+                stacklevel=2,
+            )
+        while self._begin + self._pass.position < wanted.first:
+            self._step(wanted, skips=True)
+        samples = [self._step(wanted) for _ in range(wanted.number)]
+        if wanted.length == wanted.first + wanted.number and self._pass.has_more():
+            raise RecipeError(
+                f"stream {wanted.stream} of {wanted.num_streams} gives more than {wanted.length} samples in epoch "
+                f"{wanted.epoch}, and lengths says {wanted.length}: give unisono.Streams the true number for each "
+                "stream, or leave lengths out and say max_steps"
+            )
+        return samples
+
+    def _step(self, wanted: Wanted, *, skips: bool = False) -> Any:
+        """Return the next sample, or leave it out; where a pass has ended, that of the next pass."""
+        try:
+            return self._pass.skip() if skips else next(self._pass)
+        except StopIteration:
+            at = self._pass.position
+        place = f"stream {wanted.stream} of {wanted.num_streams}"
+        if wanted.length >= 0:
+            raise RecipeError(
+                f"{place} has ended after {counted(at, 'sample')} of epoch {wanted.epoch}, and lengths says "
+                f"{wanted.length}: give unisono.Streams the true number for each stream, or leave lengths out and say "
+                "max_steps"
+            )
+        if at == 0:
+            raise RecipeError(
+                f"{place} gives no sample in its epoch {self._epoch}: every micro-batch needs a stream with data. Use "
+                f"fewer micro-batches than {wanted.num_streams}, or cut the data otherwise"
+            )
+        self._begin, self._epoch = self._begin + at, self._epoch + 1
+        self._pass = _Pass(self._data, self._seed, wanted, self._epoch, begin=self._begin, notes=self._notes)
+        return self._step(wanted, skips=skips)
+
+
+class Samples(list[Any]):
+    """Samples of a micro-batch, from a loader process."""
+
+    news: News
+
+
+class Reader:
+    """Reads samples of streams, wherever they lie. One for each process.
+
+    Args:
+        seed: of the run.
+        copies: hand out copies of samples that may be asked for again, because whoever gets them may write into them.
+        at_once: batches of one stream that are read in a row, before some of another one.
+        marks: take bookmarks, which `news` gives.
+    """
+
+    def __init__(self, data: Streams, seed: int, *, copies: bool = True, at_once: int = 1, marks: bool = False) -> None:
+        self._data, self._seed, self._copies = data, seed, copies
+        self._patience = PATIENCE * at_once
+        self._notes = Notes() if marks else None
+        self._open: dict[int, _Open] = {}
+        self._newest: dict[int, tuple[Wanted, list[Any]]] = {}  # for another pass over the same global batch
+        self._num_reads = 0
+        self._last_read: dict[int, int] = {}  # by stream, the number of the read
+        self._is_checked = False
+        self._can_load = True
+
+    def read(self, wanted: Wanted, bookmark: Bookmark | None = None, *, marks: bool = True) -> list[Any]:
+        """Return samples of a stream, with the random generators set for what makes a batch of them.
+
+        Args:
+            bookmark: to open the stream with, if that is nearer.
+            marks: False: no bookmarks are needed any more.
+
+        Raises:
+            RecipeError: the stream has other samples than it should.
+        """
+        if not marks and self._notes is not None:
+            self._notes.stop()
+        known = self._newest.get(wanted.stream)
+        if known is None or known[0] != wanted:
+            # In a loader process torch would say that it is worker 0 of 1, and in the worker itself nothing.
+            with as_torch_worker(None):
+                if not self._is_checked:
+                    self._can_load = check_streams(self._data, self._seed, wanted)
+                    self._is_checked = True
+                    if not self._can_load and self._notes is not None:
+                        self._notes.give_up(
+                            "the states of streams are not used, because the function of unisono.Streams returns an "
+                            "object that it has returned before, or one that shares a part with it: a state that is "
+                            "loaded stays in it. Let it make a new object each time"
+                        )
+                known = self._newest[wanted.stream] = wanted, self._read(wanted, bookmark)
+        self._close_what_has_moved(wanted.stream)
+        samples = copy.deepcopy(known[1]) if self._copies else list(known[1])
+        # However they were reached, and whatever was drawn for that.
+        seed_everything(seed_of(pass_seed(self._seed, wanted.stream, wanted.epoch), "collate", wanted.first))
+        return samples
+
+    def __getitems__(self, keys: Sequence[tuple[Wanted, Bookmark | None, bool]]) -> Samples:
+        """Return the samples of a micro-batch, in a loader process."""
+        samples = Samples(
+            sample for wanted, bookmark, marks in keys for sample in self.read(wanted, bookmark, marks=marks)
+        )
+        samples.news = self.news()
+        return samples
+
+    def news(self) -> News:
+        """Return what is new about the states of the streams."""
+        return self._notes.news() if self._notes is not None else News(None, [])
+
+    def close(self, stream: int) -> None:
+        """Close a stream, which is read elsewhere now."""
+        for known in (self._last_read, self._open, self._newest):
+            known.pop(stream, None)
+
+    def _close_what_has_moved(self, stream: int) -> None:
+        """Note a read, and close the streams that another worker seems to read now: whoever reads streams in turn comes
+        to each of them again and again.
+        """
+        self._num_reads += 1
+        self._last_read[stream] = self._num_reads
+        oldest = self._num_reads - self._patience * len(self._open)
+        for other in [other for other, number in self._last_read.items() if number < oldest]:
+            self.close(other)
+
+    def _read(self, wanted: Wanted, bookmark: Bookmark | None) -> list[Any]:
+        if not self._can_load or (self._notes is not None and self._notes.able is False):
+            bookmark = None
+        is_open = (stream := self._open.get(wanted.stream)) is not None and stream.reaches(wanted, bookmark)
+        if not is_open:
+            self._open[wanted.stream] = _Open(self._data, self._seed, wanted, bookmark, self._notes)
+        return self._open[wanted.stream].take(wanted)

@@ -1,0 +1,115 @@
+"""Rounds: the common work of the members of a run.
+
+A **round** is work that is cut into leaves. Each member computes the leaves that the plan gives it, and at the end all
+members put the results together. The sum of a step's gradients is a round, and so are an evaluation and a checkpoint
+that all members wait for; each kind is one file of this folder. `unisono.engine.rounds.life` plays any of them, and
+lets it survive the loss of members. A new kind of round is one new file with a class that has the methods of `Round`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+from unisono.core.cadence import CheckpointReport
+from unisono.core.plan import Plan
+from unisono.core.tree import Node
+from unisono.engine.exchange.flat import FlatLayout
+
+__all__ = ["Finished", "Nothing", "Reporter", "Round"]
+
+
+class Finished(Protocol):
+    """Result of a finished round, kept so that slower members can still complete it."""
+
+    @property
+    def layout(self) -> FlatLayout | None:
+        """Layout of the sums; None if the round sums nothing."""
+
+    def stand_by(self, plan: Plan) -> None:
+        """Take part in the others' repetition of the round, without any node. Collective.
+
+        Args:
+            plan: by rank of the new generation, the nodes of each member; this member has none.
+
+        Raises:
+            PeerLost, DeadlineExceeded: another member was lost. DivergenceError: the repetition gave other bits.
+        """
+
+
+class Round(Protocol):
+    """One piece of common work. `unisono.engine.rounds.life.Rounds.play` calls the methods in the order in which they
+    stand.
+
+    The exchanges of `compute` and `combine` may raise `PeerLost` or `DeadlineExceeded` at any point: then `interrupt`
+    is called, and `compute` and `combine` again, with the plan of what is missing.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Name of this kind of round, e.g. "step"; members that begin the same round as different kinds fail."""
+
+    @property
+    def title(self) -> str:
+        """Description of the round for an error message: "a step of 8 micro-batches"."""
+
+    @property
+    def num_leaves(self) -> int: ...
+
+    def first_plan(self) -> Plan:
+        """Return the plan of a round in which nothing is computed yet; equal on all members. Local."""
+
+    def begin(self, plan: Plan) -> None:
+        """Get ready to compute; called once, with the first plan, which may give this member no leaf. Local."""
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        """Compute the leaves of this member in the plan that it has not computed yet. Local.
+
+        Every value that this yields goes to the script.
+        """
+
+    def combine(self, plan: Plan) -> Finished:
+        """Put the results of all members together; when this returns, the round is committed. Collective."""
+
+    def interrupt(self) -> Collection[Node]:
+        """Give up the plan, because a member was lost. Returns the complete nodes of this member. Local."""
+
+    def finish(self) -> None:
+        """Apply the result, after the commit."""
+
+
+class Reporter(Protocol):
+    """Sends a report with every combine: the part of a member that writes checkpoints and the journal."""
+
+    def report(self) -> CheckpointReport:
+        """Return this member's report; may wait for a copy in memory. Called before every combine."""
+
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
+        """Receive the reports of all members, by rank. Called after every combine."""
+
+    def unwritten_lines(self) -> list[str]:
+        """Return the lines of the journal that a newcomer may have to write."""
+
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error."""
+
+
+class Nothing:
+    """Result before the first round, and reporter of a run without checkpoints and journal."""
+
+    layout: FlatLayout | None = None
+
+    def stand_by(self, plan: Plan) -> None:
+        raise AssertionError("no round is finished yet, so no member can be a round behind")
+
+    def report(self) -> CheckpointReport:
+        return CheckpointReport()
+
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
+        pass
+
+    def unwritten_lines(self) -> list[str]:
+        return []
+
+    def newest(self) -> str:
+        return "the beginning: this run has no checkpoints"

@@ -1,0 +1,469 @@
+"""Comparison of the workers: all of them must hold, and compute, the same bits.
+
+With the sums of a step every member sends digests of its state and of micro-batches that two members have computed
+(`unisono.core.checks` has the reasons and the steps). All members see the same digests after the commit, before
+anything is updated, so all raise the same error. Only then do they exchange the details of their states or
+gradients, to name the first difference.
+
+Members whose arithmetic differs (another processor, another version of torch) were admitted with a warning that the
+same bits no longer hold. Their micro-batches are not compared, and a state that differs is another warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from torch import nn
+
+from unisono.core.audits import Part, Record, digest_of, key_of, odd_ones
+from unisono.core.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
+from unisono.core.cursor import seed_of
+from unisono.core.errors import DivergenceError
+from unisono.core.plan import Plan
+from unisono.core.telemetry import StepTelemetry
+from unisono.core.words import NAMES_THE_LINE, listed
+from unisono.engine.microbatch.folding import Fingerprint
+from unisono.engine.rounds.auditing import COPIES_DIFFER, Audits, Dispute, differ
+from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.team import LOST
+from unisono.engine.state.packing import described, quick_digest
+from unisono.engine.state.tracked import Tracked
+
+__all__ = ["Agreement", "Digests", "check_digests", "digest_of_objects", "has_minority", "held_by_all"]
+
+OUT_OF_STEP = (
+    "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
+    "step.loss or run.evaluate), run.rank or run.is_main in a decision, the time, or something that changes and was "
+    f"not tracked when the worker joined. {NAMES_THE_LINE}"
+)
+USUAL_CAUSES = (
+    "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
+    "elsewhere: a counter, a running value in a plain attribute, a random generator of the script's own, a cache, the "
+    "clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or Python's global "
+    "generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a sample goes into "
+    f"a unisono.Carried. {NAMES_THE_LINE}"
+)
+
+
+class Digests(msgspec.Struct, frozen=True):
+    """Digests of the objects that a member tracks."""
+
+    arithmetic: int
+    objects: dict[str, str]
+    """By name; empty where there is no other member to compare with."""
+    reaches: bool = False
+    """The member sees the run's directory, and may write there."""
+    held: dict[str, dict[int, int]] = {}
+    """By sharded optimizer, the digests of the states that the member holds, by the numbers of their tensors."""
+
+
+class _Details(msgspec.Struct, frozen=True):
+    """Details that a member sends when digests have differed."""
+
+    state: dict[str, str] = {}
+    """Every value of the state by its path."""
+    leaves: list[Fingerprint] = []
+
+
+class Agreement:
+    """This member's part in the comparisons of one ``run.steps``.
+
+    Args:
+        rehearses: compute some micro-batches twice; otherwise only states are compared.
+        last_step: the number of the step, within ``run.steps``, that is checked as the last one; None: there is none.
+        audits: find out which member is wrong where two differ; None: the run ends there.
+        lag: by so many steps the update of a gradient comes later than the gradient.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        tracked: Tracked,
+        *,
+        rehearses: bool,
+        last_step: int | None,
+        audits: Audits | None = None,
+        lag: int = 0,
+    ) -> None:
+        self.audits = audits
+        self.unit = "micro-batch"
+        """Of a rehearsal, for errors."""
+        self.dispute: Dispute | None = None
+        """What this member remembers of a step in which members have computed different values; None: they have not."""
+        self._members = members
+        self._tracked = tracked
+        self._rehearses = rehearses
+        self._rehearses_alone = rehearses and _is_recurrent(tracked)
+        self._last_step = last_step
+        self._step, self._turn = -1, 0
+        self._digest: int | None = None
+        self._copies: tuple[int, int] | None = None  # (generation, digest)
+        self._is_rehearsed = False
+        self._own: list[Fingerprint] = []
+        self._other: list[Fingerprint] = []
+        self._has_warned = False
+        self._record = audits.record if audits is not None else Record()
+        self._record.lag = max(self._record.lag, lag)
+
+    def start_step(self, number: int, total: int) -> None:
+        """Decide whether a step is compared and rehearsed, and take the digest of the state if it is compared.
+
+        Args:
+            number: of the step within ``run.steps``.
+            total: steps of the run that are done.
+        """
+        self._digest = self._copies = self.dispute = None
+        self._own, self._other = [], []
+        self._step = total
+        is_last = number == self._last_step
+        is_team = self._members.size > 1
+        is_first = self._members.balancing.is_first_of_generation
+        rehearses = self._rehearses if is_team else self._rehearses_alone
+        self._is_rehearsed = rehearses and is_rehearsed(
+            total, alone=not is_team, is_first_of_generation=is_first, is_last=is_last
+        )
+        if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
+            self._digest = self._digest_of_state()
+            if self._tracked.sharded:
+                own_id = self._members.worker_ids[self._members.rank]
+                self._copies = (self._members.team.generation, self._tracked.balance_of_copies(own_id))
+
+    def rehearsal(self, plan: Plan) -> Rehearsal | None:
+        """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
+        return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
+
+    def compared(self, plan: Plan, turn: int) -> Part:
+        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or its audit.
+
+        Args:
+            turn: pass over the global batch.
+        """
+        self._turn = turn
+        if (found := self.rehearsal(plan)) is not None:
+            return _part(found)
+        return self.audits.begin(plan, self._members, self._step, turn) if self.audits is not None else Part()
+
+    def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
+        """Return the micro-batches of another member that this one will compute in a coming step, to fetch them ahead.
+
+        Args:
+            number: of the step within ``run.steps``.
+            total: its number in the run.
+            plan: the probable plan of that step.
+        """
+        is_team, is_last = self._members.size > 1, number == self._last_step
+        rehearses = self._rehearses if is_team else self._rehearses_alone
+        if rehearses and is_rehearsed(total, alone=not is_team, is_last=is_last):
+            return _part(rehearsal(plan, self._members.rank, total)).other
+        return self.audits.expected(plan, self._members, total).other if self.audits is not None else ()
+
+    def pass_over(self, total: int) -> None:
+        """Compare nothing in a step that is summed after a loss.
+
+        Args:
+            total: its number in the run.
+        """
+        self._digest = self._copies = self.dispute = None
+        self._own, self._other = [], []
+        self._step, self._is_rehearsed = total, False
+
+    @property
+    def may_be_disputed(self) -> bool:
+        """Whether it may be found out, after this step is summed, that a member is wrong. Local, and equal on all."""
+        if self.audits is None:
+            return False
+        return self._is_rehearsed or self._digest is not None or self.audits.is_audited(self._step, self._turn)
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether a rehearsal has left a fingerprint of a micro-batch of this step."""
+        return self._is_rehearsed and bool(self._own)
+
+    @property
+    def own(self) -> Fingerprint | None:
+        """The micro-batch of this step that this member has computed and another one computes as well."""
+        return self._own[0] if self._own else None
+
+    def note_own(self, fingerprint: Fingerprint) -> None:
+        """Keep the fingerprint of this member's micro-batch that another one computes as well."""
+        self._own.append(fingerprint)
+
+    def note_other(self, fingerprint: Fingerprint) -> None:
+        """Keep the fingerprint of another member's micro-batch."""
+        self._other.append(fingerprint)
+
+    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
+        """Return the telemetry with the digests that this member has to compare."""
+        found: dict[str, int] = {"arithmetic": self._members.arithmetic}
+        if self._digest is not None:
+            found |= {"compared_step": self._step, "state_digest": self._digest}
+        if self._copies is not None and self._copies[0] == self._members.team.generation:
+            # A member that was lost since then would be missing in the sum.
+            found |= {"copies_generation": self._copies[0], "copies_digest": self._copies[1]}
+        for name, computed in (("own", self._own), ("other", self._other)):
+            if computed:
+                key = key_of([one.leaf for one in computed])
+                found |= {f"{name}_leaf": key, f"{name}_digest": digest_of([one.digest for one in computed])}
+        return msgspec.structs.replace(telemetry, **found)
+
+    def differs(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+        """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
+        and the same on all members. False without audits.
+
+        Args:
+            telemetry: by worker, of those that have summed the step.
+        """
+        return self.audits is not None and differ(telemetry)
+
+    def audit(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
+        """Compare what members have computed as audits; returns whether there is a `dispute`. Local, and the same on
+        all members. There is none without audits.
+
+        Args:
+            telemetry: by worker, of those that have summed the step.
+            is_disputed: other members have begun to find out who is wrong.
+        """
+        if self.audits is None:
+            return False
+        said = list(telemetry.values())
+        if len({each.arithmetic for each in said}) == 1:
+            is_disputed |= self._have_copies_that_differ(said)
+        if self.audits.compare(telemetry, self._members, self._step, self._turn, is_disputed=is_disputed):
+            self.dispute = Dispute({one.leaf: one.digest for one in self._leaves}, self._digest)
+        return self.dispute is not None
+
+    def check(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
+        """Compare the digests that all members have sent with the sums of the step. Collective where some differ.
+
+        Args:
+            telemetry: by worker, in the order of the ranks.
+            is_disputed: other members have begun to find out who is wrong.
+
+        Returns:
+            Whether the sums count; False: there is a `dispute`.
+
+        Raises:
+            DivergenceError: members of equal arithmetic have other bits.
+        """
+        if self._members.size == 1:
+            self._check_alone()
+        if self.audit(telemetry, is_disputed=is_disputed):
+            return False
+        if self._digest is not None:
+            self._compare(list(telemetry.values()))
+            self._record.same(self._step)
+        return True
+
+    def _compare(self, telemetry: Sequence[StepTelemetry]) -> None:
+        compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
+        for group in self._members.state_layout().alike():
+            ranks = [rank for rank in compared if self._members.worker_ids[rank] in group]
+            states = {rank: telemetry[rank].state_digest for rank in ranks}
+            if len(set(states.values())) > 1:
+                self._states_differ(telemetry, states)
+        if self._have_copies_that_differ(telemetry):
+            self._copies_differ(telemetry)
+        for owner in compared:
+            for helper in compared:
+                if helper != owner and _differs(telemetry[owner], telemetry[helper]):
+                    self._leaves_differ(telemetry, owner, helper)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    @property
+    def _leaves(self) -> list[Fingerprint]:
+        """The micro-batches of this step that this member has computed and another one computes as well."""
+        return [*self._own, *self._other]
+
+    def _have_copies_that_differ(self, telemetry: Sequence[StepTelemetry]) -> bool:
+        is_whole = {each.copies_generation for each in telemetry} == {self._members.team.generation}
+        return self._copies is not None and is_whole and sum(each.copies_digest for each in telemetry) % (1 << 64) != 0
+
+    def _check_alone(self) -> None:
+        own, other = self.own, self._other[0] if self._other else None
+        if own is not None and other is not None and own.leaf == other.leaf and own.digest != other.digest:
+            what = own.difference(other, "the first time", "the second")
+            raise DivergenceError(
+                f"micro-batch {own.leaf} of step {self._step} was computed twice, and its gradient is not the same: "
+                f"{what}. On several workers the result would depend on their number. Nothing was updated. "
+                f"{USUAL_CAUSES}"
+            )
+
+    def _digest_of_state(self) -> int:
+        return quick_digest(self._tracked.compared())
+
+    def _states_differ(self, telemetry: Sequence[StepTelemetry], states: Mapping[int, int]) -> None:
+        ids = self._members.worker_ids
+        wrong = _odd_ones(states, [each.arithmetic for each in telemetry])
+        if wrong is None:
+            self._warn_of_arithmetic()
+            return
+        ranks, usual = wrong
+        mine = {
+            name: text
+            for tracked, value in self._tracked.compared().items()
+            for name, text in described(value, tracked).items()
+        }
+        details = self._exchange(telemetry, _Details(state=mine))
+        what = _first_difference(details, ranks[0], usual, ids) if details else ""
+        raise DivergenceError(
+            f"the workers have drifted apart: at step {self._step} the state of "
+            f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}",
+            sound=self._record.alike,
+        )
+
+    def _copies_differ(self, telemetry: Sequence[StepTelemetry]) -> None:
+        ids = self._members.worker_ids
+        if len({each.arithmetic for each in telemetry}) > 1:
+            self._warn_of_arithmetic()
+            return
+        mine = {
+            path: text
+            for name, optimizer in self._tracked.sharded.items()
+            for path, text in described(optimizer.state_dict()["state"], f"{name}['state']").items()
+        }
+        details = self._exchange(telemetry, _Details(state=mine))
+        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._record.alike)
+
+    def _warn_of_arithmetic(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+
+    def _leaves_differ(self, telemetry: Sequence[StepTelemetry], owner: int, helper: int) -> None:
+        ids, leaf = self._members.worker_ids, telemetry[owner].own_leaf
+        details = self._exchange(telemetry, _Details(leaves=self._leaves))
+        what = ""
+        if details:
+            mine, theirs = (
+                next((one for one in details[rank].leaves if one.leaf == leaf), None) for rank in (owner, helper)
+            )
+            if mine is not None and theirs is not None:
+                what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
+        raise DivergenceError(
+            f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
+            f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
+        )
+
+    def _exchange(self, telemetry: Sequence[StepTelemetry], details: _Details) -> list[_Details]:
+        """Return the details of all members, by rank; empty where they cannot be exchanged any more."""
+        if any(each.compared_step != self._step for each in telemetry):
+            return []  # a member that has finished this step before a loss does not compare it again
+        try:
+            payloads = self._members.gather(msgspec.msgpack.encode(details))
+        except LOST:
+            return []
+        return [msgspec.msgpack.decode(payload, type=_Details) for payload in payloads]
+
+
+def _is_recurrent(tracked: Tracked) -> bool:
+    """Return whether a model has recurrent layers, whose hidden state a script may carry from batch to batch."""
+    kinds = (nn.RNNBase, nn.RNNCellBase)
+    return any(isinstance(part, kinds) for module in tracked.modules.values() for part in module.modules())
+
+
+_OTHER_ARITHMETIC = (
+    "workers whose arithmetic differs do not hold the same state any more. All of them go on, and the result is that "
+    "of the first worker. unisono run --strict refuses such workers"
+)
+
+
+def check_digests(digests: Mapping[str, Digests]) -> None:
+    """Compare the digests of all workers' objects, by worker.
+
+    Raises:
+        DivergenceError: workers of equal arithmetic have other objects.
+    """
+    known = {worker: each for worker, each in digests.items() if each.objects}
+    if not known:
+        return
+    firsts: dict[int, str] = {}
+    for worker, each in known.items():
+        first = firsts.setdefault(each.arithmetic, worker)
+        different = [name for name, digest in each.objects.items() if digest != known[first].objects.get(name)]
+        if different:
+            raise DivergenceError(
+                f"the workers have drifted apart: {', '.join(different)} of {worker} is not that of {first}. "
+                f"{OUT_OF_STEP}"
+            )
+    if any(known[first].objects != known[next(iter(known))].objects for first in firsts.values()):
+        warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+
+
+def digest_of_objects(digests: Digests) -> int:
+    """Return one digest of all objects."""
+    return seed_of(0, *(int(digest, 16) for _, digest in sorted(digests.objects.items())))
+
+
+def has_minority(digests: Mapping[str, Digests]) -> bool:
+    """Return whether the objects of some workers, by worker, differ from those of most workers of their arithmetic."""
+    states = {one: digest_of_objects(each) for one, each in digests.items()}
+    return bool(odd_ones(states, {one: each.arithmetic for one, each in digests.items()}))
+
+
+def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
+    """Return the digests of the states that all workers together hold, by sharded optimizer and number of the tensor.
+
+    Args:
+        digests: by worker.
+
+    Raises:
+        DivergenceError: workers of equal arithmetic have other bits in their copies of a state.
+    """
+    found: dict[str, dict[int, int]] = {}
+    first: dict[tuple[int, str, int], tuple[str, int]] = {}
+    for worker, each in digests.items():
+        for name, states in each.held.items():
+            for number, digest in states.items():
+                other, expected = first.setdefault((each.arithmetic, name, number), (worker, digest))
+                if digest != expected:
+                    raise DivergenceError(COPIES_DIFFER.format(first=other, second=worker, what=f"a state of {name}"))
+                if found.setdefault(name, {}).setdefault(number, digest) != digest:
+                    warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
+    return found
+
+
+def _part(found: Rehearsal) -> Part:
+    own, other = found.own, found.other
+    return Part((own,) if own is not None else (), (other,) if other is not None else ())
+
+
+def _differs(owner: StepTelemetry, helper: StepTelemetry) -> bool:
+    is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf
+    return is_same_leaf and owner.arithmetic == helper.arithmetic and owner.own_digest != helper.other_digest
+
+
+def _odd_ones(states: Mapping[int, int], arithmetics: Sequence[int]) -> tuple[list[int], int] | None:
+    """Return the ranks that differ among those of one arithmetic, and one of the others; None: there are none."""
+    for arithmetic in dict.fromkeys(arithmetics[rank] for rank in states):
+        ranks = [rank for rank in states if arithmetics[rank] == arithmetic]
+        if odd := minority([states[rank] for rank in ranks]):
+            usual = next(rank for index, rank in enumerate(ranks) if index not in odd)
+            return [ranks[index] for index in odd], usual
+    return None
+
+
+def _first_copies(details: Sequence[_Details], ids: Sequence[str]) -> str:
+    """Return in words which copies of a state differ."""
+    first: dict[str, int] = {}
+    for rank, each in enumerate(details):
+        for path, text in each.state.items():
+            other = first.setdefault(path, rank)
+            if details[other].state[path] != text:
+                return COPIES_DIFFER.format(first=ids[other], second=ids[rank], what=path)
+    return COPIES_DIFFER.format(first="one worker", second="another", what="a state of a sharded optimizer")
+
+
+def _first_difference(details: Sequence[_Details], rank: int, usual: int, ids: Sequence[str]) -> str:
+    theirs, ours = details[rank].state, details[usual].state
+    for path in [*ours, *theirs]:
+        if ours.get(path) != theirs.get(path):
+            number = sum(ours.get(name) != theirs.get(name) for name in {*ours, *theirs})
+            more = f", the first of {number} differences" if number > 1 else ""
+            return (
+                f" ({path} is {theirs.get(path, 'not there')} on {ids[rank]} and {ours.get(path, 'not there')} on "
+                f"{ids[usual]}{more})"
+            )
+    return ""

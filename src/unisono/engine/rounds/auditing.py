@@ -1,0 +1,542 @@
+"""Audits: what follows when two members have computed different values. `unisono.core.audits` has the rules.
+
+The digests travel with the sums of a step, so all members see the same difference after the commit, before anything is
+updated (`unisono.engine.rounds.agreement`). Then, in a step where there is one:
+
+1. all members say which digests they have, of their states and of the micro-batches that another member has computed
+   as well, in a round of its own. When it is over, all of them have seen the commit of the step, and nobody needs a sum
+   of it any more. Whoever has another state than most is wrong;
+2. where most have the same state, all compute the micro-batch that differs once more, and some others, and say what has
+   come out, in another round;
+3. those that are right ask the head to end the ones that are wrong, meet in the next generation, and do the whole step
+   again. Nothing was updated, so nothing of the wrong values is left.
+
+A loss at any of these points is survived as in all rounds. A member that sums again without a lost member hears that
+others have begun an audit (`Rounds.follows`), and takes part. Nobody knows what a member has computed that is lost
+before all have spoken: the step is done again without that member, which is not named.
+
+With a delay (`unisono.strategies.delay.pipeline`) the same happens when the gradient is about to be applied, and all
+steps whose sums are made since then are done again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from unisono.core.audits import NOTHING, Part, Record, Verdict, judge, key_of, odd_ones, parts, tried
+from unisono.core.errors import DivergenceError, PeerLost
+from unisono.core.messages import Convicted
+from unisono.core.plan import Plan
+from unisono.core.spec import AuditThen
+from unisono.core.telemetry import NOT_COMPARED, StepTelemetry
+from unisono.core.words import NAMES_THE_LINE, count, listed
+from unisono.engine.rounds import Round
+from unisono.engine.rounds.gathering import TalkRound
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.members import Members
+
+__all__ = [
+    "AUDIT",
+    "COPIES_DIFFER",
+    "Audits",
+    "Dispute",
+    "Repeats",
+    "Testimony",
+    "differ",
+    "first_difference",
+    "of_states",
+    "play",
+]
+
+AUDIT: Final = "audit"
+"""The kind of the rounds in which members find out who is wrong."""
+MOST_VAIN: Final = 5
+"""So often nobody may remember what differed in one step, before the memory of a machine is taken for faulty."""
+AGAIN_WITHIN: Final = 100
+"""So many steps after a worker was found to be wrong another one is not believed to be: the script is the cause."""
+
+COPIES_DIFFER: Final = (
+    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
+    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
+    "probably faulty. Go on without that machine, from a checkpoint from before that; the journal says what ran where"
+)
+CAUSES: Final = (
+    "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
+    "elsewhere: a counter, a generator of the script's own, a cache, the clock, run.rank; docs/guarantees.md has what "
+    f"a micro-batch may depend on. {NAMES_THE_LINE}"
+)
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """Digests that a member remembers of a round in which members have computed different values."""
+
+    leaves: Mapping[int, int]
+    """Of the micro-batches that it has computed and another member as well."""
+    state: int | None
+    """Of its state before the round, if it has taken one."""
+
+
+class Repeats(Round, Protocol):
+    """A round that can be done again, and whose micro-batches can be computed once more."""
+
+    @property
+    def unit(self) -> str:
+        """Name of what is computed again: "micro-batch"."""
+
+    @property
+    def number(self) -> int:
+        """Number of the step within the run."""
+
+    @property
+    def dispute(self) -> Dispute | None:
+        """None, once the round is over: its result counts."""
+
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
+
+
+R = TypeVar("R", bound=Repeats)
+
+
+def play(rounds: Rounds, audits: Audits | None, begin: Callable[[], R]) -> Generator[Any, None, R]:
+    """Yield the micro-batches of a round to the script, and return the round when its result counts. Collective.
+
+    Where members have computed different values, those that are wrong are ended, and another round begins.
+
+    Args:
+        begin: returns the round, and another one for each time that it is done again.
+
+    Raises:
+        DivergenceError: nobody can say who is wrong. RunStopped: the run goes back.
+    """
+    while True:
+        round_ = begin()
+        yield from rounds.play(round_)
+        if audits is None or round_.dispute is None:
+            return round_
+        yield from audits.find(rounds, round_, round_.dispute)
+
+
+class Audits:
+    """This member's part in the audits of a run.
+
+    Args:
+        share: of the micro-batches that a second member computes as well.
+        convict: tells the head; None: there is none, and the run ends.
+
+    Attributes:
+        then: what the run does when a member is wrong.
+        record: since when the members are known to be right.
+    """
+
+    def __init__(
+        self, *, share: float, then: AuditThen, seed: int, convict: Callable[[Convicted], None] | None
+    ) -> None:
+        self.record = Record()
+        self._share = share
+        self.then = then
+        self._seed = seed
+        self._convict = convict
+        self._arithmetics: tuple[int, tuple[int, ...]] = (0, ())  # (generation, by rank)
+        self._hosts: dict[str, str] = {}  # by worker, also of those that are lost
+        self._begun: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}  # by (step, turn) and key
+        self._last: tuple[int, tuple[str, ...], frozenset[str]] | None = None  # (step, who was wrong, their hosts)
+        self._digests: dict[str, str] = {}
+        self._vain = (-1, 0)  # (step, how often nothing was found in it)
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan, members: Members, step: int, turn: int) -> Part:
+        """Return this member's part in the audit of a step that begins. Local.
+
+        Args:
+            plan: of the step, in which nothing is computed yet.
+            step: of the run.
+            turn: pass over its global batch.
+        """
+        found = self._parts(plan, members, step, turn)
+        self._begun = {at: known for at, known in self._begun.items() if at[0] + self.record.lag >= step - 1}
+        self._begun[step, turn] = {key_of(one.own): one.own for one in found if one.own}
+        return found[members.rank]
+
+    def is_audited(self, step: int, turn: int) -> bool:
+        """Return whether a step that has begun has an audit. Local."""
+        return bool(self._begun.get((step, turn)))
+
+    def expected(self, plan: Plan, members: Members, step: int) -> Part:
+        """Return this member's part in the audit of a coming step, whose plan is a forecast. Local."""
+        return self._parts(plan, members, step, 0)[members.rank]
+
+    def _parts(self, plan: Plan, members: Members, step: int, turn: int) -> Sequence[Part]:
+        if members.size < 2 or len(plan.ranges) != members.size or any(plan.kept):
+            return (NOTHING,) * members.size
+        generation, arithmetics = self._arithmetics
+        if generation != members.team.generation:
+            arithmetics = (0,) * members.size
+        return parts(plan, members.team.hosts, arithmetics, share=self._share, seed=self._seed, step=step, turn=turn)
+
+    def compare(
+        self, telemetry: Mapping[str, StepTelemetry], members: Members, step: int, turn: int, *, is_disputed: bool
+    ) -> bool:
+        """Compare what the members have sent with the sums of a step. Local, and the same on all members.
+
+        Args:
+            telemetry: by worker, of those that have summed it.
+            turn: pass over the global batch of the step.
+            is_disputed: it is known already that something differs.
+
+        Returns:
+            Whether something differs, so that `find` has to find out who is wrong.
+        """
+        if tuple(telemetry) == members.worker_ids:
+            self._arithmetics = members.team.generation, tuple(each.arithmetic for each in telemetry.values())
+            self._hosts.update(zip(members.worker_ids, members.team.hosts, strict=True))
+        is_disputed = is_disputed or differ(telemetry)
+        if turn == 0:
+            self._digests = {}
+        self.record.seen(step, {worker: self._hosts.get(worker, "") for worker in telemetry})
+        leaves = self._begun.pop((step, turn), {})
+        for pair in _pairs_of(telemetry):
+            if not pair.is_equal:
+                continue
+            of_pair = leaves.get(pair.key, (pair.key,))
+            if turn == 0:
+                self._digests[",".join(map(str, of_pair))] = f"{next(iter(pair.digests.values())):016x}"
+            if not is_disputed:
+                self.record.right(step, pair.digests, len(of_pair))
+        return is_disputed
+
+    def take_digests(self) -> dict[str, str]:
+        """Return, once, the digests of the micro-batches that were audited in the first pass of the last step, by their
+        numbers: "3", or "3,7" where a worker had several.
+        """
+        found, self._digests = self._digests, {}
+        return dict(sorted(found.items(), key=lambda item: [int(leaf) for leaf in item[0].split(",")]))
+
+    # -- who is wrong --------------------------------------------------------------------------------
+
+    def find(self, rounds: Rounds, round_: Repeats, dispute: Dispute) -> Generator[Any, None, None]:
+        """Find out who is wrong, because members have computed different values, and go on without them. Collective.
+
+        Yields micro-batches to the script. The round is to be done again.
+
+        Args:
+            round_: of the step, which is committed, and whose result is not in force.
+
+        Raises:
+            DivergenceError: nobody can say who is wrong. RunStopped: the run goes back.
+        """
+        said = yield from self._ask(rounds, round_.number, dispute)
+        found = of_states(said, round_.number, self.record)
+        if found is None and (pair := first_difference(said)) is not None:
+            found = yield from self._try_again(rounds, round_, pair)
+        if found is None:
+            self._check_vain(round_.number)
+        rounds.book.redo()  # before the members meet, and report what they have of these sums
+        if found is not None:
+            self._conclude(rounds, *found, round_.number)
+
+    def _ask(self, rounds: Rounds, step: int, dispute: Dispute) -> Generator[Any, None, list[Testimony]]:
+        """Return what all members know, and learn what they know of each other. Collective."""
+        members = rounds.members
+
+        def own() -> bytes:
+            states = {} if dispute.state is None else {_WHOLE: dispute.state}
+            for name, digests in rounds.tracked.held_digests().items():
+                states |= {f"a state of {name} ({number})": digest for number, digest in digests.items()}
+            return msgspec.msgpack.encode(
+                Testimony(
+                    members.worker_ids[members.rank],
+                    members.arithmetic,
+                    dict(dispute.leaves),
+                    states,
+                    dict(self.record.passed),
+                    self.record.begins,
+                    self.record.compared,
+                )
+            )
+
+        asked = _AuditRound(rounds, f"the audit of step {step}", own)
+        yield from rounds.play(asked)
+        said = [msgspec.msgpack.decode(each, type=Testimony) for each in asked.values]
+        for one in said:
+            self.record.learn(one.passed, one.begins, one.compared)
+        return said
+
+    def _try_again(self, rounds: Rounds, round_: Repeats, pair: _Pair) -> Generator[Any, None, _Found]:
+        """Have all members compute a micro-batch again, and some others, and return who is wrong. Collective.
+
+        Raises:
+            DivergenceError: nobody can say who.
+        """
+        before = rounds.members.worker_ids
+        trial = _Trial(rounds, round_, pair.key)
+        yield from rounds.play(trial)
+        results = {one.worker: one.digests for one in trial.results if one.arithmetic == pair.arithmetic}
+        columns = [dict(zip(results, each, strict=True)) for each in zip(*results.values(), strict=True)]
+        again = columns[0] if columns else {}
+        verdict = judge(pair.digests, again, columns[1:])
+        what = f"{round_.unit} {pair.key}"
+        if verdict.kind != "convicted":
+            first, sound = self._bounds([*before, *pair.digests], verdict)
+            lost = [one for one in pair.digests if one not in again]
+            doubt = _doubt(first, sound, round_.number)
+            raise DivergenceError(_undecided(verdict, what, round_.number, pair, lost, doubt), sound=sound)
+        return verdict, what
+
+    def _check_vain(self, step: int) -> None:
+        """Note that nobody knows any more of what differed: a member was lost, and its sums are with it.
+
+        Raises:
+            DivergenceError: that is so again and again in one step.
+        """
+        self._vain = (step, self._vain[1] + 1) if self._vain[0] == step else (step, 1)
+        if self._vain[1] > MOST_VAIN:
+            raise DivergenceError(
+                f"the digests that workers have sent with the sums of step {step} differ, and those that they remember "
+                f"do not, {self._vain[1]} times: the memory of a machine is probably faulty. Nothing was updated",
+                sound=self.record.sound(self.record.passed),
+            )
+
+    def _bounds(self, workers: Sequence[str], verdict: Verdict) -> tuple[int, int]:
+        """Return the first step that is to be doubted where these are wrong, and the steps of a sound checkpoint."""
+        if verdict.is_of_state:
+            return self.record.alike, self.record.alike
+        is_lasting = verdict.is_lasting
+        return self.record.doubtful_from(workers, is_lasting=is_lasting), self.record.sound(
+            workers, is_lasting=is_lasting
+        )
+
+    def _conclude(self, rounds: Rounds, verdict: Verdict, what: str, step: int) -> None:
+        """Go on without the members that are wrong. Collective."""
+        wrong = verdict.wrong
+        present = set(rounds.members.worker_ids)
+        hosts = frozenset(self._hosts.get(one, "") for one in wrong)
+        self._check_first(wrong, hosts, step, what)
+        first, sound = self._bounds(wrong, verdict)
+        goes_back = self.then == "go-back" and first < step
+        if self._convict is None:
+            raise DivergenceError(
+                f"{listed(list(wrong))} computes wrong values: {what} of step {step} has other bits there than on most "
+                f"members. {_doubt(first, sound, step)}",
+                sound=sound,
+            )
+        self._last = step, wrong, hosts
+        if rounds.members.worker_ids[rounds.members.rank] not in wrong:
+            self._convict(
+                Convicted(
+                    worker_ids=list(wrong),
+                    step=step,
+                    doubtful_from=first,
+                    sound=sound,
+                    goes_back=goes_back,
+                    what=what,
+                    is_lasting=verdict.is_lasting,
+                )
+            )
+        if goes_back or present & set(wrong):  # else all of them are lost meanwhile
+            rounds.regroup(PeerLost(f"{listed(list(wrong))} computes wrong values, and is to be ended", wrong))
+
+    def _check_first(self, wrong: Sequence[str], hosts: frozenset[str], step: int, what: str) -> None:
+        """Check that not one worker after the other is found to be wrong.
+
+        Raises:
+            DivergenceError: that is so; the script is probably the cause.
+        """
+        if self._last is None or step - self._last[0] >= AGAIN_WITHIN:
+            return
+        at, others, known = self._last
+        is_same_machine = hosts <= known
+        if is_same_machine and len(set(self._hosts.values())) > 1:
+            return
+        pair = "workers of one machine" if is_same_machine else "machines"
+        raise DivergenceError(
+            f"{listed(list(wrong))} has other bits in {what} of step {step} than most members, as "
+            f"{listed(list(others))} had in step {at}. That two {pair} fail so soon after each other is unlikely: the "
+            f"script probably decides by the worker. {CAUSES}",
+            sound=self.record.sound([*wrong, *others]),
+        )
+
+
+# -- what all were told with the sums of a step -------------------------------------------------------
+
+
+class _Pair(msgspec.Struct, frozen=True):
+    """Two members of equal arithmetic that have computed the same micro-batches."""
+
+    key: int
+    """Of the micro-batches (`unisono.core.audits.key_of`); of one, its number."""
+    arithmetic: int
+    digests: dict[str, int]
+    """By worker, of all these micro-batches together: of the one that has summed them, and of its helper."""
+
+    @property
+    def is_equal(self) -> bool:
+        return len(set(self.digests.values())) == 1
+
+
+def _pairs_of(telemetry: Mapping[str, StepTelemetry]) -> Iterator[_Pair]:
+    """Yield the pairs of members that have computed the same micro-batches.
+
+    Args:
+        telemetry: of a step, by worker.
+    """
+    owners = {each.own_leaf: worker for worker, each in telemetry.items() if each.own_leaf != NOT_COMPARED}
+    for helper, each in telemetry.items():
+        owner = owners.get(each.other_leaf, helper)
+        if owner != helper and telemetry[owner].arithmetic == each.arithmetic:
+            digests = {owner: telemetry[owner].own_digest, helper: each.other_digest}
+            yield _Pair(each.other_leaf, each.arithmetic, digests)
+
+
+def differ(telemetry: Mapping[str, StepTelemetry]) -> bool:
+    """Return whether members have computed different values, or some have another state than most. Local, and the same
+    on all members.
+
+    Args:
+        telemetry: of a step, by worker, of those that have summed it.
+    """
+    states = {one: each.state_digest for one, each in telemetry.items() if each.compared_step != NOT_COMPARED}
+    arithmetics = {one: each.arithmetic for one, each in telemetry.items()}
+    return bool(odd_ones(states, arithmetics)) or not all(pair.is_equal for pair in _pairs_of(telemetry))
+
+
+# -- what they say when they are asked ----------------------------------------------------------------
+
+_WHOLE: Final = "its state"
+
+
+class Testimony(msgspec.Struct, frozen=True):
+    """What a member knows of a step."""
+
+    worker: str
+    arithmetic: int
+    leaves: dict[int, int]
+    """The digests of the micro-batches that it has computed and another member as well."""
+    states: dict[str, int]
+    """The digests of its state before the step, if it has taken one, and of the states of sharded optimizers that it
+    holds, by what they are of in words."""
+    passed: dict[str, list[int]]
+    """What it knows of the members (`Record.passed`)."""
+    begins: int
+    compared: int
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """What has come out when a member has computed micro-batches again."""
+
+    worker: str
+    arithmetic: int
+    digests: list[int]
+    """In the order in which they were asked for."""
+
+
+class _AuditRound(TalkRound):
+    def __init__(self, rounds: Rounds, title: str, value: Callable[[], bytes]) -> None:
+        super().__init__(rounds, title, value, AUDIT)
+
+
+class _Trial(_AuditRound):
+    """All members compute a micro-batch again, and some others, and say what has come out."""
+
+    def __init__(self, rounds: Rounds, round_: Repeats, leaf: int) -> None:
+        super().__init__(rounds, f"the trial of {round_.unit} {leaf} of step {round_.number}", self._said)
+        self._round = round_
+        self._leaves = tried(leaf, round_.num_leaves)
+        self._digests: list[int] = []
+
+    @property
+    def results(self) -> list[_Result]:
+        """Of all members, once the round is over."""
+        return [msgspec.msgpack.decode(each, type=_Result) for each in self.values]
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        for leaf in self._leaves[len(self._digests) :]:
+            digest = yield from self._round.compute_uncounted(leaf)
+            self._digests.append(digest)
+
+    def _said(self) -> bytes:
+        own = self._members.worker_ids[self._members.rank]
+        return msgspec.msgpack.encode(_Result(own, self._members.arithmetic, self._digests))
+
+
+# -- what follows from it -----------------------------------------------------------------------------
+
+_Found = tuple[Verdict, str]
+"""Who is wrong, and in what, in words."""
+
+
+def of_states(said: Sequence[Testimony], step: int, record: Record) -> _Found | None:
+    """Return who has another state than most, or another copy of one; None: nobody has.
+
+    The same on all members, also where some have met again since, without a member that has spoken.
+
+    Raises:
+        DivergenceError: two holders have different copies, and no third can say who is wrong.
+    """
+    arithmetics = {one.worker: one.arithmetic for one in said}
+    for name in sorted({name for one in said for name in one.states}, key=lambda name: (name != _WHOLE, name)):
+        digests = {one.worker: one.states[name] for one in said if name in one.states}
+        if wrong := odd_ones(digests, arithmetics):
+            what = _WHOLE if name == _WHOLE else "its copy of an optimizer's state"
+            return Verdict("convicted", wrong, is_lasting=True, is_of_state=True), what
+        for first, second in itertools.combinations(digests, 2):
+            if name != _WHOLE and arithmetics[first] == arithmetics[second] and digests[first] != digests[second]:
+                raise DivergenceError(
+                    f"at step {step} {COPIES_DIFFER.format(first=first, second=second, what=name)}", sound=record.alike
+                )
+    return None
+
+
+def first_difference(said: Sequence[Testimony]) -> _Pair | None:
+    """Return the first micro-batch that members of equal arithmetic have computed differently; None: there is none."""
+    found: dict[tuple[int, int], dict[str, int]] = {}
+    for one in said:
+        for leaf, digest in one.leaves.items():
+            found.setdefault((leaf, one.arithmetic), {})[one.worker] = digest
+    pairs = (_Pair(leaf, arithmetic, digests) for (leaf, arithmetic), digests in sorted(found.items()))
+    return next((pair for pair in pairs if not pair.is_equal), None)
+
+
+def _undecided(verdict: Verdict, disputed: str, step: int, pair: _Pair, lost: Sequence[str], doubt: str) -> str:
+    """Return in words that nobody can say who is wrong.
+
+    Args:
+        disputed: the micro-batch, in words.
+        lost: members that are lost meanwhile.
+        doubt: what is to be doubted.
+    """
+    first = sorted(pair.digests)
+    what = f"{disputed} of step {step} was computed by {listed(first)}, and its gradient is not the same"
+    if verdict.kind == "many":
+        return (
+            f"{what}; when all workers computed it again, there were so many results that not one machine is wrong: "
+            f"the micro-batch is not deterministic. Nothing was updated. {CAUSES}"
+        )
+    gone = [one for one in first if one in lost]
+    if gone:
+        hint = f"{listed(gone)} is lost meanwhile, and may as well be the one that is right"
+    elif len(verdict.wrong) == 1:
+        hint = (
+            f"{verdict.wrong[0]} has got two results for it, and the other worker one, so the machine of "
+            f"{verdict.wrong[0]} is probably faulty"
+        )
+    else:
+        hint = "Each gets its own again: a machine is faulty, or the script decides by the worker"
+    return f"{what}; with two workers nobody can say who is wrong (a third one would decide). {hint}. {doubt}"
+
+
+def _doubt(first: int, sound: int, step: int) -> str:
+    """Return in words what is to be doubted where the run ends because members are wrong at a step."""
+    doubtful = f"step {first}" if first == step - 1 else f"the steps {first} to {step - 1}"
+    what = f"what they have computed in {doubtful} is" if first < step else "their states are"
+    return (
+        f"Nothing was updated in step {step}, but {what} to be doubted: test the machines, and go on from a checkpoint "
+        f"of at most {count(sound, 'step')}"
+    )

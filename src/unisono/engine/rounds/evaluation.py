@@ -1,0 +1,404 @@
+"""Exact totals over a dataset, shared out over the workers.
+
+A batch is a leaf: it is evaluated once, by the member that the plan names, and the totals of all batches are added in
+the order of the tree in float64. So there is no padding, no sample counts twice, and the bits do not depend on the
+workers.
+
+A batch must change no state, because only one worker evaluates it. So modes and buffers are put back after each batch.
+With its totals each worker sends digests of all tracked objects, taken after its last batch; without this check,
+workers whose models have become different would go on together and mix their results.
+
+Now and then each worker evaluates a batch of another one as well. The totals must be equal: code that counts or keeps
+state gives other totals, and so does a machine that computes wrong values. Where the run has audits, these find out
+which it is, as for a micro-batch (`unisono.engine.rounds.auditing`).
+
+The script gets the batches one by one, and adds up what it finds in them (`BatchSums`): in a loop of its own
+(``run.batches``), or by a function (``run.evaluate``), which is a loop as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unisono.core.checks import is_rehearsed, rehearsal
+from unisono.core.errors import DivergenceError, RecipeError, StepError, UsageError
+from unisono.core.plan import Plan
+from unisono.core.plan import plan as even_plan
+from unisono.core.tree import Node, fold, leaf
+from unisono.engine.exchange.flat import with_flipped_bit
+from unisono.engine.microbatch.data import Loader, MakeFetcher
+from unisono.engine.microbatch.guards import Structure
+from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
+from unisono.engine.rounds.auditing import AUDIT, Audits, Dispute, play
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.members import Gathered
+from unisono.engine.state.buffers import Buffers
+from unisono.engine.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
+from unisono.engine.state.tracked import Tracked
+from unisono.system.faults import point, spoils
+
+__all__ = ["BatchSums", "Evaluator", "Totals", "check_batches", "evaluate"]
+
+Totals = dict[str, Any]
+"""Totals by name: int, float, or a CPU tensor."""
+
+
+class BatchSums:
+    """What an evaluation adds up for the batch in hand.
+
+    Args:
+        what: the call of the script, for errors.
+        fills: a batch that says nothing of a name counts as zero; otherwise all batches name the same.
+    """
+
+    def __init__(self, what: str, *, fills: bool) -> None:
+        self.what, self.fills = what, fills
+        self.batch: int | None = None
+        """The batch in hand; None: there is none."""
+        self._totals: Totals = {}
+
+    def begin(self, batch: int) -> None:
+        self.batch, self._totals = batch, {}
+
+    def end(self) -> Totals:
+        """Return the totals of the batch in hand, which is done."""
+        self.batch = None
+        return self._totals
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add numbers of the batch in hand.
+
+        Raises:
+            StepError: there is no batch in hand. UsageError: a value is no number.
+        """
+        if self.batch is None:
+            raise StepError(
+                "numbers are added up within `for batch in run.batches(...)`; outside of that loop all workers would "
+                "add the same, and what is known there needs no sum"
+            )
+        for name, value in values.items():
+            total = _total(value, name)
+            self._totals[name] = self._totals[name] + total if name in self._totals else total
+
+
+class Evaluator:
+    """Gives batches to the script, and puts back the modes and buffers that the script has changed. Local."""
+
+    def __init__(self, fetcher: Loader, sums: BatchSums, tracked: Tracked, *, seed: int) -> None:
+        """
+        Args:
+            fetcher: batches are fetched as (0, batch).
+            sums: where the script adds up what it finds in a batch.
+            tracked: its modules are in the mode in which they are to be evaluated.
+        """
+        self._fetcher = fetcher
+        self.sums = sums
+        self._seed = seed
+        self._structure = Structure(tracked)
+        self._carried = tracked.carried
+        self._buffers: Buffers = tracked.buffers()
+        self._buffers.start_step()
+
+    def comes(self, batch: int) -> bool:
+        """Return whether a batch comes from where others come; see `unisono.engine.microbatch.data.Loader.comes`."""
+        return self._fetcher.comes(0, batch)
+
+    def play(self, batch: int) -> Generator[Any, None, Totals]:
+        """Yield one batch; returns its totals.
+
+        Raises:
+            StepError: the script has made or replaced parameters.
+        """
+        data = self._fetcher.fetch(0, batch)
+        seed_at(self._seed, "evaluate", batch)
+        for carried in self._carried.values():
+            carried.open()
+        self.sums.begin(batch)
+        with torch.no_grad():
+            yield data
+            self._buffers.restore()
+        totals = self.sums.end()
+        written = [name for name, carried in self._carried.items() if carried.discard()]
+        if written:
+            raise UsageError(
+                f"a batch of {self.sums.what} has written rows of {written[0]!r} (a unisono.Carried), and another "
+                "worker may evaluate the next batch of the same key. It may only read them"
+            )
+        self._structure.check(f"batch {batch} of {self.sums.what}")
+        self._structure.restore_modes()
+        return totals
+
+
+class EvaluationRound:
+    """The evaluation of all batches of a dataset.
+
+    Args:
+        rehearses: evaluate a batch of another worker as well, to compare the totals.
+        number: evaluations of the run that are done.
+        finds_wrong: members that have computed other totals, or whose state is not that of most, are no error.
+    """
+
+    kind: Final = "evaluation"
+    unit: Final = "evaluation batch"
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        evaluator: Evaluator,
+        *,
+        num_batches: int,
+        rehearses: bool,
+        number: int,
+        finds_wrong: bool = False,
+    ) -> None:
+        self.dispute: Dispute | None = None
+        """What this member remembers, once the round is over, where members have other totals or another state than
+        others: it is to be done again without those that are wrong.
+        """
+        self._finds_wrong = finds_wrong
+        self.num_leaves = num_batches
+        self.title = f"an evaluation of {num_batches} batches"
+        self._rounds = rounds
+        self._members = rounds.members
+        self._team = rounds.team
+        self._tracked = rounds.tracked
+        self._position = rounds.position
+        self._evaluator = evaluator
+        self._rehearses = rehearses and self._members.size > 1
+        self._number = number
+        self._have: dict[int, Totals] = {}
+        self._twice: dict[int, int] = {}  # digests of the totals of batches that another member evaluates
+
+    def first_plan(self) -> Plan:
+        return even_plan(self._members.size, self.num_leaves)
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        for batch in plan.ranges[self._members.rank]:
+            if batch not in self._have:
+                self._have[batch] = yield from self._evaluate(batch)
+                point("in_evaluation", batch)
+        other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
+        if other is not None and other not in self._have and self._evaluator.comes(other):
+            self._twice[other] = digest_of_state((yield from self._evaluate(other)))
+
+    def combine(self, plan: Plan) -> Gathered:
+        state = self._tracked.compared() if self._members.size > 1 else {}
+        digests = Digests(self._team.arithmetic, {name: f"{quick_digest(part):016x}" for name, part in state.items()})
+        own = _Part.of(self._have, digests, self._twice)
+        parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own.encode())]
+        twice = {batch for part in parts for batch in part.twice}
+        own_digests = {batch: digest_of_state(totals) for batch, totals in self._have.items() if batch in twice}
+        for part in parts:
+            self._have.update(part.totals())
+        by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
+        found = {worker: part.digests for worker, part in by_worker.items()}
+        is_disputed = self._finds_wrong and (bool(self._rounds.follows(AUDIT)) or has_minority(found))
+        if not is_disputed:
+            check_digests(found)
+            words = _differing(by_worker, self._have, self._evaluator.sums.what)
+            is_disputed = self._finds_wrong and bool(words)
+            if words and not self._finds_wrong:
+                raise DivergenceError(words, sound=-1)
+        if is_disputed:
+            self.dispute = Dispute(own_digests | self._twice, digest_of_objects(digests))
+        return Gathered(self._members, _Part.of(self._have, digests, {}).encode())
+
+    def interrupt(self) -> Collection[Node]:
+        self._rehearses, self._twice = False, {}
+        return [leaf(batch, self.num_leaves) for batch in self._have]
+
+    def finish(self) -> None:
+        point("evaluated")
+
+    @property
+    def number(self) -> int:
+        """Number of the next step of the run."""
+        return self._position.total
+
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a batch whose totals are not added; return their digest."""
+        return digest_of_state((yield from self._evaluate(leaf)))
+
+    def totals(self) -> Totals:
+        """Return the totals of all batches, once the round is over."""
+        return _add_up(self._have, self._evaluator.sums)
+
+    def _evaluate(self, batch: int) -> Generator[Any, None, Totals]:
+        self._team.check()
+        self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
+        totals = yield from self._evaluator.play(batch)
+        if (bit := spoils("evaluation", batch)) is not None:
+            name = next(iter(totals))
+            wrong = with_flipped_bit(torch.as_tensor(totals[name]), bit)
+            totals[name] = wrong if wrong.dim() else wrong.item()
+        return totals
+
+
+def evaluate(
+    rounds: Rounds | None,
+    tracked: Tracked,
+    sums: BatchSums,
+    make_fetcher: MakeFetcher,
+    *,
+    num_batches: int,
+    seed: int,
+    rehearses: bool,
+    number: int,
+    at: Callable[[int], None] = lambda batch: None,
+    audits: Audits | None = None,
+) -> Generator[Any, None, Totals]:
+    """Yield the batches of this worker with the tracked modules in ``eval()`` mode, and return the totals of all
+    batches. Collective.
+
+    Args:
+        rounds: None: no member has joined yet, so every worker evaluates all batches for itself.
+        sums: where the script adds up what it finds in a batch.
+        rehearses: now and then, evaluate a batch of another worker as well.
+        number: evaluations of the run that are done.
+        at: called before each batch where this worker is alone.
+        audits: go on without the members that are wrong where some differ; None: that is an error.
+
+    Raises:
+        DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
+    """
+    size, rank = (rounds.members.size, rounds.members.rank) if rounds is not None else (1, 0)
+    rehearses = rehearses and size > 1 and is_rehearsed(number)
+    shares = even_plan(size, num_batches)
+    other = rehearsal(shares, rank, number).other if rehearses else None
+    mine = [*shares.ranges[rank], *([other] if other is not None else [])]
+    fetcher = make_fetcher(lambda: ((0, 0, batch) for batch in mine))
+    before = Structure(tracked)
+    for module in tracked.modules.values():
+        module.eval()
+    try:
+        evaluator = Evaluator(fetcher, sums, tracked, seed=seed)
+        if rounds is None:
+            return (yield from _evaluate_alone(evaluator, num_batches, at))
+        begin = partial(
+            EvaluationRound,
+            rounds,
+            evaluator,
+            num_batches=num_batches,
+            rehearses=rehearses,
+            number=number,
+            finds_wrong=audits is not None,
+        )
+        round_ = yield from play(rounds, audits, begin)
+        if audits is not None:
+            audits.record.same(rounds.position.total)
+        return round_.totals()
+    finally:
+        fetcher.close()
+        before.restore_modes()
+
+
+def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], None]) -> Generator[Any, None, Totals]:
+    have = {}
+    for batch in range(num_batches):
+        at(batch)
+        have[batch] = yield from evaluator.play(batch)
+        point("in_evaluation", batch)
+    return _add_up(have, evaluator.sums)
+
+
+def check_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Return how many batches an evaluation has.
+
+    Raises:
+        RecipeError: the dataset is empty, the batch size is below 1, or no batch is left.
+    """
+    if num_samples < 1:
+        raise RecipeError("run.evaluate got an empty dataset (length 0)")
+    if batch_size < 1:
+        raise RecipeError(f"batch_size must be at least 1, got {batch_size}")
+    if drop_last and num_samples < batch_size:
+        raise RecipeError(
+            f"drop_last=True leaves nothing of {num_samples} samples at batch_size={batch_size}; for an evaluation use "
+            "drop_last=False"
+        )
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
+
+
+def _add_up(have: Mapping[int, Totals], sums: BatchSums) -> Totals:
+    num_batches = len(have)
+    values: dict[str, dict[int, Any]] = {}
+    for batch in range(num_batches):
+        if not sums.fills and have[batch].keys() != have[0].keys():
+            raise UsageError(
+                f"the function of {sums.what} returned the totals {sorted(have[0])} for batch 0 and "
+                f"{sorted(have[batch])} for batch {batch}; it must return the same names for every batch"
+            )
+        for name, value in have[batch].items():
+            values.setdefault(name, {})[batch] = value
+    return {name: _sum(found, num_batches) for name, found in values.items()}
+
+
+def _sum(found: Mapping[int, Any], num_batches: int) -> Any:
+    """Add up the totals of one name in the order of the tree; a batch that has none counts as zero."""
+    first = next(iter(found.values()))
+    zero = torch.zeros_like(first) if isinstance(first, Tensor) else 0
+    leaves = {leaf(batch, num_batches): found.get(batch, zero) for batch in range(num_batches)}
+    return fold(leaves, num_batches, lambda a, b: a + b)
+
+
+def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str) -> str:
+    """Return in words which batch has other totals on a second worker; "": none has."""
+    if len({part.digests.arithmetic for part in parts.values()}) > 1:
+        return ""
+    for worker, part in parts.items():
+        for batch, digest in part.twice.items():
+            if digest != digest_of_state(have[batch]):
+                return (
+                    f"batch {batch} of {what} was evaluated by two workers, and its totals on {worker} are not "
+                    f"{have[batch]}, which the other one got. Either the script computes other totals on another "
+                    "worker, or one of the two machines computes wrong values; with three workers and unisono run "
+                    f"--audit it is found out. The totals were used nowhere. For the script: {USUAL_CAUSES}"
+                )
+    return ""
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """Payload of one member: the totals of its batches, and digests of its tracked objects."""
+
+    have: bytes
+    """The totals by batch, as `to_bytes` gives them."""
+    digests: Digests
+    twice: dict[int, int]
+    """The digests of the totals of batches that other members evaluate."""
+
+    @classmethod
+    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, int]) -> _Part:
+        return cls(to_bytes(have), digests, twice)
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def totals(self) -> dict[int, Totals]:
+        """Return the totals by batch."""
+        found: dict[int, Totals] = from_bytes(self.have)
+        return found
+
+
+def _total(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor):
+        wide = torch.float64 if value.dtype.is_floating_point else torch.int64
+        value = value.detach().to(device="cpu", dtype=wide)
+        return value if value.dim() else value.item()
+    if isinstance(value, (bool, int)):
+        return int(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"an evaluation can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
+        ) from None

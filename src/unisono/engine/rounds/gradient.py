@@ -1,0 +1,572 @@
+"""The sum of a step's gradients over its micro-batches: the round that trains."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from torch import Tensor
+
+from unisono.core.audits import NOTHING, Part
+from unisono.core.checks import is_compared
+from unisono.core.cursor import Cursor, StepPosition
+from unisono.core.errors import DivergenceError, StepError
+from unisono.core.events import Seconds
+from unisono.core.plan import Plan
+from unisono.core.telemetry import StepTelemetry
+from unisono.core.tree import Node
+from unisono.core.waits import Wait
+from unisono.core.words import NAMES_THE_LINE
+from unisono.engine.exchange import Share
+from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.microbatch.data import Batches
+from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.microbatch.guards import Guards
+from unisono.engine.microbatch.losses import Microbatch, Reduction
+from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.rounds.agreement import Agreement
+from unisono.engine.rounds.auditing import AUDIT, Dispute
+from unisono.engine.rounds.balancing import Helping
+from unisono.engine.rounds.clock import Clock
+from unisono.engine.rounds.finite import Finiteness, NotFinite
+from unisono.engine.rounds.inspecting import Computed, Inspector, Place
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.members import Members, Summed
+from unisono.engine.rounds.sums import SumsRound
+from unisono.engine.rounds.team import LOST
+from unisono.engine.state.carried import Carried
+from unisono.engine.state.sums import Total, as_sum
+from unisono.engine.state.tracked import Tracked
+from unisono.system.faults import point
+
+__all__ = ["CommittedStep", "GradientRound", "Pass", "StepContext"]
+
+
+@dataclass
+class StepContext:
+    """Everything that the steps of one ``run.steps`` share."""
+
+    rounds: Rounds
+    folder: Callable[[], GradientFolder]
+    """Returns the folder of the parameters that are trained now. Collective if these have changed."""
+    fetcher: Batches
+    cursor: Cursor
+    seed: int
+    phase: int
+    first_number: int
+    """Steps that earlier calls of ``run.steps`` made: random numbers never repeat within a run."""
+    note_plan: Callable[[int, Plan, Sequence[int], int], None]
+    """Callback: (step, its plan, micro-batches that are computed as well to compare them, pass), for loader processes.
+    """
+    guards: Guards
+    agreement: Agreement
+    clock: Clock
+    tracked: Tracked
+    finiteness: Finiteness
+    reduction: Reduction = "mean"
+    """What the losses are, over the samples of a micro-batch."""
+    inspector: Inspector | None = None
+    """Is told about micro-batches and sums; None: nobody looks."""
+    replica: str = ""
+    """The replica and the round whose steps these are, as messages name them; "": they are the steps of the run."""
+    first_of_round: int = 0
+    """The first step of that round."""
+
+    def name(self, number: int) -> str:
+        """Return a step of this loop as messages name it: by its number within the run."""
+        if self.replica:
+            return f"inner step {number - self.first_of_round} of {self.replica}"
+        return f"step {self.first_number + number}"
+
+    def check(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+        """Compare what all members have sent with a sum; return whether the sum counts. Collective where some differ.
+
+        Args:
+            telemetry: by worker, in the order of the ranks.
+
+        Raises:
+            DivergenceError: members of equal arithmetic have other bits.
+        """
+        return self.agreement.check(telemetry, is_disputed=bool(self.rounds.follows(AUDIT)))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the global batch of a step."""
+
+    number: int = 0
+    """From 0."""
+    reseed: bool = False
+    """Other random numbers than in the first pass."""
+
+    def seed(self, seed: int, place: str, *position: int) -> None:
+        """Set all generators for a position of this pass."""
+        own = ("pass", self.number) if self.number and (self.reseed or place == "update") else ()
+        seed_at(seed, place, *position, *own)
+
+
+@dataclass
+class CommittedStep:
+    """A finished step, kept so that this member can stand by when others repeat it."""
+
+    members: Members
+    name: str
+    layout: FlatLayout
+    digest: int
+    new_sums: bool
+    counts: bool = True
+    """False: members have computed different values, and the step will be done again."""
+
+    def stand_by(self, plan: Plan) -> None:
+        telemetry = StepTelemetry(new_sums=self.new_sums)
+        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), telemetry)
+        self.members.release(summed.slot)
+        if summed.digest != self.digest and self.counts:
+            raise DivergenceError(
+                f"{self.name} was computed again after a loss and its sums have digest "
+                f"{summed.digest:016x}, not {self.digest:016x}. Either a micro-batch does not give the same "
+                "gradient on every worker (see docs/guarantees.md for what a micro-batch may depend on), or the "
+                f"hardware of a worker is broken. If it is the script: {NAMES_THE_LINE}"
+            )
+
+
+class GradientRound:
+    """One pass over a global batch: each member's micro-batches go to the script, and their gradients are summed.
+
+    Attributes:
+        microbatch: the one that is being loaded or computed; None outside of one.
+        news: why the plan differs from that of the step before; "" where it does not.
+        result: the means, once the round is over.
+        totals: of ``step.add``, by name, once the result is applied.
+    """
+
+    kind: Final = "step"
+    unit: Final = "micro-batch"
+
+    def __init__(
+        self, context: StepContext, position: StepPosition, folder: GradientFolder, turn: Pass | None = None
+    ) -> None:
+        self.turn = turn if turn is not None else Pass()
+        self.num_leaves = position.num_leaves
+        nth = f"pass {self.turn.number + 1} over " if self.turn.number else ""
+        self.title = f"{nth}a step of {position.num_leaves} micro-batches"
+        self.totals: dict[str, Total] = {}
+        self._sums = context.tracked.sums
+        self._num_sums = len(self._sums.extras())
+        self._carried = list(context.tracked.carried.values())
+        self._values: dict[int, dict[str, Tensor]] = {}  # by leaf, what the script has added
+        self._new_sums = False
+        self._committed: CommittedStep | None = None
+        self.microbatch: Microbatch | None = None
+        self.news = ""
+        self.result: Summed | None = None
+        self._context = context
+        self._members = context.rounds.members
+        self._position = position
+        self._clock = context.clock
+        self._folder = folder
+        self._compared: Part = NOTHING
+        self._computed: list[int] = []
+        self._is_scaled = False
+        self._weight_of_last = 0.0  # of the micro-batch that was folded last, scaled
+        self._helped_s = 0.0  # waited for members that may need help
+        self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
+        self._before = dict(context.clock.parts)
+        folder.start_step(position.num_leaves, self.turn.number, compares=is_compared(self.number))
+        context.guards.start_step()
+
+    @property
+    def slot(self) -> Slot:
+        """The sums. After the round."""
+        return self._members.slots.results[-1]  # it may have moved since the commit
+
+    @property
+    def num_computed(self) -> int:
+        """Micro-batches that this member has computed."""
+        return len(self._computed)
+
+    @property
+    def number(self) -> int:
+        """Number of this step within the run."""
+        return self._context.first_number + self._position.number
+
+    @property
+    def name(self) -> str:
+        """The step, as messages name it."""
+        return self._context.name(self._position.number)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; where losses are sums, their sum. After the round."""
+        weight, weighted_loss = self._scalars
+        return weighted_loss / weight if self._context.reduction == "mean" else weighted_loss
+
+    @property
+    def mean_weight(self) -> float:
+        """Weight of this step's loss in the mean over steps. After the round."""
+        return self.weight if self._context.reduction == "mean" else 1.0
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of all micro-batches. After the round."""
+        return self._scalars[0] * self.scale
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add numbers to the sums of the step; within a micro-batch."""
+        assert self.microbatch is not None
+        own = self._values.setdefault(self.microbatch.leaf, {})
+        for name, value in values.items():
+            given = as_sum(name, value)
+            own[name] = own[name] + given if name in own else given
+
+    def sums(self) -> SumsRound | None:
+        """Return the round that is to follow before the result is applied, if a sum's name is new."""
+        summed = self.result
+        assert summed is not None
+        if not _has_new_sums(summed):
+            return None
+        return SumsRound(self._members, self._sums, self.num_leaves, self._values, self._compute_again)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the sum is not finite, for the first time in the run, and this member has computed a part of it.
+
+        With a loss scaler such gradients are expected, and the scaler skips their step. After the round.
+        """
+        if self._is_scaled or not self._computed:
+            return False
+        return self._context.finiteness.is_broken(self.slot, self.number)
+
+    def find_not_finite(self) -> Iterator[Any]:
+        """Yield micro-batches of this member to the script once more, to find the one that made the sum not finite.
+
+        Does nothing where it is not `is_broken`. Local: no member waits for another.
+        """
+        if not self.is_broken:
+            return
+        found = NotFinite(step=self.number, microbatch=-1)
+        try:
+            for leaf in sorted(self._computed):
+                yield from self._aside(leaf)
+                if names := self._folder.not_finite():
+                    samples = self._context.cursor.indices(self._position.number, leaf)
+                    found = NotFinite(
+                        step=self.number,
+                        microbatch=leaf,
+                        samples=list(samples),
+                        parameters=names,
+                        num_parameters=len(self._folder.trained),
+                    )
+                    break
+        except LOST:  # the next round finds out who is lost
+            pass
+        self._clock.switch("other")
+        self._context.finiteness.report(found)
+
+    def apply(self, totals: Mapping[str, Total] | None = None) -> None:
+        """Make the means the parameters' ``.grad``, and put buffers and carried rows in force.
+
+        Args:
+            totals: of the step's sums, if their round has given them.
+        """
+        slot = self.slot
+        self.totals = dict(totals) if totals is not None else self._sums.read(slot.extras[: self._num_sums])
+        self._folder.show(slot)
+        for carried, views in self._with_views(slot.extras):
+            carried.apply(views)
+        self.turn.seed(self._context.seed, "update", self.number)
+        self._clock.switch("update")
+
+    def release(self) -> None:
+        """Free the slots of the gradients, but those that the script holds, e.g. in a list of ``p.grad``."""
+        self._members.release_results()
+
+    @property
+    def dispute(self) -> Dispute | None:
+        """None, once the round is over: its result counts."""
+        return self._context.agreement.dispute
+
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
+        yield from self._aside(leaf)
+        return self._folder.fingerprint(leaf).digest
+
+    # -- the round -----------------------------------------------------------------------------------
+
+    def first_plan(self) -> Plan:
+        # In the first step of a loop everybody computes something: what the script reads after its inner loop is set.
+        is_first = self._position.number == 0
+        plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=is_first)
+        return plan
+
+    def begin(self, plan: Plan) -> None:
+        agreement = self._context.agreement
+        agreement.start_step(self._position.number, self.number)
+        self._compared = agreement.compared(plan, self.turn.number)
+
+    def compute(self, plan: Plan) -> Iterator[Any]:
+        """Yield this member's micro-batches to the script, and fold the gradients."""
+        compared = self._compared
+        self._context.note_plan(self._position.number, plan, compared.other, self.turn.number)
+        todo = plan.ranges[self._members.rank]
+        helping = self._helping(plan)
+        for index, leaf in enumerate(todo):
+            if helping is not None and not helping.start(index, leaf):
+                continue
+            is_last = index == len(todo) - 1
+            is_compared = leaf in compared.own
+            following = None if is_last or is_compared else todo[index + 1]
+            yield from self._compute_leaf(leaf, following, plan if is_last else None)
+            if is_compared:
+                self._context.agreement.note_own(self._folder.fingerprint(leaf))
+        for other in compared.other:
+            if self._context.fetcher.comes(self._position.number, other, self.turn.number):
+                yield from self._rehearse(other)
+        if helping is not None:
+            yield from self._help(helping)
+        self._clock.switch("exchange")
+
+    def combine(self, plan: Plan) -> CommittedStep:
+        """Sum the nodes of all members: the commit of the step."""
+        self._close()
+        nodes = self._members.slots.nodes
+        telemetry = self._context.agreement.add_to(self._telemetry())
+        self.result = summed = self._members.sum(Share(self.num_leaves, plan.nodes, nodes), telemetry)
+        self._members.slots.results.append(summed.slot)
+        self._committed = CommittedStep(
+            self._members, self.name, self._folder.layout, summed.digest, _has_new_sums(summed)
+        )
+        return self._committed
+
+    def interrupt(self) -> Collection[Node]:
+        self._clock.switch("waiting")
+        self._compared = NOTHING
+        self._folder.copy_adopted()
+        return list(self._members.slots.nodes)
+
+    def finish(self) -> None:
+        summed, committed = self.result, self._committed
+        assert summed is not None
+        assert committed is not None
+        point("committed")
+        self._note_progress(-1)
+        committed.counts = self._context.check(summed.telemetry)
+        weight, weighted_loss = summed.slot.scalars.tolist()
+        self._scalars = weight, weighted_loss
+        if weight == 0.0:
+            raise StepError(f"all micro-batches of {self.name} have weight 0: there is no mean gradient")
+        self._clock.switch("other")
+        rank, seconds = summed.wait  # whoever was waited for last was late before as well
+        self._clock.note(Wait(rank, seconds + self._helped_s), summed.network_s, summed.generation)
+
+    def _close(self) -> None:
+        """Note that this member has computed its micro-batches."""
+        self._context.guards.finish_step(self.name)
+        self._clock.switch("exchange")
+        self._note_progress(-1)
+        point("before_combine")
+        self._folder.copy_adopted()
+
+    # -- one micro-batch -----------------------------------------------------------------------------
+
+    def _compute_leaf(self, leaf: int, following: int | None, last_of: Plan | None) -> Iterator[Any]:
+        """Yield one micro-batch, and fold its gradient.
+
+        Args:
+            following: the leaf that will probably be computed after this one.
+            last_of: the plan, if this is the last leaf of it for this member.
+        """
+        self._clock.switch("data")
+        batch = self._fetch(leaf)
+        self._clock.switch("compute")
+        point("before_backward", leaf)
+        began = time.perf_counter()
+        place = self._looked_at(leaf, aside=False)
+        self._folder.start_leaf(leaf, self._members.new_slot, following, keep=place is not None)
+        if last_of is not None:
+            self._offer_rows(last_of)
+        self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
+        self._show(place, batch)
+        given = time.perf_counter()
+        yield batch
+        script_s = time.perf_counter() - given
+        for slot in self._fold():
+            self._members.release(slot)
+        self._members.balancing.own_work.note(time.perf_counter() - began - script_s, script_s)
+        self._tell(place)
+        self._computed.append(leaf)
+        point("after_backward", leaf)
+
+    def _rehearse(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
+        yield from self._aside(leaf)
+        self._context.agreement.note_other(self._folder.fingerprint(leaf))
+
+    def _aside(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch of which nothing is summed."""
+        self._clock.switch("other")  # this time must not count for the pace of this member
+        known = self._values.pop(leaf, None)
+        try:
+            yield from self._compute_apart(leaf)
+        finally:  # also if a member is lost meanwhile
+            self._values.pop(leaf, None)
+            if known is not None:
+                self._values[leaf] = known
+
+    def _compute_apart(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch whose gradient is not summed."""
+        batch = self._fetch(leaf)
+        place = self._looked_at(leaf, aside=True)
+        self._folder.start_leaf(leaf, self._members.new_slot, apart=True)
+        self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
+        self._show(place, batch)
+        yield batch
+        self._fold()
+        self._tell(place)
+
+    def _compute_again(self, leaf: int) -> Iterator[Any]:
+        """Yield a micro-batch of a member that was lost after the commit, for its sums."""
+        self._clock.switch("other")
+        yield from self._compute_apart(leaf)
+
+    def _looked_at(self, leaf: int, *, aside: bool) -> Place | None:
+        """Return the place of a micro-batch that the inspector looks at; None if nobody does."""
+        inspector = self._context.inspector
+        if inspector is None:
+            return None
+        place = Place(step=self.number, turn=self.turn.number, leaf=leaf, aside=aside)
+        return place if inspector.looks_at(place) else None
+
+    def _show(self, place: Place | None, batch: Any) -> None:
+        """Tell the inspector that a micro-batch that it looks at begins."""
+        if place is not None and self._context.inspector is not None:
+            self._context.inspector.before_microbatch(place, batch)
+
+    def _tell(self, place: Place | None) -> None:
+        """Tell the inspector what a micro-batch that it looks at has given."""
+        if place is None or self._context.inspector is None:
+            return
+        fingerprint, factor = self._folder.fingerprint(place.leaf), self._weight_of_last
+        is_mean = self._context.reduction == "mean"
+        loss = fingerprint.weighted_loss
+        if is_mean:
+            loss = loss / factor if factor else math.nan
+        computed = Computed(
+            fingerprint=fingerprint,
+            gradients=self._folder.gradients_of_last(),
+            weight=factor * self.scale,
+            factor=factor if is_mean else 1.0,
+            loss=loss,
+        )
+        self._context.inspector.after_microbatch(place, computed)
+
+    def _helping(self, plan: Plan) -> Helping | None:
+        return self._members.balancing.helping(plan)
+
+    def _help(self, helping: Helping) -> Iterator[Any]:
+        """Yield micro-batches of members that are late, as long as there is room for their sums."""
+        while len(self._members.slots.nodes) <= 2 + self.num_leaves.bit_length():
+            self._clock.switch("exchange")
+            taken = helping.take()
+            self._helped_s += self._clock.switch("exchange")
+            if taken is None:
+                return
+            yield from self._compute_leaf(taken, None, None)
+
+    def _fetch(self, leaf: int) -> Any:
+        self._context.rounds.team.check()
+        samples = partial(self._context.cursor.indices, self._position.number, leaf)
+        self._note_progress(leaf, samples)
+        self.microbatch = Microbatch(
+            self._folder,
+            self.name,
+            leaf,
+            num_samples=len(self._position.leaf(leaf)),
+            samples=samples,
+            scale=self.scale,
+            reduction=self._context.reduction,
+        )
+        for carried in self._carried:
+            carried.open()
+        return self._context.fetcher.fetch(self._position.number, leaf, self.turn.number)
+
+    def _fold(self) -> list[Any]:
+        """Fold the gradients of the micro-batch that the script has computed; returns slots that are free again."""
+        microbatch, self.microbatch = self.microbatch, None
+        assert microbatch is not None
+        microbatch.finish()
+        self._weight_of_last = microbatch.weight
+        self._is_scaled |= microbatch.is_scaled
+        write = partial(self._write_extras, microbatch)
+        freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss, write)
+        self._context.guards.finish_microbatch(microbatch.where, self._folder.trained)
+        return freed
+
+    def _write_extras(self, microbatch: Microbatch, views: Sequence[Tensor]) -> None:
+        values = self._values.setdefault(microbatch.leaf, {})
+        if self._sums.fits(values):
+            self._sums.write(values, views[: self._num_sums])
+        else:
+            self._new_sums = True
+        for carried, own in self._with_views(views):
+            carried.close(own, microbatch.leaf, microbatch.where)
+
+    def _with_views(self, extras: Sequence[Tensor]) -> Iterator[tuple[Carried, Sequence[Tensor]]]:
+        """Yield the tracked `Carried` with the extras of each."""
+        start = self._num_sums
+        for carried in self._carried:
+            yield carried, extras[start : start + carried.num_extras]
+            start += carried.num_extras
+
+    def _offer_rows(self, plan: Plan) -> None:
+        """Let the exchange know, while the last backward runs, which rows of this member's nodes are complete."""
+        node, slot = self._folder.target
+        planned = plan.nodes[self._members.rank]
+        nodes = self._members.slots.nodes
+        slots = {**{held: nodes[held] for held in nodes if held in planned}, node: slot}
+        if set(slots) != set(planned):
+            return
+        share, folder = Share(plan.num_leaves, plan.nodes, slots), self._folder
+        exchange = self._members.exchange
+
+        def offer(rows_ready: int) -> None:
+            try:
+                exchange.offer(share, rows_ready)
+            except LOST:
+                folder.watch_rows(None)  # the combine will raise the same
+
+        folder.watch_rows(offer)
+        offer(0)
+
+    # -- progress and telemetry ----------------------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """Power of two that divides all weights, without rounding, so that gradients have the magnitude of a mean."""
+        if self._context.reduction == "sum":
+            return 1.0
+        return float(2.0 ** math.floor(math.log2(self._position.microbatch_size)))
+
+    def _note_progress(self, leaf: int, samples: Callable[[], Sequence[int]] | None = None) -> None:
+        team = self._context.rounds.team
+        team.at(phase=self._context.phase, step=self.number, microbatch=leaf, samples=samples)
+
+    def _telemetry(self) -> StepTelemetry:
+        now, before, last = self._clock.parts, self._before, self._clock.last
+        team = self._members.team
+        return StepTelemetry(
+            leaves=self.num_computed,
+            data_s=now["data"] - before["data"],
+            compute_s=now["compute"] - before["compute"],
+            last=Seconds(**last),
+            times=self._clock.times if self._clock.generation == team.generation else self._clock.times.of_workers(),
+            new_sums=self._new_sums,
+        )
+
+
+def _has_new_sums(summed: Summed) -> bool:
+    return any(each.new_sums for each in summed.telemetry.values())

@@ -1,0 +1,419 @@
+"""The life of a round, and how the round survives the loss of members. Read `Rounds.play` first.
+
+Rounds are counted. A round is over for a member that has seen the commit; when a member is lost at that moment, others
+may not see the commit. So two members are never more than one round apart, and after a loss:
+
+1. the survivors enter the next generation and **meet**: each reports its round and the nodes of it that it has;
+2. the members in the earlier round plan what is missing of it from these reports, compute it, and combine. A member
+   that is ahead **stands by**: it takes part in the combine, holds nothing, and drops the result after comparing its
+   digest with its own;
+3. then all are in the same round, meet again, and plan what is missing of that one.
+
+No member is sent gradients, nothing is rolled back, and finished nodes are never computed again. Newcomers are admitted
+between two rounds only (`unisono.engine.rounds.admission`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+
+from unisono.core.cadence import Position
+from unisono.core.cursor import Recipe
+from unisono.core.errors import StepError
+from unisono.core.layout import StateLayout, replicated
+from unisono.core.plan import Plan
+from unisono.core.tree import Node
+from unisono.engine.exchange.flat import FlatLayout
+from unisono.engine.exchange.slots import Slots
+from unisono.engine.rounds import Finished, Nothing, Reporter, Round
+from unisono.engine.rounds.book import Book
+from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.standing import Behind, Level, Met, Report, Standing, check_alike, plain, plan_of_missing
+from unisono.engine.rounds.team import LOST, Team
+from unisono.engine.rounds.transfer import share_state
+from unisono.engine.state.tracked import Tracked
+
+__all__ = ["CHECKPOINT", "DELAYED", "EVALUATED", "Rounds"]
+
+MOVING = "moving"
+"""The kind of the round in which states that are shared out move between members."""
+DELAYED = "delayed"
+"""The kind of the sum of a step that is under way while the script goes on."""
+EVALUATED = "evaluated"
+"""The kind of the round in which members take the totals that evaluators have computed beside the training."""
+CHECKPOINT = "together"
+"""The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
+
+
+class Rounds:
+    """This member's part in the rounds of a run.
+
+    Args:
+        tracked: the state that newcomers get.
+        reporter: takes part in every combine.
+        layout: returns the layout of the state, from the ids of the members.
+
+    Attributes:
+        members: what a round exchanges with.
+        position: of the run, between two steps.
+        number: of the round that this member has not finished yet.
+        before_departure: called at a boundary at which members leave, before they do. Collective.
+        book: the rounds that are open beside the one that this member plays.
+        note_round: is told the number and the title of each round that this member plays, and -1 after it.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        tracked: Tracked,
+        *,
+        reporter: Reporter | None = None,
+        balance: bool = True,
+        layout: Callable[[Sequence[str]], StateLayout] = replicated,
+    ) -> None:
+        self.team = team
+        self.tracked = tracked
+        self.reporter = reporter if reporter is not None else Nothing()
+        self.members = Members(team, self.reporter, balance=balance, layout=layout)
+        self.position = Position(phase=0, step=0, number=0, total=0, lines=0)
+        self.number = 0
+        self.before_departure: Callable[[], None] | None = None
+        self.book = Book()
+        self.note_round: Callable[[int, str], None] = _note_nothing
+        self._recipe: Recipe = {}
+        self._round: Round | None = None
+        self._finished: Finished = Nothing()
+        self._finished_title = ""
+        self._standing: Standing = Level()
+        self._joined_at: tuple[int, int] | None = None  # (phase, step) where it came in as a newcomer
+
+    @property
+    def slots(self) -> Slots:
+        """This member's slots in use."""
+        return self.members.slots
+
+    # -- a round -------------------------------------------------------------------------------------
+
+    def play(self, round_: Round) -> Generator[object, None, None]:
+        """Take part in a round, from its plan to its commit. Collective.
+
+        Yields what the round yields while this member computes its leaves.
+
+        Raises:
+            RunStopped: the run is over, or goes on without this worker. StepError: another round is under way.
+        """
+        if self._round is not None:
+            raise StepError(
+                f"{round_.title} was begun inside of {self._round.title}, where each worker is elsewhere: begin it "
+                "when that is over"
+            )
+        self.drain()
+        plan = self._begin(round_)
+        self.note_round(self.number, round_.title)
+        round_.begin(plan)
+        while True:
+            try:
+                yield from round_.compute(plan)
+                with self.members.taking_part(round_.title, self.position.number):
+                    self._finished = round_.combine(plan)
+                self._finished_title = round_.title
+                break  # committed: whichever member is lost from here on, this one holds the result
+            except LOST as lost:
+                missing = self._recover(round_, lost)
+                if missing is None:
+                    self.note_round(-1, "")
+                    return
+                plan = missing
+            except BaseException:
+                if self._round is round_:
+                    self._round = None  # the script has left the round: the next report does not name it
+                    self.note_round(-1, "")
+                raise
+        self.note_round(-1, "")
+        self.number += 1
+        self._round = None
+        self.slots.nodes = {}
+        round_.finish()
+
+    def _begin(self, round_: Round) -> Plan:
+        """Begin a round; returns its first plan. Local, except after a loss."""
+        self._round = round_
+        self.slots.nodes = {}
+        standing, self._standing = self._standing, Level()
+        if isinstance(standing, Level):
+            return round_.first_plan()
+        if isinstance(standing, Behind):  # the others wait for this member in a meeting
+            standing = self._meet()
+        return self._plan(round_, standing)
+
+    def _recover(self, round_: Round, lost: Exception) -> Plan | None:
+        """A member was lost: meet the survivors; returns the plan of what is missing. Collective.
+
+        None: another member had finished the round, and has sent the result.
+        """
+        have = round_.interrupt()
+        met = self._regroup(lost, have)
+        if self._round is None:
+            self._standing = met
+            return None
+        return self._plan(round_, met)
+
+    def _plan(self, round_: Round, met: Met | Behind) -> Plan:
+        self._standing = met if isinstance(met, Behind) else Level()
+        return plan_of_missing(met.reports, self.number, round_.num_leaves, round_.kind)
+
+    # -- sums that are under way while the script goes on ---------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until no sum is under way, so that the exchange is free. Collective where one is."""
+        if not self.book.is_under_way:
+            return
+        try:
+            with self.team.waiting():
+                self.book.drain()
+        except LOST as lost:
+            self.regroup(lost)
+
+    def commit(self, finished: Finished) -> None:
+        """Note that the oldest sum under way is committed. Local."""
+        self._finished, self._finished_title = finished, ""
+        self.number += 1
+
+    def regroup(self, lost: Exception) -> None:
+        """Meet the survivors of a loss that was noticed between two rounds. Collective."""
+        self._standing = self._regroup(lost)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all members have finished the same rounds, and none of them holds a part of the next one."""
+        return isinstance(self._standing, Level)
+
+    def go_on(self) -> None:
+        """Note that the script goes on among members that have just moved to a planned generation. Local."""
+        self._standing = Level()
+
+    @property
+    def finished(self) -> Finished:
+        """The result of the round that was committed last."""
+        return self._finished
+
+    def reports(self) -> Sequence[Report]:
+        """Return what the members have reported when they met last; nothing if all are level."""
+        return () if isinstance(self._standing, Level) else self._standing.reports
+
+    def abandon(self) -> None:
+        """Stop what is under way, because the run ends in this process. Local."""
+        self.book.abandon()
+
+    # -- meetings ------------------------------------------------------------------------------------
+
+    def _meet(self) -> Met | Behind:
+        try:
+            return self._catch_up(self.team.meet(self.report()))
+        except LOST as lost:
+            return self._regroup(lost)
+
+    def _regroup(self, lost: Exception, have: Collection[Node] = ()) -> Met | Behind:
+        self.book.interrupt()
+        return self._catch_up(self.team.regroup(self.report(have), lost), have)
+
+    def _catch_up(self, reports: Sequence[Report], have: Collection[Node] = ()) -> Met | Behind:
+        """Stand by the members that are a round behind, after a meeting, until none is. Collective."""
+        before = self.number
+        while True:
+            try:
+                rounds = {report.round for report in reports}
+                # A round that is done again sums what it summed, also where this member's next one sums something else.
+                layout = self._finished.layout if min(rounds) < self.number else None
+                with self.team.waiting():
+                    self.slots.bring(self.team.exchange, layout or self.slots.layout)
+                if rounds == {self.number}:
+                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.number)
+                    self.book.met([report.open for report in reports])
+                    return Met(reports)
+                if self._is_given(reports):
+                    if self.number > before:
+                        have, self._round, self.slots.nodes = (), None, {}
+                    reports = self.team.meet(self.report(have))
+                    continue
+                if min(rounds) == self.number:
+                    return Behind(reports, frozenset(one.kind for one in reports if one.round > self.number) - {""})
+                self._stand_by(reports)
+                reports = self.team.meet(self.report(have))
+            except LOST as lost:
+                reports = self.team.regroup(self.report(have), lost)
+
+    def _is_given(self, reports: Sequence[Report]) -> bool:
+        """Have the newest result sent to the members that have not seen its commit, where one has it. Collective."""
+        newest = max(report.round for report in reports)
+        source = next((rank for rank, one in enumerate(reports) if one.round == newest and one.open.sends), None)
+        if source is None:
+            return False
+        behind = [rank for rank, one in enumerate(reports) if one.round < newest]
+        with self.team.waiting():
+            self.book.give(source, behind)
+        return True
+
+    def _stand_by(self, reports: Sequence[Report]) -> None:
+        """Take part in the round that others have not finished. Collective."""
+        behind = min(reports, key=lambda report: (report.round, not report.kind))
+        if behind.round != self.number - 1:
+            raise StepError(
+                f"internal error, please report it: another member is in round {behind.round}, and this one in "
+                f"{self.number}: more than one round apart"
+            )
+        plan = plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
+        with self.members.taking_part(self._finished_title, self.position.number):
+            self._finished.stand_by(plan)
+
+    def report(self, have: Collection[Node] = ()) -> Report:
+        """Return the report that this member sends to the others when they meet.
+
+        Args:
+            have: the complete nodes of this member in the current round.
+        """
+        current = self._round
+        kind = current.kind if current is not None else ""
+        num_leaves = current.num_leaves if current is not None else 1
+        nodes, open_ = plain(have), self.book.report()
+        if not kind and open_.have:  # the next that this member commits
+            kind, num_leaves, nodes = DELAYED, open_.num_leaves, open_.have[0][1]
+        return Report(
+            fresh=False,
+            phase=self.position.phase,
+            step=self.position.step,
+            round=self.number,
+            kind=kind,
+            title=current.title if current is not None else "",
+            num_leaves=num_leaves,
+            have=nodes,
+            open=open_,
+            lines=self.position.lines,
+            total=self.position.total,
+            recipe=self._recipe,
+        )
+
+    # -- between two rounds --------------------------------------------------------------------------
+
+    def enter_phase(self, recipe: Recipe, position: Position) -> None:
+        """Note that a phase of the script begins, with its own recipe. Local."""
+        self._recipe, self.position = recipe, position
+
+    def move_to(self, position: Position) -> None:
+        """Note that the script is at this step now. Local."""
+        self.position = position
+
+    def start_at(self, number: int, position: Position, *, is_newcomer: bool = False) -> None:
+        """Take part from this round on, with the run's state. Local.
+
+        Args:
+            is_newcomer: this member joins after the others have decided whether to stop at this boundary.
+        """
+        self.number, self.position = number, position
+        self._joined_at = (position.phase, position.step) if is_newcomer else None
+        self.team.holding()
+
+    def use_layout(self, layout: FlatLayout) -> None:
+        """Sum what this layout describes from now on. Collective."""
+        self.drain()
+        self.slots.layout = layout
+        if isinstance(self._standing, Behind):  # the members that are ahead wait for this member in a meeting
+            self._standing = self._meet()
+            return
+        try:
+            with self.team.waiting():
+                self.slots.bring(self.team.exchange, layout)
+        except LOST as lost:
+            self._standing = self._regroup(lost)
+
+    @property
+    def begun(self) -> frozenset[str]:
+        """The kinds of the next round that members have begun already, because this one was behind at a loss. Local."""
+        return self._standing.begun
+
+    def follows(self, kind: str) -> bool | None:
+        """Return whether others have begun a round of this kind before this boundary, which this member has to play.
+
+        None: nobody has begun anything, so all decide alike, by what they have last told each other. Local.
+        """
+        if self._standing.begun or isinstance(self._standing, Behind):
+            return kind in self._standing.begun
+        return False if self.book.holds_back else None
+
+    def is_stop_planned(self) -> bool:
+        """Return whether the run stops or pauses at this boundary, so that its state is worth a checkpoint.
+
+        To be asked once at every boundary, before `boundary`; the same on all members.
+        """
+        # After a loss, other members may have begun the next round already: all members play the round of these.
+        if (follows := self.follows(CHECKPOINT)) is not None:
+            return follows
+        if (self.position.phase, self.position.step) == self._joined_at:
+            return False
+        agreed = self.members.agreed_generation
+        return (agreed > self.team.generation and self.team.stops_at(agreed)) or self.team.paused()
+
+    def changes(self) -> bool:
+        """Return whether members change at this boundary, or the run stops or pauses; the same on all members."""
+        if self.is_stop_planned():
+            return True
+        return self.members.agreed_generation > self.team.generation and self.is_level
+
+    def boundary(self) -> None:
+        """Move to the planned generation that all have agreed on, and wait while the run is paused. Collective where
+        there is something to do.
+
+        Raises:
+            RunStopped: the run was stopped. SystemExit: this worker was asked to leave.
+        """
+        if self.book.holds_back:
+            return
+        if self.before_departure is not None and self._is_departure():
+            self.before_departure()
+        agreed = self.members.agreed_generation
+        if not isinstance(self._standing, Behind) and agreed > self.team.generation:
+            self._enter(lambda: self.team.switch(agreed, self.report()))
+        # If other members have begun the next step already, the pause comes after that step.
+        while not isinstance(self._standing, Behind) and not self._standing.begun and self.team.paused():
+            if self.book.holds_back:
+                return
+            self._wait_in_pause()
+
+    def _wait_in_pause(self) -> None:
+        """Move to the next generation as soon as there is one; who leaves then hands over what it holds. Collective."""
+        team = self.team
+        try:
+            planned = team.next_planned()
+        except LOST as lost:
+            self._standing = self._regroup(lost)
+            return
+        if self.before_departure is not None and team.departing(planned):
+            paused = team.generation
+            self.members.agreed_generation = planned  # all have this notice, or will: it is the next one
+            self.before_departure()
+            if team.generation != paused:
+                return  # a member was lost meanwhile
+        self._enter(lambda: team.switch(planned, self.report()))
+
+    def _is_departure(self) -> bool:
+        """Return whether members leave at this boundary, as all have agreed; after a loss, whether others have begun to
+        get ready for it.
+        """
+        begun = self._standing.begun
+        if begun or isinstance(self._standing, Behind):
+            return MOVING in begun
+        return bool(self.members.departing())
+
+    def _enter(self, meet: Callable[[], list[Report]]) -> None:
+        """Go on with the members of another generation, and give newcomers the state. Collective."""
+        reports = meet()
+        try:
+            reports, _ = share_state(self.members, self.tracked, reports, self.reporter.unwritten_lines)
+            self.team.holding()
+            self._standing = self._catch_up(reports)
+        except LOST as lost:
+            self._standing = self._regroup(lost)
+
+
+def _note_nothing(number: int, title: str) -> None:
+    pass

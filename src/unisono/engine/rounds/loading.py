@@ -1,0 +1,165 @@
+"""Loading of a checkpoint into optimizers whose states are shared out: each member gets what it is to hold.
+
+A member that sees the checkpoint reads its states itself; to the others they are sent, a few tensors at a time. So no
+member ever has all states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unisono.core.errors import CheckpointError
+from unisono.engine.checkpoint.loading import read_tensors
+from unisono.engine.checkpoint.snapshot import tensor_names
+from unisono.engine.exchange import Parcel
+from unisono.engine.rounds.team import Team, places
+from unisono.engine.state.packing import Packed, grouped, pack_held, unpack
+from unisono.engine.state.sharded import states_in
+from unisono.engine.state.tracked import Tracked, units_in
+from unisono.record import checkpoints as files
+from unisono.record.checkpoints import Manifest
+from unisono.system.faults import point
+
+__all__ = ["load_shares", "without_shares"]
+
+TOGETHER_BYTES = 16 << 20
+"""Tensors up to this size together are read and sent at once."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """A tensor of a checkpoint that some members are to have."""
+
+    number: int
+    """Of the tensor in the checkpoint."""
+    targets: tuple[int, ...]
+    """The ranks of these members."""
+    tensor: Tensor
+    """A meta tensor."""
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """A checkpoint, as the member names it that has chosen it."""
+
+    path: str = ""
+    crc32: int = 0
+
+
+def without_shares(state: dict[str, Any], tracked: Tracked) -> Packed:
+    """Return a whole state in which meta tensors stand for all that `load_shares` loads."""
+    packed = pack_held(state, "tracked")
+    tensors = list(packed.tensors)
+    for number in tracked.apart_in(packed.paths):
+        tensors[number] = tensors[number].to("meta")
+    return packed._replace(tensors=tensors)
+
+
+def load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
+    """Load the states of sharded optimizers, and of replicas, when all else of a checkpoint is loaded. Collective.
+
+    When this returns, all members have what they are to hold. Until then a member that is lost takes nothing with it:
+    the others begin from the checkpoint again.
+
+    Args:
+        checkpoint: on rank 0, from where; whatever it is on other members.
+
+    Raises:
+        CheckpointError: the checkpoint was changed meanwhile. PeerLost, DeadlineExceeded: a member was lost.
+    """
+    if not tracked.sharded and not any(part.is_spread for part in tracked.shared_parts.values()):
+        return
+    packed = without_shares(tracked.whole_state(), tracked)
+    found, seen_by = _find(team, checkpoint)
+    if found is not None and tensor_names(packed.paths) != [entry.name for entry in found[1].tensors]:
+        raise CheckpointError(f"{found[0]} does not hold the tensors that this worker has loaded from it")
+    states = _distribute(team, tracked, packed)
+    here = dict[int, Tensor]()
+    if found is not None:
+        own = [one.number for one in states if team.rank in one.targets]
+        here = read_tensors(*found, own)
+    sent = [one for one in states if not seen_by.issuperset(one.targets)]
+    for group in grouped(sent, lambda one: one.tensor.nbytes, TOGETHER_BYTES):
+        here |= _send(team, group, seen_by, found, here)
+    point("shard.loading")
+    team.exchange.all_gather(b"")
+    tensors = [here.get(number, tensor) for number, tensor in enumerate(packed.tensors)]
+    whole = unpack(packed.skeleton, tensors)
+    for name, optimizer in tracked.sharded.items():
+        optimizer.load_state_dict(whole["objects"][name])
+    for name, part in tracked.shared_parts.items():
+        part.load_shares(whole["own"][name], part.plan(places(team)))
+
+
+def _find(team: Team, checkpoint: Path | None) -> tuple[tuple[Path, Manifest] | None, set[int]]:
+    """Return the checkpoint as this member sees it, and the ranks of those that see it. Collective."""
+    own = _Seen()
+    if team.rank == 0:
+        assert checkpoint is not None
+        own = _Seen(str(checkpoint.resolve()), files.read_manifest(checkpoint).crc32)
+    named = msgspec.msgpack.decode(team.exchange.all_gather(msgspec.msgpack.encode(own))[0], type=_Seen)
+    found = None
+    try:
+        manifest = files.read_manifest(Path(named.path))
+        found = (Path(named.path), manifest) if manifest.crc32 == named.crc32 else None
+    except CheckpointError:
+        pass  # this member does not see it
+    answers = team.exchange.all_gather(b"" if found is None else b"sees")
+    return found, {rank for rank, answer in enumerate(answers) if answer}
+
+
+def _distribute(team: Team, tracked: Tracked, packed: Packed) -> list[_State]:
+    """Return which member is to have which tensor; equal on all."""
+    rank = {worker: number for number, worker in enumerate(team.worker_ids)}
+    found = []
+    for name, optimizer in tracked.sharded.items():
+        owners = optimizer.plan(places(team))
+        for number, parameter in _states(packed, name):
+            targets = tuple(sorted(rank[one] for one in owners[parameter]))
+            found.append(_State(number, targets, packed.tensors[number]))
+    for name, part in tracked.shared_parts.items():
+        holders = part.plan(places(team))
+        for number, unit in units_in(packed.paths, name, part):
+            found.append(_State(number, tuple(sorted(rank[one] for one in holders[unit])), packed.tensors[number]))
+    return found
+
+
+def _send(
+    team: Team,
+    group: Sequence[_State],
+    seen_by: set[int],
+    found: tuple[Path, Manifest] | None,
+    here: Mapping[int, Tensor],
+) -> dict[int, Tensor]:
+    """Send tensors to those that do not see the checkpoint; returns what this member gets. Collective."""
+    sources = {one.number: _source(one, seen_by) for one in group}
+    missing = [number for number, source in sources.items() if source == team.rank and number not in here]
+    read = read_tensors(*found, missing) if found is not None else {}
+    got, parcels = dict[int, Tensor](), []
+    for one in group:
+        targets = tuple(rank for rank in one.targets if rank not in seen_by)
+        tensor = one.tensor
+        if team.rank in targets:
+            tensor = got[one.number] = torch.empty_like(tensor, device="cpu")
+        elif team.rank == sources[one.number]:
+            tensor = here[one.number] if one.number in here else read[one.number]
+        parcels.append(Parcel(sources[one.number], targets, tensor))
+    team.exchange.deliver(parcels)
+    return got
+
+
+def _source(state: _State, seen_by: set[int]) -> int:
+    """Return the rank of who sends a tensor: a member that has read it anyway, else another that sees the checkpoint,
+    each in turn.
+    """
+    return next((rank for rank in state.targets if rank in seen_by), sorted(seen_by)[state.number % len(seen_by)])
+
+
+def _states(packed: Packed, name: str) -> Iterator[tuple[int, int]]:
+    return states_in(packed.paths, f"tracked['objects'][{name!r}]")

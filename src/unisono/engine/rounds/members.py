@@ -1,0 +1,296 @@
+"""Members of the generation as a round uses them: exchanges, plans and telemetry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from unisono.core.layout import StateLayout
+from unisono.core.plan import Plan
+from unisono.core.plan import plan as even_plan
+from unisono.core.telemetry import StepTelemetry
+from unisono.core.tree import Node
+from unisono.core.waits import NO_WAIT, Wait, wait_of
+from unisono.engine.exchange import Combined, Exchange, Parcel, Share, combine
+from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.exchange.slots import Slots
+from unisono.engine.rounds import Reporter
+from unisono.engine.rounds.balancing import Balancing
+from unisono.engine.rounds.standing import check_titles
+from unisono.engine.rounds.team import Team
+
+__all__ = ["Gathered", "Letter", "Members", "Summed", "Undivided"]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Result of a sum, equal on all members but for ``wait``, ``network_s`` and ``sent_bytes``."""
+
+    slot: Slot
+    """Gradients and float buffers are means, the rest of the tail are sums."""
+    digest: int
+    telemetry: Mapping[str, StepTelemetry]
+    """By worker id, in the order of the ranks at the sum: a loss after it changes the members."""
+    wait: Wait = NO_WAIT
+    """For whom this member has waited in it."""
+    network_s: float = 0.0
+    """From when all members were ready until the commit, where they are on several hosts."""
+    generation: int = 0
+    """In which the rank of ``wait`` counts."""
+    sent_bytes: int = 0
+    """Data that this member has sent to other hosts."""
+
+
+class Letter(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says to all others at once."""
+
+    title: str
+    """Of the round: members of different rounds must not take each other's payloads."""
+    payload: bytes
+    is_final: bool = False
+    """The member has finished the round: this is the result of the round, and not a part of one."""
+
+
+class Members:
+    """The exchanges of one member with the others; each method says whether it is collective.
+
+    Args:
+        team: the members of the current generation.
+        reporter: takes part in every sum.
+        balance: give faster members more leaves.
+        layout: who holds what of the state, from the ids of the members.
+    """
+
+    def __init__(
+        self, team: Team, reporter: Reporter, *, balance: bool, layout: Callable[[Sequence[str]], StateLayout]
+    ) -> None:
+        self.team = team
+        self.balancing = Balancing(team, enabled=balance)
+        self.slots = Slots()
+        self.agreed_generation = 0
+        """The newest planned generation whose notice all members have: they can move there at the next boundary."""
+        self.drain: Callable[[], None] = _nothing
+        """Waits until no sum is under way in another thread, so that this one may use the exchange."""
+        self._title, self._step = "", 0
+        self._committed_at, self._committed_in = 0.0, -1  # the last `sum`: when, and in which generation
+        self._reporter = reporter
+        self._layout = layout
+        self._delivered_bytes = 0
+
+    @property
+    def rank(self) -> int:
+        return self.team.rank
+
+    @property
+    def size(self) -> int:
+        return self.team.size
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Of the members, by rank."""
+        return self.team.worker_ids
+
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error. Local."""
+        return self._reporter.newest()
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Of the members, by rank."""
+        return self.team.hosts
+
+    @property
+    def arithmetic(self) -> int:
+        """Fingerprint of everything that this worker's arithmetic depends on."""
+        return self.team.arithmetic
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange of the current generation."""
+        return self.team.exchange
+
+    def state_layout(self, worker_ids: Sequence[str] | None = None) -> StateLayout:
+        """Return who holds what of the state among these members; None: those of the current generation. Local."""
+        return self._layout(self.team.worker_ids if worker_ids is None else worker_ids)
+
+    def departing(self) -> tuple[str, ...]:
+        """Return the members that will leave at the next boundary, because all have agreed on it. Local."""
+        agreed = self.agreed_generation
+        return self.team.departing(agreed) if agreed > self.team.generation else ()
+
+    def predicted(self, num_leaves: int) -> Plan:
+        """Return the most likely plan of the coming steps. Local."""
+        return self.balancing.predicted(num_leaves)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which this member waits for others, and so is not late itself. Local."""
+        return self.team.waiting()
+
+    @contextmanager
+    def taking_part(self, title: str, step: int) -> Iterator[None]:
+        """Return a context in which this member gathers what belongs to the round of this title. Local.
+
+        Args:
+            step: at which the script is, for an error.
+        """
+        before, (self._title, self._step) = (self._title, self._step), (title, step)
+        try:
+            yield
+        finally:
+            self._title, self._step = before
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all members, by rank. Collective; raises as `letters`."""
+        return [letter.payload for letter in self.letters(payload)]
+
+    def letters(self, payload: bytes, *, is_final: bool = False) -> list[Letter]:
+        """Return the letters of all members, by rank. Collective.
+
+        Args:
+            is_final: this member has finished the round, and the payload is the result.
+
+        Raises:
+            StepError: the members are in different rounds. PeerLost, DeadlineExceeded: a member was lost.
+        """
+        self.team.check()
+        with self.team.waiting():
+            self.drain()
+            found = self.team.exchange.all_gather(msgspec.msgpack.encode(Letter(self._title, payload, is_final)))
+        letters = [msgspec.msgpack.decode(each, type=Letter) for each in found]
+        titles = zip(self.worker_ids, letters, strict=False)
+        check_titles({worker: letter.title for worker, letter in titles if letter.title}, self._step)
+        return letters
+
+    def deliver(self, parcels: Sequence[Parcel]) -> None:
+        """Bring tensors from members that have them to others; see `Exchange.deliver`. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost.
+        """
+        self.team.check()
+        with self.team.waiting():
+            self._delivered_bytes += self.team.exchange.deliver(parcels)
+
+    def take_delivered_bytes(self) -> int:
+        """Return, once, how much this member has sent to other hosts with `deliver`. Local."""
+        number, self._delivered_bytes = self._delivered_bytes, 0
+        return number
+
+    def sum(self, share: Share, telemetry: StepTelemetry) -> Summed:
+        """Add up the nodes of all members in tree order, and divide by the total weight. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost, and as far as this member knows there was no commit.
+        """
+        self.team.check()
+        with self.team.waiting():
+            own = self._announced(telemetry)
+            ready_at = time.perf_counter()
+            if self._committed_in == self.team.generation:
+                own = msgspec.structs.replace(own, ready_s=ready_at - self._committed_at)
+            combined = combine(self.team.exchange, share, own.pack())
+        self._committed_at, self._committed_in = combined.committed_at, self.team.generation
+        summed = self.summed(combined)
+        wait = wait_of(self.rank, [each.ready_s for each in summed.telemetry.values()])
+        network_s = 0.0
+        if len({*self.hosts}) > 1:
+            network_s = max(0.0, combined.committed_at - ready_at - wait.seconds)
+        summed = replace(summed, wait=wait, network_s=network_s)
+        self.note(summed)
+        self.balancing.observe(list(summed.telemetry.values()), share)
+        return summed
+
+    def announce(self, telemetry: StepTelemetry) -> bytes:
+        """Return what this member says to all with its sums. Local; may wait for a copy of the state in memory."""
+        return self._announced(telemetry).pack()
+
+    def _announced(self, telemetry: StepTelemetry) -> StepTelemetry:
+        found = self.team.exchange.work()
+        return msgspec.structs.replace(
+            telemetry,
+            newest_generation=self.team.newest_generation(),
+            first_of_host=self.rank if found is None else found[1][0],
+            checkpoint=self._reporter.report(),
+        )
+
+    def finish_copies(self) -> None:
+        """Wait until the update may change the state, of which a copy may be under way. Local."""
+        with self.team.waiting():
+            self._reporter.report()
+
+    def summed(self, combined: Combined) -> Summed:
+        """Return the result of a combine of the current generation. Local."""
+        received = [StepTelemetry.unpack(each) for each in combined.telemetry]
+        by_worker = dict(zip(self.worker_ids, received, strict=True))
+        return Summed(
+            combined.slot,
+            combined.digest,
+            by_worker,
+            generation=self.team.generation,
+            sent_bytes=combined.sent_bytes,
+        )
+
+    def note(self, summed: Summed) -> None:
+        """Let what all members have said with a sum count: about checkpoints, and the next generation. Local."""
+        received = summed.telemetry.values()
+        self._reporter.on_reports([each.checkpoint for each in received], summed.generation, list(summed.telemetry))
+        self.agreed_generation = min(each.newest_generation for each in received)
+
+    def new_slot(self) -> Slot:
+        """Return a free slot; its entries are arbitrary. Local."""
+        return self.team.exchange.slot()
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back. Local."""
+        self.team.exchange.release(slot)
+
+    def release_results(self) -> None:
+        """Give the results of the last sums back, but those of which the script holds a gradient. Local."""
+        self.slots.release_results(self.team.exchange)
+
+
+def _nothing() -> None:
+    pass
+
+
+class Undivided:
+    """What rounds have in common whose work is not cut: they have one leaf, and after a loss begin anew."""
+
+    num_leaves: Final = 1
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def first_plan(self) -> Plan:
+        return even_plan(self._members.size, self.num_leaves)
+
+    def begin(self, plan: Plan) -> None:
+        pass
+
+    def interrupt(self) -> Collection[Node]:
+        return ()
+
+    def finish(self) -> None:
+        pass
+
+
+class Gathered:
+    """Result of a round in which members tell each other something, for members that have not seen its end.
+
+    Args:
+        result: what they lack.
+    """
+
+    layout: FlatLayout | None = None
+
+    def __init__(self, members: Members, result: bytes) -> None:
+        self._members = members
+        self._result = result
+
+    def stand_by(self, plan: Plan) -> None:
+        self._members.letters(self._result, is_final=True)

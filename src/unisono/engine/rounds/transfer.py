@@ -1,0 +1,150 @@
+"""Transfer of the state of a run from one member to the others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from unisono.core.errors import PeerLost, UsageError
+from unisono.core.layout import EVERYTHING
+from unisono.engine.exchange import Exchange, Parcel
+from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds.team import Team
+from unisono.engine.state.packing import Packed, digest_of_tensor, grouped, pack, unpack
+from unisono.engine.state.tracked import Tracked
+from unisono.system.faults import point
+
+__all__ = ["StateHeader", "begin_alike", "send_state", "share_state"]
+
+TOGETHER_BYTES = 16 << 20
+"""Tensors up to this size together are sent at once."""
+
+
+class StateHeader(msgspec.Struct, frozen=True):
+    """Header of a state: everything but the content of its tensors."""
+
+    skeleton: bytes
+    kinds: list[tuple[str, list[int]]]
+    """(dtype, shape) of each tensor."""
+    away: list[int] = []
+    """The numbers of those that do not travel with it: meta tensors."""
+    digests: list[int] = []
+    """Of those that do."""
+
+    @classmethod
+    def of(cls, packed: Packed, *, digests: bool = False) -> StateHeader:
+        kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
+        away = [number for number, tensor in enumerate(packed.tensors) if tensor.is_meta]
+        here = [tensor for tensor in packed.tensors if not tensor.is_meta] if digests else []
+        return cls(packed.skeleton, kinds, away, [digest_of_tensor(tensor) for tensor in here])
+
+    def empty(self, *, is_target: bool = True) -> list[torch.Tensor]:
+        """Return tensors of these kinds, to be filled; meta tensors for those that do not travel.
+
+        Args:
+            is_target: False: all are meta tensors, which say what travels between others.
+        """
+        away = set(self.away if is_target else range(len(self.kinds)))
+        return [
+            torch.empty(shape, dtype=getattr(torch, kind), device="meta" if number in away else "cpu")
+            for number, (kind, shape) in enumerate(self.kinds)
+        ]
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise PeerLost if tensors that were received are not those that were sent."""
+        if any(digest_of_tensor(one) != digest for one, digest in zip(tensors, self.digests, strict=True)):
+            raise PeerLost("tensors have changed on their way between two workers")
+
+
+def share_state(
+    members: Members,
+    tracked: Tracked,
+    reports: Sequence[Report],
+    unwritten_lines: Callable[[], list[str]] = list,
+) -> tuple[list[Report], dict[str, Any] | None]:
+    """Give every fresh member the state of the run; where all are fresh, make them agree on that of rank 0. Collective.
+
+    Args:
+        reports: of all members, by rank.
+        unwritten_lines: returns the lines of the journal that newcomers may have to write.
+
+    Returns:
+        The reports as they are now (a newcomer gets the report of its source), and on a newcomer the state.
+    """
+    team = members.team
+    if all(report.fresh for report in reports):
+        if len(reports) > 1:
+            begin_alike(team, tracked)
+        return list(reports), None
+    if not any(report.fresh for report in reports):
+        return list(reports), None
+    holders = [one for one, report in zip(team.worker_ids, reports, strict=True) if not report.fresh]
+    giver = members.state_layout().source(EVERYTHING, holders)
+    assert giver is not None
+    source = team.worker_ids.index(giver)
+    packed = None
+    if team.rank == source:
+        packed = pack({**tracked.state(), "lines": unwritten_lines()}, "tracked")
+    fresh = [rank for rank, report in enumerate(reports) if report.fresh]
+    state = send_state(team.exchange, source, fresh, packed)
+    return [reports[source] if report.fresh else report for report in reports], state
+
+
+def begin_alike(team: Team, tracked: Tracked) -> None:
+    """Compare the states of members that begin together; where they differ, all take that of rank 0. Collective.
+
+    Raises:
+        UsageError: the members track tensors of other shapes.
+    """
+    packed = pack(tracked.whole_state(), "tracked")  # nothing is shared out before the first training loop
+    own = StateHeader.of(packed, digests=True)
+    payloads = team.exchange.all_gather(msgspec.msgpack.encode(own))
+    headers = [msgspec.msgpack.decode(payload, type=StateHeader) for payload in payloads]
+    first = headers[0]
+    different = [rank for rank, other in enumerate(headers) if other != first]
+    if not different:
+        return
+    ids = team.worker_ids
+    for rank in different:
+        if headers[rank].kinds != first.kinds:
+            raise UsageError(
+                f"{ids[rank]} tracks {len(headers[rank].kinds)} tensors whose shapes are not those of the "
+                f"{len(first.kinds)} of {ids[0]}; "
+                "all workers must build the same model"
+            )
+    state = send_state(team.exchange, 0, different, packed)
+    if state is None:
+        return
+    changed = [index for index, (a, b) in enumerate(zip(own.digests, first.digests, strict=True)) if a != b]
+    what = f"{len(changed)} tensors, the first is {packed.paths[changed[0]]}" if changed else "settings, no tensor"
+    warnings.warn(
+        f"{ids[team.rank]} starts with another state than {ids[0]}, and uses the "
+        f"state of {ids[0]}: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
+        stacklevel=2,
+    )
+    tracked.load(state)
+
+
+def send_state(exchange: Exchange, source: int, targets: Sequence[int], packed: Packed | None) -> dict[str, Any] | None:
+    """Send the state that rank ``source`` passes as ``packed`` to the ``targets``. Collective.
+
+    Returns:
+        The state, on a target; its meta tensors are meta tensors there, too. On all others None.
+    """
+    mine = packed if exchange.rank == source else None
+    own = msgspec.msgpack.encode(StateHeader.of(mine)) if mine is not None else b""
+    header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=StateHeader)
+    is_target = exchange.rank in targets
+    tensors = mine.tensors if mine is not None else header.empty(is_target=is_target)
+    here = [tensor for number, tensor in enumerate(tensors) if number not in header.away]
+    for group in grouped(here, lambda tensor: tensor.nbytes, TOGETHER_BYTES):
+        point("in_admission")
+        views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
+        exchange.deliver([Parcel(source, tuple(targets), view) for view in views])
+    state: dict[str, Any] | None = unpack(header.skeleton, tensors) if is_target else None
+    return state

@@ -1,0 +1,587 @@
+"""Tracked objects of a run: their parameters and buffers, and the state that a newcomer receives.
+
+The state is the ``state_dict()`` of every tracked object, and two things that a ``state_dict()`` leaves out although
+the next step depends on them: buffers that are not persistent, and which parameters need a gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
+
+from unisono.core.checks import balance_of_copies
+from unisono.core.errors import StateLost, StepError, UsageError
+from unisono.core.ownership import Place
+from unisono.engine.state.buffers import Buffers
+from unisono.engine.state.carried import Carried
+from unisono.engine.state.packing import digest_of_state, digest_of_tensors, is_same_state
+from unisono.engine.state.pending import Pending
+from unisono.engine.state.sharded import Sharded, held_digests, states_in
+from unisono.engine.state.sums import Sums
+
+__all__ = ["Calls", "OwnPart", "SpreadPart", "Tracked"]
+
+
+class OwnPart(Protocol):
+    """A part of the run's state that is Unisono's own, and not an object of the script."""
+
+    def state_dict(self) -> Any:
+        """Return plain data and tensors."""
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@runtime_checkable
+class SpreadPart(OwnPart, Protocol):
+    """A part of which each worker may hold some tensors; meta tensors stand for the others in its ``state_dict``."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it is so now; the same on all members."""
+
+    def outline(self) -> Any:
+        """Return what ``load_state_dict`` needs on a newcomer, which holds no such tensor yet."""
+
+    def holders(self, path: str) -> tuple[str, ...]:
+        """Return the ids of the workers that hold the tensor at a path within ``state_dict``; () where all do."""
+
+
+@runtime_checkable
+class SharedPart(SpreadPart, Protocol):
+    """A part that is loaded from a checkpoint by those that are to hold it, as the states of `Sharded` optimizers."""
+
+    def unit(self, path: str) -> int | None:
+        """Return the number of what moves as a whole, for a path within ``state_dict``; None: all hold the tensor."""
+
+    def plan(self, members: Sequence[Place]) -> Mapping[int, tuple[str, ...]]:
+        """Return by such a number the ids of the workers that are to hold it when the next training loop begins.
+
+        Args:
+            members: in the order of their ranks.
+        """
+
+    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
+        """Load a ``state_dict`` in which meta tensors stand for what others hold."""
+
+
+@dataclass
+class Calls:
+    """Highest number of backward calls for one micro-batch. Part of the state, because a newcomer does not know it."""
+
+    known: dict[int, int] = field(default_factory=dict)
+    """By pass over the global batch."""
+    has_looked: bool = False
+    """This worker has compared the parameters before and after a micro-batch, bit by bit."""
+
+
+class _Values:
+    """Plain values of a script, in a dict or a ``types.SimpleNamespace``, as a tracked object."""
+
+    def __init__(self, holder: dict[str, Any] | SimpleNamespace) -> None:
+        self._holder = holder
+
+    def holds(self, holder: object) -> bool:
+        return holder is self._holder
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._values.clear()
+        self._values.update(state)
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return self._holder if isinstance(self._holder, dict) else vars(self._holder)
+
+
+class Tracked:
+    """The tracked objects of a run, by name."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self._first: dict[tuple[int, str], Tensor] = {}
+        """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
+        self.calls = Calls()
+        self.sums = Sums()
+        self.pending = Pending()
+        self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
+        self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
+
+    def own(self, name: str, part: OwnPart) -> None:
+        """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
+        self._own[name] = part
+        if name in self._early:
+            part.load_state_dict(self._early.pop(name))
+
+    def apart(self, without: str = "") -> Tracked:
+        """Return the same objects, with sums of their own and no other part of the run's state.
+
+        Args:
+            without: the name of an object to leave out.
+        """
+        other = Tracked()
+        other._objects = {name: value for name, value in self._objects.items() if name != without}
+        other._first, other.calls = self._first, self.calls
+        return other
+
+    def add(self, objects: dict[str, Any]) -> None:
+        for name, value in objects.items():
+            if isinstance(value, (dict, SimpleNamespace)):
+                before = self._objects.get(name)
+                value = before if isinstance(before, _Values) and before.holds(value) else _Values(value)
+            if isinstance(value, type) or not all(
+                callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
+            ):
+                raise UsageError(
+                    f"run.track({name}=...) got a {type(value).__qualname__} without state_dict() and "
+                    f"load_state_dict(); "
+                    "track modules, optimizers, schedulers, a dict or a types.SimpleNamespace of values, or give the "
+                    "object these two methods"
+                )
+            if name in self._objects and self._objects[name] is not value:
+                raise UsageError(f"run.track({name}=...) was called before with another object; choose another name")
+            self._objects[name] = value
+            if isinstance(value, nn.Module):
+                for module in value.modules():
+                    for attribute in module._non_persistent_buffers_set:
+                        if (buffer := module._buffers.get(attribute)) is not None:
+                            self._first.setdefault((id(module), attribute), buffer)
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """Everything that is tracked, by name."""
+        return self._objects
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self._objects.items() if isinstance(value, nn.Module)}
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {name: value for name, value in self._objects.items() if isinstance(value, torch.optim.Optimizer)}
+
+    @property
+    def sharded(self) -> dict[str, Sharded]:
+        """The optimizers of which each worker holds some states."""
+        return {name: value for name, value in self.optimizers.items() if isinstance(value, Sharded)}
+
+    @property
+    def carried(self) -> dict[str, Carried]:
+        """The rows that micro-batches carry from step to step."""
+        return {name: value for name, value in self._objects.items() if isinstance(value, Carried)}
+
+    # -- parameters and buffers ----------------------------------------------------------------------
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return all parameters of tracked modules and optimizers, each once, whether they need a gradient or not."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in self.named_parameters():
+            found.setdefault(id(parameter), (name, parameter))
+        return list(found.values())
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that need a gradient."""
+        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all parameters."""
+        return sum(one.numel() * one.element_size() for one in {id(one): one for _, one in self.parameters()}.values())
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the sums of a step, which have float32 at least."""
+        return sum(one.numel() * max(4, one.element_size()) for _, one in self.trained())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by their names in modules and in optimizers; a parameter in both has two names."""
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                yield f"{name}.{path}", parameter
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                for group, options in enumerate(value.param_groups):
+                    for index, parameter in enumerate(options["params"]):
+                        yield f"{name}.{group}.{index}", parameter
+
+    def buffers(self) -> Buffers:
+        """Return the buffers of the tracked modules; each once.
+
+        A buffer that is not persistent and did not exist when its module was tracked is a cache: workers may have it in
+        other shapes, or not at all.
+        """
+        named: list[tuple[str, nn.Module, str]] = []
+        shapes: dict[int, torch.Size] = {}
+        seen: set[int] = set()
+        for name, module in self.modules.items():
+            for path, owner in module.named_modules():
+                for attribute, buffer in owner._buffers.items():
+                    is_cache = attribute in owner._non_persistent_buffers_set
+                    first = self._first.get((id(owner), attribute))
+                    if buffer is None or id(buffer) in seen or (is_cache and first is None):
+                        continue
+                    if is_cache and first is not None:
+                        shapes[len(named)] = first.shape
+                    seen.add(id(buffer))
+                    named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
+        return Buffers(named, shapes)
+
+    def check(self, device: torch.device) -> None:
+        """Raise UsageError if the tracked objects cannot be trained; warn of probable mistakes."""
+        trained = self.trained()
+        if not trained:
+            raise UsageError("nothing to train: call run.track(model=model, optimizer=optimizer) before run.steps")
+        for name, module in self.modules.items():
+            for path, part in module.named_modules():
+                if isinstance(part, nn.SyncBatchNorm):
+                    raise UsageError(
+                        f"{name}.{path} is a SyncBatchNorm, which needs the activations of all micro-batches of a step "
+                        "at the same time, while Unisono keeps those of one: with 16 micro-batches a worker would need "
+                        "some ten times the memory. Use BatchNorm (normalizes each micro-batch by itself, and averages "
+                        "the running statistics over them) with larger and fewer micro-batches, or GroupNorm"
+                    )
+                if _is_cumulative(part):
+                    raise UsageError(
+                        f"{name}.{path} is a BatchNorm with momentum=None, whose running statistics are means over all "
+                        "batches so far. Each step would count as M batches and weigh as one, so later steps would "
+                        "hardly count; set a momentum, or call eval() on the layer"
+                    )
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if torch.nn.parameter.is_lazy(tensor):
+                    raise UsageError(
+                        f"{name}.{path} has no shape yet (a lazy module); pass one batch through the model before "
+                        "run.steps"
+                    )
+                if tensor.is_inference():
+                    raise UsageError(
+                        f"{name}.{path} was made under torch.inference_mode(), so it can neither be trained nor "
+                        "compared; make the model outside of inference mode, or clone() the tensor"
+                    )
+                if tensor.layout is not torch.strided:
+                    raise UsageError(
+                        f"{name}.{path} is sparse ({tensor.layout}), and Unisono sums and stores dense tensors only: "
+                        "make it dense, or, if it never changes, keep it in a plain attribute of the module or in the "
+                        "dataset"
+                    )
+        for name, parameter in trained:
+            if parameter.device.type != device.type:
+                raise UsageError(
+                    f"parameter {name} is on {parameter.device}, and this worker computes on {device}; call "
+                    "model.to(run.device) before you make the optimizer"
+                )
+        for name, module in self.modules.items():
+            if not isinstance(module, torch.optim.swa_utils.AveragedModel):  # it is averaged, never optimized
+                self._warn_of_untracked(name, module)
+        if not self.modules:
+            warnings.warn(
+                "an optimizer is tracked and no module: the buffers of a model (running statistics of BatchNorm) stay "
+                "with the worker that changed them, and a worker that joins does not get them; track the model too: "
+                "run.track(model=model)",
+                stacklevel=3,
+            )
+        for value in self._objects.values():
+            if isinstance(value, torch.amp.GradScaler):
+                # A GradScaler makes its scale at the first loss, and a worker without a micro-batch has no loss.
+                value.scale(torch.ones((), device=device))
+
+    def _warn_of_untracked(self, name: str, module: nn.Module) -> None:
+        owned = {
+            id(parameter)
+            for value in self._objects.values()
+            if isinstance(value, torch.optim.Optimizer)
+            for options in value.param_groups
+            for parameter in options["params"]
+        }
+        lonely = owned and [
+            path
+            for path, parameter in module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in owned
+        ]
+        if lonely and len(lonely) == sum(1 for _ in module.parameters()):
+            warnings.warn(
+                f"no tracked optimizer has a parameter of {name!r}; was the optimizer made before "
+                f"model.to(run.device), "
+                "or is requires_grad_(False) missing?",
+                stacklevel=4,
+            )
+
+    def before_updates(self, call: Callable[[str], None]) -> list[RemovableHandle]:
+        """Have ``call`` called with an optimizer's name whenever it makes a step, until the handles are removed."""
+        return [
+            optimizer.register_step_pre_hook(lambda *_, name=name: call(name))
+            for name, optimizer in self.optimizers.items()
+        ]
+
+    def updated(self) -> set[int]:
+        """Return the addresses of the tensors that only an update changes: parameters, and the states of optimizers."""
+        found = {parameter.data_ptr() for _, parameter in self.parameters()}
+        for optimizer in self.optimizers.values():
+            for state in optimizer.state.values():
+                found |= {item.data_ptr() for item in state.values() if isinstance(item, Tensor)}
+        return found
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that the next step depends on, as a newcomer gets it: it holds no sharded state yet."""
+        outlines = {name: value.outline() for name, value in self.sharded.items()}
+        spread = {name: part.outline() for name, part in self._own.items() if isinstance(part, SpreadPart)}
+        state = self._state_but(outlines.keys(), spread.keys())
+        return {**state, "own": {**state["own"], **spread}, "outlines": outlines}
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return everything that the next step depends on, as a checkpoint has it; what it looks like is the same with
+        and without sharding. A meta tensor stands for each that this worker does not hold.
+        """
+        return self._state_but()
+
+    def holders(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return by path, as `pack` gives them for `whole_state`, the ids of the workers that hold the tensor.
+
+        () where every worker holds it.
+        """
+        found: list[tuple[str, ...]] = [()] * len(paths)
+        for name, value in self.sharded.items():
+            known = value.holders
+            for number, parameter in states_in(paths, f"tracked['objects'][{name!r}]"):
+                found[number] = known[parameter]
+        for name, part in self._own.items():
+            if isinstance(part, SpreadPart):
+                start = f"tracked['own'][{name!r}]"
+                for number, path in enumerate(paths):
+                    if path.startswith(start):
+                        found[number] = part.holders(path.removeprefix(start))
+        return found
+
+    def apart_in(self, paths: Sequence[str]) -> list[int]:
+        """Return the numbers of the tensors of a whole state that `rounds.loading` loads where they are to be.
+
+        Args:
+            paths: as `pack` gives them.
+        """
+        found = [number for name in self.sharded for number, _ in states_in(paths, f"tracked['objects'][{name!r}]")]
+        for name, part in self.shared_parts.items():
+            found += [number for number, _ in units_in(paths, name, part)]
+        return found
+
+    @property
+    def shared_parts(self) -> dict[str, SharedPart]:
+        """The parts of the run's own state that are loaded by those that are to hold them, by name."""
+        return {name: part for name, part in self._own.items() if isinstance(part, SharedPart)}
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no worker holds the whole state; the same on all members."""
+        return bool(self.sharded) or any(isinstance(one, SpreadPart) and one.is_spread for one in self._own.values())
+
+    def _state_but(self, names: Collection[str] = (), parts: Collection[str] = ()) -> dict[str, Any]:
+        return {
+            "objects": {name: value.state_dict() for name, value in self._objects.items() if name not in names},
+            "hidden": self._hidden_buffers(),
+            "trained": [parameter.requires_grad for _, parameter in self.parameters()],
+            "calls": dict(self.calls.known),
+            "own": {
+                **self._early,
+                **{name: part.state_dict() for name, part in self._own.items() if name not in parts},
+            },
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what `state` or `whole_state` made in another process of the same script.
+
+        Raises:
+            UsageError: the state is of other objects. StepError: an object differs from the state that it has loaded.
+        """
+        outlines = state.get("outlines")
+        theirs, ours = state["objects"].keys() | (outlines or {}).keys(), self._objects.keys()
+        if theirs != ours:
+            raise UsageError(
+                f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; give run.track the same names"
+            )
+        if outlines is not None and outlines.keys() != self.sharded.keys():
+            raise UsageError(
+                f"the script of this worker shards {sorted(self.sharded) or 'no optimizer'}, the run shards "
+                f"{sorted(outlines) or 'none'}; all workers must call unisono.shard alike"
+            )
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            hidden[name].copy_(buffer)
+        self.calls.known = dict(state["calls"])
+        self.load_own(state)
+        for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
+            parameter.requires_grad_(needed)
+        for name, part in state["objects"].items():
+            value = self._objects[name]
+            value.load_state_dict(part)
+            loaded = value.state_dict()
+            if isinstance(value, LRScheduler):  # another version of torch may keep other notes beside these
+                loaded = {key: loaded[key] for key in loaded if key in part}
+            self._check_loaded(name, loaded, part)
+        for name, outline in (outlines or {}).items():
+            sharded = self.sharded[name]
+            sharded.load_outline(outline)
+            self._check_loaded(name, sharded.outline(), outline)
+
+    def _check_loaded(self, name: str, ours: Any, theirs: Any) -> None:
+        if not is_same_state(ours, theirs):
+            raise StepError(
+                f"{name} ({type(self._objects[name]).__qualname__}) is not the same after load_state_dict(), so a "
+                "worker that joins, or a run that resumes, would go on from another state: its state_dict() must hold "
+                "everything that changes"
+            )
+
+    def load_own(self, state: dict[str, Any]) -> None:
+        """Load the parts of a state that are Unisono's own."""
+        for name, own in state["own"].items():
+            if name in self._own:
+                self._own[name].load_state_dict(own)
+            else:
+                self._early[name] = own
+
+    def load_models(self, state: dict[str, Any]) -> None:
+        """Load the modules of a state of a later phase, as far as this script has made them already.
+
+        A script may compute the data of its second training with the model of the first. On a worker that joins in the
+        second, that code finds the model as the run has it now. `load` follows when the script reaches the later phase.
+        """
+        self.load_own(state)  # what happened in the phases that this script skips
+        for name, part in state["objects"].items():
+            module = self._objects.get(name)
+            if isinstance(module, nn.Module):
+                ours = module.state_dict()
+                same = part.keys() == ours.keys() and all(
+                    not isinstance(value, Tensor) or value.shape == ours[key].shape for key, value in part.items()
+                )
+                if same:  # otherwise the script changes the module before the later phase
+                    module.load_state_dict(part)
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            if name in hidden and hidden[name].shape == buffer.shape:
+                hidden[name].copy_(buffer)
+
+    def seen(self) -> dict[str, Any]:
+        """Return what a forward pass can depend on: all but what only an update needs."""
+        return {
+            "objects": {
+                name: value.state_dict() for name, value in self._objects.items() if not _is_for_updates(value)
+            },
+            "hidden": self._hidden_buffers(),
+        }
+
+    def load_seen(self, state: dict[str, Any]) -> None:
+        """Load what `seen` has returned, perhaps in another process of the same script.
+
+        Raises:
+            UsageError: the state is of other objects.
+        """
+        ours = {name for name, value in self._objects.items() if not _is_for_updates(value)}
+        if state["objects"].keys() != ours:
+            raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            hidden[name].copy_(buffer)
+        for name, part in state["objects"].items():
+            self._objects[name].load_state_dict(part)
+
+    def own_state(self, names: Collection[str]) -> dict[str, Any]:
+        """Return these parts of the state that are Unisono's own."""
+        return {"own": {name: self._own[name].state_dict() for name in names}}
+
+    def compared(self) -> dict[str, Any]:
+        """Return everything that must be equal on all workers, by name."""
+        return {
+            **{name: _alike(value) for name, value in self._objects.items()},
+            "buffers that are not persistent": self._hidden_buffers(),
+            "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
+        }
+
+    def digests(self, held: Mapping[str, Mapping[int, int]]) -> dict[str, str]:
+        """Return a 64-bit fingerprint of every tracked object, in hexadecimal; the same with and without sharding.
+
+        Args:
+            held: `held_digests` of all workers together.
+
+        Raises:
+            StateLost: no worker is left that holds some state.
+        """
+        found = {}
+        for name, value in self._objects.items():
+            try:
+                found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
+            except KeyError:
+                raise StateLost(
+                    f"all workers that held some states of {name} were lost in the last moment of the run, so its end "
+                    "is not known; go on from the newest checkpoint, and with more copies (unisono.shard)"
+                ) from None
+        return found
+
+    def common_digests(self) -> dict[str, str]:
+        """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
+        return {name: f"{digest_of_state(_alike(value)):016x}" for name, value in self._objects.items()}
+
+    def balance_of_copies(self, worker_id: str) -> int:
+        """Return a worker's part of a sum that is 0, over all workers, where all copies of shared states are equal."""
+        total = 0
+        for value in self.sharded.values():
+            digests = {
+                number: digest_of_tensors([*state.values(), torch.tensor(number)])
+                for number, state in value.held().items()
+                if state
+            }
+            total += balance_of_copies(digests, value.holders, worker_id)
+        return total % (1 << 64)
+
+    def held_digests(self) -> dict[str, dict[int, int]]:
+        """Return by sharded optimizer the digests of the states that this worker holds, by the numbers of their tensors
+        in the ``state_dict``.
+        """
+        return {name: held_digests(value.state_dict()) for name, value in self.sharded.items()}
+
+    def _hidden_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
+        tracked, so that states have the same shapes on all workers.
+        """
+        found = {}
+        for name, module in self.modules.items():
+            for path, owner in module.named_modules():
+                for attribute in owner._non_persistent_buffers_set:
+                    first, buffer = self._first.get((id(owner), attribute)), owner._buffers.get(attribute)
+                    if first is not None:
+                        is_same = buffer is not None and buffer.shape == first.shape
+                        found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first
+        return found
+
+
+def _alike(value: Any) -> Any:
+    """Return the state of an object, as far as it is on every worker."""
+    return value.outline() if isinstance(value, Sharded) else value.state_dict()
+
+
+def _is_for_updates(value: object) -> bool:
+    """Return whether only updates depend on an object, and no forward pass."""
+    kinds = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
+    return isinstance(value, kinds)
+
+
+def _is_cumulative(module: nn.Module) -> bool:
+    """Return whether a module has running statistics that are means over all batches so far."""
+    is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_batch_norm and module.training and module.momentum is None and module.running_mean is not None
+
+
+def units_in(paths: Sequence[str], name: str, part: SharedPart) -> Iterator[tuple[int, int]]:
+    """Yield the tensors of a part that not all members hold: (number of the path, what moves as a whole)."""
+    start = f"tracked['own'][{name!r}]"
+    for number, path in enumerate(paths):
+        if path.startswith(start) and (unit := part.unit(path.removeprefix(start))) is not None:
+            yield number, unit

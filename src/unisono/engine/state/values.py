@@ -1,0 +1,53 @@
+"""Parameters, buffers and modes of the tracked objects as they were at an earlier time, to compute with them again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.engine.state.tracked import Tracked
+
+__all__ = ["Values"]
+
+
+class Values:
+    """Parameters, buffers and modes of the tracked objects at one time."""
+
+    def __init__(self, tracked: Tracked, before: Values | None = None) -> None:
+        """
+        Args:
+            before: earlier values; what has not changed since and is not trained shares their memory.
+        """
+        self._modes = [(part, part.training) for module in tracked.modules.values() for part in module.modules()]
+        live = [parameter for _, parameter in tracked.parameters()]
+        self._buffers = {
+            (owner, name): buffer
+            for module in tracked.modules.values()
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        }
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        known = {id(one): copy for one, copy in before._pairs} if before is not None else {}
+        for tensor in [*live, *self._buffers.values()]:
+            copy = known.get(id(tensor))
+            if copy is None or tensor.requires_grad or not _is_same(tensor, copy):
+                copy = tensor.detach().clone()
+            self._pairs.append((tensor, copy))
+
+    def put(self) -> None:
+        """Put them in force."""
+        with torch.no_grad():
+            for tensor, copy in self._pairs:
+                if tensor.shape == copy.shape:  # a cache may have grown
+                    tensor.copy_(copy)
+        for (owner, name), buffer in self._buffers.items():
+            owner._buffers[name] = buffer
+        for part, training in self._modes:
+            part.training = training
+
+
+def _is_same(tensor: Tensor, copy: Tensor) -> bool:
+    if tensor.shape != copy.shape or tensor.dtype != copy.dtype or not tensor.is_contiguous():
+        return False
+    return torch.equal(tensor.detach().reshape(-1).view(torch.uint8), copy.reshape(-1).view(torch.uint8))

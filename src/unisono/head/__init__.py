@@ -1,1 +1,0 @@
-"""The run's one server: membership, the store of ``torch.distributed``, status (``python -m unisono.head``)."""

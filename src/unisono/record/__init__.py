@@ -1,0 +1,1 @@
+"""What happened in a run: events, the journal, and what readers make of them."""

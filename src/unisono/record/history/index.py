@@ -1,0 +1,332 @@
+"""Index of a journal: where its lines are, and the extremes of every number in them.
+
+``journal.index`` has one JSON object (`Block`) for each 64 lines that follow each other, from the journal's beginning
+on. It is a cache: whoever reads a long journal writes it (`save`), and the training knows nothing of it. The next
+reader computes some of its blocks again from the journal's lines (`load`), and believes all of it or nothing; so a
+journal may be cut, copied and written on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import math
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from unisono.core.events import Seconds
+from unisono.record.journal.file import INDEX, JOURNAL
+from unisono.record.journal.lines import number_in
+
+__all__ = ["BLOCK_LINES", "Block", "Placed", "Scanned", "block_of", "column_of", "lines_in", "load", "save", "scan"]
+
+BLOCK_LINES: Final = 64
+NUM_CHECKED: Final = 8
+"""So many blocks of an index are computed again before it is believed."""
+MOST_INDEX_BYTES: Final = 1 << 28
+"""What is longer is no index."""
+
+Extremes = tuple[float, float, float, int]
+"""Lowest, highest, sum and count of the finite values."""
+
+
+class Block(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """Some lines of a journal that follow each other, as numbers."""
+
+    offset: int
+    """Of the first line in the journal, in bytes."""
+    end: int
+    """Offset after the last line."""
+    lines: int
+    steps: int = 0
+    """How many of the lines are steps."""
+    first: int = -1
+    """First step; -1: there is none."""
+    last: int = -1
+    since: float = 0.0
+    """Time of the first step; 0: unknown."""
+    until: float = 0.0
+    values: dict[str, Extremes] = {}
+    """By name: loss, step_s, samples, part/compute, log/NAME, total/NAME ..."""
+    odd: dict[str, tuple[int, int, int]] = {}
+    """By name, where there are any: how many values are not a number, infinite, and negative infinite."""
+    evaluations: list[tuple[int, float, dict[str, float | str]]] = []
+    """Step, time, and the totals that are numbers."""
+
+
+class Scanned(msgspec.Struct, frozen=True, gc=False):
+    """Line of a journal, as far as the index needs it."""
+
+    kind: str
+    line: int = -1
+    time: float = 0.0
+    step: int = -1
+    loss: float | str | None = math.nan
+    samples: int = 0
+    seconds: Seconds = Seconds()
+    means: Seconds = Seconds()
+    logs: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
+    sent_bytes: int = 0
+
+
+class Placed(NamedTuple):
+    """A line and where it is."""
+
+    offset: int
+    end: int
+    line: Scanned | None
+    """None: it cannot be read."""
+
+
+_scanned: Final = msgspec.json.Decoder(Scanned)
+_blocks: Final = msgspec.json.Decoder(Block)
+_PARTS: Final = Seconds.__struct_fields__
+_ALL_PARTS: Final = attrgetter(*(f"seconds.{part}" for part in _PARTS))
+_ALL_MEANS: Final = attrgetter(*(f"means.{part}" for part in _PARTS))
+
+
+# -- from lines to blocks ----------------------------------------------------------------------------
+
+
+def block_of(placed: Sequence[Placed]) -> Block:
+    """Return the block of some lines, at least one, that follow each other."""
+    steps: list[Scanned] = []
+    evaluations: list[tuple[int, float, dict[str, float | str]]] = []
+    for _, _, line in placed:
+        if line is not None and line.kind == "step" and line.step >= 0:
+            steps.append(line)
+        elif line is not None and line.kind == "evaluation":
+            evaluations.append((line.step, line.time, _plain({**line.totals, **line.logs})))
+    values: dict[str, Extremes] = {}
+    odd: dict[str, tuple[int, int, int]] = {}
+    for name, column in columns_of(steps):
+        extremes, strange = _extremes(column)
+        values[name] = extremes
+        if strange is not None:
+            odd[name] = strange
+    return Block(
+        offset=placed[0].offset,
+        end=placed[-1].end,
+        lines=len(placed),
+        steps=len(steps),
+        first=steps[0].step if steps else -1,
+        last=steps[-1].step if steps else -1,
+        since=steps[0].time if steps else 0.0,
+        until=steps[-1].time if steps else 0.0,
+        values=values,
+        odd=odd,
+        evaluations=evaluations,
+    )
+
+
+def columns_of(steps: Sequence[Scanned]) -> Iterator[tuple[str, list[float]]]:
+    """Yield the numbers of some steps by name: a list of those that there are."""
+    if not steps:
+        return
+    yield "loss", [number_in(step.loss) for step in steps]
+    parts = list(map(_ALL_PARTS, steps))
+    whole: list[float] = list(map(sum, parts))
+    samples = [float(step.samples) for step in steps]
+    yield "step_s", whole
+    yield "samples", samples
+    yield "samples_per_s", [each / seconds for each, seconds in zip(samples, whole, strict=True) if seconds > 0]
+    sent = [float(step.sent_bytes) for step in steps]
+    if any(sent):
+        yield "sent_bytes", sent
+    for part, *column in zip(_PARTS, *parts, strict=True):
+        yield f"part/{part}", column
+    means = list(map(_ALL_MEANS, steps))
+    if any(map(any, means)):
+        for part, *column in zip(_PARTS, *means, strict=True):
+            yield f"mean/{part}", column
+    yield from _named("log", [step.logs for step in steps])
+    yield from _named("total", [step.totals for step in steps])
+
+
+def column_of(name: str, steps: Sequence[Scanned]) -> list[float | None]:
+    """Return the number of that name of each step; None where there is none."""
+    kind, _, rest = name.partition("/")
+    if kind in ("log", "total"):
+        return [_number(found.get(rest)) for found in map(attrgetter(f"{kind}s"), steps)]
+    if kind == "part":
+        return list(map(attrgetter(f"seconds.{rest}"), steps)) if rest in _PARTS else [None] * len(steps)
+    if kind == "mean" and rest in _PARTS:
+        return [getattr(step.means, rest) if step.means.total() > 0 else None for step in steps]
+    if name == "loss":
+        losses = list(map(attrgetter("loss"), steps))
+        return [loss if type(loss) is float else number_in(loss) for loss in losses]
+    if name in ("samples", "sent_bytes"):
+        return [float(number) for number in map(attrgetter(name), steps)]
+    if name in ("step_s", "samples_per_s"):
+        whole = [sum(parts) for parts in map(_ALL_PARTS, steps)]
+        if name == "step_s":
+            return list(whole)
+        return [step.samples / each if each > 0 else None for step, each in zip(steps, whole, strict=True)]
+    return [None] * len(steps)
+
+
+def _named(prefix: str, found: list[dict[str, Any]]) -> Iterator[tuple[str, list[float]]]:
+    columns: dict[str, list[float]] = {}
+    for each in found:
+        for name, value in each.items():
+            if (number := _number(value)) is not None:
+                columns.setdefault(name, []).append(number)
+    for name, column in columns.items():
+        yield f"{prefix}/{name}", column
+
+
+def _number(value: Any) -> float | None:
+    kind = type(value)
+    if kind is float or kind is int:
+        return float(value) if -1e308 < value < 1e308 else _large(value)
+    if kind is str and value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None
+
+
+def _large(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _plain(totals: dict[str, Any]) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for name, value in totals.items():
+        if (number := _number(value)) is not None:
+            found[name] = number if math.isfinite(number) else str(number)
+    return found
+
+
+def _extremes(column: list[float]) -> tuple[Extremes, tuple[int, int, int] | None]:
+    if not column:
+        return (0.0, 0.0, 0.0, 0), None
+    total = sum(column)
+    if math.isfinite(total):
+        return (min(column), max(column), _short(total), len(column)), None
+    finite = [value for value in column if math.isfinite(value)]
+    strange = (sum(map(math.isnan, column)), column.count(math.inf), column.count(-math.inf))
+    if not finite:
+        return (0.0, 0.0, 0.0, 0), strange
+    total = math.fsum(finite) if max(map(abs, finite)) < 1e300 else math.copysign(1e308, sum(finite))
+    return (min(finite), max(finite), _short(total), len(finite)), strange if any(strange) else None
+
+
+def _short(value: float) -> float:
+    """Return a sum with the digits that its mean needs: what an addition leaves after them is noise."""
+    return float(f"{value:.12g}")
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+def lines_in(data: bytes) -> list[Scanned]:
+    """Return the whole lines in a piece of a journal that begins with a line, as far as they can be read."""
+    return [line for line in _lines_in(data) if line is not None]
+
+
+def _lines_in(data: bytes) -> Sequence[Scanned | None]:
+    data = data[: data.rfind(b"\n") + 1]
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        found = _scanned.decode_lines(data)
+        if len(found) == data.count(b"\n"):  # no line is blank
+            return found
+    return list(map(_line_in, data.split(b"\n")[:-1]))
+
+
+def _line_in(text: bytes) -> Scanned | None:
+    try:
+        return _scanned.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _forgiving(text)
+
+
+def scan(offset: int, data: bytes) -> list[Placed]:
+    """Return the whole lines of a piece of a journal that begins with a line at ``offset``."""
+    texts = data.split(b"\n")[:-1]
+    ends = list(itertools.accumulate((len(text) + 1 for text in texts), initial=offset))
+    return list(map(Placed, ends, ends[1:], _lines_in(data)))
+
+
+def _forgiving(text: bytes) -> Scanned | None:
+    """Return of a line what can be understood: a newer version may write other types."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        line = msgspec.json.decode(text)
+        if isinstance(line, dict) and isinstance(line.get("kind"), str):
+            known: dict[str, Any] = {}
+            for field in msgspec.structs.fields(Scanned):
+                if line.get(field.name) is not None:
+                    with contextlib.suppress(msgspec.ValidationError):
+                        known[field.name] = msgspec.convert(line[field.name], field.type, strict=False)
+            return Scanned(**known)
+    return None
+
+
+# -- the cache ---------------------------------------------------------------------------------------
+
+
+def load(journal: Path, descriptor: int) -> list[Block]:
+    """Return the blocks of a journal that another reader has saved; [] if there are none, or they are not true.
+
+    Args:
+        descriptor: of the journal.
+    """
+    found = os.fstat(descriptor)
+    try:
+        with path_of(journal).open("rb") as file:
+            own = os.fstat(file.fileno())
+            if own.st_uid not in (found.st_uid, os.getuid()) or not stat.S_ISREG(own.st_mode):
+                return []
+            data = file.read(MOST_INDEX_BYTES)
+        blocks = _blocks.decode_lines(data[: data.rfind(b"\n") + 1])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    ends = [0, *(block.end for block in blocks)]
+    is_whole = all(block.offset == end < block.end for block, end in zip(blocks, ends, strict=False))
+    if not blocks or not is_whole or blocks[-1].end > found.st_size:
+        return []
+    each = max(1, len(blocks) // NUM_CHECKED)
+    return blocks if all(_is_true(block, descriptor) for block in blocks[::-each]) else []
+
+
+def _is_true(block: Block, descriptor: int) -> bool:
+    """Return whether the lines of a journal give this block."""
+    placed = scan(block.offset, os.pread(descriptor, block.end - block.offset, block.offset))
+    return bool(placed) and placed[-1].end == block.end and block_of(placed) == block
+
+
+def save(journal: Path, blocks: Sequence[Block]) -> None:
+    """Save the blocks of a journal for the next reader, unless another reader does at this moment.
+
+    Raises:
+        OSError: this process may not write there, or the disk is full.
+    """
+    path = path_of(journal)
+    temporary = path.with_name(f".{path.name}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with open(descriptor, "wb") as file:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # a file system without locks: what two readers have mixed up is not believed
+        os.ftruncate(descriptor, 0)
+        for block in blocks:
+            file.write(msgspec.json.encode(block) + b"\n")
+        file.flush()
+        temporary.replace(path)
+
+
+def path_of(journal: Path) -> Path:
+    """Return the path of a journal's index."""
+    return journal.with_name(INDEX if journal.name == JOURNAL else f"{journal.name}.index")

@@ -1,0 +1,194 @@
+"""The journal's file: read it from its beginning or its end, cut it off, and end it for members that are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from unisono.core.events import RunEnded, StepFinished
+from unisono.record.journal.lines import Line, LineEvent, from_line, parse, plain, text_of, to_line
+
+__all__ = [
+    "BLOCK_BYTES",
+    "INDEX",
+    "JOURNAL",
+    "backwards",
+    "conclude",
+    "end_of",
+    "events",
+    "has_steps",
+    "read",
+    "summary",
+    "tail",
+    "truncate",
+]
+
+JOURNAL: Final = "journal.jsonl"
+INDEX: Final = "journal.index"
+"""What readers have found in the journal (`unisono.record.history.index`), so that the next one finds it faster."""
+BLOCK_BYTES: Final = 1 << 16
+
+
+def read(path: Path) -> Iterator[Line]:
+    """Yield the lines of a journal (a file, or the directory of its run). A torn last line is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is broken.
+    """
+    path = path / JOURNAL if path.is_dir() else path
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            yield parse(path, text, f"line {number}")
+
+
+def events(path: Path) -> Iterator[LineEvent]:
+    """Yield the events of a journal, also of one that an older version has written.
+
+    Raises:
+        OSError, ValueError: as `read`.
+    """
+    for line in read(path):
+        event = from_line(line)
+        if event is not None:
+            yield event
+
+
+def backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, text) of each line from the last to the first. Reads no more of the file than is asked for."""
+    start, text = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        num_bytes = min(start, max(BLOCK_BYTES, len(text)))
+        start -= num_bytes
+        file.seek(start)
+        text = file.read(num_bytes) + text
+        while (cut := text.rfind(b"\n", 0, -1) + 1) > 0:
+            yield start + cut, text[cut:]
+            text = text[:cut]
+    if text:
+        yield 0, text
+
+
+def tail(path: Path, file: BinaryIO) -> tuple[int, Line | None, str]:
+    """Return the end of the last whole line, the last line that can be read, and the error in the lines after it."""
+    end, broken = 0, ""
+    for offset, text in backwards(file):
+        if not text.endswith(b"\n"):
+            continue
+        end = end or offset + len(text)
+        try:
+            line = parse(path, text)
+            return end, {**line, "line": int(line["line"])}, broken
+        except (ValueError, TypeError, KeyError) as error:
+            broken = broken or str(error)
+    return end, None, broken
+
+
+def has_steps(directory: Path) -> bool:
+    """Return whether the journal in ``directory`` has the line of a step; False if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return any(line["kind"] == "step" for line in read(directory / JOURNAL))
+    return False
+
+
+def truncate(path: Path, number: int) -> None:
+    """Cut a journal after its first ``number`` lines: those that existed when a checkpoint was made."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        cut = _end_of(file, number)
+        if cut < file.seek(0, os.SEEK_END):
+            file.truncate(cut)
+            os.fsync(file.fileno())
+
+
+def end_of(path: Path, number: int) -> int:
+    """Return the size of a journal's first ``number`` lines, in bytes.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return _end_of(file, number)
+
+
+def _end_of(file: BinaryIO, number: int) -> int:
+    cut = file.seek(0, os.SEEK_END)
+    for offset, text in backwards(file):
+        try:
+            is_kept = text.endswith(b"\n") and int(json.loads(text)["line"]) < number
+        except (ValueError, KeyError, TypeError):
+            is_kept = False
+        if is_kept:
+            break
+        cut = offset
+    return cut
+
+
+def conclude(directory: Path, reason: str) -> None:
+    """Write the line about a failed run, after the end of all members.
+
+    Does nothing if a member has written it, or if the journal is broken.
+
+    Raises:
+        OSError: the journal cannot be written.
+    """
+    path = directory / JOURNAL
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end, last, broken = tail(path, file)
+        if broken or (last is not None and last["kind"] == "end"):
+            return
+        file.truncate(end)
+        file.seek(end)
+        number = last["line"] + 1 if last is not None else 0
+        line = to_line(RunEnded(ok=False, reason=reason, digests={}))
+        file.write((text_of({"line": number, **line}) + "\n").encode())
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    """Return the status of a run that is over (or whose head does not answer), from the end of its journal.
+
+    Raises:
+        OSError, ValueError: the journal cannot be read.
+    """
+    found: dict[str, Any] = {"state": "unknown", "step": None, "loss": None, "workers": []}
+    path = directory / JOURNAL
+    if not path.exists():
+        return found
+    with path.open("rb") as file:
+        for offset, text in backwards(file):
+            if not text.endswith(b"\n"):
+                continue
+            try:
+                event = from_line(parse(path, text))
+            except ValueError:
+                parse(path, text, f"line {_number_of(file, offset)}")
+                raise
+            if isinstance(event, RunEnded) and found["state"] == "unknown":
+                state = "finished" if event.ok else "failed"
+                found.update(state=state, digests=event.digests, reason=event.reason)
+            elif isinstance(event, StepFinished):
+                names = ("step", "num_steps", "unit", "epoch", "loss", "digest", "generation")
+                found.update({name: getattr(event, name) for name in names})
+                found["state"] = "stopped" if found["state"] == "unknown" else found["state"]
+                break
+    shown: dict[str, Any] = plain(found)
+    return shown
+
+
+def _number_of(file: BinaryIO, offset: int) -> int:
+    """Return the number of the line at an offset, from 1, by counting."""
+    file.seek(0)
+    number = 1
+    while offset > 0 and (data := file.read(min(offset, 1 << 20))):
+        number += data.count(b"\n")
+        offset -= len(data)
+    return number

@@ -1,0 +1,31 @@
+"""Overview of a run: all that a view shows without looking back, as one value. Folded from events, by one rule.
+
+The head, a terminal and a reader of a finished run fold the same events, so they show the same. An overview is JSON
+(`msgspec.json.encode`); ``schema`` grows when a field changes its meaning.
+"""
+
+from __future__ import annotations
+
+from unisono.record.overview.folding import OverviewBuilder
+from unisono.record.overview.values import (
+    CURVE_POINTS,
+    RECENT,
+    SCHEMA,
+    CurvePoint,
+    Overview,
+    Recent,
+    WorkerNow,
+    useful_share,
+)
+
+__all__ = [
+    "CURVE_POINTS",
+    "RECENT",
+    "SCHEMA",
+    "CurvePoint",
+    "Overview",
+    "OverviewBuilder",
+    "Recent",
+    "WorkerNow",
+    "useful_share",
+]

@@ -1,0 +1,417 @@
+"""Directory of a run, and the lock and claim that keep it for one run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unisono.core.errors import RunDirectoryError
+from unisono.record.journal import JOURNAL, read
+from unisono.record.journal.file import INDEX
+from unisono.record.journal.newest import earlier
+from unisono.record.journal.times import TIMES
+
+__all__ = [
+    "ADDRESS_FILE",
+    "EVALUATIONS",
+    "EVENTS_FILE",
+    "PRIVATE",
+    "RUN_FILE",
+    "STATUS_SCHEMA",
+    "TOKEN_FILE",
+    "USE_FILE",
+    "Lock",
+    "RunDirectory",
+    "check_schema",
+    "claim",
+    "describe",
+    "doubt",
+    "forget_head",
+    "going",
+    "holder",
+    "is_blank",
+    "is_going",
+    "is_taken",
+    "make",
+    "read_facts",
+    "refuse_used",
+    "sound_steps",
+    "user",
+]
+
+RUN_FILE = "run.json"
+PRIVATE = ("command",)
+"""What is not told of a run's description to those who only look: the script's arguments may be secret."""
+ADDRESS_FILE = "head.json"
+TOKEN_FILE = "token"
+EVENTS_FILE = "events.jsonl"
+USE_FILE = "use.jsonl"
+RUN_SCHEMA = 1
+"""Of the description."""
+STATUS_SCHEMA = 1
+"""Of what ``unisono watch --once --json`` says."""
+LOCK_FILE = ".lock"
+LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
+LOCK_RETRY_S = 0.05
+LOOK_EVERY_S = 1.0
+"""How often a worker that has lost sight of the run's directory looks for it."""
+CHECKPOINTS = "checkpoints"
+EVALUATIONS = "evaluations"
+"""Snapshots that wait for an evaluator (`unisono.engine.checkpoint.evaluations`)."""
+PROBLEMS = "problems"
+_OURS = (
+    *(RUN_FILE, JOURNAL, INDEX, CHECKPOINTS, EVENTS_FILE, PROBLEMS, EVALUATIONS, "tensorboard", "tools", "profile"),
+    *(str(path) for name in (TIMES, USE_FILE) for path in (Path(name), earlier(Path(name)))),
+    *("times", "use"),  # of version 0.1
+)
+_SOUND = "sound"
+
+
+class Lock:
+    """Lock of a directory, shared by the processes of one run: no other run gets it until the last of them has ended.
+
+    The kernel frees the lock when a process ends, however that happens. On a file system without locks it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._has_locks = True
+        """The file system of the directory has locks."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no process of another run holds the directory: this one does."""
+        return self._descriptor is not None and self._has_locks
+
+    def take(self, directory: Path, run_id: str) -> None:
+        """Lock ``directory`` for a run; does nothing if this process holds a lock already.
+
+        Raises:
+            RunDirectoryError: the processes of another run hold it.
+        """
+        if self._descriptor is not None:
+            return
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        try:
+            descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error
+        try:
+            while not self._try(descriptor, run_id):
+                if time.monotonic() > deadline:
+                    other = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                    raise RunDirectoryError(going(directory, other))
+                time.sleep(LOCK_RETRY_S)
+        except OSError as error:
+            os.close(descriptor)
+            raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def is_in(self, directory: Path, run_id: str) -> bool:
+        """Return whether the locked directory still has this name, or a directory of this name holds the same run.
+
+        False if the directory was removed or moved, also if another one was made under its name.
+        """
+        if self._descriptor is None:
+            return False
+        with contextlib.suppress(OSError):
+            # For each line of the journal: a string is made in a tenth of the time of a path.
+            if os.path.samestat(os.stat(f"{directory}/{LOCK_FILE}"), os.fstat(self._descriptor)):
+                return True
+        with contextlib.suppress(OSError):
+            return holder(directory) == run_id  # the directory was restored from a copy
+        return False
+
+    def release(self) -> None:
+        """Free the lock."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _try(self, descriptor: int, run_id: str) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{run_id}, pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                self._has_locks = False
+                return True
+            raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        # The processes of the run whose id is in the file share the lock.
+        if os.pread(descriptor, 200, 0).decode(errors="replace").partition(",")[0] == run_id:
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return False
+
+
+class RunDirectory:
+    """Directory of a run, as one of its processes sees it.
+
+    Args:
+        path: None: the run has no directory.
+        may_write: returns False while another side of the run, from which this one is cut off, writes there.
+    """
+
+    def __init__(self, path: Path | None, may_write: Callable[[], bool] = lambda: True) -> None:
+        self.path = path
+        self._may_write = may_write
+        self._is_there = False
+        self._lock = Lock()
+        self._run_id = ""
+        self._look_at = 0.0
+
+    def claim(self, run_id: str, *, overwrite: bool, resume: bool, by_command: bool = False) -> None:
+        """Claim the directory for run ``run_id`` and lock it; see `claim` and `Lock.take`.
+
+        Another run that has ended before its first step (`is_blank`) is replaced in any case.
+        """
+        if self.path is None:
+            return
+        self._run_id = run_id
+        make(self.path)
+        if overwrite or resume or holder(self.path) in (None, run_id) or is_blank(self.path):
+            self._lock.take(self.path, run_id)
+        try:
+            is_free = self._lock.is_certain and is_blank(self.path)  # under the lock nobody does a first step
+            claim(self.path, run_id, overwrite=overwrite or is_free, resume=resume, by_command=by_command)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def enter(self, run_id: str) -> None:
+        """Lock the directory if this process sees it and a member of run ``run_id`` has claimed it."""
+        self._run_id = run_id
+        if self.path is not None and self.path.is_dir() and holder(self.path) == run_id:
+            self._lock.take(self.path, run_id)
+            self._is_there = True
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this process could write into the directory when it last looked."""
+        return self._is_there and self._may_write()
+
+    @property
+    def is_left_to_others(self) -> bool:
+        """Whether another side of the run writes into the directory."""
+        return self.path is not None and not self._may_write()
+
+    def look(self) -> bool:
+        """Return whether the directory still exists and is still that of the run, and whether this side may write."""
+        self._is_there = self.path is not None and self._lock.is_in(self.path, self._run_id)
+        return self.is_seen
+
+    def look_again(self) -> None:
+        """Check from time to time whether the directory is there again, or is there now."""
+        if self._is_there or self.path is None or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        if self._lock.is_held:
+            self.look()
+        elif self._run_id:
+            self.enter(self._run_id)
+
+    def release(self) -> None:
+        """Let other runs have the directory."""
+        self._lock.release()
+
+
+def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False, by_command: bool = False) -> None:
+    """Claim ``directory`` for run ``run_id``; does nothing if the directory is that run's already.
+
+    Args:
+        overwrite: remove the files of another run (of this library only).
+        resume: go on with the run in the directory. Its id so far joins the ``earlier`` ones in the description.
+        by_command: ``unisono run`` has started the script: what to do instead is an option of it.
+
+    Raises:
+        RunDirectoryError: the directory holds another run, that run is still going, it cannot be written, or a newer
+            version has written it.
+    """
+    make(directory)
+    if resume:
+        check_schema(directory)
+    other = holder(directory)
+    if other == run_id:
+        return
+    if other is not None and not resume:
+        if not overwrite:
+            _refuse(directory, other, by_command=by_command)
+        for name in _OURS:
+            path = directory / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    facts = read_facts(directory) if resume else {}
+    if "run_id" in facts:
+        facts["earlier"] = [*facts.get("earlier", ()), facts["run_id"]]
+    describe(directory, {**facts, "run_id": run_id})
+
+
+def refuse_used(directory: Path) -> None:
+    """Raise the error that `claim` would raise in a worker later, for a new run of this command."""
+    other = holder(directory)
+    if other is not None and (is_going(directory) or not is_blank(directory)):
+        _refuse(directory, other, by_command=True)
+
+
+def _refuse(directory: Path, other: str, *, by_command: bool) -> NoReturn:
+    if (name := user(directory)) is not None:
+        raise RunDirectoryError(going(directory, name))
+    replace, go_on = (
+        ("add --overwrite", f"--resume {directory}")
+        if by_command
+        else ("pass overwrite=True to unisono.Run", 'resume="auto"')
+    )
+    raise RunDirectoryError(
+        f"{directory} holds another run ({other}); choose another directory, or {replace} to replace it, or {go_on} to "
+        "go on with it"
+    )
+
+
+def check_schema(directory: Path) -> None:
+    """Check that this version knows what the files of a run mean, before the run is changed or computed again.
+
+    Raises:
+        RunDirectoryError: a newer version has written the run's description.
+    """
+    schema = read_facts(directory).get("schema", RUN_SCHEMA)
+    if not isinstance(schema, int) or schema > RUN_SCHEMA:
+        raise RunDirectoryError(
+            f"{directory} was written by a newer version of unisono (schema {schema} of {RUN_FILE}, this one knows "
+            f"{RUN_SCHEMA}); use that version, or begin a run in another directory"
+        )
+
+
+def going(directory: Path, user: str) -> str:
+    """Return the error message for a directory whose run has not ended."""
+    return (
+        f"a run is going in {directory} ({user}); wait for its end, stop it (unisono stop {directory}), or choose "
+        "another directory"
+    )
+
+
+def forget_head(directory: Path, run_id: str, token: str) -> None:
+    """Remove the address and the token of the head of run ``run_id``, where they are that run's and still there."""
+    for name in (ADDRESS_FILE, f"{ADDRESS_FILE}.part"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((directory / name).read_text())["run_id"] == run_id:
+                (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError, ValueError):
+        if (directory / TOKEN_FILE).read_text() == token:
+            (directory / TOKEN_FILE).unlink(missing_ok=True)
+
+
+def is_taken(directory: Path, run_id: str) -> bool:
+    """Return whether processes of another run than ``run_id`` hold the `Lock` of a directory."""
+    name = user(directory) or ""
+    return name != "" and not name.startswith(f"{run_id},")
+
+
+def is_going(directory: Path) -> bool:
+    """Return whether a process of a run holds the `Lock` of a directory."""
+    return bool(user(directory))
+
+
+def user(directory: Path) -> str | None:
+    """Return the holder of the `Lock` of a directory that this process does not hold; None: there is none."""
+    with contextlib.suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed
+        except BlockingIOError:
+            return file.read(200).decode(errors="replace").strip()
+    return None
+
+
+def make(directory: Path) -> None:
+    """Make a directory, unless it exists.
+
+    Raises:
+        RunDirectoryError: the directory cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"the run directory {directory} cannot be made: {error.strerror}") from error
+
+
+def holder(directory: Path) -> str | None:
+    """Return the id of the run that a directory holds; None if it holds none."""
+    file = directory / RUN_FILE
+    if not file.exists():
+        return "unknown, only a journal is left" if (directory / JOURNAL).exists() else None
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["run_id"])
+    except (ValueError, KeyError, TypeError):
+        return f"unreadable {RUN_FILE}"
+
+
+def is_blank(directory: Path) -> bool:
+    """Return whether a directory holds a run without a step, an evaluation or a checkpoint: nothing would be lost."""
+    if "run_id" not in read_facts(directory) or any((directory / CHECKPOINTS).glob("*")):
+        return False
+    try:
+        return not (directory / JOURNAL).exists() or all(line["kind"] == "end" for line in read(directory / JOURNAL))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
+    """Return the run's description; empty if there is none that can be read."""
+    try:
+        facts = json.loads((directory / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def doubt(directory: Path, sound: int) -> None:
+    """Note that checkpoints of more than ``sound`` steps of the run may hold wrong values, until the run goes on.
+
+    Raises:
+        RunDirectoryError: the directory cannot be written.
+    """
+    describe(directory, {**read_facts(directory), _SOUND: sound})
+
+
+def sound_steps(directory: Path) -> int | None:
+    """Return how many steps a checkpoint of the run may have at most that is not to be doubted; None: any number."""
+    found = read_facts(directory).get(_SOUND)
+    return found if isinstance(found, int) else None
+
+
+def describe(directory: Path, facts: dict[str, Any]) -> None:
+    """Write ``facts`` (run id, recipe, fingerprint) as the run's description, all at once."""
+    facts = {"schema": RUN_SCHEMA, **facts}
+    file = directory / RUN_FILE
+    temporary = file.with_name(f".{RUN_FILE}.new")
+    try:
+        temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error

@@ -1,0 +1,229 @@
+"""End of a run: its last step, its last checkpoint, the last line of its journal; what was begun is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from unisono.core.errors import RunStopped, StepError, UnisonoError
+from unisono.core.words import progress
+from unisono.engine.loop.steps import Steps
+from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
+from unisono.engine.rounds.gathering import together
+from unisono.engine.rounds.life import Rounds
+from unisono.script import life
+from unisono.script.keeping import Keeper
+from unisono.script.loop import TrainingLoop
+from unisono.script.notes import Beginning, note_beginning, note_idle, note_microbatch
+from unisono.script.recording import Recorder, Role
+from unisono.script.troubles import OwnTroubles
+from unisono.system.process import Process, tell
+
+__all__ = ["Ending", "Reached"]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far the script has got."""
+
+    loop: TrainingLoop | None
+    """The training loop that has begun last."""
+    training: Steps[Any] | None
+    """The steps that the script iterates over."""
+    has_joined: bool
+    num_steps: int
+    """Of the run, that are done."""
+    beginning: Beginning | None
+
+
+class Ending:
+    """Ends a run, once.
+
+    Args:
+        before_end: called before the members end the run together, where all is well. Collective for members.
+        reached: returns how far the script has got.
+        begun: what is taken back at the end.
+        is_alone: there are no other workers, and no head that knows how the script ends.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        keeper: Keeper,
+        recorder: Recorder,
+        process: Process,
+        *,
+        role: Callable[[], Role],
+        before_end: Callable[[], None],
+        reached: Callable[[], Reached],
+        begun: ExitStack,
+        is_alone: bool,
+        troubles: OwnTroubles,
+    ) -> None:
+        self._rounds = rounds
+        self._keeper = keeper
+        self._recorder = recorder
+        self._process = process
+        self._role = role
+        self._before_end = before_end
+        self._reached = reached
+        self._begun: ExitStack | None = begun
+        self._is_alone = is_alone
+        self._troubles = troubles
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the script is between the first step of a training loop and its end."""
+        loop = self._reached().loop
+        return loop is not None and loop.is_open
+
+    def end(self, error: BaseException | None, how: str = "the script, or another run in it, has ended it") -> None:
+        """End the run, as the script has been left by ``error``. Does nothing the second time, and in a fork.
+
+        Args:
+            error: None: all is well, and the end is collective.
+            how: the reason, for errors of those who use the run later.
+
+        Raises:
+            UnisonoError: the run could not be ended well; the journal has the reason.
+        """
+        if not self._process.is_this:
+            self._process.keep(self)
+            return
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        life.ended(self)
+        reached, error = self._reached(), error or self._keeper.left_by
+        try:
+            with begun:
+                if reached.training is not None:
+                    begun.callback(reached.training.close)
+                if error is None or self._is_good_exit(error, reached.loop):
+                    self._end_well(reached)
+                else:
+                    self._end_badly(error, reached)
+        finally:
+            self._process.end(how)
+
+    def explain(self, error: BaseException) -> bool:
+        """Add to an exception of the script where it was raised; returns whether that was in a micro-batch."""
+        reached = self._reached()
+        if (beginning := reached.beginning) is not None:
+            note_beginning(error, beginning, reached.num_steps - beginning.step)
+        step = reached.loop.step if reached.loop is not None else None
+        note_idle(error, step)
+        return note_microbatch(error, step)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _end_well(self, reached: Reached) -> None:
+        try:
+            if reached.training is not None:
+                reached.training.close()
+            if reached.loop is not None:
+                reached.loop.leave()
+            own, held = self._own_digests(), {}
+            self._before_end()
+            if reached.has_joined:
+                held = self._end_together(own)
+            digests = self._rounds.tracked.digests(held) if self._rounds.tracked.sharded else dict(own.objects)
+        except UnisonoError as failure:
+            self._append_failure(failure)
+            raise
+        if reached.has_joined and reached.beginning is not None and reached.beginning.step == reached.num_steps:
+            self._say_nothing_left(reached.num_steps)
+        self._recorder.last_checkpoint(self._keeper.news(), self._role())
+        self._recorder.run_ended(self._role(), ok=True, digests=digests)
+
+    def _say_nothing_left(self, num_steps: int) -> None:
+        if self._rounds.team.rank == 0:
+            tell(f"unisono: nothing is left to do: {progress(num_steps, num_steps)} are done")
+
+    def _end_badly(self, error: BaseException, reached: Reached) -> None:
+        is_tried_again = self.explain(error) and self._rounds.team.size > 1
+        if _code_of(error) == 0 and reached.loop is not None and reached.loop.has_gradient():
+            reached.loop.leave()
+        # Asked to leave, or tried again by another worker: the run does not end with this worker.
+        goes_on = isinstance(error, RunStopped) or is_tried_again or self._says_nothing(error)
+        is_end = reached.has_joined and not goes_on
+        if isinstance(error, Exception) and not isinstance(error, RunStopped):
+            self._troubles.explain(error, self._rounds, reached.loop, is_end=is_end)
+        if is_end:
+            self._append_failure(error)
+
+    def _own_digests(self) -> Digests:
+        tracked = self._rounds.tracked
+        return Digests(self._rounds.team.arithmetic, tracked.common_digests(), held=tracked.held_digests())
+
+    def _end_together(self, digests: Digests) -> dict[str, dict[int, int]]:
+        """Write the last checkpoint, and compare the final digests of the members. Collective.
+
+        All members are at the end of the run, and have left the training loop at the same step.
+
+        Args:
+            digests: of this member.
+
+        Returns:
+            The digests of the states that all members together hold.
+
+        Raises:
+            DivergenceError: the members do not end with the same bits.
+        """
+        rounds, team = self._rounds, self._rounds.team
+        team.leaving(rounds.position.phase, rounds.position.number)
+        reaches = self._keeper.wait_for_directory()
+        own = msgspec.structs.replace(digests, reaches=reaches, objects=digests.objects if team.size > 1 else {})
+        payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
+        by_worker = {worker: _decode(payload, worker) for worker, payload in payloads.items()}
+        check_digests(by_worker)  # before the last checkpoint is kept
+        held = held_by_all(by_worker)
+        self._keeper.reached([worker for worker, each in by_worker.items() if each.reaches])
+        self._keeper.save_together(rounds)
+        self._recorder.tell_again(self._role())
+        team.in_loop(None)
+        return held
+
+    def _append_failure(self, error: BaseException) -> None:
+        self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
+
+    def _is_good_exit(self, error: BaseException, loop: TrainingLoop | None) -> bool:
+        """Return whether this is ``sys.exit(0)`` of a script that runs alone, between two steps or at the end."""
+        is_between = loop is None or loop.step is None or not loop.step.has_begun or loop.has_gradient()
+        return _code_of(error) == 0 and self._is_alone and is_between and not self._keeper.is_leaving
+
+    def _says_nothing(self, error: BaseException) -> bool:
+        """Return whether this exception does not say how the run ends.
+
+        A worker's SystemExit does not: the head has its exit code, or has asked for it. Alone it does, unless the run
+        was asked to stop after the current step.
+        """
+        code = _code_of(error)
+        return code is not None and (code == 0 or not self._is_alone or self._keeper.is_leaving)
+
+
+def _decode(payload: bytes, worker_id: str) -> Digests:
+    """Return the digests that a worker sends at the end of its script.
+
+    Raises:
+        StepError: the worker is elsewhere.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=Digests)
+    except msgspec.MsgspecError:
+        raise StepError(
+            f"this worker is at the end of its script, and {worker_id} is still training. Do their scripts make "
+            "different numbers of calls of run.steps, e.g. because one has found a file that the run itself has "
+            "written (a snapshot of the script's own)? Let run.broadcast give such a value to all workers"
+        ) from None
+
+
+def _code_of(error: BaseException) -> object | None:
+    """Return the exit code of a SystemExit, 0 where it has none; None for every other exception."""
+    if not isinstance(error, SystemExit):
+        return None
+    return 0 if error.code is None else error.code

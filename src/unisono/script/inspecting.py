@@ -1,0 +1,60 @@
+"""Inspectors of a run, by name: a run whose settings name one tells it about its steps
+(`unisono.engine.rounds.inspecting`).
+
+An inspected run has a directory of its own, and does not touch that of another run: it may begin from a checkpoint of
+that run. It writes no checkpoints by itself, gives its events to no sinks, and is not profiled. To add an inspector:
+a module with a factory that takes the settings (JSON) and returns an `Inspector`, and its row in `INSPECTORS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from unisono.core.errors import StopInspection, UsageError
+from unisono.core.spec import RunSpec
+from unisono.engine.rounds.inspecting import Computed, Inspected, Inspector, Place
+
+__all__ = ["INSPECTORS", "Computed", "Inspected", "Inspector", "Place", "StopInspection", "begin", "inspector_of"]
+
+INSPECTORS: Final[dict[str, str]] = {
+    "check": "unisono.tools.check.checked:inspector",
+    "evaluate": "unisono.script.evaluator:Visiting",
+    "dissect": "unisono.tools.replay.dissecting:Dissecting",
+    "replay": "unisono.tools.replay.replaying:Replaying",
+    "probe": "unisono.tools.plan.probe:probe",
+}
+"""By name, the factory of an inspector: module and function, imported when a run names it."""
+
+
+_begun: Final[list[Inspector]] = []
+
+
+def begin(spec: RunSpec) -> None:
+    """Make the inspector of a worker's first run before its script begins, so that it sees all of the script.
+
+    Raises:
+        UsageError: as `inspector_of` does.
+    """
+    if (found := inspector_of(spec)) is not None:
+        _begun.append(found)
+
+
+def inspector_of(spec: RunSpec) -> Inspector | None:
+    """Return the inspector that the settings of a run name; None: the run is not inspected.
+
+    Raises:
+        UsageError: there is no such inspector, or the run has no directory of its own.
+    """
+    if _begun:
+        return _begun.pop()
+    name, settings = spec.inspect
+    if not name:
+        return None
+    if not spec.run_dir:
+        raise UsageError("a run that is inspected needs a directory of its own, so that it writes into no other run's")
+    if name not in INSPECTORS:
+        raise UsageError(f"there is no inspector {name!r}; there are {', '.join(sorted(INSPECTORS)) or 'none'}")
+    module, _, function = INSPECTORS[name].partition(":")
+    inspector: Inspector = getattr(importlib.import_module(module), function)(settings)
+    return inspector

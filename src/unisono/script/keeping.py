@@ -1,0 +1,387 @@
+"""Journal and checkpoints of a run, as the training loop sees them, and the signal to leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from unisono.cluster.worker import member as members
+from unisono.core.cadence import CheckpointReport, Checkpoints, Position
+from unisono.core.cursor import Recipe
+from unisono.core.errors import UsageError
+from unisono.engine.checkpoint.copies import absolute, check
+from unisono.engine.checkpoint.saving import Saver
+from unisono.engine.checkpoint.snapshot import Moment
+from unisono.engine.rounds.gathering import together
+from unisono.engine.rounds.life import EVALUATED, Rounds
+from unisono.engine.rounds.team import Team
+from unisono.engine.state.tracked import Tracked
+from unisono.record.checkpoints import complete
+from unisono.record.journal import JOURNAL, MOST_KEPT_LINES, Journal
+from unisono.record.rundir import CHECKPOINTS, RunDirectory
+from unisono.script.resuming import Resumption
+from unisono.script.sharing import LENDING, lend, save_together
+from unisono.strategies.evaluators.beside import Beside
+from unisono.system.process import Process, tell
+from unisono.system.unwatched import IS_WATCHED
+
+__all__ = ["Keeper"]
+
+OTHERS_S: Final = 2.0
+COPIES_ROUND_S: Final = 1.0
+HAS_COPIES: Final = b"copies"
+COPIED: Final = b"copied"
+
+
+class Keeper:
+    """Keeps journal and checkpoints on the disk, for this member. It is the `Reporter` of the run's rounds.
+
+    Args:
+        directory: None keeps nothing.
+        resume: "auto": go on with what the directory holds, if anything; a path: with what is there; "": begin.
+        anyway: parts of the recipe that may differ from the checkpoint's, by the script.
+        also_anyway: the same, by the command line.
+        command: how ``unisono run`` was called (JSON); "": it was not.
+        copies: where checkpoints are copied to, by the command line; empty: where the policy says.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        tracked: Tracked,
+        policy: Checkpoints | None,
+        resume: str,
+        anyway: Collection[str],
+        also_anyway: Collection[str],
+        command: str,
+        copies: Sequence[str] = (),
+        overwrite: bool,
+        device: torch.device,
+        threads: int,
+    ) -> None:
+        if directory is None and (policy is not None or resume or copies):
+            what = "checkpoints need" if policy is not None or copies else "resume= needs"
+            raise UsageError(f"{what} the directory of the run: unisono.Run(directory, ...), or --run-dir")
+        if isinstance(anyway, str):
+            raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
+        self.policy = policy
+        self.directory = directory
+        self._tracked = tracked
+        places = [absolute(url) for url in copies or (policy.places if policy is not None else ())]
+        if places:
+            check(places)
+        self._directory = RunDirectory(directory, _may_write)
+        self._resumption = Resumption(
+            self._directory,
+            tracked,
+            resume=resume,
+            may_differ={*anyway, *also_anyway},
+            command=command,
+            copies=places,
+            overwrite=overwrite,
+            device=device,
+            threads=threads,
+        )
+        self._saver = Saver(
+            policy, self._directory, device, tracked.whole_state, tracked.updated, tracked.holders, places
+        )
+        path = directory / JOURNAL if directory is not None and IS_WATCHED else None
+        self.journal = Journal(path, self._directory.look)
+        self._process = Process()
+        self._run_id, self._worker_id, self._is_alone = "", "", True
+        self._metrics: dict[str, float] = {}
+        self._leaving = False
+        self.left_by: SystemExit | None = None
+        """What has ended the script after SIGTERM."""
+        self._leaves = False  # at this boundary: the signal may come at any time
+        self._signal_before: Any = None
+        self._writes = False
+        """This member writes for all members, by the newest reports."""
+        self._beside: Beside | None = None
+        self._evaluated = False
+        """A member sees that an evaluation beside the training has come to its end, by the newest reports."""
+        self._misses = False
+        """This member has warned that no member sees the directory any more."""
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def enter(self, run_id: str, *, alone: bool) -> None:
+        """Note that the run begins in this process.
+
+        Raises:
+            RunDirectoryError: the directory is another run's.
+        """
+        self._run_id, self._is_alone = run_id, alone
+        if alone and self._directory.path is not None:
+            self._resumption.claim(run_id)
+            code = self.policy.on_signal if self.policy is not None else None
+            if code is not None and threading.current_thread() is threading.main_thread():
+                self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def begin(self, phase: int, recipe: Recipe) -> Position | None:
+        """Claim the directory and load what the run goes on from, on the one member that begins a run.
+
+        See `Resumption.begin`.
+        """
+        return self._resumption.begin(self._run_id, phase, recipe, is_restart=not self._is_alone)
+
+    def checkpoint(self) -> Path | None:
+        """Return the checkpoint that the run goes on from, on the member that has loaded it."""
+        return self._resumption.checkpoint
+
+    def joined(self, recipe: Recipe, rounds: Rounds, lines: list[str]) -> None:
+        """Note that this member is in the run, and that the directory is claimed.
+
+        Args:
+            lines: of the journal, which this member got as a newcomer, and may have to write.
+        """
+        team = rounds.team
+        self._worker_id = team.worker_ids[team.rank]
+        self._metrics = dict(self._resumption.metrics)
+        self.journal.go_on_at(rounds.position.lines, lines)
+        self._directory.enter(self._run_id)
+        if not self._directory.is_seen:
+            self.journal.keep_for_copy()
+        whole, fingerprint = self._resumption.whole_recipe(recipe), self._resumption.fingerprint()
+        self._saver.join(self._worker_id, whole, fingerprint, is_newcomer=rounds.number > 0)
+
+    def enter_phase(self, recipe: Recipe) -> None:
+        """Note the recipe of the phase that begins: a checkpoint is compared with the phase in which it was written."""
+        self._saver.describe(self._resumption.whole_recipe(recipe), self._resumption.fingerprint())
+
+    def close(self) -> None:
+        """End what was begun, whatever happened."""
+        if self._is_alone:
+            self._saver.wait_for_copies()
+        self._saver.close()
+        if self._writes and not self._directory.look() and not self._directory.is_left_to_others:
+            self._miss()
+        self._directory.release()
+        if self._signal_before is not None:
+            signal.signal(signal.SIGTERM, self._signal_before)
+            self._signal_before = None
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if (
+            self._leaving or not self._process.is_this
+        ):  # a second signal ends the process at once; a fork has no step to finish
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._leaving = True
+
+    def wait_for(self, beside: Beside) -> None:
+        """Let checkpoints wait for the evaluations that are computed beside the training."""
+        self._beside = beside
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the run was asked by a signal to stop after the current step, and to be resumed later."""
+        return self._leaving
+
+    @property
+    def reaches(self) -> bool:
+        """Whether this member sees the run's directory."""
+        return self._directory.is_seen
+
+    def all_reach(self, worker_ids: Collection[str]) -> bool:
+        """Return whether all of these workers see the run's directory, by the newest reports."""
+        return self.reaches and (self._saver.reaching or frozenset()).issuperset(worker_ids)
+
+    def recipe(self, recipe: Recipe, num_steps: int) -> Recipe:
+        """Return the recipe of a phase, which must be equal in the scripts of all workers."""
+        return {**self._resumption.recipe(recipe), "steps": num_steps}
+
+    def newest(self) -> str:
+        """Return what the run can go on from, for an error."""
+        path = self._directory.path
+        found = complete(path / CHECKPOINTS) if path is not None and self._directory.look() else []
+        if not found:
+            return "the beginning: this worker sees no checkpoint (unisono.Checkpoints(every_steps=...) writes some)"
+        return f'the newest checkpoint, {found[-1]} (resume="auto", or unisono run --resume {path})'
+
+    def writes(self, team: Team) -> bool:
+        """Return whether this member writes for all members: it is the first that sees the directory."""
+        return self._saver.choose_publisher(team.worker_ids) == team.worker_ids[team.rank]
+
+    def request(self) -> None:
+        """Have a checkpoint written, whatever the policy says."""
+        self._saver.request()
+
+    def copy_at_once(self) -> None:
+        """Copy the whole state at a boundary from now on, and nothing of it while the next step is computed."""
+        self._saver.copy_at_once()
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Keep the logged numbers, for the next checkpoint."""
+        self._metrics |= metrics
+
+    def news(self) -> dict[str, Any]:
+        """Return what became of a checkpoint since the last call, for the journal."""
+        return self._saver.news()
+
+    # -- with every combine --------------------------------------------------------------------------
+
+    def report(self) -> CheckpointReport:
+        """Return the report that goes with the next combine; waits until the update may change the state."""
+        self._directory.look_again()
+        evaluated = self._beside is not None and self._beside.sees_end()
+        return self._saver.report()._replace(lines=self.journal.num_written, evaluated=evaluated)
+
+    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
+        """Receive the reports of all members, by rank."""
+        self._saver.on_reports(reports, generation, worker_ids)
+        self._evaluated = any(report.evaluated for report in reports)
+        self.journal.note_written(max(report.lines for report in reports))
+        wrote, self._writes = self._writes, self._saver.choose_publisher(worker_ids) == self._worker_id
+        if wrote and not self._saver.reaching and not self._directory.is_left_to_others:
+            self._miss()
+        elif self._misses and self._saver.reaching:
+            self._misses = False
+            tell(f"unisono: the run directory {self._directory.path} is there again")
+
+    def wait_for_directory(self) -> bool:
+        """Wait a moment at the end of the run for another side of the run that writes into the directory, in case that
+        side has just joined this one; return whether this member may write.
+        """
+        deadline = time.monotonic() + OTHERS_S
+        while self._directory.is_left_to_others and time.monotonic() < deadline:
+            time.sleep(OTHERS_S / 100)
+        return self._directory.look()
+
+    def reached(self, worker_ids: Collection[str]) -> None:
+        """Note at the end of the run which members may write."""
+        self._saver.reaching = frozenset(worker_ids)
+
+    def unwritten_lines(self) -> list[str]:
+        """Return the lines of the journal that a newcomer may have to write."""
+        return self.journal.unwritten()
+
+    def _miss(self) -> None:
+        if not self._misses:
+            self._misses = True
+            warnings.warn(
+                f"no worker sees the run directory {self._directory.path} any more: it was removed or moved. The "
+                f"training goes on and writes nothing; when the directory is there again, checkpoints and the last "
+                f"{MOST_KEPT_LINES:,} lines of the journal will be written",
+                stacklevel=2,
+            )
+
+    # -- between two steps ---------------------------------------------------------------------------
+
+    def collect(self, rounds: Rounds) -> None:
+        """Take the totals of evaluations beside the training, for which checkpoints and newcomers wait. Collective."""
+        if self._beside is None:
+            return
+        follows = rounds.follows(EVALUATED)
+        if follows is None:
+            comes = rounds.changes() and not rounds.is_stop_planned()
+            follows = self._beside.is_under_way and (self._evaluated or comes)
+        if follows:
+            self._evaluated = False
+            self._beside.collect(rounds)
+
+    def acts(self, rounds: Rounds, *, may_save: bool = True) -> bool:
+        """Return whether the next `boundary` does something; the same on all members. Local."""
+        self._leaves = self._leaving
+        may_save = may_save and not self._is_held
+        return self._leaves or rounds.changes() or (may_save and self._saver.begins(self._moment(rounds)))
+
+    def boundary(self, rounds: Rounds, *, may_save: bool = True) -> None:
+        """Leave the run after SIGTERM, let the members change, and take a snapshot if one is due. Collective.
+
+        Args:
+            may_save: a snapshot may be taken here.
+
+        Raises:
+            SystemExit: after SIGTERM, with the exit code of the policy.
+        """
+        if rounds.is_stop_planned() or self._leaves:
+            self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
+        if self._leaves:
+            assert self.policy is not None
+            self.left_by = SystemExit(self.policy.on_signal)
+            raise self.left_by
+        rounds.boundary()
+        if may_save:
+            moment = self._moment(rounds)
+            snapshot = self._saver.boundary(moment, is_held=self._is_held)
+            if snapshot is not None or LENDING in rounds.begun:
+                lend(rounds, self._saver, snapshot, moment.generation)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether a checkpoint waits for evaluations beside the training; the same on all members."""
+        return self._beside is not None and self._beside.is_under_way
+
+    def end_loop(self, rounds: Rounds) -> None:
+        """Have the whole state written at the end of a loop. Collective where something is under way."""
+        if self._beside is not None:
+            self._beside.settle(rounds)
+        self.save_last(rounds)
+
+    def save_last(self, rounds: Rounds) -> None:
+        """Have the whole state written: no step follows this one at once.
+
+        Local, and one member writes all of it; collective where no member holds all of it.
+        """
+        if self._tracked.is_spread:
+            save_together(rounds, self._saver, lambda: self._moment(rounds))
+            return
+        team = rounds.team
+        with team.waiting():  # for a disk, which is nobody's fault
+            self._saver.save_last(self._moment(rounds))
+
+    def save_together(self, rounds: Rounds) -> None:
+        """Write the last checkpoint, and return when it is on the disk, even if its writer is lost. Collective.
+
+        Its copies are waited for as well, for a limited time.
+        """
+        if self._beside is not None:
+            self._beside.settle(rounds)
+        if self._tracked.is_spread:
+            self.save_last(rounds)
+
+        def work() -> None:
+            if not self._tracked.is_spread:
+                self.save_last(rounds)
+            self._saver.finish()
+
+        said = together(rounds, work, HAS_COPIES if self._saver.has_copies else b"")
+        self._saver.confirm()
+        while any(said.values()) and COPIED not in said.values():  # in rounds that are short: an exchange has a timeout
+            is_copied = self._is_copied(rounds.team)
+            said = together(rounds, self._wait_for_copies, COPIED if is_copied else HAS_COPIES)
+
+    def _is_copied(self, team: Team) -> bool:
+        """Return, on the member that writes, whether the newest checkpoint is copied, or given up.
+
+        That member also copies what a member that was lost has not copied.
+        """
+        if (self._saver.choose_publisher(team.worker_ids) or team.worker_ids[0]) != team.worker_ids[team.rank]:
+            return False
+        self._saver.copy_newest()
+        return not self._saver.is_copying
+
+    def _wait_for_copies(self) -> None:
+        self._saver.wait_for_copies(COPIES_ROUND_S)
+
+    def _moment(self, rounds: Rounds) -> Moment:
+        team = rounds.team
+        return Moment(rounds.position, team.generation, team.worker_ids, self._metrics)
+
+
+def _may_write() -> bool:
+    """Return whether this side of the run writes into the run's directory."""
+    member = members.current()
+    return member is None or member.may_write

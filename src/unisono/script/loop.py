@@ -1,0 +1,403 @@
+"""The outer loop: one call of ``run.steps``, from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unisono.core.cadence import Position
+from unisono.core.checks import is_last_checked
+from unisono.core.cursor import Cursor, Recipe
+from unisono.core.errors import StepError, UsageError
+from unisono.core.words import listed
+from unisono.engine.exchange.flat import SUM_DTYPE, Extra
+from unisono.engine.loop.settings import Arithmetic
+from unisono.engine.loop.step import Iteration, State
+from unisono.engine.loop.strategies import Strategy
+from unisono.engine.loop.upcoming import Upcoming
+from unisono.engine.microbatch.data import MakeFetcher
+from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.microbatch.guards import (
+    Guards,
+    UnusedGradients,
+    watched_clipping,
+    watched_schedulers,
+    watched_zero_grad,
+)
+from unisono.engine.microbatch.losses import Microbatch, Reduction
+from unisono.engine.microbatch.plain import taken_backward
+from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.rounds.agreement import Agreement
+from unisono.engine.rounds.auditing import Audits
+from unisono.engine.rounds.clock import Clock
+from unisono.engine.rounds.finite import Finiteness
+from unisono.engine.rounds.gradient import StepContext
+from unisono.engine.rounds.inspecting import Inspected, Inspector
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.state.tracked import Tracked
+from unisono.record.journal import Journal
+from unisono.script.keeping import Keeper
+from unisono.script.modes import check_begun, check_unchanged, modes, unusual
+from unisono.strategies.shard.update import shared_updates
+from unisono.system.faults import at_step, point
+from unisono.system.process import Process
+
+__all__ = ["TrainingLoop", "Wire", "check_wire"]
+
+OnStep = Callable[[Iteration, dict[str, float], int], None]
+"""Callback: (finished iteration, seconds by part, steps of the run at the end of this loop)."""
+
+Wire = Literal["fp32", "bf16"]
+"""As what the sums of gradients in float32 travel between hosts."""
+
+
+def check_wire(wire: str, tracked: Tracked) -> None:
+    """Raise UsageError unless it is a `Wire` that does something for what is tracked."""
+    if wire not in ("fp32", "bf16"):
+        raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
+    dtypes = {parameter.dtype for _, parameter in tracked.parameters()}
+    if wire == "bf16" and dtypes and not any(SUM_DTYPE.get(dtype, dtype) == torch.float32 for dtype in dtypes):
+        names = listed(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f'wire="bf16" rounds sums of gradients in float32, and the parameters of this model are {names}, whose '
+            "sums are wider: it would change nothing. Leave it out, or train in float32"
+        )
+
+
+class TrainingLoop:
+    """One call of ``run.steps``.
+
+    Args:
+        on_step: called once for every step that the script has finished.
+        finiteness: looks at the gradient of each step.
+        on_head: called before the script gets a step, with its number in the run and the clock of its parts.
+        strategy: what a step is.
+        reduction: what the script's losses are, over the samples of a micro-batch.
+        wire: as what sums of gradients travel; "bf16": they are rounded to it, from a fixed level of the tree on.
+        num_done: returns the steps of the run that are done.
+        inspector: is told about the steps; None: nobody looks.
+        audits: find out which worker is wrong where two differ; None: the run ends there.
+
+    Attributes:
+        step: the one that the script got last; None before the first and after the last.
+        is_open: whether the script is between the first step and the end of the loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        rounds: Rounds,
+        tracked: Tracked,
+        keeper: Keeper,
+        journal: Journal,
+        process: Process,
+        cursor: Cursor,
+        num_steps: int,
+        seed: int,
+        arithmetic: Arithmetic,
+        num_done: Callable[[], int],
+        on_step: OnStep,
+        finiteness: Finiteness,
+        on_head: Callable[[int, Clock], None],
+        before_step: Callable[[int, Rounds], None],
+        strategy: Strategy,
+        reduction: Reduction = "mean",
+        wire: Wire = "fp32",
+        inspector: Inspector | None = None,
+        audits: Audits | None = None,
+    ) -> None:
+        self.cursor = cursor
+        self.num_steps = num_steps
+        self.step: Iteration | None = None
+        self.is_open = False
+        self._rounds = rounds
+        self._tracked = tracked
+        self._keeper = keeper
+        self._journal = journal
+        self._process = process
+        self._seed = seed
+        self._arithmetic = arithmetic
+        self._num_done = num_done
+        self._on_step = on_step
+        self._finiteness = finiteness
+        self._on_head = on_head
+        self._before_step = before_step
+        self._strategy = strategy
+        self._reduction = reduction
+        self._inspector = inspector
+        self._rounds_sums = wire == "bf16"
+        self._audits = audits
+        self._phase = 0
+        self._base = 0  # steps of the run before this loop
+        self._clock = Clock()  # of `run`: the time before it belongs to no step
+        self._folder: GradientFolder | None = None
+        self._unused = UnusedGradients(tracked)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the bits of its steps depend on: the data, the strategy, whether sums are rounded, modes of torch."""
+        wire: Recipe = {"wire": "bf16"} if self._rounds_sums else {}
+        found = unusual(modes(), threads=self._arithmetic.threads)
+        chosen: Recipe = {"modes": found} if found else {}
+        return {**self.cursor.recipe, **self._strategy.recipe, **wire, **chosen}
+
+    def round_of(self, number: int) -> range | None:
+        """Return the global batches of an iteration, where it is a round of several steps; None: it is one. Local."""
+        return self._strategy.round_of(number)
+
+    def applies_in(self, number: int) -> bool:
+        """Return whether an iteration has a gradient to apply. Local."""
+        return self._strategy.num_done(number + 1) > self._strategy.num_done(number)
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def run(self, phase: int, first: int, make_fetcher: MakeFetcher) -> Iterator[Iteration]:
+        """Yield the steps from ``first`` on. Collective.
+
+        Args:
+            phase: number of this loop among those of the run.
+            make_fetcher: makes what fetches the data; gets what will probably be needed next.
+        """
+        rounds, team = self._rounds, self._rounds.team
+        check_begun(self._arithmetic.floating_point, threads=torch.get_num_threads())
+        at_begin = modes()
+        self._phase, self._base = phase, self._num_done() - self._strategy.num_done(first)
+        last_step = self.num_steps - 1 if is_last_checked(phase) else None
+        agreement = Agreement(
+            rounds.members,
+            self._tracked,
+            rehearses=self._arithmetic.deterministic,
+            last_step=last_step,
+            audits=self._audits,
+            lag=self._strategy.num_more,
+        )
+        upcoming = Upcoming(
+            rounds.members,
+            self.cursor,
+            self.num_steps,
+            lambda number, plan: agreement.expected(number, self._base + number, plan),
+        )
+        if not self._strategy.overlaps:
+            self._keeper.copy_at_once()
+        fetcher = make_fetcher(lambda: self._strategy.forecast(upcoming))
+        self._current_folder()
+        self._clock = Clock()  # to get into the run may have taken long, and is no part of the first step
+        context = StepContext(
+            rounds=rounds,
+            folder=self._current_folder,
+            fetcher=fetcher,
+            cursor=self.cursor,
+            seed=self._seed,
+            phase=phase,
+            first_number=self._base,
+            note_plan=upcoming.note,
+            guards=Guards(self._tracked),
+            agreement=agreement,
+            clock=self._clock,
+            tracked=self._tracked,
+            finiteness=self._finiteness,
+            reduction=self._reduction,
+            inspector=self._inspector,
+        )
+        self._strategy.open(context, first)
+        self._tell_loop(first)
+        hooks = self._tracked.before_updates(self._before_update)
+        self.is_open = True
+        try:
+            with (
+                watched_clipping(self.is_in_microbatch),
+                watched_zero_grad(self._unused.dropped),
+                watched_schedulers(self._refuse_schedule),
+                taken_backward(self._microbatch, self._trained, self._take_backward),
+                shared_updates(rounds, self._tracked, self._clock),
+            ):
+                for number in range(first, self.num_steps + self._strategy.num_more):
+                    at_step(self._base + number)
+                    self._move_to(number)
+                    team.in_loop((phase, self._base + number))
+                    # A newcomer derives its layout from the state of this boundary; the members have the same by then.
+                    self._current_folder()
+                    self._keeper.collect(rounds)
+                    if self._keeper.acts(rounds, may_save=self._strategy.may_save(number)):
+                        self._strategy.settle()
+                    self._keeper.boundary(rounds, may_save=self._strategy.may_save(number))
+                    seed_at(self._seed, "step", *self._place_of(number))
+                    self._on_head(self._base + number, self._clock)
+                    with self.apart():
+                        self._before_step(number, rounds)
+                    if self._inspector is not None:
+                        self._inspector.before_step(self._base + number)
+                    self.step = self._strategy.make_step(number, self._unused, self._process)
+                    point("step_head")
+                    yield self.step
+                    self._process.check("run.steps")
+                    check_unchanged(at_begin, f"step {self.step.number}")
+                    self._end_step(self.step)
+            self._move_to(end := max(first, self.num_steps + self._strategy.num_more))
+            if self.step is not None:
+                with self.apart():
+                    self._before_step(end, rounds)
+            self._keeper.end_loop(rounds)
+            self.step = None
+            team.in_loop(None)
+        finally:
+            self.is_open = False
+            if self.step is not None and self.step.state is State.NEW:
+                self.step.state = State.FAILED
+            for hook in hooks:
+                hook.remove()
+            self._strategy.close()
+            fetcher.close()
+            if self._folder is not None:
+                self._folder.close()
+                self._folder = None
+
+    def leave(self) -> None:
+        """End the last step, if its inner loop has begun: the script has left the loop, perhaps by ``break``.
+
+        Raises:
+            StepError: the step has no gradient.
+        """
+        step = self.step
+        if step is not None and (self.is_open or step.has_begun):
+            self._end_step(step)
+        if step is not None:
+            # A loop that was left by `break` has not reached its end, where it would have set this position.
+            self._move_to(step.number_in_loop + (1 if step.has_begun else 0))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Return a context for what is done together between two steps, which is no update of the script's."""
+        return self._clock.other()
+
+    def has_gradient(self) -> bool:
+        """Whether the script has got through the inner loop of its newest step."""
+        return self.step is not None and self.step.is_complete
+
+    def is_apart(self) -> bool:
+        """Whether the script is where each worker is at a part of its own.
+
+        Raises:
+            StepError: the script has left the inner loop before its end.
+        """
+        if self.step is not None:
+            self.step.check_not_left()
+        return self.step is not None and self.step.is_apart
+
+    def is_in_microbatch(self) -> bool:
+        """Whether the script is within the inner loop.
+
+        Raises:
+            StepError: the script has left the inner loop before its end.
+        """
+        if self.step is not None:
+            self.step.check_not_left()
+        return self.step is not None and self.step.microbatch is not None
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _end_step(self, step: Iteration) -> None:
+        """Close a step that the script has finished, and report it to `on_step`. Once for each step."""
+        if step.state in (State.CLOSED, State.FAILED):
+            return
+        step.close()
+        point("after_step")
+        seconds = self._clock.reset()
+        self._clock.switch("other")
+        self._on_step(step, seconds, self._base + self.num_steps)
+
+    def _tell_loop(self, first: int) -> None:
+        """Tell the inspector which loop begins."""
+        if self._inspector is None:
+            return
+        members = self._rounds.members
+        loop = Inspected(
+            worker_id=members.worker_ids[members.rank],
+            tracked=self._tracked,
+            seed=self._seed,
+            phase=self._phase,
+            steps=range(self._base + first, self._base + self.num_steps),
+            recipe=self.recipe,
+        )
+        self._inspector.before_loop(loop)
+
+    def _place_of(self, number: int) -> tuple[int, ...]:
+        """Return what the random numbers of an iteration are derived from: no two of a run have the same."""
+        if number < self.num_steps:
+            return (self._base + number,)
+        return (self._base + self.num_steps - 1, number)
+
+    def _move_to(self, number: int) -> None:
+        position = Position(
+            phase=self._phase,
+            step=number,
+            number=self._base + number,
+            total=self._num_done(),
+            lines=self._journal.number,
+        )
+        self._rounds.move_to(position)
+
+    def _current_folder(self) -> GradientFolder:
+        """Return the folder of the parameters that are trained now. Collective if these have changed."""
+        trained, buffers, extras = self._tracked.trained(), self._tracked.buffers(), self._extras()
+        if self._folder is not None and self._folder.is_for(trained, buffers, extras):
+            return self._folder
+        if self._folder is not None:
+            self._folder.close()
+        frozen = []
+        for name, parameter in self._tracked.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None  # from when the parameter was trained; an optimizer would apply it again
+                frozen.append((name, parameter))
+        self._folder = GradientFolder(
+            trained,
+            buffers,
+            frozen,
+            self._tracked.calls,
+            self._rounds.slots,
+            extras=extras,
+            means=self._reduction == "mean",
+            rounds=self._rounds_sums,
+        )
+        self._rounds.use_layout(self._strategy.layout(self._folder))
+        return self._folder
+
+    def _extras(self) -> list[Extra]:
+        """Return what the micro-batches add up besides gradients and buffers."""
+        num_leaves, leaf_size = self.cursor.microbatches, self.cursor.batch_size // self.cursor.microbatches
+        carried = self._tracked.carried.items()
+        return [
+            *self._tracked.sums.extras(),
+            *(extra for name, one in carried for extra in one.extras(name, num_leaves, leaf_size)),
+        ]
+
+    def _microbatch(self) -> Microbatch | None:
+        return self.step.current if self.step is not None else None
+
+    def _trained(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        return self._folder.trained if self._folder is not None else ()
+
+    def _take_backward(self, loss: Tensor, scaler: Any, *, retain_graph: bool) -> None:
+        """Do for ``loss.backward()`` what ``step.backward(loss)`` does."""
+        assert self.step is not None
+        self.step.backward(loss, scaler=scaler, retain_graph=retain_graph)
+
+    def _before_update(self, name: str) -> None:
+        """Raise StepError if the script calls step() of an optimizer within the inner loop."""
+        if self.step is not None and self.is_in_microbatch():
+            raise StepError(
+                f"{name}.step() was called inside of `for batch in step` (micro-batch {self.step.microbatch}), where "
+                "parameters have no gradient yet: call it after that loop"
+            )
+        self._unused.before_update(name)
+
+    def _refuse_schedule(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise StepError if the script calls step() of a scheduler within the inner loop."""
+        if self.is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
+            raise StepError(
+                "the step() of a learning rate scheduler was called inside of `for batch in step`, where each worker "
+                "computes different micro-batches, so it would count different steps on each: call it after that loop"
+            )

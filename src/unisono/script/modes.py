@@ -1,0 +1,123 @@
+"""Modes of this process and of the thread that trains, on which the bits of a step depend: rounding, precision, dtype.
+
+A mode of a thread (whether the processor flushes denormal numbers to zero, how it rounds) is inherited when a thread
+starts, so threads that were started before a change go on without it: those that add sums from other hosts, and torch's
+own. Such a mode may change until the run begins, also by an import: libraries that were linked with ``-ffast-math`` set
+it. A mode of the process may change between two training loops. Within one, a worker that joins later would not get
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from unisono.core.errors import StepError, UsageError
+from unisono.system.fingerprint import FLOATING_POINT, USUAL_FLOATING_POINT, floating_point
+
+__all__ = ["check_begun", "check_unchanged", "modes", "unusual"]
+
+_USUAL: Final = {
+    FLOATING_POINT: (USUAL_FLOATING_POINT,),
+    "default dtype": ("float32",),
+    "autocast on the CPU": ("off",),
+    "autocast on GPUs": ("off",),
+    "mkldnn.matmul.fp32_precision": ("none", "ieee", ""),
+    "mkldnn.conv.fp32_precision": ("none", "ieee", ""),
+    "cuda.matmul.fp32_precision": ("none", "ieee", ""),
+    "cudnn.conv.fp32_precision": ("none", "tf32", ""),
+    "cudnn.enabled": ("True",),
+    "mkldnn.enabled": ("True",),
+}
+"""What torch and the processor do unless somebody asks for something else; "": this torch has no such switch."""
+POOL_GRAIN: Final = 1 << 15
+"""Elements of a tensor for which torch takes one more thread."""
+
+
+def modes() -> dict[str, str]:
+    """Return the modes by name. Takes some microseconds."""
+    found = {
+        FLOATING_POINT: floating_point(),
+        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "threads": str(torch.get_num_threads()),
+        "deterministic algorithms": str(torch.get_deterministic_debug_mode()),
+        "autocast on the CPU": _autocast("cpu"),
+        "autocast on GPUs": _autocast("cuda"),
+    }
+    return found | {name: _switch(name) for name in _USUAL if "." in name}
+
+
+def unusual(found: Mapping[str, str], *, threads: int) -> str:
+    """Return the modes that are not as torch has them by default, in words, for the recipe; "": there are none.
+
+    Args:
+        threads: of the run.
+    """
+    usual = {**_USUAL, "threads": (str(threads),)}
+    return "; ".join(f"{name}: {value}" for name, value in found.items() if value not in usual.get(name, (value,)))
+
+
+def check_begun(before: str, *, threads: int) -> None:
+    """Check, when a training loop begins, that all threads of this worker compute in the same mode.
+
+    Args:
+        before: what `floating_point` returned when the run began.
+
+    Raises:
+        UsageError: they do not; says what to do.
+    """
+    if (now := floating_point()) != before:
+        raise UsageError(
+            f"the floating-point mode of this thread has changed since the run began, from {before!r} to {now!r}, "
+            f"and other threads of this worker keep the old one. {_ADVICE}"
+        )
+    if threads > 1:
+        tiny = torch.full((threads * POOL_GRAIN,), torch.finfo(torch.float32).tiny, dtype=torch.float32)
+        for values in (tiny / 10, torch.ones_like(tiny) / 3):
+            if len(values.view(torch.int32).unique()) > 1:
+                raise UsageError(
+                    f"torch computes with {threads} threads, and some of them were started before the floating-point "
+                    f"mode was set ({now!r}): parts of one tensor would be computed in different modes. {_ADVICE}"
+                )
+
+
+_ADVICE: Final = (
+    "Call torch.set_flush_denormal, or import the library that sets the mode (those that were linked with -ffast-math "
+    "do), in the first lines of the script: before torch computes anything, and before unisono.Run(...)"
+)
+
+
+def check_unchanged(before: Mapping[str, str], where: str) -> None:
+    """Check that the modes are those of the beginning of the training loop.
+
+    Args:
+        where: ``step 3``.
+
+    Raises:
+        StepError: they are not; names what has changed.
+    """
+    if (now := modes()) == before:
+        return
+    name = next(one for one in before if now[one] != before[one])
+    what = f"{name}: from {before[name]!r} to {now[name]!r}"
+    if name == FLOATING_POINT:
+        raise StepError(f"the mode of this thread has changed in {where} ({what}). {_ADVICE}")
+    raise StepError(
+        f"a mode on which all bits depend has changed in {where} ({what}), and whoever joins later would not have it. "
+        "Set it before the training loop, or put it back before the step ends"
+    )
+
+
+def _autocast(device: str) -> str:
+    if not torch.is_autocast_enabled(device):
+        return "off"
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _switch(name: str) -> str:
+    found: Any = torch.backends
+    for part in name.split("."):
+        found = getattr(found, part, "")
+    return str(found)

@@ -1,0 +1,1 @@
+"""Ways to train besides the plain step: each a folder that the engine does not import."""

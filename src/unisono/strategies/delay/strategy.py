@@ -1,0 +1,308 @@
+"""Delay: the gradient of step s is applied after the inner loop of step s + D, by definition.
+
+While it is under way the next steps are computed, so a slow link, or a worker that stalls now and then, costs nothing
+as long as it takes less than D steps; and no bit depends on when anything arrives. The method is stale synchronous
+parallel training with a staleness that is fixed (Ho et al., NIPS 2013; Zheng et al., "DC-ASGD", ICML 2017, look at what
+it costs; "ACCO", 2024, hides communication in the same way). `unisono.strategies.delay.pipeline` is how it is done.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from unisono.core.cursor import Recipe
+from unisono.core.errors import StepError, UsageError
+from unisono.core.events import StepResult
+from unisono.core.telemetry import StepTelemetry
+from unisono.engine.exchange.flat import FlatLayout
+from unisono.engine.loop.step import State, Step
+from unisono.engine.loop.upcoming import Upcoming
+from unisono.engine.microbatch.data import Request
+from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.microbatch.guards import UnusedGradients
+from unisono.engine.microbatch.losses import Microbatch
+from unisono.engine.rounds.gradient import StepContext
+from unisono.engine.state.sharded import Sharded
+from unisono.engine.state.sums import plain
+from unisono.engine.state.tracked import Tracked
+from unisono.strategies.delay.arrived import Arrived
+from unisono.strategies.delay.pipeline import Pipeline
+from unisono.strategies.delay.prediction import Prediction
+from unisono.system.process import Process
+
+__all__ = ["Delayed", "check_delay"]
+
+MOST_DELAY = 64
+"""Each step under way costs memory for a gradient and for the parameters."""
+
+
+def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
+    """Check that a training can have a delay, and predict parameters; warn where predictions are no better than noise.
+
+    Raises:
+        UsageError: it cannot; says why.
+    """
+    if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay <= MOST_DELAY:
+        raise UsageError(f"delay is a number of steps, from 0 (none) to {MOST_DELAY}; got {delay!r}")
+    if not delay:
+        if predict:
+            raise UsageError(
+                "predict=True computes with the parameters that are expected when a gradient is applied, which are "
+                "those in force where no gradient is under way. Give a delay, or leave it out"
+            )
+        return
+    for name, value in tracked.objects.items():
+        if predict and isinstance(value, torch.optim.SGD) and not any(one["momentum"] for one in value.param_groups):
+            warnings.warn(
+                f"{name!r} is an SGD without momentum, whose newest update is one gradient with all its noise: "
+                "predict=True goes by it, and makes such a training worse. Give it momentum, or leave predict=True out",
+                stacklevel=3,
+            )
+        if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+            raise UsageError(
+                f"{name!r} is a GradScaler, and run.steps(delay={delay}) applies a gradient {delay} steps after it was "
+                "computed, when the scale may be another one. Use bfloat16, which needs no scaler "
+                "(torch.autocast(..., dtype=torch.bfloat16)), or delay=0"
+            )
+        if isinstance(value, Sharded):
+            raise UsageError(
+                f"{name!r} is an optimizer of unisono.shard, whose update is common work of all workers: it waits for "
+                f"the slowest one in every step, so run.steps(delay={delay}) would gain nothing. Use one of the two"
+            )
+        if isinstance(value, torch.optim.LBFGS):
+            raise UsageError(
+                f"{name!r} is an LBFGS, which computes the loss of the same batch several times for one update; with "
+                f"run.steps(delay={delay}) the parameters are others by then. Use delay=0"
+            )
+    if tracked.carried:
+        raise UsageError(
+            f"{next(iter(tracked.carried))!r} is a unisono.Carried, whose rows each step reads as the step before has "
+            f"left them; with run.steps(delay={delay}) the step before is still under way. Use delay=0"
+        )
+
+
+class Delayed:
+    """The strategy of ``run.steps(delay=D)``, D > 0."""
+
+    def __init__(self, delay: int, num_steps: int, prediction: Prediction | None = None) -> None:
+        self.num_more = delay if num_steps else 0
+        self._delay = delay
+        self._num_steps = num_steps
+        self._prediction = prediction
+        self._pipeline: Pipeline | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        return self._prediction is None  # which changes the parameters before the next update does
+
+    @property
+    def recipe(self) -> Recipe:
+        predicted: Recipe = {"predict": True} if self._prediction is not None else {}
+        return {"delay": self._delay, **predicted}
+
+    def layout(self, folder: GradientFolder) -> FlatLayout:
+        return folder.layout
+
+    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
+        return upcoming()
+
+    def num_done(self, number: int) -> int:
+        return min(max(0, number - self._delay), self._num_steps)
+
+    def round_of(self, number: int) -> range | None:
+        return None
+
+    def open(self, context: StepContext, first: int) -> None:
+        self._context = context
+        self._pipeline = Pipeline(context, self._delay, self._num_steps, first, self._prediction)
+
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
+        assert self._pipeline is not None
+        return DelayedStep(
+            self._context, number, self._pipeline, num_steps=self._num_steps, unused=unused, process=process
+        )
+
+    def settle(self) -> None:
+        assert self._pipeline is not None
+        self._pipeline.settle()
+
+    def may_save(self, number: int) -> bool:
+        # Before the first update the state is that of the beginning, or of the training before, which has a checkpoint.
+        assert self._pipeline is not None
+        return not self._pipeline.holds_back and not 0 < number <= self._delay
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.leave()
+
+
+class DelayedStep(Step):
+    """One iteration: the micro-batches of one step, and the gradient of an earlier one.
+
+    Several rounds are under way at the same time, so what an iteration says of itself it notes by itself.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        number: int,
+        pipeline: Pipeline,
+        *,
+        num_steps: int,
+        unused: UnusedGradients,
+        process: Process,
+    ) -> None:
+        super().__init__(context, number, unused=unused, process=process)
+        self._pipeline = pipeline
+        self._iteration = number
+        self._num_steps = num_steps
+        self._arrived: Arrived | None = None
+        self._begun = False
+        self._news = ""
+        self._num_computed = 0
+        if number >= num_steps:
+            self._position = context.cursor.position(num_steps - 1)
+
+    # -- what the user reads -------------------------------------------------------------------------
+
+    @property
+    def number_in_loop(self) -> int:
+        """Number within ``run.steps``, from 0. Within the inner loop that of the step of the micro-batch: after a loss,
+        micro-batches of earlier steps may be computed again.
+        """
+        number = self._pipeline.number if self.state is State.INSIDE else None
+        return self._iteration if number is None else number
+
+    @property
+    def epoch(self) -> int:
+        return self._context.cursor.position(min(self.number_in_loop, self._num_steps - 1)).epoch
+
+    @property
+    def index(self) -> int:
+        within = min(self.number_in_loop, self._num_steps - 1) % self._context.cursor.steps_per_epoch
+        return within + max(0, self.number_in_loop - self._num_steps + 1)
+
+    @property
+    def is_last_of_epoch(self) -> bool:
+        return self.number_in_loop < self._num_steps and self.index + 1 == self._context.cursor.steps_per_epoch
+
+    @property
+    def num_samples(self) -> int:
+        if self.number_in_loop >= self._num_steps:
+            return 0
+        return self._context.cursor.position(self.number_in_loop).num_samples
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.is_complete and self._arrived is not None
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the step whose gradient ``.grad`` is; NaN in the first D steps, which have none."""
+        self.check_not_left()
+        if not self.is_complete:
+            raise StepError(f"step.loss of {self.name} is known after the inner loop `for ... in step`")
+        return self._loss_of(self._arrived) if self._arrived is not None else math.nan
+
+    @property
+    def current(self) -> Microbatch | None:
+        return self._pipeline.microbatch
+
+    # -- the inner loop ------------------------------------------------------------------------------
+
+    def again(self, *, reseed: bool = False) -> Iterator[Any]:
+        if self.state is State.COMPLETE:
+            raise StepError(
+                f"step.again of {self.name}: with run.steps(delay=) the gradient that is applied now is that of "
+                "an earlier step, so another pass over this step's batch would belong to no update. Use delay=0"
+            )
+        return super().again(reseed=reseed)
+
+    def _run(self, *, reseed: bool = False) -> Iterator[Any]:
+        if self.state is not State.NEW:
+            raise StepError(f"a pass over {self.name} cannot begin: {self.state.value}")
+        self.state, self._begun = State.INSIDE, True
+        self._unused.start_step()
+        try:
+            self._arrived = arrived = yield from self._pipeline.iterate(self._iteration)
+        except GeneratorExit:
+            self._is_left = True
+            raise
+        self._news, self._num_computed = self._pipeline.news, self._pipeline.num_computed
+        if arrived is not None:
+            sums, phase = self._context.tracked.sums, self._context.phase
+            epoch = self._context.cursor.position(arrived.number).epoch
+            weight = self._weight_of(arrived) if self._context.reduction == "mean" else 1.0
+            sums.note_loss(self._loss_of(arrived), weight, phase, epoch)
+            before = sums.begin_step(phase, epoch)
+            self._totals = {**sums.zeros(), **arrived.totals}
+            sums.note(before, self._totals, phase)
+            self._unused.finish_step(self._context.name(self._iteration))
+        self._complete(self._context.inspector)
+
+    def add(self, **values: Any) -> None:
+        if self._pipeline.microbatch is None:
+            raise StepError(
+                f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all "
+                "workers would add the same; what is known there needs no sum"
+            )
+        self._pipeline.add(values)
+
+    # -- for the outer loop --------------------------------------------------------------------------
+
+    @property
+    def has_result(self) -> bool:
+        return self._arrived is not None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._begun
+
+    @property
+    def has_no_microbatch(self) -> bool:
+        return self.is_complete and self._num_computed == 0
+
+    @property
+    def telemetry(self) -> Mapping[str, StepTelemetry]:
+        return self._arrived.telemetry if self._arrived is not None else {}
+
+    @property
+    def news(self) -> str:
+        return self._news
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._arrived.sent_bytes if self._arrived is not None else 0
+
+    def result(self) -> StepResult:
+        arrived = self._arrived
+        assert arrived is not None
+        position = self._context.cursor.position(arrived.number)
+        return StepResult(
+            step=self._context.first_number + arrived.number,
+            epoch=position.epoch,
+            loss=self._loss_of(arrived),
+            weight=self._weight_of(arrived),
+            samples=position.num_samples,
+            digest=f"{arrived.digest:016x}",
+            totals=plain(self._totals),
+            losses=[],
+        )
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _loss_of(self, arrived: Arrived) -> float:
+        weight, weighted_loss = arrived.scalars
+        return weighted_loss / weight if self._context.reduction == "mean" else weighted_loss
+
+    def _weight_of(self, arrived: Arrived) -> float:
+        weight = arrived.scalars[0]
+        if self._context.reduction == "sum":
+            return weight
+        size = self._context.cursor.position(arrived.number).microbatch_size
+        return weight * float(2.0 ** math.floor(math.log2(size)))

@@ -1,0 +1,1 @@
+"""Evaluations that do not hold up training."""

@@ -1,0 +1,177 @@
+"""What an evaluation asks for: a dataset in batches, and what is done with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from unisono.core.cursor import Cursor
+from unisono.core.errors import UsageError
+from unisono.engine.microbatch.data import Fetcher, MakeFetcher, MapDataset
+from unisono.engine.microbatch.iterables import Dataset, batches_of, stream_source_of
+from unisono.engine.microbatch.loaders import source_of
+from unisono.engine.microbatch.streamfetcher import StreamFetcher
+from unisono.engine.rounds.auditing import Audits
+from unisono.engine.rounds.evaluation import BatchSums, Totals, check_batches, evaluate
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.state.tracked import Tracked
+
+__all__ = ["Request", "Requests", "drive"]
+
+T = TypeVar("T")
+Function = Callable[[Any], Mapping[str, Any]]
+
+
+class Play(Protocol):
+    """Yields batches, and returns the totals of all. Collective where there are rounds."""
+
+    def __call__(
+        self, rounds: Rounds | None, number: int, sums: BatchSums, at: Callable[[int], None] = ...
+    ) -> Generator[Any, None, Totals]:
+        """
+        Args:
+            rounds: None: this worker alone.
+            number: of the evaluation, for rehearsals.
+            sums: where the script adds up what it finds in a batch.
+            at: called before each batch, where this worker is alone.
+        """
+
+
+def drive(playing: Generator[Any, None, T], work: Callable[[Any], object]) -> T:
+    """Give all that a generator yields to ``work``, and return what it returns."""
+    with closing(playing):
+        while True:
+            try:
+                item = next(playing)
+            except StopIteration as ended:
+                value: T = ended.value
+                return value
+            work(item)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a call asks for, checked."""
+
+    samples: int
+    batch_size: int
+    num_batches: int
+    play: Play
+    function: Function | None = None
+    """batch -> totals of that batch by name; None: the script has a loop of its own."""
+
+    def compute(self, rounds: Rounds | None, number: int, at: Callable[[int], None] = lambda batch: None) -> Totals:
+        """Return the totals that the function gives, over all batches. Collective where there are rounds.
+
+        Raises:
+            UsageError: it gives none for a batch.
+        """
+        sums = BatchSums("run.evaluate", fills=False)
+
+        def work(batch: Any) -> None:
+            assert self.function is not None
+            totals = self.function(batch)
+            if not isinstance(totals, Mapping):
+                raise UsageError(
+                    "the function of run.evaluate must return totals by name, e.g. {'correct': 93, 'samples': 100}; "
+                    f"got a {type(totals).__qualname__}"
+                )
+            sums.add(totals)
+
+        return drive(self.play(rounds, number, sums, at), work)
+
+
+class Requests:
+    """Makes requests of the arguments of calls.
+
+    Args:
+        deterministic: rehearse batches of other workers.
+        audits: go on without workers that are wrong where some differ; None: that is an error.
+    """
+
+    def __init__(
+        self, tracked: Tracked, *, seed: int, device: torch.device, deterministic: bool, audits: Audits | None
+    ) -> None:
+        self._tracked = tracked
+        self._seed = seed
+        self._device = device
+        self._deterministic = deterministic
+        self._audits = audits
+
+    def make(
+        self,
+        dataset: Dataset,
+        function: Function | None,
+        *,
+        batch_size: int | None,
+        collate: Callable[[list[Any]], Any] | None,
+        loader_workers: int | None,
+    ) -> Request:
+        """Return what a call asks for; the arguments are those of `unisono.script.evaluating.Evaluating.evaluate`.
+
+        Args:
+            function: None: a call of ``run.batches``.
+
+        Raises:
+            RecipeError, UsageError: the arguments do not fit together.
+        """
+        options: dict[str, Any] = {"batch_size": batch_size, "collate": collate, "loader_workers": loader_workers}
+        what = "run.evaluate" if function is not None else "run.batches"
+        if (streams := stream_source_of(dataset, what, **options)) is not None:
+            samples = batches_of(streams, self._seed)
+            return self._request(
+                lambda upcoming: StreamFetcher(
+                    streams.data, samples, device=self._device, loading=streams.loading, upcoming=upcoming
+                ),
+                function,
+                num_samples=samples.num_samples,
+                num_batches=samples.num_batches,
+                batch_size=streams.batch_size,
+            )
+        source = source_of(cast("MapDataset | DataLoader[Any]", dataset), what, shuffles=False, **options)
+        num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
+        whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
+        cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self._seed)
+        return self._request(
+            lambda upcoming: Fetcher(
+                source.dataset, cursor, device=self._device, loading=source.loading, upcoming=upcoming
+            ),
+            function,
+            num_samples=source.order.num_samples,
+            num_batches=num_batches,
+            batch_size=source.batch_size,
+        )
+
+    def _request(
+        self,
+        make_fetcher: MakeFetcher,
+        function: Function | None,
+        *,
+        num_samples: int,
+        num_batches: int,
+        batch_size: int,
+    ) -> Request:
+        def play(
+            rounds: Rounds | None, number: int, sums: BatchSums, at: Callable[[int], None] = lambda batch: None
+        ) -> Generator[Any, None, Totals]:
+            return evaluate(
+                rounds,
+                self._tracked,
+                sums,
+                make_fetcher,
+                num_batches=num_batches,
+                seed=self._seed,
+                rehearses=self._deterministic,
+                number=number,
+                at=at,
+                audits=self._audits,
+            )
+
+        return Request(
+            samples=num_samples, batch_size=batch_size, num_batches=num_batches, play=play, function=function
+        )

@@ -1,0 +1,1 @@
+"""Local steps: replicas that meet every few steps."""

@@ -1,0 +1,1 @@
+"""Optimizers whose state is cut over the workers."""

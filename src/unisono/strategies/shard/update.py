@@ -1,0 +1,379 @@
+"""The update of an optimizer whose states are shared out (`unisono.strategies.shard.sharding`), as rounds.
+
+`UpdateRound`: each member updates the parameters that it owns; the first owner of each sends the new values to those
+that do not own it. `MovingRound`: states move, because members were lost or have come. Both decide by what all members
+know (the table of owners, a part of the optimizer's state), never by the members of the moment: a member that is in an
+earlier round may see others than one that is ahead.
+
+A round ends with an exchange in which each member says that it has all that it gets. Whoever has passed it knows that
+nobody needs anything more of this round but the words of that exchange, which it keeps (`Gathered`): so the script may
+change parameters at once, and old states can be dropped. Until then every new value stays where it is, and is sent
+again after a loss. New values are never mixed with old ones in a computation: a member that has a part of them takes no
+part in the sum of gradients before it has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unisono.core.errors import DivergenceError, StateLost
+from unisono.core.ownership import Owners, Place, living, owners, senders
+from unisono.core.plan import Plan
+from unisono.core.tree import Node
+from unisono.engine.exchange import Parcel
+from unisono.engine.rounds.clock import Clock
+from unisono.engine.rounds.life import MOVING, Rounds
+from unisono.engine.rounds.members import Gathered, Members, Undivided
+from unisono.engine.rounds.team import places
+from unisono.engine.state.packing import from_bytes, quick_digest, to_bytes
+from unisono.engine.state.tracked import Tracked
+from unisono.strategies.shard.sharding import Outline, ShardedOptimizer, Shares
+from unisono.system.faults import point
+
+__all__ = ["MovingRound", "UpdateRound", "shared_updates"]
+
+MOVE_BYTES: Final = 64 << 20
+"""States move in portions of this size, or of one state."""
+
+
+class _Having(msgspec.Struct, frozen=True):
+    """What a member says before parameters or states are sent (again)."""
+
+    have: list[int] = []
+    """The parameters of which it has the new values, or the states that it holds."""
+    known: list[int] = []
+    """The parameters that it has updated itself, and so has their new states, or that are known to have none."""
+    departs: bool = False
+    """It leaves at the next boundary."""
+
+
+class _Round(Undivided):
+    """What both rounds have in common.
+
+    Args:
+        name: of the tracked optimizer.
+    """
+
+    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
+        super().__init__(members)
+        self._clock = clock
+        self._shares = shares
+        self._name = name
+        self._departing: set[str] = set()
+        self._known: set[int] = set()
+        """What all members together know, as they have said last."""
+        self._is_first = False
+
+    def first_plan(self) -> Plan:
+        self._is_first = True  # no member has anything of this round yet
+        return super().first_plan()
+
+    def interrupt(self) -> Collection[Node]:
+        self._clock.switch("waiting")
+        self._is_first = False
+        return super().interrupt()
+
+    def _hear(self, have: Collection[int], known: Collection[int] = ()) -> tuple[list[set[int]], bytes | None]:
+        """Return what each member has, by rank, and what all have said if some have finished the round. Collective."""
+        departs = self._members.worker_ids[self._members.rank] in self._members.departing()
+        letters = self._members.letters(msgspec.msgpack.encode(_Having(sorted(have), sorted(known), departs)))
+        if (said := next((letter.payload for letter in letters if letter.is_final), None)) is not None:
+            return [], said
+        heard = [msgspec.msgpack.decode(letter.payload, type=_Having) for letter in letters]
+        self._departing = {worker for worker, one in zip(self._members.worker_ids, heard, strict=True) if one.departs}
+        self._known = {index for one in heard for index in one.known}
+        return [set(one.have) for one in heard], None
+
+    def _lost(self, index: int, what: str) -> StateLost:
+        table, copies = self._shares.owners, self._shares.copies
+        had = " and ".join(table[index]) if table is not None and index < len(table) else "nobody"
+        return StateLost(
+            f"{what} of parameter {index} of {self._name} was held by {had} (unisono.shard with copies={copies}), and "
+            f"all of them are lost: the run cannot go on from here. Go on from {self._members.newest()}; with more "
+            "copies it survives more losses at the same time"
+        )
+
+
+class UpdateRound(_Round):
+    """One step() of a sharded optimizer."""
+
+    kind: Final = "update"
+
+    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
+        super().__init__(members, shares, name, clock)
+        assert shares.owners is not None
+        self.members_then: list[Place] = []
+        """The members that have finished the round, equal on all."""
+        self._owners = shares.owners
+        self._parameters = shares.parameters()
+        self._todo = shares.to_update()
+        self._new: set[int] = set()  # parameters that have their new values here
+        self._made: set[int] = set()  # those of them that this member has updated
+        self._open: set[int] = set()  # parameters into which something was perhaps written, and not all
+        self._has_begun = False
+        self._changes: dict[int, Outline] = {}
+
+    @property
+    def title(self) -> str:
+        return f"{self._name}.step()"
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        """Update what this member owns; once, but for what has lost its owners meanwhile."""
+        self._clock.switch("update")
+        own = self._own(self._members.worker_ids[self._members.rank]) - self._new - self._open
+        if own or not self._has_begun:
+            self._has_begun = True  # a step() counts once, also where it has nothing to update
+            self._shares.update_own(own)
+            self._new |= own
+            self._made |= own
+        point("shard.updated")
+        yield from ()
+
+    def combine(self, plan: Plan) -> Gathered:
+        self._clock.switch("exchange")
+        said = None
+        if self._is_first:
+            having = [self._own(worker_id) for worker_id in self._members.worker_ids]
+        else:
+            having, said = self._hear(self._new, self._made | self._shares.stateless)
+            if said is None:
+                self._check_states(having)
+        if said is None:
+            first = {index: self._sender(index, having) for index in self._todo}
+            self._deliver(having, first)
+            point("shard.delivered")
+            said = self._say(first)
+        self._read(said)
+        return Gathered(self._members, said)
+
+    def finish(self) -> None:
+        point("shard.committed")
+        self._shares.note(self._changes)
+        self._shares.stateless.update(index for index in self._todo if index not in self._shares.outlines)
+
+    def _check_states(self, having: Sequence[set[int]]) -> None:
+        """Raise StateLost if a new value is here whose first state was with its owners only."""
+        ids = self._members.worker_ids
+        for index in self._todo:
+            is_alone = index not in self._shares.outlines and not any(one in ids for one in self._owners[index])
+            if is_alone and index not in self._known and any(index in have for have in having):
+                raise self._lost(index, "the state")
+
+    def _own(self, worker_id: str) -> set[int]:
+        """Return the parameters that a member updates: what it owns, and what has no owner and no state."""
+        ids = self._members.worker_ids
+        return {
+            index
+            for index in self._todo
+            if worker_id in self._owners[index]
+            or (index not in self._shares.outlines and not any(one in ids for one in self._owners[index]))
+        }
+
+    def _sender(self, index: int, having: Sequence[set[int]]) -> int:
+        """Return the rank of who sends a parameter: the first owner that is a member, else any that has it."""
+        ids = self._members.worker_ids
+        first = [ids.index(one) for one in self._owners[index] if one in ids]
+        ranks: list[int] = [*first, *range(len(ids))]
+        for rank in ranks:
+            if index in having[rank]:
+                return rank
+        raise self._lost(index, "the state" if index in self._shares.outlines else "the new value")
+
+    def _deliver(self, having: Sequence[set[int]], first: Mapping[int, int]) -> None:
+        """Send new values to those that lack them; ``first`` is the rank of who sends each parameter."""
+        parcels = []
+        for index in self._todo:
+            has = [index in have for have in having]
+            for source, targets in senders(first[index], has, self._members.team.hosts):
+                parcels.append(Parcel(source, targets, self._parameters[index].detach()))
+        self._open = set(self._todo) - self._new
+        self._members.deliver(parcels)
+        self._new.update(self._todo)
+
+    def _say(self, first: Mapping[int, int]) -> bytes:
+        """Say that this member has all, and how the states that it answers for have changed. Collective."""
+        rank = self._members.rank
+        own = [index for index in self._todo if first[index] == rank]
+        mine = {"changes": self._shares.changes(own), "options": quick_digest(self._shares.options())}
+        heard = [from_bytes(payload) for payload in self._members.gather(to_bytes(mine, self._name))]
+        if len({one["options"] for one in heard}) > 1:
+            raise DivergenceError(
+                f"after {self._name}.step() its options (param_groups) are not the same on all workers: the optimizer "
+                "computes them from all of its parameters, so its states cannot be shared out. Use it without "
+                "unisono.shard"
+            )
+        changes = {index: outline for one in heard for index, outline in one["changes"].items()}
+        return to_bytes({"changes": changes, "members": [tuple(one) for one in places(self._members.team)]})
+
+    def _read(self, said: bytes) -> None:
+        heard: dict[str, Any] = from_bytes(said)
+        self._changes = heard["changes"]
+        self.members_then = [Place(*one) for one in heard["members"]]
+
+
+class MovingRound(_Round):
+    """States move to those that are to own them from now on."""
+
+    kind: Final = MOVING
+
+    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
+        super().__init__(members, shares, name, clock)
+        self._parameters = shares.parameters()
+        self._wanted: Owners = ()
+
+    @property
+    def title(self) -> str:
+        return f"the states of {self._name} moving between workers"
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        point("shard.moving")
+        yield from ()
+
+    def combine(self, plan: Plan) -> Gathered:
+        self._clock.switch("exchange")
+        having, said = self._hear(self._shares.held())
+        if said is None:
+            wanted = self._plan(having)
+            self._move(having, wanted)
+            point("shard.moved")
+            self._members.gather(b"")
+            said = to_bytes(wanted)
+        self._wanted = from_bytes(said)
+        return Gathered(self._members, said)
+
+    def finish(self) -> None:
+        own_id = self._members.worker_ids[self._members.rank]
+        self._shares.owners = self._wanted
+        self._shares.keep({index for index, each in enumerate(self._wanted) if own_id in each})
+
+    def _plan(self, having: Sequence[set[int]]) -> Owners:
+        """Return who is to own what; equal on all members of this generation."""
+        ids, table = self._members.worker_ids, self._shares.owners or ()
+        now = living((*table, *((),) * (len(self._parameters) - len(table))), ids)
+        held = tuple(
+            tuple(one for one, have in zip(ids, having, strict=True) if index in have)
+            if index in self._shares.outlines
+            else now[index]
+            for index in range(len(self._parameters))
+        )
+        for index in self._shares.outlines:
+            if not held[index] and any(part[0] == "tensor" for part in self._shares.outlines[index].values()):
+                raise self._lost(index, "the state")
+        everyone = places(self._members.team)
+        staying = [one for one in everyone if one.worker_id not in self._departing]
+        return owners(self._shares.sizes(), staying or everyone, self._shares.copies, held)
+
+    def _move(self, having: Sequence[set[int]], wanted: Owners) -> None:
+        ids, rank, sent = self._members.worker_ids, self._members.rank, [0] * len(having)
+        parcels: list[Parcel] = []
+        arriving: dict[int, dict[str, Any]] = {}
+        nbytes = 0
+        for index in self._shares.outlines:
+            targets = tuple(ids.index(one) for one in sorted(wanted[index], key=ids.index))
+            targets = tuple(one for one in targets if index not in having[one])
+            if not targets:
+                continue
+            able = [one for one, have in enumerate(having) if index in have]  # none, if it has no tensors
+            source = min(able, key=lambda one: (sent[one], one), default=targets[0])
+            state = self._state(index, is_source=rank in able and rank == source, is_target=rank in targets)
+            if rank in targets:
+                arriving[index] = state
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            parcels += [Parcel(source, targets, tensor) for tensor in tensors]
+            size = sum(tensor.nbytes for tensor in tensors)
+            sent[source] += size
+            nbytes += size
+            if nbytes > MOVE_BYTES:
+                self._send(parcels, arriving)
+                parcels, arriving, nbytes = [], {}, 0
+        self._send(parcels, arriving)
+
+    def _state(self, index: int, *, is_source: bool, is_target: bool) -> dict[str, Any]:
+        """Return a state: that of this member, one to be filled, or one of meta tensors; with the same keys."""
+        if is_source:
+            held = self._shares.held()[index]
+            return {key: held.get(key, value) for key, value in self._shares.placeholder(index).items()}
+        return self._shares.made(index) if is_target else self._shares.placeholder(index)
+
+    def _send(self, parcels: Sequence[Parcel], arriving: dict[int, dict[str, Any]]) -> None:
+        self._members.deliver(parcels)
+        for index, state in arriving.items():
+            self._shares.put(index, state)
+
+
+@contextmanager
+def shared_updates(rounds: Rounds, tracked: Tracked, clock: Clock) -> Iterator[None]:
+    """Return a context in which the steps of sharded optimizers are rounds. Collective where one begins to be shared
+    out.
+
+    Args:
+        clock: of the loop.
+    """
+    updates: list[_Update] = []
+    sharded = {name: one for name, one in tracked.optimizers.items() if isinstance(one, ShardedOptimizer)}
+    try:
+        for name, optimizer in sharded.items():
+            update = _Update(rounds, optimizer._shares, name, clock)
+            optimizer._shares.bind(update, lambda: rounds.team.worker_ids)
+            update.settle()
+            updates.append(update)
+        if updates:
+            rounds.before_departure = partial(_move_all, updates)
+        yield
+    finally:
+        rounds.before_departure = None
+        for optimizer in sharded.values():
+            optimizer._shares.unbind()
+
+
+def _move_all(updates: Sequence[_Update]) -> None:
+    for update in updates:
+        update.move()
+
+
+class _Update:
+    """The updates of one optimizer, in a training loop."""
+
+    def __init__(self, rounds: Rounds, shares: Shares, name: str, clock: Clock) -> None:
+        self._rounds = rounds
+        self._shares = shares
+        self._clock = clock
+        self._what = (rounds.members, shares, name, clock)
+        self._good: tuple[list[int], list[Place], Owners] | None = None
+        """Sizes, members and owners that are as they should be."""
+
+    def __call__(self) -> None:
+        """Make one step; then states move if members were lost or have come. Collective."""
+        self.settle()
+        round_ = UpdateRound(*self._what)
+        self._play(round_)
+        shares = self._shares
+        assert shares.owners is not None
+        now = (shares.sizes(), round_.members_then, shares.owners)
+        if now != self._good:
+            if owners(shares.sizes(), round_.members_then, shares.copies, shares.owners) != shares.owners:
+                self.move()
+            else:
+                self._good = now
+
+    def settle(self) -> None:
+        """Give each parameter its owners, where some have none. Collective if so."""
+        if not self._shares.is_settled:
+            self.move()
+
+    def move(self) -> None:
+        """Move states to where they are to be, with the members that there are and those that leave. Collective."""
+        self._play(MovingRound(*self._what))
+
+    def _play(self, round_: UpdateRound | MovingRound) -> None:
+        with torch.no_grad():
+            for _ in self._rounds.play(round_):
+                pass
+        self._clock.switch("update")  # what follows is the script's

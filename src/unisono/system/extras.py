@@ -1,0 +1,42 @@
+"""Optional packages, the extras of pyproject.toml: whether they are there, and the command that installs them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from unisono.core.errors import UsageError
+
+__all__ = ["install_words", "need"]
+
+
+def need(module: str, what: str, extra: str) -> None:
+    """Check that an optional package is there, without importing it.
+
+    Raises:
+        UsageError: it is missing; the error has the command that installs it.
+    """
+    from importlib.util import find_spec
+
+    with contextlib.suppress(ModuleNotFoundError):  # a parent of a dotted name is missing
+        if find_spec(module) is not None:
+            return
+    raise UsageError(f"{what} needs the package {module.partition('.')[0]}: {install_words(extra)}")
+
+
+def install_words(extra: str) -> str:
+    """Return the command that installs an extra: ``pip install 'ray>=2.9'``.
+
+    It names the packages that this installation asks for, and not ``unisono[ray]``: this library is on no index, and
+    what may be there under its name is another one.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        listed = requires("unisono") or []
+    except PackageNotFoundError:  # it is imported from its source, which was not installed
+        listed = []
+    marked = re.compile(rf"extra == (['\"]){re.escape(extra)}\1")
+    packages = [f"'{package.strip()}'" for package, _, marker in (each.partition(";") for each in listed)
+                if marked.search(marker)]  # fmt: skip
+    return f"pip install {' '.join(packages)}" if packages else f"pip install '.[{extra}]' in a clone of unisono"

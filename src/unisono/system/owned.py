@@ -1,0 +1,74 @@
+"""Files that are believed because nobody else can have written them: those of this user.
+
+A directory of somebody else may hold anything: a link to a file of this user, a pipe that is never written, an address
+to which a token would be sent. So what a command sends to others, or executes, is read by `read_owned` only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from unisono.core.errors import UsageError
+
+__all__ = ["NotOwned", "read_owned"]
+
+MOST_BYTES: Final = 16 << 20
+ROOT: Final = 0
+
+
+class NotOwned(UsageError):
+    """A file is not that of this user alone; says why."""
+
+
+def read_owned(folder: Path, name: str, *, is_folder_shared: bool = False) -> bytes:
+    """Return what a file holds: a regular file of this user, under no other name, in a directory of this user or root.
+
+    Args:
+        is_folder_shared: others may own the directory, as they own ``/tmp``.
+
+    Raises:
+        NotOwned: the file is not like this. FileNotFoundError: there is none. OSError: it cannot be read.
+    """
+    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=within)
+        owner = os.fstat(within).st_uid
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotOwned(f"{folder / name} is a link; it has to be a file of that directory itself") from None
+        raise
+    finally:
+        os.close(within)
+    try:
+        _check(folder, owner, folder / name, os.fstat(descriptor), is_folder_shared)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MOST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _check(folder: Path, owner: int, file: Path, found: os.stat_result, is_folder_shared: bool) -> None:
+    own = os.geteuid()
+    if not is_folder_shared and owner not in (own, ROOT):
+        raise NotOwned(f"{folder} is a directory of {_user(owner)}, and this command runs as {_user(own)}")
+    if found.st_uid != own:
+        raise NotOwned(f"{file} is a file of {_user(found.st_uid)}, and this command runs as {_user(own)}")
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > MOST_BYTES:
+        raise NotOwned(
+            f"{file} is no file of that directory alone: it is a pipe, a directory or the like, has a second name "
+            f"elsewhere, or more than {MOST_BYTES >> 20} MiB"
+        )
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:  # the user has no name here, as in some containers
+        return f"uid {uid}"

@@ -1,0 +1,1 @@
+"""Commands that try, repeat, plan or check a training."""

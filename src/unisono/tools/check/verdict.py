@@ -1,0 +1,249 @@
+"""Whether a script keeps the promise: the trials one after the other, and the statements that broke it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from unisono.core.errors import UsageError
+from unisono.core.words import count, without_evidence
+from unisono.tools.check.blame import Culprit, FindStatements, blame
+from unisono.tools.check.comparing import Difference, first_difference, places_of, sections_of
+from unisono.tools.check.records import Changed, Leaf, Record, Section, State, Where
+from unisono.tools.check.statements import Statements, read_scripts
+from unisono.tools.check.tracing import MAX_EVENTS
+from unisono.tools.check.trials import ALONE, TRIALS, Outcome, Runner, Trial
+
+__all__ = ["Found", "Verdict", "check_script"]
+
+LAST_LINES: Final = 12
+CUT: Final = f"statements beyond the first {MAX_EVENTS // 2:,} of a micro-batch or an update"
+TWICE: Final = "more workers: the script alone does not compute the same twice"
+MORE: Final = "more workers: the script is refused already alone"
+ATTEMPTS: Final = 3
+"""How often a trial is traced: what depends on chance may go well this time."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a trial has shown.
+
+    Attributes:
+        difference: from the script alone; None: the same bits.
+        failure: why the trial did not come to its end; "" where it did.
+        culprit: the statement that is the reason; None where none was found.
+    """
+
+    trial: Trial
+    difference: Difference | None = None
+    failure: str = ""
+    culprit: Culprit | None = None
+
+    @property
+    def is_same(self) -> bool:
+        return self.difference is None and not self.failure
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the promise is kept, as far as it was looked at.
+
+    Attributes:
+        steps, microbatches: that were computed alone.
+        unchecked: what could not be looked at, in words.
+    """
+
+    steps: int
+    microbatches: int
+    found: list[Found] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether all trials have computed the same bits."""
+        return all(each.is_same for each in self.found)
+
+
+def check_script(runner: Runner, say: Callable[[Found | Outcome], None]) -> Verdict:
+    """Compute the first steps of a script in all ways, and find the statements that make them differ.
+
+    Args:
+        say: is told each result as it comes; first the trial with which the others are compared.
+
+    Raises:
+        UsageError: the script fails already alone, or trains nothing.
+    """
+    alone = runner.run(ALONE)
+    if (refused := _refused(runner, alone)) is not None:
+        say(refused)
+        return Verdict(alone.num_steps, _microbatches(alone), [refused], [MORE])
+    reference = _reference(alone)
+    verdict = Verdict(alone.num_steps, _microbatches(alone))
+    tracing = _Tracing(runner, verdict)
+    if alone.exit_code != 0:
+        found = tracing.explained(Found(ALONE, first_difference(reference, alone.workers)))
+        verdict.found.append(found)
+        verdict.unchecked.append(TWICE)
+        say(found)
+        return verdict
+    say(alone)
+    for trial in TRIALS:
+        outcome = runner.run(trial)
+        found = tracing.explained(_found(outcome, alone, reference))
+        if found.is_same and trial.joins and not outcome.has_joined:
+            verdict.unchecked.append("what a worker does that joins: none has joined within these steps")
+        verdict.found.append(found)
+        say(found)
+        if not found.is_same and trial is TRIALS[0]:
+            verdict.unchecked.append(TWICE)
+            break
+    return verdict
+
+
+class _Tracing:
+    """Computes trials again, traced, to find the statements that make them differ.
+
+    Args:
+        verdict: is told what could not be looked at.
+    """
+
+    def __init__(self, runner: Runner, verdict: Verdict) -> None:
+        self._runner = runner
+        self._verdict = verdict
+        self._alone: Outcome | None = None
+        self._known: dict[Where | None, Culprit] = {}  # by where trials differ: most often for the same reason
+
+    def explained(self, found: Found) -> Found:
+        """Return what a trial has shown with the statement that is the reason, if it can be found."""
+        if found.is_same:
+            return found
+        where = found.difference.where if found.difference is not None else None
+        if where not in self._known:
+            try:
+                culprit = self._find(found.trial)
+            except UsageError as error:  # what was found counts all the same
+                self._note(f"which line is the reason: with its statements written down, {error}")
+                return found
+            if culprit is None:
+                return found
+            self._known[where] = culprit
+        return replace(found, culprit=self._known[where])
+
+    def _find(self, trial: Trial) -> Culprit | None:
+        if self._alone is None:
+            self._alone = self._runner.run(ALONE, traces=True)
+        for _ in range(ATTEMPTS):
+            again = self._runner.run(trial, traces=True) if trial is not ALONE else self._alone
+            if (culprit := _culprit(again, self._alone)) is not None:
+                return culprit
+            if _is_cut(again):
+                self._note(CUT)
+        return None
+
+    def _note(self, unchecked: str) -> None:
+        if unchecked not in self._verdict.unchecked:
+            self._verdict.unchecked.append(unchecked)
+
+
+def _refused(runner: Runner, alone: Outcome) -> Found | None:
+    """Return the statement that changes a parameter within a micro-batch, if the script has failed for that; None: it
+    has not.
+    """
+    if alone.exit_code == 0 or not any(isinstance(each, State) for own in alone.workers.values() for each in own):
+        return None
+    again = runner.run(ALONE, traces=True, watches=True)
+    records = (each for own in again.workers.values() for each in own)
+    found = next((each for each in records if isinstance(each, Changed)), None)
+    if found is None:
+        return None
+    culprit = Culprit("changes", found.file, found.line, found.text, found.parameter)
+    return Found(ALONE, failure=_last_lines(alone.output), culprit=culprit)
+
+
+def _microbatches(outcome: Outcome) -> int:
+    records = (each for own in outcome.workers.values() for each in own)
+    return sum(isinstance(each, Leaf) and not each.aside for each in records)
+
+
+def _reference(outcome: Outcome) -> list[Record]:
+    records = next(iter(outcome.workers.values()), [])
+    if outcome.exit_code != 0 and first_difference(records, {"w0": records}) is None:
+        raise UsageError(f"the script fails when it runs alone:\n{_last_lines(outcome.output)}")
+    if not any(isinstance(each, Leaf) for each in records):
+        raise UsageError("the script has trained no step: run.steps (or run.local_steps) was not iterated")
+    return records
+
+
+def _found(outcome: Outcome, alone: Outcome, reference: Sequence[Record]) -> Found:
+    failure = _failure(outcome, alone)
+    difference = first_difference(reference, outcome.workers) or _evaluations(alone, outcome, is_whole=not failure)
+    return Found(outcome.trial, difference, failure)
+
+
+def _evaluations(alone: Outcome, outcome: Outcome, *, is_whole: bool) -> Difference | None:
+    """Return the first evaluation that differs from that of the script alone; None: there is none.
+
+    Args:
+        is_whole: the trial has come to its end, so an evaluation that only one of the two has is a difference as well.
+    """
+    for number, (ours, theirs) in enumerate(itertools.zip_longest(alone.evaluations, outcome.evaluations)):
+        if ours == theirs or (not is_whole and None in (ours, theirs)):
+            continue
+        step = min(each[0] for each in (ours, theirs) if each is not None)
+        values = _totals(ours, step), _totals(theirs, step)
+        return Difference(Where(step, "evaluation", leaf=number), "w0", values=values)
+    return None
+
+
+def _totals(evaluation: tuple[int, str] | None, step: int) -> str:
+    if evaluation is None:
+        return "missing"
+    at, totals = evaluation
+    return totals if at == step else f"done after step {at - 1} ({totals})"
+
+
+def _failure(outcome: Outcome, alone: Outcome) -> str:
+    """Return why a trial has not done what the script did alone; "" if it has."""
+    if outcome.exit_code != 0:
+        return _last_lines(outcome.output) or f"it ended with exit code {outcome.exit_code}"
+    if outcome.num_steps != alone.num_steps:
+        return f"the script ended after {count(outcome.num_steps, 'step')}, and alone after {alone.num_steps}"
+    return ""
+
+
+def _culprit(outcome: Outcome, alone: Outcome) -> Culprit | None:
+    """Return the statement that is the reason of the first difference of two traced trials; None: it was not found."""
+    reference = next(iter(alone.workers.values()), [])
+    ours = sections_of(reference)
+    difference = first_difference(reference, outcome.workers)
+    workers = [difference.worker] if difference is not None else list(outcome.workers)
+    for worker in workers:
+        theirs = sections_of(outcome.workers[worker])
+        looked = difference or Difference(Where(0, "evaluation"), worker)
+        script = _scripts([*ours, *theirs])
+        culprit = blame(ours, theirs, places_of(looked, theirs), script, aside=looked.aside)
+        if culprit is not None:
+            return culprit
+    return None
+
+
+def _is_cut(outcome: Outcome) -> bool:
+    return any(each.is_cut for records in outcome.workers.values() for each in sections_of(records))
+
+
+def _scripts(sections: Sequence[Section]) -> FindStatements:
+    """Return the statements of all files that sections name, by path."""
+    texts = {}
+    for path in sorted({event.file for section in sections for event in section.events}):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            texts[path] = Path(path).read_text(encoding="utf-8")
+    scripts = read_scripts(texts)
+    return lambda path: scripts.get(path, Statements())
+
+
+def _last_lines(output: str) -> str:
+    return "\n".join(without_evidence(output.rstrip().splitlines())[-LAST_LINES:])

@@ -1,0 +1,1 @@
+"""`unisono replay`: steps of a run, computed again."""

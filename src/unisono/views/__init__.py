@@ -1,0 +1,1 @@
+"""A run as people and their tools see it: functions of the record."""

@@ -1,0 +1,348 @@
+"""Account of a run: what there is to say about it when one looks back, from the files in its directory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.core.events import Seconds
+from unisono.core.words import count, duration
+from unisono.record.advice import Advice, Load, Setting, advise
+from unisono.record.history import History
+from unisono.record.history.machines import added_up, seconds_of, steps_of
+from unisono.record.journal.lines import is_number
+from unisono.record.overview import Overview
+
+__all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "interruptions", "presences"]
+
+POINTS: Final = 1000
+PARTS: Final = Seconds.__struct_fields__
+LEAST_STEPS: Final = 10
+"""No advice follows from fewer: the first steps of a process are slower than all others."""
+TOLD: Final = frozenset({"start", "joined", "gone", "interruption", "problem", "end"})
+"""Kinds of events that an account is made of; there may be very many of others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerAccount:
+    """A worker, over the newest steps, of which the times of each worker are kept."""
+
+    worker_id: str
+    host: str
+    seconds: Mapping[str, float]
+    """By part of `Seconds`, in all its steps together."""
+    share: float
+    """Of the micro-batches of these steps, 0 to 1."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """When a worker was a member of the run."""
+
+    worker_id: str
+    host: str
+    begin: float
+    """In seconds since 1970, as `end`."""
+    end: float
+    how: str
+    """How it went (`WorkerGone.how`); "": it was there until the end."""
+    came: str
+    """Why it came."""
+    went: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """A step that took longer because workers came or went."""
+
+    step: int
+    time: float
+    """Of the first of the events, in seconds since 1970."""
+    what: tuple[str, ...]
+    """Each who came or went, in words."""
+    seconds: float | None
+    """By which its first step was longer than a step usually is; None: nobody has measured that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What there is to say about a run."""
+
+    name: str
+    directory: Path
+    overview: Overview
+    facts: Mapping[str, Any]
+    first: int
+    """The first and the last step of which there are lines; -1: there is none."""
+    last: int
+    series: Mapping[str, Mapping[str, Sequence[Any]]]
+    """As `History.series`."""
+    workers: Sequence[WorkerAccount]
+    """All that took part in one of the newest steps."""
+    since: int
+    """The first of these steps."""
+    num_workers: int
+    """That took part in the last one; 0: unknown."""
+    efficiency: float | None
+    """Useful compute / total time of all workers in their steps; None: no time is known."""
+    presences: Sequence[Presence]
+    interruptions: Sequence[Interruption]
+    advice: Sequence[Advice]
+    problems: Sequence[Mapping[str, Any]]
+    notes: Sequence[str]
+    evaluations: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the start of the run to its end, or to now."""
+        found = self.overview
+        return max(0.0, (found.ended or found.time) - found.started) if found.started else 0.0
+
+    @property
+    def sentence(self) -> str:
+        """How the run went, in one sentence."""
+        found = self.overview
+        steps = count(found.step + 1, found.unit)
+        took = f" in {duration(self.elapsed_s)}" if self.elapsed_s else ""
+        on = f" on {count(self.num_workers, 'worker')}" if self.num_workers else ""
+        match found.state:
+            case "finished":
+                return f"Finished {steps}{took}{on}."
+            case "failed":
+                return f"Failed after {steps}{took}{on}: {found.reason}".rstrip(": ")
+            case "stopped" | "unknown":
+                return f"Ended after {steps}{took}{on}" + (
+                    f": {found.reason}" if found.reason else ", and wrote no end"
+                )
+        return f"Going: {steps}{took}{on} so far."
+
+
+def account(directory: Path) -> Account:
+    """Return the account of the run in a directory.
+
+    Raises:
+        UsageError: the directory holds no run.
+        OSError: it cannot be read.
+    """
+    history = History(directory)
+    history.complete()
+    overview = history.overview()
+    first, last = history.span()
+    names = history.names()
+    scalars = [name for name in names if not name.startswith(("part/", "evaluation/"))]
+    evaluations = [name for name in names if name.startswith("evaluation/")]
+    times = history.times(first, last, POINTS) if last >= 0 else {}
+    told = [each for each in history.every_event() if each.get("kind") in TOLD]
+    hosts = {each["worker_id"]: each.get("host", "") for each in told if each.get("kind") == "joined"}
+    workers = _workers(times, last, hosts)
+    loads = _loads(times, last, hosts)
+    came_and_went = presences(told, end=overview.ended or overview.time)
+    return Account(
+        name=directory.resolve().name,
+        directory=directory,
+        overview=overview,
+        facts=history.facts(),
+        first=first,
+        last=last,
+        series=history.series(
+            [*scalars, *(f"part/{part}" for part in PARTS if f"part/{part}" in names)], points=POINTS
+        ),
+        evaluations=history.series(evaluations, points=POINTS) if evaluations else {},
+        workers=workers,
+        since=min(times.get("step", ()), default=last + 1),
+        num_workers=len(loads),
+        efficiency=history.efficiency(),
+        presences=came_and_went,
+        interruptions=interruptions(told),
+        advice=advise(loads, _setting(history.facts(), history.use(POINTS))) if last - first >= LEAST_STEPS - 1 else [],
+        problems=[each for each in told if each.get("kind") == "problem"],
+        notes=list(history.notes),
+    )
+
+
+def interruptions(told: Sequence[Mapping[str, Any]]) -> list[Interruption]:
+    """Return what has interrupted the run: each change of its workers between its first step and its last one.
+
+    What happens until the first step of the next generation is one interruption: a worker that is killed, and the one
+    that replaces it.
+
+    Args:
+        told: lines of the story, in their order.
+    """
+    found: list[Interruption] = []
+    pending: list[Mapping[str, Any]] = []
+    for each in told:
+        match each.get("kind"):
+            case "joined" if int(each.get("step") or 0) > 0:
+                pending.append(each)
+            case "gone" if each.get("how") != "finished" and int(each.get("step", -1)) >= 0:
+                pending.append(each)
+            case "interruption":
+                found.append(_interruption(pending, each))
+                pending = []
+            case "start" | "end":
+                if pending:
+                    found.append(_interruption(pending))
+                pending = []
+    return [*found, _interruption(pending)] if pending else found
+
+
+def _interruption(changes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any] | None = None) -> Interruption:
+    first = changes[0] if changes else measured or {}
+    what = tuple(_what(each) for each in changes) or (str((measured or {}).get("reason", "")),)
+    if measured is None:
+        return Interruption(step=int(first.get("step", -1)), time=_time(first), what=what, seconds=None)
+    return Interruption(
+        step=int(measured.get("step", -1)), time=_time(first), what=what, seconds=float(measured.get("seconds") or 0.0)
+    )
+
+
+def presences(told: Sequence[Mapping[str, Any]], end: float) -> list[Presence]:
+    """Return when each worker was a member, the first one first.
+
+    Args:
+        told: lines of the story, in their order.
+        end: of the run, in seconds since 1970; of the workers whose end nobody has told.
+    """
+    made: list[Presence] = []
+    there: dict[str, Mapping[str, Any]] = {}
+
+    def went(worker_id: str, at: float, how: str = "", why: str = "") -> None:
+        joined = there.pop(worker_id, None)
+        if joined is not None:
+            made.append(
+                Presence(
+                    worker_id=worker_id,
+                    host=str(joined.get("host", "")),
+                    begin=_time(joined),
+                    end=max(at, _time(joined)),
+                    how=how,
+                    came=str(joined.get("reason", "")),
+                    went=why,
+                )
+            )
+
+    for each in told:
+        worker_id = str(each.get("worker_id", ""))
+        match each.get("kind"):
+            case "joined":
+                went(worker_id, _time(each))
+                there[worker_id] = each
+            case "gone":
+                went(worker_id, _time(each), str(each.get("how", "")), str(each.get("reason", "")))
+            case "end":
+                for name in list(there):
+                    went(name, _time(each))
+    for name in list(there):
+        went(name, end)
+    return sorted(made, key=lambda each: (each.begin, each.worker_id))
+
+
+def _what(told: Mapping[str, Any]) -> str:
+    """Return who came or went, in words."""
+    who = f"{told['worker_id']} on {told['host']}" if told.get("host") else str(told["worker_id"])
+    reason = f": {told['reason']}" if told.get("reason") else ""
+    if told["kind"] == "joined":
+        return f"{who} joined{reason}"
+    words = {"lost": "was lost", "failed": "failed", "evicted": "was ended because it hung", "left": "left"}
+    return f"{who} {words.get(str(told.get('how')), 'went')}{reason}"
+
+
+def _time(told: Mapping[str, Any]) -> float:
+    return float(told.get("time") or 0.0)
+
+
+def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> list[WorkerAccount]:
+    """Add up the times of each worker over the newest steps.
+
+    Args:
+        times: as `History.times`; a point is the mean of the steps up to the next point.
+        last: the last step.
+    """
+    names: Sequence[str] = times.get("workers", ())
+    steps: Sequence[int] = times.get("step", ())
+    if not names or not steps:
+        return []
+    weights, seconds = steps_of(times, last), seconds_of(times, last)
+    leaves = [added_up(times["values"].get("leaves", ()), weights, place) for place in range(len(names))]
+    all_leaves = sum(leaves) or 1.0
+    return [
+        WorkerAccount(
+            worker_id=name,
+            host=hosts.get(name, ""),
+            seconds=seconds[name],
+            share=leaves[place] / all_leaves,
+        )
+        for place, name in enumerate(names)
+    ]
+
+
+def _loads(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> list[Load]:
+    """Return what each of the last members did, over the steps at the end that all of them did together."""
+    names: Sequence[str] = times.get("workers", ())
+    values = times.get("values", {})
+    if not names or not times["step"]:
+        return []
+
+    def there(at: int) -> list[int]:
+        return [place for place, leaves in enumerate(values["leaves"][at]) if leaves is not None]
+
+    points = range(len(times["step"]))
+    members = there(points[-1])
+    begin = next((at + 1 for at in reversed(points) if there(at) != members), 0)
+    steps = [*times["step"][begin:], last + 1]
+    weights = [max(1, after - before) for before, after in itertools.pairwise(steps)]
+
+    def mean(column: str, place: int) -> float:
+        rows = values.get(column, ())[begin:]
+        return float(added_up(rows, weights, place) / sum(weights))
+
+    loads = []
+    for place in members:
+        waits: dict[str, float] = {}
+        for weight, who, seconds in zip(
+            weights, times["waits_for"][begin:], values.get("waits_s", ())[begin:], strict=False
+        ):
+            if who[place]:
+                waits[who[place]] = waits.get(who[place], 0.0) + weight * (seconds[place] or 0.0) / sum(weights)
+        loads.append(
+            Load(
+                worker_id=names[place],
+                host=hosts.get(names[place], ""),
+                seconds=Seconds(**{part: mean(part, place) for part in PARTS}),
+                leaves=mean("leaves", place),
+                waits=waits,
+                page_faults=mean("page_faults", place),
+            )
+        )
+    return loads
+
+
+def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
+    """Return how the run was set, as far as its description says it."""
+    recipe = facts.get("recipe") or {}
+    spare = [
+        used["num_cores"] - statistics.fmean(cores)
+        for used in use.get("machines", {}).values()
+        if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if is_number(value)])
+    ]
+    return Setting(
+        microbatches=_whole(recipe.get("microbatches")),
+        batch_size=_whole(recipe.get("batch_size")),
+        spare_cores=max(0.0, min(spare)) if spare else math.inf,
+        wire=str(recipe.get("wire", "fp32")),
+    )
+
+
+def _whole(value: Any) -> int:
+    """Return a number of a recipe; 0 where it is none."""
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,136 @@
+"""What a tool lacks of a run: the lines of the journal after those that it has.
+
+A tool that keeps what it gets (TensorBoard's files, MLflow's server) outlives the worker that wrote into it. The next
+writer asks the tool where it stands and takes the rest from the journal, so no step is lost or doubled there; and a
+tool that is added to a run late gets the run from its beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.core.events import EvaluationFinished, Event, StepFinished
+from unisono.record.journal import JOURNAL, from_line
+
+__all__ = ["Memory", "Once", "since"]
+
+BLOCK_BYTES: Final = 1 << 16
+TOOLS: Final = "tools"
+"""Folder in the directory of a run."""
+MOST_REMEMBERED: Final = 4096
+"""Evaluations."""
+BURST_S: Final = 0.005
+PAUSE_S: Final = 0.01
+"""An old journal is read in bursts, because a thread that computes takes the interpreter from the training."""
+
+
+def since(directory: Path, step: int) -> Iterator[StepFinished | EvaluationFinished]:
+    """Yield the journal's events from this step on: steps, and the evaluations after the line of the step before.
+
+    An evaluation beside the training has its line where the script asks for the result, after later steps.
+
+    A line that is broken ends it; a journal that cannot be read has no events.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (directory / JOURNAL).open("rb") as file:
+        file.seek(_offset(file, step))
+        began, is_there = time.monotonic(), step <= 0
+        for text in file:
+            if not text.endswith(b"\n"):
+                return
+            event = from_line(json.loads(text))
+            if isinstance(event, StepFinished):
+                is_there = is_there or event.step >= step - 1
+            if isinstance(event, StepFinished | EvaluationFinished) and (
+                event.step >= step or (is_there and isinstance(event, EvaluationFinished))
+            ):
+                yield event
+            if time.monotonic() - began > BURST_S:
+                time.sleep(PAUSE_S)
+                began = time.monotonic()
+
+
+def _offset(file: Any, step: int) -> int:
+    """Return where the first line after the step before this one begins, or a place before it."""
+    start = file.seek(0, os.SEEK_END)
+    while step > 0 and start > 0:
+        start = max(0, start - BLOCK_BYTES)
+        file.seek(start)
+        if start > 0:
+            file.readline()  # a part of a line
+        place = file.tell()
+        for text in file:
+            line = json.loads(text) if text.endswith(b"\n") else {}
+            if line.get("kind") == "step":
+                if int(line["step"]) < step:
+                    return int(place)
+                break
+    return 0
+
+
+class Once:
+    """Lets each event of a run through once, although the journal has some of them as well."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._evaluated: dict[tuple[int, tuple[str, ...]], None] = {}  # the newest ones
+
+    def begin(self, step: int) -> None:
+        """Begin anew: all before this step is known."""
+        self._step = step - 1
+        self._evaluated.clear()
+
+    @property
+    def next_step(self) -> int:
+        """The step that is expected."""
+        return self._step + 1
+
+    def is_new(self, event: Event) -> bool:
+        """Return whether an event comes for the first time; events that are in no journal always do."""
+        if isinstance(event, StepFinished):
+            if event.step <= self._step:
+                return False
+            self._step = event.step
+        elif isinstance(event, EvaluationFinished):  # perhaps after later steps
+            key = event.step, tuple(event.values)
+            if key in self._evaluated:
+                return False
+            self._evaluated[key] = None
+            if len(self._evaluated) > MOST_REMEMBERED:
+                del self._evaluated[next(iter(self._evaluated))]
+        return True
+
+
+class Memory:
+    """What a tool must remember of a run (its name for the run, how far it has got): a file in the run's directory.
+
+    Where there is no directory, nothing is remembered.
+    """
+
+    def __init__(self, directory: str, tool: str) -> None:
+        self._path = Path(directory) / TOOLS / f"{tool}.json" if directory else None
+
+    def read(self) -> dict[str, Any]:
+        """Return what was written last; empty where there is nothing."""
+        if self._path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                found = json.loads(self._path.read_text(encoding="utf-8"))
+                return found if isinstance(found, dict) else {}
+        return {}
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Keep these values instead of those before.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._path is not None:
+            self._path.parent.mkdir(exist_ok=True)
+            part = self._path.with_name(f".{self._path.name}.part")
+            part.write_text(json.dumps(values) + "\n", encoding="utf-8")
+            part.replace(self._path)

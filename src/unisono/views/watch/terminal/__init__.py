@@ -1,0 +1,22 @@
+"""The terminal: a live view, or plain lines where standard output is a file or a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from unisono.system.tasks import is_for_person
+from unisono.views.watch.terminal.base import BALANCE_EVERY_S, Terminal, summary
+from unisono.views.watch.terminal.canvas import is_drawable
+from unisono.views.watch.terminal.plain import Plain
+
+__all__ = ["BALANCE_EVERY_S", "Plain", "Terminal", "summary", "terminal"]
+
+
+def terminal() -> Terminal:
+    """Make the sink that suits standard output: a live view for a terminal, else `Plain`."""
+    if not is_for_person(sys.stdout, os.environ) or not is_drawable(dict(os.environ)):
+        return Plain()
+    from unisono.views.watch.terminal.live import Live
+
+    return Live()

@@ -1,0 +1,80 @@
+"""Who is wrong, by what members say when some have computed different values."""
+
+from __future__ import annotations
+
+import pytest
+
+from unisono.core.audits import Record, key_of
+from unisono.core.errors import DivergenceError
+from unisono.core.telemetry import StepTelemetry
+from unisono.engine.rounds import auditing
+from unisono.engine.rounds.auditing import differ, first_difference, of_states
+
+WHOLE = "its state"
+
+
+def sent(leaf: int = -1, digest: int = 0, other: int = -1, other_digest: int = 0, state: int = 7) -> StepTelemetry:
+    return StepTelemetry(
+        own_leaf=leaf,
+        own_digest=digest,
+        other_leaf=other,
+        other_digest=other_digest,
+        compared_step=5,
+        state_digest=state,
+    )
+
+
+def says(worker: str, leaves: dict[int, int] | None = None, arithmetic: int = 0, **states: int) -> auditing.Testimony:
+    named = {name.replace("_", " "): digest for name, digest in states.items()}
+    return auditing.Testimony(worker, arithmetic, leaves or {}, named, {}, 0, 0)
+
+
+def test_members_differ_by_a_pair_of_micro_batches() -> None:
+    key = key_of([3, 7])
+    assert not differ({"w0": sent(key, 1), "w1": sent(other=key, other_digest=1)})
+    assert differ({"w0": sent(key, 1), "w1": sent(other=key, other_digest=2)})
+    assert not differ({"w0": sent(key, 1), "w1": sent(4, 2)})
+
+
+def test_members_differ_by_a_state_that_most_do_not_have() -> None:
+    assert differ({"w0": sent(), "w1": sent(state=8), "w2": sent()})
+    assert not differ({"w0": sent(), "w1": sent(state=8)})  # two: it is an error, and nobody is asked
+
+
+def test_the_first_micro_batch_that_differs_is_tried() -> None:
+    said = [says("w0", {3: 1, 7: 1}), says("w1", {3: 1, 7: 2}), says("w2")]
+    found = first_difference(said)
+    assert found is not None
+    assert (found.key, found.digests) == (7, {"w0": 1, "w1": 2})
+
+
+def test_of_a_member_that_is_lost_nothing_is_known() -> None:
+    """Its partner has computed the same micro-batch, and may be right: nobody is named."""
+    assert first_difference([says("w0", {3: 1, 7: 1}), says("w2", {4: 1})]) is None
+
+
+def test_members_of_other_arithmetic_are_not_compared() -> None:
+    said = [says("w0", {3: 1}, its_state=1), says("w1", {3: 2}, 9, its_state=2), says("w2", its_state=1)]
+    assert first_difference(said) is None
+    assert of_states(said, 5, Record()) is None
+
+
+def test_a_state_that_most_do_not_have_is_wrong() -> None:
+    found = of_states([says("w0", its_state=4), says("w1", its_state=5), says("w2", its_state=4)], 5, Record())
+    assert found is not None
+    verdict, what = found
+    assert (verdict.wrong, verdict.is_of_state, what) == (("w1",), True, WHOLE)
+    assert of_states([says("w0", its_state=4), says("w1", its_state=5)], 5, Record()) is None
+
+
+def test_a_copy_that_most_holders_do_not_have_is_wrong() -> None:
+    said = [says("w0", its_state=4, a=1), says("w1", its_state=4, a=2), says("w2", its_state=4, a=1)]
+    found = of_states(said, 5, Record())
+    assert found is not None
+    verdict, what = found
+    assert (verdict.wrong, what) == (("w1",), "its copy of an optimizer's state")
+
+
+def test_two_copies_that_differ_name_both_holders_and_convict_none() -> None:
+    with pytest.raises(DivergenceError, match="at step 5 w0 and w1 hold copies of a that differ"):
+        of_states([says("w0", its_state=4, a=1), says("w1", its_state=4, a=2)], 5, Record())
