@@ -130,10 +130,16 @@ def test_the_next_head_knows_what_was_told_last_and_how_long_steps_take(monkeypa
     following = Story(kept)
     assert following.recent == list(kept.told)
     following.add([change(3, 0.0, "a is out of reach")])
-    (interruption,) = following.take_step(step(4, T + 10, 3))
+    assert following.take_step(step(4, T + 10, 3)) == [], "who has gone is told before what that has cost"
+    *_, interrupting, interruption = following.take()
+    assert isinstance(interrupting, MembershipChanged)
     assert isinstance(interruption, Interruption)
     assert interruption.seconds == 10 - 1.5 - 0.5
     assert following.interrupted_s == interruption.seconds
+    following.add([change(4, 0.0)])
+    following.take()
+    (following_one,) = following.take_step(step(5, T + 20, 4))
+    assert isinstance(following_one, Interruption), "nothing waits, so it is told at once"
 
 
 def test_the_end_has_the_digests_that_the_workers_have_told() -> None:

@@ -46,7 +46,7 @@ from unisono.membership.draft import Action, Alarm, Draft, Hangup, Invite, Send
 from unisono.membership.generations import follow_up
 from unisono.membership.happenings import happenings
 from unisono.membership.heartbeat import routine, routine_of_many
-from unisono.membership.heirs import heirs, holders, keepers, machines, successor, without_lost_heir
+from unisono.membership.heirs import heirs, holders, is_first_elsewhere, keepers, machines, successor, without_lost_heir
 from unisono.membership.roster import State, noted, rebranched, seat_of
 from unisono.membership.table import TRANSITIONS
 
@@ -66,6 +66,7 @@ __all__ = [
     "happenings",
     "heirs",
     "holders",
+    "is_first_elsewhere",
     "keepers",
     "machines",
     "next_deadline",

@@ -9,7 +9,7 @@ from unisono.core.messages import Lost, MachineInfo
 from unisono.membership.dispatch import Event, Lags
 from unisono.membership.roster import State, WorkerState, seat_of
 
-__all__ = ["heirs", "holders", "is_cut_off", "keepers", "machines", "successor", "without_lost_heir"]
+__all__ = ["heirs", "holders", "is_cut_off", "is_first_elsewhere", "keepers", "machines", "successor", "without_lost_heir"]
 
 
 def heirs(state: State) -> tuple[str, ...]:
@@ -43,6 +43,20 @@ def holders(state: State) -> list[str]:
     """Return the agents on whose machines workers hold the run's state."""
     holding = {worker.agent for worker in state.workers.values() if worker.state is WorkerState.HOLDING}
     return sorted(holding) if state.held else []
+
+
+def is_first_elsewhere(before: State, after: State, worker_id: str) -> bool:
+    """Return whether, with this event of a worker, the run's state is held on another machine than the head's.
+
+    Until the heirs hear of that, they believe that the state is lost with the head's machine.
+    """
+    worker, was = after.workers.get(worker_id), before.workers.get(worker_id)
+    if not after.held or worker is None or worker.state is not WorkerState.HOLDING:
+        return False
+    seat = seat_of(after)
+    if worker.agent == seat or (was is not None and was.state is WorkerState.HOLDING):
+        return False
+    return not any(w.state is WorkerState.HOLDING and w.agent != seat for w in before.workers.values())
 
 
 def is_cut_off(state: State) -> bool:

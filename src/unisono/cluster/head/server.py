@@ -449,6 +449,9 @@ class Head:
     def send_all(self, names: Iterable[str], message: Message) -> None:
         self._lines.send_all(names, message)
 
+    def tell_when_held(self, told: Told) -> None:
+        self.table.send_when_held(told)
+
     def follow(self, before: State, event: Event) -> None:
         state, message = self.state, event.message
         if isinstance(message, Hello) and (worker := state.workers.get(event.source)) is not None:

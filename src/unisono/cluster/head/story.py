@@ -121,7 +121,7 @@ class Story:
         )
 
     def take_step(self, event: StepFinished) -> list[Event]:
-        """Return what a step has to tell besides its result."""
+        """Return what a step has to tell besides its result: at once, or nothing, and told after what waits by `take`."""
         told: list[Event] = []
         interruption: Interruption | None = self._interruptions.step(event)
         if interruption is not None:
@@ -129,6 +129,9 @@ class Story:
             self.interruptions.append(interruption)
             self.interrupted_s = round(self.interrupted_s + interruption.seconds, 6)
         told += self._asides.of(event)
+        if self._untold:  # such as that a worker has joined, which is what has interrupted the run
+            self._untold += told
+            return []
         self._recent += told
         return told
 

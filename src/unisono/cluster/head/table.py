@@ -43,6 +43,7 @@ from unisono.membership import (
     Send,
     Tick,
     TookOver,
+    is_first_elsewhere,
     machines,
     next_deadline,
     routine_of_many,
@@ -224,7 +225,9 @@ class Table:
         is_reported_again = isinstance(message, _REPORTED_AGAIN) or (
             isinstance(message, Lost) and event.source in before.workers
         )
-        if is_new or is_first_step or not is_reported_again:
+        # An agent that has not heard that the state is on its machine as well starts no head when this one is lost.
+        is_spread = is_first_elsewhere(before, self.state, event.source)
+        if is_new or is_first_step or is_spread or not is_reported_again:
             self.remember()
         elif self._story.has_news or not isinstance(message, Beat | StepDone):
             self.remember_soon()

@@ -51,6 +51,9 @@ class Members(Protocol):
     def send_all(self, names: Iterable[str], message: Message) -> None:
         """Send a message to those of these workers and agents that are connected."""
 
+    def tell_when_held(self, told: Told) -> None:
+        """Tell a part of the story after all that waits until the heirs hold it."""
+
 
 class Telling:
     """What one head tells, and to whom. It is the `unisono.cluster.head.troubles.House` of its troubles.
@@ -114,7 +117,7 @@ class Telling:
             is_new = self.last is None or event.step > self.last.step
             self.last = event
             if is_new and (told := self._story.take_step(event)):
-                self.tell_story(told)
+                self._members.tell_when_held(Told(events=told))
 
     def _listeners(self) -> list[str]:
         return [agent_id for agent_id, agent in self._members.state.agents.items() if not agent.launched]
