@@ -31,6 +31,33 @@ MICROBATCHES = 6
 STEPS_BEFORE, STEPS = 6, 12
 RECIPE = "from tests.workers.models import main\n\nmain()\n"
 """The script of a recipe: ``recipe.py NAME M DIRECTORY``."""
+RESUMED = """
+import sys
+
+import torch
+import unisono
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+directory, steps = sys.argv[1] if len(sys.argv) > 2 else None, int(sys.argv[-1])
+with unisono.Run(directory, seed=3, checkpoint=unisono.Checkpoints(every_steps=3)) as run:
+    data = TensorDataset(torch.randn(54, 12), torch.randint(0, 4, (54,)))
+    model = nn.Sequential(nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, average=average)
+    for step in run.steps(data, batch_size=24, microbatches=8, epochs=10**9, max_steps=steps):
+        for inputs, labels in step:
+            step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
+        optimizer.step()
+        scheduler.step()
+        average.update_parameters(model)
+        if step.number % 4 == 2:
+            run.evaluate(data, lambda batch: {"right": (model(batch[0]).argmax(1) == batch[1]).sum()}, batch_size=7)
+"""
+"""The script that one version begins and the other resumes: ``resumed.py [DIRECTORY] STEPS``, public names only."""
 EXAMPLES = {
     "digits": ("examples/digits.py", "--epochs", "2"),
     "fashion_mnist": ("examples/fashion_mnist.py", "--epochs", "1", "--samples", "2048"),
@@ -166,10 +193,11 @@ def compare_resumed(before: Library, now: Library, folder: Path, workers: Sequen
     Raises:
         Difference, RuntimeError: it does not end as a run that was never stopped; a run failed.
     """
-    place, script = folder / "resumed", ROOT / "tests" / "workers" / "checkpointed_training.py"
+    place, script = folder / "resumed", folder / "resumed.py"
+    script.write_text(RESUMED)
 
     def training(steps: int) -> Training:
-        return Training("resumed", script, (DIRECTORY, "--steps", str(steps), "--every", "3"))
+        return Training("resumed", script, (DIRECTORY, str(steps)))
 
     before.train_alone(training(STEPS), place / "calm")
     verdict = ""
