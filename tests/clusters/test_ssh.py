@@ -80,6 +80,9 @@ class Wire:
     def cut(self) -> None:
         do("ip", "-n", self.name, "link", "set", "far", "down")  # as if the machine had no power any more
 
+    def mend(self) -> None:
+        do("ip", "-n", self.name, "link", "set", "far", "up")
+
     def remove(self) -> None:
         subprocess.run(["ip", "link", "delete", self.link], capture_output=True, timeout=WAIT_S, check=False)
         subprocess.run(["ip", "netns", "delete", self.name], capture_output=True, timeout=WAIT_S, check=False)
@@ -347,6 +350,36 @@ def test_machines_whose_command_is_out_of_reach_are_left_alone_until_they_have_e
     command.process.kill()
     wait_until_empty(machine)
     assert is_the_same(calm, tmp_path / "run")
+
+
+def test_a_cut_off_command_and_its_machine_find_each_other_again(
+    sshd: Sshd, wire: Wire, unisono: Unisono, calm: Path, tmp_path: Path
+) -> None:
+    """The machine's ssh is gone for good; its agent, which reaches the head again, goes on."""
+    machine = sshd.start("met", more=[f"ListenAddress {wire.own}"])
+    reach = f"{sshd.command} -o HostName={wire.own}"
+    with Gates(tmp_path / "gates", (2, 4)) as gates:
+        options = ("--hosts", "localhost:1,met:1", "--set", f"ssh={reach}", "--set", "head-away=2s")
+        arguments = ("--", "--steps", STEPS, "--gates", gates.folder)
+        inside = ("ip", "netns", "exec", wire.name)
+        command = unisono("run", SCRIPT, "--run-dir", tmp_path / "run", *options, *arguments, before=inside)
+        gates.wait(2, workers=2)
+        agent, session = process_of(machine, "unisono join"), os.pidfd_open(machine.sessions()[0])
+        wire.cut()
+        alone = command.generation("with 1 worker")
+        assert select.select([session], [], [], WAIT_S)[0], "sshd has noticed"
+        os.close(session)
+        wait_until_alone(machine)
+        wire.mend()
+        command.line("is back")
+        gates.open(2, alone)
+        gates.wait(4)
+        gates.open(4, command.generation(" joins; "))
+        assert process_of(machine, "unisono join") == agent
+    assert command.wait() == 0, command.err
+    wait_until_empty(machine)
+    assert is_the_same(calm, tmp_path / "run")
+    assert num_workers(tmp_path / "run")[-1] == 2
 
 
 def test_a_folder_is_sent_to_the_machines_that_lack_it(
