@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.trainings import Training
 from unisono.testing import Faults, Outcome
@@ -29,7 +29,7 @@ LOST = [("w0", "delay.again"), ("w1", "talked")]
 MORE = [("", ""), ("w0", "committed"), ("w0", "in_talk"), ("w0", "delay.waiting")]
 
 
-@pytest.mark.parametrize(("lost", "at"), [*LOST, *MORE] if os.environ.get("UNISONO_TEST_ALL") else LOST)
+@pytest.mark.parametrize(("lost", "at"), [*LOST, *MORE] if ALL else LOST)
 def test_a_worker_that_computes_wrong_gradients_is_found_and_no_bit_changes(
     lost: str, at: str, calm: Outcome, tmp_path: Path
 ) -> None:

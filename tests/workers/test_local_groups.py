@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unisono
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -69,7 +69,7 @@ def cases() -> list[tuple[str, int, int, str, int]]:
         for at in AT
         for rank in range(workers)
     ]
-    if os.environ.get("UNISONO_TEST_ALL"):
+    if ALL:
         return every
     names = list(EXCHANGES)
     chosen = ("local.inner_step", "published", "committed", "local.placed", "local.copied", "local.delivering")
