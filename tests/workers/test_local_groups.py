@@ -21,7 +21,6 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from tests.workers.test_local_steps import EXCHANGES, ROUND, assert_same_bits, vectors
 from tests.workers.trainings import Training
 from unisono.core.errors import CheckpointError
-from unisono.engine.rounds import loading
 from unisono.engine.state.packing import digest_of_tensor
 from unisono.record import checkpoints as files
 from unisono.strategies.local.replica_states import Replicas
@@ -198,7 +197,7 @@ def _go_on(seat: Seat, place: Place, directory: Path, resume: Path) -> tuple[lis
     """Every other process does not see the checkpoint."""
     options = {"resume": str(resume)} if seat.rank == 0 else {}
     if seat.rank % 2:
-        loading.files.read_manifest = _unseen
+        files.read_manifest = _unseen
     with place.run(directory, seed=3, **options) as run:
         return train(run)
 
