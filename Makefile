@@ -13,14 +13,15 @@ SOAK_S ?= 3600
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-more try soak gpu-check check needs clusters format docs figures notebook data dist clean
+.PHONY: help demo test test-more nightly try soak gpu-check check needs clusters format docs figures notebook data dist clean
 
 help:
 	@echo "make demo    train on 1, 2 and 4 workers of this machine and compare the bits"
 	@echo "make test    all checks, and the tests that need no more than this and do not take long"
 	@echo "make test-more  the tests that need more of the system (hosts on one machine: root; Slurm, MPI, Ray; a browser), other packages, or more time"
+	@echo "make nightly all patterns, and every strategy with every fault: in full what the two above run a part of"
 	@echo "make try PYTHON=python3.12 TORCH=2.9.1  the tests that depend on the versions of Python and torch, in an environment with these"
-	@echo "make soak    every fault at every point, and random ones for SOAK_S=$(SOAK_S) seconds"
+	@echo "make soak    faults at random for SOAK_S=$(SOAK_S) seconds"
 	@echo "make gpu-check  on a machine with GPUs: what has to be tried there, and one report to send back"
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
@@ -40,14 +41,16 @@ test: check
 test-more: clusters
 	$(PYTEST) -m more
 
+# What has a part says so: it imports the question whether all is to run.
+nightly: clusters
+	UNISONO_TEST_ALL=1 $(PYTEST) $$(grep -rl --include='test_*.py' '^from tests.parts import' tests)
+
 try:
 	tests/try.sh "$(PYTHON)" "$(TORCH)"
 
-# One test after the other to whoever is free: so the random faults, which come first, begin at once, side by side.
+# One training after the other to whoever is free: so they run side by side.
 soak: $(VENV)/.test-installed
-	UNISONO_TEST_ALL=1 UNISONO_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -n auto --dist load --maxschedchunk 1 \
-	    tests/workers/test_soak.py tests/workers/test_faults.py tests/workers/test_checkpoint.py \
-	    tests/workers/test_same_bits.py tests/workers/test_examples_elastic.py tests/patterns
+	UNISONO_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest -n auto --dist load --maxschedchunk 1 tests/workers/test_soak.py
 
 gpu-check: $(VENV)/.test-installed
 	$(BIN)/python -m benchmarks.gpu

@@ -123,12 +123,12 @@ def false_alarms(folder: Path, num_leaves: int, names: Sequence[str], seed: int)
 
 def overhead_of(outcome: Outcome) -> float:
     """Return the time of the run's steps, over what they would have taken if none had been audited."""
-    audited, plain = [], []
+    audited, plain = list[float](), list[float]()
     for line in outcome.lines:
         if line["kind"] == "step" and line["step"] >= WARM_UP and not is_compared(line["step"]):
             (audited if line.get("audits") else plain).append(sum(line["seconds"].values()))
     part = len(audited) / (len(audited) + len(plain))
-    return 1 + part * (statistics.median(audited) / statistics.median(plain) - 1)
+    return 1.0 + part * (statistics.median(audited) / statistics.median(plain) - 1)
 
 
 def cost(folder: Path, share: float, repeats: int, num_steps: int, names: Sequence[str]) -> dict[str, float]:

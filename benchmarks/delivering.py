@@ -29,7 +29,11 @@ from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.pages import WorkerPage
 
 LIMIT_S = 120.0
-BUILDERS = {"shared": shared.build, "gloo": network.build, "two-level": two_level.build}
+BUILDERS: dict[str, Callable[[Context], Exchange]] = {
+    "shared": shared.build,
+    "gloo": network.build,
+    "two-level": two_level.build,
+}
 
 
 def tensors_of(num_bytes: int, number: int) -> list[Tensor]:

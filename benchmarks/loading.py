@@ -155,7 +155,7 @@ def main() -> None:
     torch.set_num_threads(1)
     num_samples = 2_000 if arguments.quick else 12_000
     turns = 3 if arguments.quick else arguments.turns
-    rows, figures = [], {}
+    rows, figures, runs = list[list[str]](), dict[str, float](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         shards = write_shards(Path(folder), num_samples, 16)
         for processes in map(int, arguments.processes.split(",")):
@@ -166,7 +166,8 @@ def main() -> None:
                     found[name].append(rate(SIDES[name](shards, arguments.batch, processes)))
             for name in sides:
                 ratios = [own / other for own, other in zip(found["unisono"], found[name], strict=True)]
-                figures[f"{name}, {processes} processes"] = {"rates": found[name], "ratios": ratios}
+                figures[f"{name}, {processes} processes"] = statistics.median(ratios)
+                runs.append({"side": name, "processes": processes, "rates": found[name], "ratios": ratios})
                 rows.append(
                     [
                         str(processes),
@@ -177,7 +178,7 @@ def main() -> None:
                 )
     print_table(["loader processes", "side", "samples/s (median)", "unisono / side"], rows)
     if arguments.json:
-        write_json(arguments.json, figures)
+        write_json(arguments.json, figures, runs)
 
 
 def _can(name: str, shards: list[str], batch: int, processes: int) -> bool:

@@ -73,6 +73,9 @@ class Command:
     def known_end(self) -> Ended | None:
         return None
 
+    def has_workers(self) -> bool:
+        return False
+
     def follow(self, url: str) -> None:
         """Do nothing: the simulated workers know no other head."""
 
@@ -115,7 +118,7 @@ class Bench:
         settings = {"policy": policy, "run_id": "bench", "spec": spec}
         if options.profile:
             headprocess.spawn = partial(profiled, headprocess.spawn, options.profile)  # type: ignore[attr-defined]
-            headprocess.TERMINATE_S = 60.0  # type: ignore[misc]
+            headprocess.TERMINATE_S = 60.0  # type: ignore[attr-defined]
         head = HeadProcess(settings, listener, secret, url)
         hello = AgentHello(host="command", pid=os.getpid(), num_workers=0, primary=True)
         following = Following(url, token, hello, Command(), away_s=60.0, head=head)

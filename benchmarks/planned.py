@@ -43,7 +43,7 @@ def main() -> None:
             optimizer = unisono.shard(optimizer, copies=COPIES)
         run.track(model=model, optimizer=optimizer)
         data = case.data(batch_size * NUM_BATCHES)
-        batches = {"batch_size": batch_size, "microbatches": options.microbatches, "epochs": EPOCHS}
+        batches: dict[str, Any] = {"batch_size": batch_size, "microbatches": options.microbatches, "epochs": EPOCHS}
 
         def train(step: Any) -> None:
             for inputs, labels in step:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _train_local(
-    run: unisono.Run, data: Any, batches: dict[str, int], options: argparse.Namespace, train: Callable[[Any], None]
+    run: unisono.Run, data: Any, batches: dict[str, Any], options: argparse.Namespace, train: Callable[[Any], None]
 ) -> None:
     most = None if options.steps is None else options.steps * INNER_STEPS
     spent = _Spent(options.steps)

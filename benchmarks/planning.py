@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if lacking and links != [HOST] and not options.simulate:
         parser.error(f"hosts on one machine need {', '.join(lacking)} (Debian: iproute2, util-linux)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    figures, rows, runs = dict[str, float](), [], []
+    figures, rows, runs = dict[str, float](), list[list[str]](), list[Mapping[str, Any]]()
     for case in options.cases.split(","):
         if options.simulate:
             print(case)

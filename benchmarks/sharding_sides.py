@@ -100,7 +100,7 @@ def with_peer(case: Case, arguments: argparse.Namespace, control: Control) -> di
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the parts that FSDP2 gathers one after the other, as its documentation wraps them: layer by layer."""
-    layers = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+    layers: list[nn.Module] = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
     return layers or [each for each in model.modules() if isinstance(each, nn.Linear)]
 
 

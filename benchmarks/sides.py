@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Client
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def with_unisono(
         dataset = case.data(batch_size * BATCHES)
         is_waited_for = True
         stalled = Stalls(run.rank, *stalls)
-        options = {"batch_size": batch_size, "microbatches": microbatches, "epochs": 1 << 20}
+        options: dict[str, Any] = {"batch_size": batch_size, "microbatches": microbatches, "epochs": 1 << 20}
         for step in run.steps(dataset, **options, wire=wire, delay=delay):
             if is_waited_for and run.num_workers >= workers:
                 control.hello(run.rank)
@@ -159,7 +159,8 @@ def as_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(sent, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda _: gradients.copy_(sent))
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda _: gradients.copy_(sent))
+    return future
 
 
 def with_plain_loop(

@@ -96,14 +96,15 @@ def loss_after(optimizer: str, lr: float, delay: int, predict: bool, seed: int, 
         chosen = OPTIMIZERS[optimizer][0](model, lr)
         warm = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: min(1.0, (step + 1) / 50)) for one in chosen]
         run.track(model=model)
+        moved: list[Any] = [*chosen, *warm]
         for number, (one, schedule) in enumerate(zip(chosen, warm, strict=True)):
             run.track(**{f"optimizer{number}": one, f"warm{number}": schedule})
-        options = {"batch_size": BATCH, "microbatches": 1, "epochs": 1000, "max_steps": num_steps}
+        options: dict[str, Any] = {"batch_size": BATCH, "microbatches": 1, "epochs": 1000, "max_steps": num_steps}
         for step in run.steps(documentation(), **options, delay=delay, predict=predict):
             for text, following in step:
                 F.cross_entropy(model(text).flatten(0, 1), following.flatten()).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for each in (*chosen, *warm):
+            for each in moved:
                 each.step()
             if step.has_gradient:
                 losses.append(step.loss)

@@ -67,7 +67,7 @@ def train(notes: str) -> None:
                 file.write(f"{time.time()} {member.worker_id} {notice.generation}\n")
         heard(member, notice)
 
-    Member._notify = note  # type: ignore[method-assign]
+    Member._notify = note  # type: ignore[method-assign,assignment]
     with unisono.Run(seed=1) as run:
         model = nn.Linear(64, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -97,7 +97,13 @@ async def _view(url: str, header: dict[str, str], context: Any, ask_s: float, se
 async def _view_head(url: str, header: dict[str, str], context: Any, ask_s: float, seen: dict[str, Any]) -> None:
     from websockets.asyncio.client import connect
 
-    options = {"additional_headers": header, "ssl": context, "proxy": None, "ping_interval": None, "compression": None}
+    options: dict[str, Any] = {
+        "additional_headers": header,
+        "ssl": context,
+        "proxy": None,
+        "ping_interval": None,
+        "compression": None,
+    }
     async with connect(url, max_size=None, open_timeout=TIMEOUT_S, **options) as connection:
         seen["open"] += 1
         asked_at = 0.0
@@ -116,6 +122,7 @@ async def _view_head(url: str, header: dict[str, str], context: Any, ask_s: floa
         asking = asyncio.create_task(ask())
         try:
             async for text in connection:
+                assert isinstance(text, str)
                 seen["bytes"] += len(text)
                 if text.startswith('{"id"'):
                     seen["answers"].append(time.monotonic() - asked_at)
@@ -130,7 +137,7 @@ async def _view_head(url: str, header: dict[str, str], context: Any, ask_s: floa
 async def _view_all(pipe: Connection, url: str, token: str, number: int, ask_s: float) -> None:
     from unisono.cluster.trust.certificate import client_context
 
-    seen = {"open": 0, "bytes": 0, "told": 0, "answers": [], "errors": 0}
+    seen: dict[str, Any] = {"open": 0, "bytes": 0, "told": 0, "answers": [], "errors": 0}
     context = client_context() if url.startswith("wss") else None
     header = {"Authorization": f"Bearer {token}"}
     tasks = []

@@ -114,8 +114,8 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """For the long runs (`make soak`): what was run, and what was found."""
-    if not os.environ.get("UNISONO_TEST_ALL"):
+    """For the long runs (`make nightly`, `make soak`): what was run, and what was found."""
+    if not os.environ.keys() & {"UNISONO_TEST_ALL", "UNISONO_SOAK_S"}:
         return
     terminalreporter.section("what was run")
     for outcome in ("passed", "failed", "error"):

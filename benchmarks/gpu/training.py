@@ -63,13 +63,17 @@ def _still_gpt() -> nn.Module:
 
 
 def _compiled(mode: str) -> Callable[[nn.Module, torch.device], Callable[..., Tensor]]:
-    return lambda model, _: torch.compile(model, mode=mode)
+    def wrapped(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
+        made: Any = torch.compile(model, mode=mode)
+        return made
+
+    return wrapped
 
 
 def _graphed(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
     """The model as one CUDA graph; each micro-batch has as many samples, or the graph would not fit."""
     tokens = torch.zeros(BATCH_SIZE // MICROBATCHES, TINY.context, dtype=torch.int64, device=device)
-    made: Callable[..., Tensor] = torch.cuda.make_graphed_callables(model, (tokens, tokens))
+    made: Any = torch.cuda.make_graphed_callables(model, (tokens, tokens))
     return made
 
 

@@ -38,7 +38,7 @@ def main() -> None:
         model = nn.Linear(WIDTH, WIDTH)
         run.track(model=model, optimizer=(optimizer := torch.optim.SGD(model.parameters(), lr=0.01)))
         is_slow = socket.gethostname() == arguments.slow_host
-        for step in run.steps(data, batch_size=8, microbatches=4, epochs=1000, max_steps=arguments.steps):
+        for step in run.steps(data, batch_size=8, microbatches=4, epochs=arguments.steps, max_steps=arguments.steps):
             wait_at(arguments.gates / str(step.number))
             for batch in step:
                 if is_slow and arguments.slow_from <= step.number < arguments.slow_until:

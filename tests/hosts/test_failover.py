@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 
 from tests.hosts.lab import Lab, laid
+from tests.parts import ALL
 from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono
@@ -25,7 +26,6 @@ from unisono.record.journal.times import by_step
 
 SCRIPT = Path(small_training.__file__)
 STEPS = 60
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 MACHINES = 5 if ALL else 3
 CASES: Final[list[tuple[int, set[int], str]]] = [
     (2, {1}, "nothing from the head"),

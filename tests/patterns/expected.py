@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["EXPECTED"]
+from typing import Final
+
+__all__ = ["EXPECTED", "PART"]
 
 EXPECTED = {
     # vision
@@ -107,3 +109,48 @@ EXPECTED = {
     "early_stopping_decided_by_the_main_worker": "refused",
     "running_mean_in_a_file": "refused",
 }
+
+PART: Final = frozenset(
+    {
+        # vision
+        "layer_decay_with_adaptive_clipping",
+        "multi_scale_training_every_few_batches",
+        "dataset_that_caches_augmented_images",
+        "frozen_batch_norm_and_larger_images",
+        # language
+        "padding_to_the_longest_of_the_batch",
+        "hidden_state_carried_from_batch_to_batch",
+        "gradient_accumulation_by_hand",
+        "vocabulary_from_a_set",
+        "temperature_clamped_in_forward",
+        # generative
+        "generator_and_discriminator_in_turn",
+        "gradient_penalty_and_both_losses",
+        "pool_of_past_fakes",
+        "timesteps_sampled_by_their_losses",
+        # reinforcement
+        "target_network_copied_every_other_step",
+        "exploration_that_falls_with_a_global_counter",
+        "replay_buffer_filled_in_the_loop",
+        "rollouts_collected_between_the_steps",
+        # graphs and audio
+        "label_propagation_between_the_steps",
+        "positions_with_random_signs_in_an_lru_cache",
+        "spec_augment_and_running_normalisation",
+        "background_noise_from_a_second_loader",
+        # selfsupervised
+        "moco_as_published",
+        "target_encoder_that_follows_after_each_step",
+        "centre_of_the_teacher_in_a_tracked_loss",
+        "mean_teacher_hidden_in_the_model",
+        # tricks
+        "sharpness_aware_minimisation",
+        "lookahead_every_third_step",
+        "plateau_of_the_step_loss_and_early_stopping",
+        "maml_with_functional_call",
+        "samples_drawn_by_the_main_worker",
+        "unfreezing_one_layer_after_the_other",
+        "running_mean_in_a_file",
+    }
+)
+"""What `make test-more` runs: of each file some that give the same bits and some that do not."""

@@ -1,25 +1,26 @@
 """Trainings as practitioners write them give the same bits on any number of workers, or are refused in words.
 
-By default a pattern that gives the same bits runs alone and on one team, of two or of three workers in turns;
-UNISONO_TEST_ALL takes both. Where and how another one ends depends on the team, so it always runs on both.
+By default a part of them runs (`PART`), and one that gives the same bits runs alone and on one team, of two or of three
+workers in turns. UNISONO_TEST_ALL takes all of them and both teams. Where and how another one ends depends on the team,
+so it always runs on both.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.parts import ALL
 from tests.patterns.corpus import load
-from tests.patterns.expected import EXPECTED
+from tests.patterns.expected import EXPECTED, PART
 from tests.patterns.measure import CLASSES, TEAMS, measure
 
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 CASES = [
     (name, TEAMS if ALL or EXPECTED.get(name) != "identical" else TEAMS[number % 2 :][:1])
     for number, name in enumerate(load())
+    if ALL or name in PART
 ]
 
 
@@ -27,6 +28,8 @@ def test_every_pattern_has_an_expected_class() -> None:
     """And none is expected that is gone."""
     assert set(load()) == set(EXPECTED)
     assert set(EXPECTED.values()) <= set(CLASSES)
+    assert set(EXPECTED) >= PART
+    assert {EXPECTED[name] for name in PART} == set(EXPECTED.values())
 
 
 @pytest.mark.usefixtures("nursery")

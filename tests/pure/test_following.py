@@ -21,7 +21,7 @@ from unisono.core.following import (
 from unisono.core.messages import AgentHello, Foreign, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
 from unisono.core.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
 from unisono.core.spec import Partition
-from unisono.membership import Lags, TookOver, heirs, keepers, successor
+from unisono.membership import Lags, TookOver, heirs, holders, is_first_elsewhere, keepers, successor
 from unisono.membership.roster import WorkerState, resumed
 
 
@@ -221,6 +221,48 @@ def test_a_machine_does_not_start_a_head_for_a_state_that_is_lost_or_elsewhere()
     assert starts("agent2", away, 100.0, has_workers=False), (
         "it never had the state, and may have a head for those that do"
     )
+
+
+def test_the_first_worker_elsewhere_that_has_the_state_is_news_for_the_heirs() -> None:
+    """Until they hear of it, none of them starts a head where the machine of this one is lost."""
+    story = training(1, maximum=8)
+    own = story.state.members
+    left = story.agent(2, "agent1", primary=False, host="left")
+    right = story.agent(1, "agent2", primary=False, host="right")
+
+    def is_news(worker_id: str) -> bool:
+        before = story.state
+        story.hold(worker_id)
+        return is_first_elsewhere(before, story.state, worker_id)
+
+    before = story.state
+    story.arrive(left[0], host="left")
+    assert not is_first_elsewhere(before, story.state, left[0]), "it is being admitted and has no state yet"
+    assert not is_first_elsewhere(before, story.state, AGENT), "an event of somebody who is no worker"
+    assert [is_news(worker_id) for worker_id in (*own, left[0], left[0])] == [False, True, False]
+    story.arrive(left[1], host="left")
+    story.arrive(*right, host="right")
+    for _ in range(2):
+        assert not any(is_news(worker_id) for worker_id in story.state.members), "it is held elsewhere already"
+    assert holders(story.state) == [AGENT, "agent1", "agent2"]
+    for worker_id in (*left, *right):
+        story.exits(worker_id)
+    story.hold()
+    story.arrive(*(replaced := story.agent(1, "agent3", primary=False, host="attic")), host="attic")
+    story.hold(*own)
+    assert is_news(*replaced), "all that were elsewhere are lost"
+
+
+@pytest.mark.parametrize("order", [("w0", "w1"), ("w1", "w0")], ids="-".join)
+def test_where_all_begin_at_once_the_worker_beside_the_head_is_no_such_news(order: tuple[str, str]) -> None:
+    story = Story(2)
+    own, others = story.agent(1), story.agent(1, "agent1", primary=False, host="left")
+    story.arrive(*own)
+    story.arrive(*others, host="left")
+    for worker_id in order:
+        before = story.state
+        story.hold(worker_id)
+        assert is_first_elsewhere(before, story.state, worker_id) == (worker_id == "w1")
 
 
 def test_an_agent_whose_head_has_given_way_starts_one_if_nobody_answers() -> None:

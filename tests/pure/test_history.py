@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -257,7 +258,7 @@ def test_a_long_journal_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.Mo
     write(tmp_path, [some_step(number) for number in range(10 * STEPS)])
     index_of(tmp_path)
     scanned: list[int] = []
-    scan = lines_module.scan
+    scan = lines_module.scan  # type: ignore[attr-defined]
     monkeypatch.setattr(lines_module, "scan", lambda offset, data: scanned.append(len(data)) or scan(offset, data))
     history = History(tmp_path)
     assert sum(scanned) < 2000
@@ -429,10 +430,8 @@ def test_what_is_no_file_is_said(tmp_path: Path) -> None:
 def test_a_line_without_an_end_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MOST_LINE_BYTES", 10_000)
     read_bytes: list[int] = []
-    pread = lines_module.os.pread
-    monkeypatch.setattr(
-        lines_module.os, "pread", lambda file, size, at: read_bytes.append(size) or pread(file, size, at)
-    )
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: read_bytes.append(size) or pread(file, size, at))
     (tmp_path / JOURNAL).write_bytes(b"x" * 1_000_000)
     history = History(tmp_path)
     history.complete()

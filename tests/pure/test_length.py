@@ -31,7 +31,7 @@ def test_a_loop_that_was_left_says_nothing_about_what_follows() -> None:
     length = Length()
     epochs = length.epochs(10)
     next(epochs)
-    epochs.close()
+    epochs.close()  # type: ignore[attr-defined]
     assert length.steps_after(9, is_limited=False) is None
 
 

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from tests.pure.test_watch import end, evaluation, started, step
+from tests.pure.test_journal import end, evaluation, step
+from tests.pure.test_watch import started
 from unisono.core.events import Event, Problem, RunEnded, WorkerGone, WorkerLate
 from unisono.views.watch import make
 

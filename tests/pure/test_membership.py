@@ -1,4 +1,7 @@
-"""The membership table, without a process: every decision, and what must hold for 64 members in any order of events."""
+"""The membership table, without a process: its decisions, and what must hold for 64 members in any order of events.
+
+Situations that are told in a few events are rows of `tests/pure/test_situations.py`.
+"""
 
 from __future__ import annotations
 
@@ -239,61 +242,6 @@ def test_an_exit_before_anything_was_trained_ends_the_run() -> None:
     assert story.ended.exit_code == 3
 
 
-def test_a_kill_before_anything_was_trained_is_replaced() -> None:
-    story = Story(2)
-    story.agent(2)
-    story.exits("w1", -9)
-    assert story.sent(AGENT, Start)[0].worker_ids == ["w2"]
-    story.arrive("w0", "w2")
-    assert story.state.members == ("w0", "w2")
-
-
-def test_a_loss_while_the_first_generation_forms_lets_the_others_begin() -> None:
-    story = Story(3)
-    story.arrive(*story.agent(3))
-    story.exits("w0")
-    assert story.state.members == ("w1", "w2")
-    assert story.state.notice is not None
-    assert story.state.notice.immediate
-    story.hold()
-    assert story.worker("w1").state is WorkerState.HOLDING
-
-
-def test_before_the_first_step_is_done_the_others_begin_again() -> None:
-    """The one who is lost had the state, the others had not said so yet: nothing was trained, so nothing is lost."""
-    story = Story(2)
-    story.arrive(*story.agent(2))
-    story.hold("w0")
-    story.exits("w0")
-    assert story.state.members == ("w1",)
-    story = Story(2)
-    story.arrive(*story.agent(2))
-    story.hold("w0")
-    story.says("w0", step_done(0))
-    story.exits("w0")
-    assert story.ended is not None
-
-
-def test_a_run_whose_only_worker_is_killed_before_the_first_step_begins_again() -> None:
-    story = training(1)
-    story.exits("w0")
-    assert "no step was done, so the run begins again" in story.reason
-    assert story.state.members == ()
-    story.arrive("w1")
-    assert story.state.members == ("w1",)
-    assert story.state.notice is not None
-    assert not story.state.notice.immediate
-    story.hold()
-    assert story.worker("w1").state is WorkerState.HOLDING
-
-
-def test_it_does_not_begin_again_without_anybody() -> None:
-    story = training(1, max_restarts=0)
-    story.exits("w0")
-    assert story.ended is not None
-    assert not story.ended.ok
-
-
 @pytest.mark.parametrize(
     "end",
     [WorkerExit(worker_id="w2", exit_code=1, last_output="No module named foo"), Failed(error="E", traceback="T")],
@@ -324,14 +272,6 @@ def test_a_guest_on_whom_everything_hangs_ends_the_run() -> None:
     story.says("agent1", WorkerExit(worker_id="w0", exit_code=3))
     assert story.ended is not None
     assert story.ended.exit_code == 3
-
-
-def test_those_who_will_not_come_are_not_waited_for() -> None:
-    story = Story(3, max_restarts=0)
-    story.agent(3)
-    story.exits("w0")
-    story.arrive("w1", "w2")
-    assert story.state.members == ("w1", "w2")
 
 
 def test_machines_that_the_command_has_started_are_waited_for_until_they_are_known_not_to_come() -> None:
@@ -416,125 +356,7 @@ def test_only_the_command_says_which_machines_are_gone() -> None:
         story.says("agent1", MachinesGone(names=("left",)))
 
 
-# -- losses ------------------------------------------------------------------------------------------
-
-
-def test_a_loss_is_announced_at_once_to_the_survivors() -> None:
-    story = training(3)
-    story.exits("w1")
-    notices = story.notices()
-    assert set(notices) == {"w0", "w2"}
-    notice = notices["w0"]
-    assert notice.immediate
-    assert notice.generation == 2
-    assert [member.worker_id for member in notice.members] == ["w0", "w2"]
-    assert "worker w1 (pid 1001) was killed by signal 9 (SIGKILL)" in notice.reason
-
-
-def test_a_second_loss_in_the_recovery_is_announced_as_well() -> None:
-    story = training(3)
-    story.exits("w1")
-    story.exits("w0")
-    assert story.state.generation == 3
-    assert story.state.members == ("w2",)
-
-
-def test_down_to_the_last_worker_and_then_the_end() -> None:
-    story = training(3, max_restarts=0)
-    story.exits("w0")
-    story.exits("w1")
-    assert story.state.members == ("w2",)
-    story.exits("w2")
-    assert story.ended is not None
-    assert not story.ended.ok
-    assert "no worker that holds the run's state is left" in story.ended.reason
-
-
-def test_the_end_comes_although_newcomers_are_there() -> None:
-    story = training(1)
-    story.says("w0", step_done(0))
-    story.exits("w0")
-    assert story.ended is not None
-
-
-def test_a_newcomer_is_no_survivor() -> None:
-    """Its state is under way: it goes back and is planned again."""
-    story = training(2, maximum=3)
-    story.says(AGENT, Scale(num_workers=3))
-    story.arrive("w2")
-    assert story.state.members == ("w0", "w1", "w2")
-    story.exits("w0")
-    assert story.state.members == ("w1",)
-    assert story.worker("w2").state is WorkerState.READY
-    assert "w2" in story.notices()
-    story.hold("w1")
-    assert story.state.members == ("w1", "w2")
-    assert story.state.notice is not None
-    assert not story.state.notice.immediate
-
-
-def test_a_newcomer_that_has_taken_the_generation_is_a_survivor() -> None:
-    story = training(2, maximum=3)
-    story.says(AGENT, Scale(num_workers=3))
-    story.arrive("w2")
-    story.hold("w2")
-    story.exits("w0")
-    assert story.state.members == ("w1", "w2")
-
-
-def test_the_loss_of_a_newcomer_breaks_its_generation() -> None:
-    story = training(2, maximum=3)
-    story.says(AGENT, Scale(num_workers=3))
-    story.arrive("w2")
-    story.exits("w2")
-    assert story.state.members == ("w0", "w1")
-    assert story.state.notice is not None
-    assert story.state.notice.immediate
-
-
-def test_the_loss_of_somebody_who_is_no_member_moves_nobody() -> None:
-    story = training(2, maximum=3)
-    story.says(AGENT, Scale(num_workers=3))
-    story.says("w2", Hello(info=info("w2"), fingerprint={"torch": "2"}))
-    story.exits("w2")
-    assert story.state.generation == 1
-    assert story.sent(AGENT, Start)
-
-
-def test_one_who_leaves_survives_until_somebody_has_moved() -> None:
-    story = training(3)
-    story.says(AGENT, Drain(worker_ids=["w2"]))
-    assert story.state.members == ("w0", "w1")
-    story.exits("w1")
-    assert story.state.members == ("w0", "w2"), "w2 still holds nodes of the step"
-    story.hold()
-    assert story.state.members == ("w0",), "and leaves afterwards"
-
-
-def test_one_who_leaves_is_no_survivor_when_somebody_has_moved() -> None:
-    story = training(3)
-    story.says(AGENT, Drain(worker_ids=["w2"]))
-    story.hold("w0")
-    story.exits("w1")
-    assert story.state.members == ("w0",)
-
-
 # -- replacements ------------------------------------------------------------------------------------
-
-
-def test_a_lost_worker_is_replaced_and_admitted_when_all_have_recovered() -> None:
-    story = training(3)
-    story.exits("w1")
-    assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
-    assert "w3 replaces it" in story.reason
-    story.arrive("w3")
-    assert story.state.members == ("w0", "w2"), "not before the survivors have taken their generation"
-    story.hold("w0")
-    assert story.state.members == ("w0", "w2")
-    story.hold("w2")
-    assert story.state.members == ("w0", "w2", "w3")
-    assert story.state.notice is not None
-    assert not story.state.notice.immediate
 
 
 def test_restarts_back_off_and_come_to_an_end() -> None:
@@ -566,31 +388,6 @@ def test_progress_forgives_restarts() -> None:
 # -- joining, leaving, scaling -----------------------------------------------------------------------
 
 
-def test_a_machine_joins() -> None:
-    story = training(2)
-    ids = story.agent(2, "agent1", primary=False, host="office")
-    assert ids == ["w2", "w3"]
-    story.arrive("w2", host="office")
-    assert story.state.members == ("w0", "w1", "w2")
-    story.arrive("w3", host="office")
-    assert story.state.generation == 2, "one plan at a time"
-    story.hold()
-    assert story.state.members == ("w0", "w1", "w2", "w3")
-
-
-def test_with_an_explicit_maximum_the_rest_waits_as_spares() -> None:
-    story = Story(2, maximum=3, grows=False)
-    story.arrive(*story.agent(2))
-    story.hold()
-    story.arrive(*story.agent(2, "agent1", primary=False))
-    story.hold()
-    assert story.state.members == ("w0", "w1", "w2")
-    story.exits("w0")
-    assert story.sent(AGENT, Start) == [], "there is a spare"
-    story.hold()
-    assert story.state.members == ("w1", "w2", "w3")
-
-
 def test_an_agent_takes_its_workers_away() -> None:
     story = training(2)
     story.arrive(*story.agent(2, "agent1", primary=False))
@@ -617,33 +414,6 @@ def test_a_drained_worker_that_is_not_a_member_just_ends() -> None:
     assert story.worker("w1").state is WorkerState.LEFT
 
 
-def test_a_drained_worker_whose_admission_is_overtaken_just_ends() -> None:
-    story = training(2)
-    story.arrive(*story.agent(1, "agent1", primary=False))
-    assert story.worker("w2").state is WorkerState.ADMITTED
-    story.says("agent1", Drain())
-    story.exits("w1")
-    assert story.state.members == ("w0",)
-    assert story.worker("w2").state is WorkerState.LEFT
-    assert story.sent("agent1", Evict)
-    story.hold("w0")
-    assert story.state.members == ("w0",), "it is not admitted only to leave again"
-
-
-def test_the_last_members_stay_until_a_newcomer_has_the_state() -> None:
-    story = training(1)
-    story.agent(1, "agent1", primary=False)
-    story.says(AGENT, Drain())
-    assert story.state.members == ("w0",)
-    story.arrive("w1")
-    assert story.state.members == ("w0", "w1")
-    story.hold()
-    assert story.state.members == ("w1",)
-    story.says("w0", Left())
-    story.hold("w1")
-    assert story.ended is None
-
-
 def test_a_machine_raises_the_maximum_only_as_long_as_it_is_there() -> None:
     story = training(2)
     for _ in range(3):
@@ -657,18 +427,6 @@ def test_a_machine_raises_the_maximum_only_as_long_as_it_is_there() -> None:
     assert story.state.policy.maximum == 4
 
 
-def test_members_that_leave_take_no_place_from_who_comes() -> None:
-    story = training(3)
-    story.says(AGENT, Drain(worker_ids=["w1", "w2"]))
-    story.agent(1, "agent1", primary=False)
-    story.exits("w0")  # before anybody has moved: two members are left, both about to leave
-    story.says("", Scale(num_workers=1))  # w3 goes, of the machine that is full, and not the replacement of w0
-    story.arrive("w4")
-    story.hold()
-    story.hold()
-    assert story.state.members == ("w4",)
-
-
 def test_a_machine_that_comes_when_members_have_finished_does_not_hold_the_run_up() -> None:
     story = training(2)
     story.says("w0", Finished())
@@ -677,44 +435,6 @@ def test_a_machine_that_comes_when_members_have_finished_does_not_hold_the_run_u
     story.says("w1", Finished())
     assert story.ended is not None
     assert story.ended.ok
-
-
-def test_when_all_leave_the_run_ends_well() -> None:
-    story = training(2)
-    story.says(AGENT, Drain())
-    assert story.state.members == ()
-    story.says("w0", Left())
-    assert story.ended is None
-    story.says("w1", Left())
-    assert story.ended is not None
-    assert story.ended.ok
-
-
-def test_leaving_unasked_is_a_loss() -> None:
-    story = training(3)
-    story.says("w1", Left())
-    assert story.state.members == ("w0", "w2")
-    assert story.state.notice is not None
-    assert story.state.notice.immediate
-    assert story.sent(AGENT, Start) == []
-
-
-def test_scaling_down_takes_the_highest_numbers() -> None:
-    story = training(4)
-    story.says("", Scale(num_workers=2))
-    assert story.state.members == ("w0", "w1")
-    assert story.reason == "scaled to 2 workers, from 4; w2 and w3 leave; generation 2 with 2 workers"
-
-
-def test_who_cannot_leave_yet_will() -> None:
-    """While a plan is under way the next one waits for it, and is told when it is made."""
-    story = training(2, maximum=3)
-    story.says(AGENT, Scale(num_workers=3))
-    story.arrive("w2")
-    story.says("", Scale(num_workers=1))
-    assert story.reason == "scaled to 1 worker, from 3; w1 and w2 will leave"
-    story.hold()
-    assert story.reason == "w1 and w2 leave; generation 3 with 1 worker"
 
 
 def test_who_comes_and_goes_is_told_in_a_sentence() -> None:
@@ -730,12 +450,6 @@ def test_who_comes_and_goes_is_told_in_a_sentence() -> None:
     story.hold()
     story.says("agent1", Drain(reason="shed leaves"))
     assert story.reason == "shed leaves; w2, w3 and w4 leave; generation 4 with 2 workers"
-
-
-def test_scaling_up_starts_more() -> None:
-    story = training(2)
-    story.says("", Scale(num_workers=4))
-    assert story.sent(AGENT, Start)[0].worker_ids == ["w2", "w3"]
 
 
 def placed(story: Story) -> dict[str, int]:
@@ -1102,98 +816,12 @@ def test_a_gather_before_the_training_waits_for_all_that_the_run_waits_for() -> 
     assert story.sent("w0", TalkAnswer)[0].values == [b"0", b"1"]
 
 
-def test_a_run_may_begin_before_all_of_its_own_workers_are_there() -> None:
-    story = Story(4, wait_for=2)
-    story.agent(4)
-    story.arrive("w0", "w1")
-    assert story.state.members == ("w0", "w1")
-
-
-def test_scaling_below_the_minimum_lowers_it() -> None:
-    story = training(4, minimum=3)
-    story.says("", Scale(num_workers=1))
-    assert story.state.notice is not None
-    assert not story.state.notice.paused
-
-
 def test_scaling_to_nothing_is_refused() -> None:
     story = training(2)
     before = story.state
     with pytest.raises(ProtocolError, match="at least 1 worker, got 0"):
         story.says("", Scale(num_workers=0))
     assert story.state is before
-
-
-def test_stop_ends_the_run_at_a_boundary() -> None:
-    story = training(2)
-    story.says("", Stop(reason="enough"))
-    assert story.state.members == ()
-    assert story.notices()["w0"].members == []
-    story.says("w0", Left())
-    story.says("w1", Left())
-    assert story.ended == Ended(ok=True, reason="enough")
-
-
-def test_stop_before_training_ends_at_once() -> None:
-    story = Story(2)
-    story.agent(2)
-    story.says("", Stop(reason="enough"))
-    assert story.ended is not None
-    assert story.ended.ok
-    assert story.sent(AGENT, Ended)
-
-
-def test_stop_waits_until_a_plan_under_way_is_taken() -> None:
-    story = training(2, maximum=3)
-    story.says(AGENT, Scale(num_workers=3))
-    story.arrive("w2")
-    story.says("", Stop(reason="enough"))
-    assert story.state.generation == 2
-    story.hold()
-    assert story.state.members == ()
-
-
-def test_a_loss_during_a_stop_still_ends_it_well() -> None:
-    story = training(2)
-    story.says("", Stop(reason="enough"))
-    story.exits("w0")
-    assert story.state.members == ("w1",)
-    story.hold()
-    assert story.state.members == ()
-    story.says("w1", Left())
-    assert story.ended == Ended(ok=True, reason="enough")
-
-
-# -- too few -----------------------------------------------------------------------------------------
-
-
-def test_fewer_than_the_minimum_pause_and_go_on() -> None:
-    story = training(3, minimum=2)
-    story.exits("w0")
-    assert story.state.label == "training"
-    story.exits("w1")
-    assert story.state.notice is not None
-    assert story.state.notice.paused
-    assert story.state.notice.immediate
-    assert "paused: 1 of at least 2 workers" in story.reason
-    assert story.state.label == "paused"
-    story.hold()
-    story.arrive("w3")
-    notice = story.state.notice
-    assert notice is not None
-    assert ([m.worker_id for m in notice.members], notice.paused, notice.immediate) == (["w2", "w3"], False, False)
-
-
-def test_a_run_that_stays_below_the_minimum_does_not_move() -> None:
-    story = training(4, minimum=3)
-    for worker_id in ("w0", "w1", "w2"):
-        story.exits(worker_id)
-    story.hold()
-    generation = story.state.generation
-    story.arrive("w4")
-    assert story.state.generation == generation
-    story.arrive("w5")
-    assert story.state.members == ("w3", "w4", "w5")
 
 
 # -- the end -----------------------------------------------------------------------------------------
@@ -1230,33 +858,6 @@ def test_nobody_is_admitted_after_the_first_has_finished() -> None:
     assert story.ended.ok
 
 
-def test_a_loss_after_the_first_has_finished_concerns_the_others_only() -> None:
-    story = training(3)
-    story.says("w0", Finished())
-    story.exits("w1")
-    assert story.state.members == ("w2",)
-    assert story.sent(AGENT, Start) == []
-    story.hold()
-    story.says("w2", Finished())
-    assert story.ended is not None
-    assert story.ended.ok
-
-
-def test_the_exit_of_one_who_has_finished_is_no_loss() -> None:
-    story = training(2)
-    story.says("w0", Finished())
-    story.exits("w0", 0)
-    assert story.state.generation == 1
-
-
-def test_losing_all_others_after_one_has_finished_ends_well() -> None:
-    story = training(2)
-    story.says("w0", Finished())
-    story.exits("w1")
-    assert story.ended is not None
-    assert story.ended.ok
-
-
 def test_after_the_end_nothing_happens() -> None:
     story = training(1)
     story.says("w0", Finished())
@@ -1270,17 +871,6 @@ def test_the_run_ends_with_the_command() -> None:
     assert story.ended is not None
     assert not story.ended.ok
     assert story.sent("w0", Ended)
-
-
-def test_another_agent_may_go_and_its_workers_follow_quickly() -> None:
-    story = training(1)
-    story.arrive(*story.agent(1, "agent1", primary=False))
-    story.hold()
-    story.says("agent1", Lost(reason="closed"))
-    story.says("w1", Lost(reason="closed"))
-    story.tick(story.state.policy.grace_s)
-    assert story.state.members == ("w0",)
-    assert story.sent(AGENT, Start) == [], "whom that machine brought is not replaced on another"
 
 
 def test_an_agent_that_comes_back_is_who_it_was() -> None:
@@ -1451,24 +1041,6 @@ def test_an_error_in_a_micro_batch_is_tried_by_another_worker() -> None:
     assert any(isinstance(action, Hangup) and action.worker_id == "w1" for action in story.actions)
 
 
-def test_the_same_error_on_two_workers_is_a_bug() -> None:
-    story = training(3)
-    story.says("w1", failure())
-    story.hold()
-    story.says("w2", failure())
-    assert story.ended is not None
-    assert "as before on worker w1" in story.ended.reason
-    assert story.ended.worker_id == "w2"
-
-
-def test_errors_in_two_micro_batches_are_two_cases() -> None:
-    story = training(3)
-    story.says("w1", failure(microbatch=2))
-    story.says("w2", failure(microbatch=3))
-    assert story.state.members == ("w0",)
-    assert story.ended is None
-
-
 def test_where_it_passes_elsewhere_the_first_worker_is_suspect_and_replaced() -> None:
     story = training(3)
     story.says("w1", failure())
@@ -1479,12 +1051,6 @@ def test_where_it_passes_elsewhere_the_first_worker_is_suspect_and_replaced() ->
     assert "w1 (pid 1001) is suspect" in story.reason
     assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
     assert story.state.tried == {}
-
-
-def test_with_one_worker_an_error_ends_the_run() -> None:
-    story = training(1)
-    story.says("w0", failure())
-    assert story.ended is not None
 
 
 def test_a_newcomer_that_cannot_start_does_not_end_the_run() -> None:
@@ -1625,13 +1191,6 @@ def test_a_closed_connection_of_an_unwatched_worker_is_a_loss_soon() -> None:
     assert next_deadline(story.state) == story.state.policy.grace_s
 
 
-def test_the_exit_after_the_closed_connection_counts_at_once() -> None:
-    story = training(2)
-    story.says("w1", Lost(reason="closed"))
-    story.exits("w1")
-    assert story.state.members == ("w0",)
-
-
 def test_another_process_cannot_take_a_name() -> None:
     story = training(2)
     before = story.state
@@ -1735,42 +1294,6 @@ def test_slow_steps_are_not_late() -> None:
     story.beat("w0", waiting=True)
     assert story.beat("w1", seconds_at=30.0) == []
     assert story.beat("w1", seconds_at=51.0) != []
-
-
-def test_a_worker_that_hangs_is_ended_and_replaced() -> None:
-    story = training(2, hang_s=60.0)
-    story.beat("w0", waiting=True)
-    story.beat("w1", seconds_at=61.0)
-    assert story.sent(AGENT, Evict)[0].worker_id == "w1"
-    assert story.sent(AGENT, Start)
-    assert story.state.members == ("w0",)
-    assert "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2" in story.reason
-
-
-def test_the_others_go_on_without_a_worker_that_hangs_and_may_wake_up() -> None:
-    story = training(3, aside_s=10.0, hang_s=60.0)
-    story.beat("w0", waiting=True)
-    story.beat("w1", seconds_at=11.0)
-    assert story.state.members == ("w0", "w2")
-    assert story.state.workers["w1"].state is WorkerState.ASIDE
-    assert story.sent("w1", Notice)[-1].generation == 2  # it learns that it was left behind when it wakes up
-    assert not story.sent(AGENT, Evict)
-    assert "w1 (pid 1001) makes no progress for 11 s at step 4, micro-batch 2 and is left aside" in story.reason
-
-
-def test_a_worker_aside_that_ends_is_replaced_and_one_that_stays_is_ended() -> None:
-    woken = training(2, aside_s=10.0)
-    woken.beat("w0", waiting=True)
-    woken.beat("w1", seconds_at=11.0)
-    woken.says(AGENT, WorkerExit(worker_id="w1", exit_code=1))
-    assert woken.sent(AGENT, Start)
-
-    stuck = training(2, aside_s=10.0, hang_s=60.0)
-    stuck.beat("w0", waiting=True)
-    stuck.beat("w1", seconds_at=11.0)
-    stuck.beat("w1", seconds_at=61.0)
-    assert stuck.sent(AGENT, Evict)[0].worker_id == "w1"
-    assert stuck.sent(AGENT, Start)
 
 
 def test_nothing_that_a_worker_aside_says_counts() -> None:
@@ -2165,13 +1688,6 @@ def test_a_worker_that_leaves_the_loop_alone_ends_the_run() -> None:
     )
 
 
-def test_it_ends_as_well_when_the_others_had_gone_on_before() -> None:
-    story = training(2)
-    story.beat("w0", step=5)
-    story.says("w1", Leaving(phase=0, step=5))
-    assert story.ended is not None
-
-
 def test_all_may_leave_the_loop_at_the_same_step_at_different_times() -> None:
     story = training(2)
     story.beat("w0", step=4)
@@ -2183,22 +1699,6 @@ def test_all_may_leave_the_loop_at_the_same_step_at_different_times() -> None:
     story.says("w0", Finished())
     story.says("w1", Finished())
     assert story.ended == Ended(ok=True, reason="finished")
-
-
-def test_one_run_steps_after_another_is_no_leaving() -> None:
-    story = training(2)
-    story.says("w1", Leaving(phase=1, step=5))
-    story.beat("w0", step=100)
-    assert story.ended is None
-
-
-def test_a_worker_that_leaves_one_loop_alone_for_another_ends_the_run() -> None:
-    """Its steps would be summed with those of the others, which are of another loop."""
-    story = training(2)
-    story.says("w1", Leaving(phase=0, step=5, goes_on=True))
-    story.beat("w0", step=5)
-    assert story.ended is not None
-    assert "w1 (pid 1001) has left the training loop before step 5" in story.ended.reason
 
 
 def test_all_may_leave_one_loop_for_another() -> None:
@@ -2227,38 +1727,6 @@ def test_a_script_that_ends_in_the_middle_is_a_loss_when_others_miss_it() -> Non
     assert story.state.members == ("w0", "w2", "w3"), "the door is open"
 
 
-def test_it_is_a_loss_as_well_when_they_missed_it_before_it_was_heard_of() -> None:
-    """Its exchange is closed before its script has ended."""
-    story = training(3)
-    story.says("w0", Suspect(generation=1, reason="worker w1 has left", peers=["w1"]))
-    story.says("w1", Finished(phase=0, step=5))
-    assert story.state.members == ("w0", "w2")
-    assert story.sent(AGENT, Start)
-
-
-def test_it_is_a_loss_as_well_when_a_member_is_seen_further_on() -> None:
-    story = training(3)
-    story.says("w1", Finished(phase=0, step=5))
-    story.beat("w0", step=5)
-    assert story.state.members == ("w0", "w2")
-
-
-def test_it_is_no_loss_where_it_is_another_worker_that_they_miss() -> None:
-    """All end their scripts by sys.exit at the same step; w2 is killed on its way there."""
-    story = training(3)
-    story.says("w1", Finished(phase=0, step=5))
-    story.says("w0", Suspect(generation=1, reason="worker w2 has left", peers=["w2"]))
-    assert story.worker("w1").state is WorkerState.FINISHED
-    story = training(3)
-    story.says("w0", Suspect(generation=1, reason="worker w2 has left", peers=["w2"]))
-    story.says("w1", Finished(phase=0, step=5))
-    assert story.worker("w1").state is WorkerState.FINISHED
-    story = training(3)
-    story.says("w1", Finished(phase=0, step=5))
-    story.says("w0", Suspect(generation=1, reason="timed out"))
-    assert story.worker("w1").state is WorkerState.LOST, "nobody can say whom they miss"
-
-
 def test_all_may_end_their_scripts_at_the_same_step() -> None:
     story = training(3, maximum=4)
     story.says(AGENT, Scale(num_workers=4))
@@ -2268,28 +1736,6 @@ def test_all_may_end_their_scripts_at_the_same_step() -> None:
         story.says(worker_id, Finished(phase=0, step=5))
     assert story.ended == Ended(ok=True, reason="finished")
     assert story.worker("w3").state is WorkerState.LEFT
-
-
-def test_a_loss_after_all_others_have_ended_their_scripts_ends_well() -> None:
-    story = training(3)
-    story.says("w0", step_done(4))
-    story.says("w0", Finished(phase=0, step=5))
-    story.says("w2", Finished(phase=0, step=5))
-    story.exits("w1")
-    assert story.ended is not None
-    assert story.ended.ok
-
-
-def test_one_script_that_ends_in_the_middle_makes_no_success_of_the_loss_of_all_others() -> None:
-    """A sys.exit(0) that only one worker reached: nobody can say whether the training was to end there."""
-    story = training(3, max_restarts=0)
-    story.says("w0", step_done(4))
-    story.says("w0", Finished(phase=0, step=5))
-    story.exits("w1")
-    story.exits("w2")
-    assert story.ended is not None
-    assert not story.ended.ok
-    assert "no worker that holds the run's state is left" in story.ended.reason
 
 
 def test_the_only_member_may_end_its_script_in_the_middle() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from tests.pure.test_watch import Kept, end, started, step
+from tests.pure.test_journal import end, step
+from tests.pure.test_watch import Kept, started
 from tests.waiting import WAIT_S
 from unisono.core.events import Event
 from unisono.views.watch import Sink

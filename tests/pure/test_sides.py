@@ -13,13 +13,13 @@ happen (`settle`): then one head has to be left, with all machines and with the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import msgspec
 import pytest
 
+from tests.parts import ALL
 from unisono.core.following import Absence, Followed, StaleHead
 from unisono.core.messages import AgentHello, Foreign, Moved, Proposal, Snapshot, Verdict, Welcome
 from unisono.core.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
@@ -584,7 +584,6 @@ def key(world: World) -> bytes:
 
 # -- the walks ---------------------------------------------------------------------------------------
 
-ALL: Final = bool(os.environ.get("UNISONO_TEST_ALL"))
 OWN_HEAD: Final = (
     "{0} starts a head",
     "{0} reaches {0}",

@@ -194,6 +194,7 @@ def test_native_code_that_holds_the_interpreter(unisono: Unisono, script: Script
     """The worker cannot say anything, not even that it lives; the kernel can."""
     command = start(unisono, script, "native", "--set", "heartbeat=0.1s", "--set", f"heartbeat-timeout={SILENCE_S}s")
     command.line("has sent nothing for")
+    command.line("evidence, for a bug report")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     first = evidence(tmp_path)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unisono
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -33,7 +33,6 @@ from unisono.script.resuming import sound_ones
 from unisono.strategies.audit.audited import make_audits
 from unisono.testing import Faults, Outcome, flip_bit
 
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 SMALL = "small_training.py"
 CHECKPOINTED = "checkpointed_training.py"
 SHARDED = "sharded_training.py"

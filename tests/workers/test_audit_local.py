@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.trainings import Training
 from unisono.testing import Faults
@@ -22,7 +22,7 @@ CASES = [("kept", "gradient", "committed"), ("kept", "parameter", "local.placed"
 MORE = [("fresh", "gradient", ""), ("kept", "gradient", ""), ("kept", "gradient", "talked")]
 
 
-@pytest.mark.parametrize(("state", "value", "at"), [*CASES, *MORE] if os.environ.get("UNISONO_TEST_ALL") else CASES)
+@pytest.mark.parametrize(("state", "value", "at"), [*CASES, *MORE] if ALL else CASES)
 def test_a_wrong_worker_is_found_and_the_round_done_again(state: str, value: str, at: str, tmp_path: Path) -> None:
     """Also where another worker is lost while the round is done again."""
     arguments = ("--inner-state", state, "--replicas", "6")

@@ -550,8 +550,8 @@ def test_a_buffer_that_the_first_micro_batch_makes() -> None:
 
 def test_an_update_within_the_inner_loop() -> None:
     def backward(step: Step, batch: Any) -> None:
-        step.backward(loop.loss(batch))
-        loop.optimizer.step()
+        step.backward(loop.loss(batch))  # type: ignore[attr-defined]
+        loop.optimizer.step()  # type: ignore[attr-defined]
 
     wanted = says("optimizer.step() was called inside", "micro-batch 0", "after that loop")
     with pytest.raises(StepError, match=wanted), AloneRun(seed=1) as run:

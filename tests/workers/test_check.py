@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, run_nursery
 from unisono.tools.check.trials import Runner
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.more
 
 CASES = Path(__file__).parent / "check_cases"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MORE = os.environ.get("UNISONO_TEST_ALL") == "1"
 CASES_WITH_ERRORS = sorted(path.stem for path in CASES.glob("*.py") if not path.stem.startswith("clean"))
 QUICK = {"changing_dataset", "clamped_parameter", "plain_momentum"}
 
@@ -54,7 +54,7 @@ def lines_with_errors(script: Path) -> set[int]:
     return {number for number, line in enumerate(script.read_text().splitlines(), 1) if line.endswith("# error")}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES_WITH_ERRORS if MORE or case in QUICK])
+@pytest.mark.parametrize("case", [case for case in CASES_WITH_ERRORS if ALL or case in QUICK])
 def test_a_script_that_breaks_the_promise_is_found_with_its_line(
     case: str, tmp_path: Path, standing_nursery: str, other_nursery: str
 ) -> None:

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+from tests.parts import ALL
 from tests.pure.test_journal import evaluation
 from tests.pure.test_journal import step as finished
 from tests.waiting import PATIENT, SILENCE_S, WAIT_S
@@ -62,7 +63,6 @@ RARE = ("in_recovery", "in_admission", "in_sums", "in_talk", "talked")
 STEP_POINTS = [at for at in POINTS if at not in RARE and "." not in at]
 CHECKPOINT_POINTS = [at for at in POINTS if at.startswith("checkpoint")]
 NUM_KILLS = 4  # of one directory, before it is let to its end
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 RUNS = range(14) if ALL else range(2)
 OF_ALL = ("checkpoint_copied", "checkpoint_part_written")
 """Points to which every worker comes; to the others, the first one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+from tests.parts import ALL
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
@@ -30,12 +30,12 @@ REFUSED = {"scaler", "thawing"}
 SAMPLED = ("rare", "fused", "two phases")
 ROUNDED = "bf16 between hosts"
 """The recipe ``rare`` with sums that are rounded on their way."""
-NAMES = [name for name in RECIPES if name not in REFUSED] if os.environ.get("UNISONO_TEST_ALL") else SAMPLED
+NAMES = [name for name in RECIPES if name not in REFUSED] if ALL else SAMPLED
 PREDICTED = "predicted parameters"
 """The recipe ``rare``, computed with the parameters that are expected when a gradient is applied."""
 JOBS = [*((name, delay) for name in NAMES for delay in (1, 2)), (ROUNDED, 2), (PREDICTED, 2)]
 TEAMS = [("shared", 2), ("shared", 3), ("gloo", 3), ("two-level", 3)]
-if os.environ.get("UNISONO_TEST_ALL"):
+if ALL:
     TEAMS += [("shared", 4), ("shared", 5), ("shared", 8), ("gloo", 2), ("two-level", 4)]
 Outcomes = dict[tuple[str, int], Outcome]
 

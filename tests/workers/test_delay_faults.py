@@ -5,7 +5,6 @@ The checks run a sample. UNISONO_TEST_ALL=1 runs all.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -71,10 +71,10 @@ def representative() -> list[Case]:
 
 def some(*cases: Any) -> list[Any]:
     """All cases if they are asked for, else the first."""
-    return list(cases) if os.environ.get("UNISONO_TEST_ALL") else [cases[0]]
+    return list(cases) if ALL else [cases[0]]
 
 
-CASES = list(all_cases()) if os.environ.get("UNISONO_TEST_ALL") else representative()
+CASES = list(all_cases()) if ALL else representative()
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_another_delay_is_another_recipe(tmp_path: Path) -> None:
     assert "delay" in refused.output
 
 
-@pytest.mark.parametrize("seed", range(120) if os.environ.get("UNISONO_TEST_ALL") else (7, 45))
+@pytest.mark.parametrize("seed", range(120) if ALL else (7, 45))
 def test_two_losses_at_any_points_change_no_bit(seed: int, calm: dict[int, Outcome], tmp_path: Path) -> None:
     """The second while the others make up for the first: whoever has seen a commit sends the result to the others."""
     draw = random.Random(seed)

@@ -81,7 +81,7 @@ def _leave(seat: Seat, place: Place, behind: int) -> list[str]:
             pipeline._under_way._sums[number] = (failed, share)
         else:
             rounds.drain()
-            run.losing.has_lost = True
+            run.losing.has_lost = True  # type: ignore[attr-defined]
         said = run.gather(f"{seat.rank}")
         train(3, leaves=False)
         assert rounds.is_level

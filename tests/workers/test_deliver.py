@@ -225,7 +225,7 @@ def _stop_at(point: str, seat: Seat, exchange: Exchange, parcels: list[Parcel]) 
             seat.hear()
 
     if point != "before":
-        delivering.point = stop  # type: ignore[assignment]
+        delivering.point = stop  # type: ignore[assignment,attr-defined]
         exchange.deliver(parcels)
     seat.say(point)
     seat.hear()

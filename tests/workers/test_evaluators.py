@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from torch.nn import functional as F
 
+from tests.parts import ALL
 from tests.workers.conftest import Command, Unisono, served_by
 from tests.workers.evaluated_training import EVALUATORS
 from tests.workers.gates import Gates
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.more
 
 SCRIPT = Path(__file__).with_name("evaluated_training.py")
 STEPS, LOOPS = 8, 2
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import signal
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import IMPORTS, Unisono, forked, marked, wait_until_gone
 from tests.workers.gates import Gates
@@ -63,10 +63,10 @@ def spread() -> Iterator[Case]:
 
 
 EVERYTHING = list(itertools.product(ARGUMENTS, WORKERS, EXCHANGES, EVENTS))
-CASES = EVERYTHING if os.environ.get("UNISONO_TEST_ALL") else list(spread())
+CASES = EVERYTHING if ALL else list(spread())
 PASSES = [(point, nth) for nth in (0, 1) for point in POINTS[:-1]]
 """Point, and how often the worker passes by it before."""
-if not os.environ.get("UNISONO_TEST_ALL"):
+if not ALL:
     PASSES = [(point, number % 2) for number, point in enumerate(POINTS[:-1])]
 
 

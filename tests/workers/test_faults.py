@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT, SILENCE_S, WAIT_S
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -70,7 +70,7 @@ def test_in_the_part_that_is_run_every_two_values_meet() -> None:
         assert {rank > 0 for _, _, point, rank in chosen if point == at} == {False, True}
 
 
-CASES = list(all_cases()) if os.environ.get("UNISONO_TEST_ALL") else representative()
+CASES = list(all_cases()) if ALL else representative()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unisono
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -21,7 +21,6 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from tests.workers.test_local_steps import EXCHANGES, ROUND, assert_same_bits, vectors
 from tests.workers.trainings import Training
 from unisono.core.errors import CheckpointError
-from unisono.engine.rounds import loading
 from unisono.engine.state.packing import digest_of_tensor
 from unisono.record import checkpoints as files
 from unisono.strategies.local.replica_states import Replicas
@@ -69,7 +68,7 @@ def cases() -> list[tuple[str, int, int, str, int]]:
         for at in AT
         for rank in range(workers)
     ]
-    if os.environ.get("UNISONO_TEST_ALL"):
+    if ALL:
         return every
     names = list(EXCHANGES)
     chosen = ("local.inner_step", "published", "committed", "local.placed", "local.copied", "local.delivering")
@@ -198,7 +197,7 @@ def _go_on(seat: Seat, place: Place, directory: Path, resume: Path) -> tuple[lis
     """Every other process does not see the checkpoint."""
     options = {"resume": str(resume)} if seat.rank == 0 else {}
     if seat.rank % 2:
-        loading.files.read_manifest = _unseen
+        files.read_manifest = _unseen
     with place.run(directory, seed=3, **options) as run:
         return train(run)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
@@ -16,7 +16,6 @@ from unisono.testing import Faults, run_workers
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
 SCRIPT = Path(__file__).with_name("local_training.py")
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 ROUNDS = 6
 
 

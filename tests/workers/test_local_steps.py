@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset, TensorDataset
 
 import unisono
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -395,7 +396,7 @@ def cases() -> list[tuple[str, int, str, int]]:
         for at in AT
         for rank in range(min(workers, 3))
     ]
-    if os.environ.get("UNISONO_TEST_ALL"):
+    if ALL:
         return every
     names, points = list(EXCHANGES), [at for at in AT if at not in LEFT_OUT]
     return [(names[number % 3], 2 + number // 3 % 2, at, number % 2) for number, at in enumerate(points)]

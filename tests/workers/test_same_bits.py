@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import unisono
+from tests.parts import ALL
 from tests.waiting import WAIT_S
 from tests.workers import models
 from tests.workers.models import RECIPES, Outcome
@@ -42,7 +43,7 @@ def jobs_of(kind: str, size: int) -> Jobs:
     """All recipes; on each number of workers every recipe with another M (or with each, if asked)."""
     if kind != "shared":
         return UNEVEN
-    if os.environ.get("UNISONO_TEST_ALL"):
+    if ALL:
         return JOBS
     place, number = TEAMS[kind].index(size), len(MICROBATCHES)
     return [(name, MICROBATCHES[(index + place) % number]) for index, name in enumerate(RECIPES)]

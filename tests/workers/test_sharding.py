@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor, optim
 from torch.nn import functional as F
 
 import unisono
+from tests.parts import ALL
 from tests.workers.models import RECIPES, Mlp, Recipe, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
@@ -138,7 +138,7 @@ def test_one_worker_holds_everything(replicated: dict[str, tuple[str, Held]]) ->
 # -- whole trainings ---------------------------------------------------------------------------------
 
 SAMPLE = ("rare", "thawing", "mixed", "channels last", "momentum", "fused", "scaler", "two phases")
-NAMES = tuple(RECIPES) if os.environ.get("UNISONO_TEST_ALL") else SAMPLE
+NAMES = tuple(RECIPES) if ALL else SAMPLE
 
 
 def train_recipe(run: unisono.Run, recipe: Recipe, copies: int) -> tuple[Any, Held]:

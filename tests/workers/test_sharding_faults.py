@@ -6,13 +6,13 @@ runs every point x rank x number of workers x exchange.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -62,7 +62,7 @@ SAMPLE = [
     ("two-level", 4, "deliver.staged", 3),
 ]
 MOVES = [("shared", 4, "shard.moving", 1), ("gloo", 4, "shard.moved", 2)]
-if os.environ.get("UNISONO_TEST_ALL"):
+if ALL:
     SAMPLE, MOVES = list(all_cases([*UPDATE_POINTS, *NEAR_POINTS], 2, 3)), list(all_cases(MOVE_POINTS, 4))
     SAMPLE += [
         (exchange, workers, at, rank)

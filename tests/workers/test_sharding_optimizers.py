@@ -188,7 +188,8 @@ def test_outside_of_a_run_it_is_what_it_was(make: Callable[[Any], optim.Optimize
             scheduler.step()
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         assert calls == ["before", "after"] * 3
-        assert isinstance(optimizer, make if isinstance(make, type) else optim.SGD)
+        kind: Any = make if isinstance(make, type) else optim.SGD
+        assert isinstance(optimizer, kind)
         again = wrap(make(trained))
         again.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         again.load_state_dict(optimizer.state_dict())

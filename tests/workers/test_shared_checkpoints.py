@@ -5,7 +5,6 @@ By default a sample; UNISONO_TEST_ALL runs every point x worker, and more kills 
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import ALL
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import forked, marked, served_by, wait_until_gone
 from tests.workers.losses import ended_workers
@@ -21,7 +21,6 @@ from unisono.testing import Faults, Outcome, run_workers
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 ALONE = [*PATIENT, "--max-restarts", "0"]
 LAST_STEP = 12
 SAMPLE = [("checkpoint_part_written", "w1"), ("checkpoint_before_manifest", "w0")]

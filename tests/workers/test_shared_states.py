@@ -35,7 +35,6 @@ from unisono.record import checkpoints as files
 from unisono.record.checkpoints import FileFacts
 from unisono.record.journal import read as read_journal
 from unisono.record.rundir import RunDirectory
-from unisono.script import run as running
 
 pytestmark = pytest.mark.more
 
@@ -265,7 +264,7 @@ POLICY = unisono.Checkpoints(every_steps=3, keep=100)
 
 def run_of(seat: Seat, place: Place, directory: str, reaching: Collection[int], **options: Any) -> unisono.Run:
     """The run of a process that sees the directory, or does not."""
-    running.uuid.uuid4 = lambda: uuid.UUID(int=7)  # type: ignore[assignment]  # one run, in processes without a head
+    uuid.uuid4 = lambda: uuid.UUID(int=7)  # one run, in processes without a head
     snapshot.LATE_BYTES = 1  # whatever can be, is copied while the next step computes
     if seat.rank > 0:
         RunDirectory.claim = lambda *_, **__: None  # type: ignore[method-assign]  # the first member claims it

@@ -134,7 +134,13 @@ def test_what_users_track_comes_back() -> None:
     model(torch.randn(5, 3)).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()
-    objects = [model, *optimizers, *schedulers, torch.optim.swa_utils.AveragedModel(model), torch.amp.GradScaler("cpu")]
+    objects: list[Any] = [
+        model,
+        *optimizers,
+        *schedulers,
+        torch.optim.swa_utils.AveragedModel(model),
+        torch.amp.GradScaler("cpu"),
+    ]
     for value in objects:
         packed = pack(value.state_dict(), type(value).__name__)
         assert digest_of_state(unpack(packed.skeleton, packed.tensors)) == digest_of_state(value.state_dict())

@@ -51,7 +51,11 @@ CPU = torch.device("cpu")
 
 
 def test_alone_a_value_comes_back_as_it_would_from_another_worker() -> None:
-    value = {"a": (1, 2.5, None, "x", b"y"), "t": torch.arange(4, dtype=torch.bfloat16).view(2, 2), "s": {1, 2}}
+    value: dict[str, Any] = {
+        "a": (1, 2.5, None, "x", b"y"),
+        "t": torch.arange(4, dtype=torch.bfloat16).view(2, 2),
+        "s": {1, 2},
+    }
     with AloneRun() as run:
         run.barrier()
         back = run.broadcast(value)

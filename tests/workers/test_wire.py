@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+from tests.parts import ALL
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
@@ -31,7 +31,6 @@ from unisono.testing import Outcome as RunOutcome
 
 pytestmark = pytest.mark.more
 
-ALL = bool(os.environ.get("UNISONO_TEST_ALL"))
 SCRIPT = Path(__file__).with_name("small_training.py")
 SEED = 3
 

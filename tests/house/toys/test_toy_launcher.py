@@ -50,7 +50,7 @@ class TwoMachines(Launcher):
 def test_a_launcher_of_two_machines_trains_the_same_bits(tmp_path: Path) -> None:
     calm = run_workers(TRAINING, 1, directory=tmp_path / "calm", arguments=["--steps", STEPS], timeout_s=WAIT_S)
     assert calm.exit_code == 0, calm.output
-    command = [sys.executable, "-P", __file__, tmp_path / "run", STEPS]
+    command: list[str | Path] = [sys.executable, "-P", __file__, tmp_path / "run", STEPS]
     environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
