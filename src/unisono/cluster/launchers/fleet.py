@@ -260,5 +260,4 @@ def _how_it_ended(agent: _Agent) -> str:
     if known := agent.handle.explain(agent.exit_code or 0, tuple(agent.last_lines)):
         return f"the agent of {agent.name} {known}"
     words = f": {agent.last_lines[-1]}" if agent.last_lines else ""
-    code = agent.exit_code or 0
-    return f"the agent of {agent.name} {exit_words(code) if code < 0 else f'ended with exit code {code}'}{words}"
+    return f"the agent of {agent.name} {exit_words(agent.exit_code or 0)}{words}"

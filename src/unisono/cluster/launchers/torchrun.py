@@ -215,5 +215,4 @@ def _held_here(order: Order) -> subprocess.Popen[str]:
 
 def _say(name: str, code: int) -> None:
     where = name if name != HERE else "this machine"
-    how = exit_words(code) if code < 0 else f"has ended with exit code {code}"
-    print(f"unisono: torchrun on {where} {how}", file=sys.stderr, flush=True)
+    print(f"unisono: torchrun on {where} {exit_words(code)}", file=sys.stderr, flush=True)
