@@ -168,6 +168,18 @@ class Child:
             return False
         return True
 
+    async def close(self, ask: signal.Signals | None = signal.SIGTERM) -> None:
+        """End the process with its group: ask it, wait `TERMINATE_S`, kill it.
+
+        Args:
+            ask: the signal; None: it was asked in another way, or is not to be asked.
+        """
+        if ask is not None:
+            self.signal_group(ask)
+        if not await self.ended_within(TERMINATE_S):
+            self.kill()
+            await self.ended_within(TERMINATE_S)
+
 
 def _ignore(*_: object) -> None:
     pass
