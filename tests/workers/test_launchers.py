@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cluster.launchers import LAUNCHERS, AgentCommand, Handle, Launcher, Machine, Request, fleet, relaunching
 from unisono.cluster.launchers.fleet import Fleet
-from unisono.cluster.machine import children
 from unisono.core.errors import UsageError
 from unisono.core.spec import RunSpec
 from unisono.record.journal import compare
@@ -39,29 +37,29 @@ class Agent(Handle):
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
-        self._over = threading.Event()
-        self._code = 0
+        self._code: int | None = None
+        self._on_end: Callable[[int], None]
         self.is_asked = False
 
     @property
-    def stdout(self) -> Iterator[str]:
-        yield from self._lines
-        self._over.wait()
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def follow(self, on_line: Callable[[str], None], on_end: Callable[[int], None]) -> None:
+        self._on_end = on_end
+        for line in self._lines:
+            on_line(line)
 
     def end(self, code: int) -> None:
-        if not self._over.is_set():
+        if self._code is None:
             self._code = code
-            self._over.set()
-
-    def poll(self) -> int | None:
-        return self._code if self._over.is_set() else None
-
-    def wait(self) -> int:
-        self._over.wait()
-        return self._code
+            self._on_end(code)
 
     def terminate(self) -> None:
         self.is_asked = True
+
+    async def close(self) -> None:
+        self.end(-signal.SIGKILL)
 
 
 class Rented(Launcher):
@@ -77,10 +75,6 @@ class Rented(Launcher):
     def start(self, machine: Machine, command: AgentCommand) -> Agent:
         self.commands[machine.name] = command
         return self.agents[machine.name]
-
-    def close(self) -> None:
-        for agent in self.agents.values():
-            agent.end(-signal.SIGKILL)
 
 
 class Seen:
@@ -111,7 +105,7 @@ def test_every_row_names_a_class(name: str) -> None:
 
 def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
-    rented, seen = Rented(Agent(["[w0] hello\n", "no route to host\n"]), Agent([])), Seen()
+    rented, seen = Rented(Agent(["[w0] hello", "no route to host"]), Agent([])), Seen()
 
     async def work() -> list[str]:
         agents = Fleet(rented, [LEFT, RIGHT], RunSpec(head_away_s=7.0), "ws://head:1", "secret")
@@ -156,7 +150,7 @@ class Growing(Rented):
         if len(self.asked) == 1:
             raise RuntimeError("the cluster does not answer")
         if num_workers > 3 and "more" not in self.agents:
-            self.agents["more"] = Agent(["[w3] hello\n"])
+            self.agents["more"] = Agent(["[w3] hello"])
             return [Machine(name="more", num_workers=1)]
         return []
 
@@ -189,32 +183,31 @@ def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch
 ELASTIC = """
     import sys
     from unisono.cluster import launchers
-    from unisono.cluster.launchers import AgentProcess, Processes
+    from unisono.cluster.launchers import AgentProcess
     from unisono.core.spec import RunSpec
 
     class Cluster(launchers.Launcher):
         is_elastic = True
 
         def __init__(self):
-            self._processes, self._started = Processes(), []
+            self._started = []
 
         def machines(self):
             return [launchers.Machine(name=launchers.HERE, num_workers=1)]
 
         def ensure(self, num_workers, lost):
-            alive = [process for process in self._started if process.poll() is None]
+            alive = [process for process in self._started if process.exit_code is None]
             missing = num_workers - 1 - len(alive)
             names = range(len(self._started), len(self._started) + missing)
             return [launchers.Machine(name=f"node{number}", num_workers=1) for number in names]
 
         def start(self, machine, command):
-            self._started.append(self._processes.add(AgentProcess(command)))
+            self._started.append(AgentProcess(command))
             return self._started[-1]
 
         def close(self):
-            codes = [process.poll() for process in self._started]
+            codes = [process.exit_code for process in self._started]
             print("exit codes of the agents:", codes, flush=True)
-            self._processes.close()
 
     spec = RunSpec(arguments=tuple(sys.argv[2:]), run_dir=sys.argv[1])
     sys.exit(launchers.run(spec, Cluster()))
@@ -259,7 +252,7 @@ def test_the_agent_of_a_lost_machine_is_started_again(monkeypatch: pytest.Monkey
         agents.keep(3, ["left"])
         rented.agents["left"].end(255)
         said = [await seen.said.get()]
-        rented.agents["left"] = Agent(["[w3] hello\n"])
+        rented.agents["left"] = Agent(["[w3] hello"])
         agents.keep(3, [])
         said += [await seen.said.get(), await seen.said.get()]
         rented.agents["left"].end(1)
@@ -286,7 +279,7 @@ def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeyp
         await agents.close(0.01)
 
     asyncio.run(asyncio.wait_for(work(), WAIT_S))
-    assert (rented.agents["left"].poll(), rented.agents["right"].poll()) == (0, -signal.SIGKILL)
+    assert (rented.agents["left"].exit_code, rented.agents["right"].exit_code) == (0, -signal.SIGKILL)
     assert rented.agents["right"].is_asked
     assert seen.said.empty(), "the run is over: nobody is interested"
 
@@ -295,14 +288,19 @@ def test_the_local_launcher_hands_over_the_secret_and_leaves_nothing() -> None:
     launcher = LAUNCHERS["local"].build(Request(workers=parse_workers("3", 1), environment={}))
     assert [machine.num_workers for machine in launcher.machines()] == [3]
     echo = "import sys; print(sys.stdin.readline().strip()[::-1], flush=True); sys.stdin.read()"
-    agent = launcher.start(LEFT, AgentCommand(words=(sys.executable, "-c", echo), secret="secret"))
-    assert agent.stdout is not None
-    assert next(iter(agent.stdout)) == "terces\n"
-    assert agent.poll() is None, "it waits for the end of its standard input"
-    launcher.close()
-    assert agent.poll() == -signal.SIGKILL
-    with pytest.raises(UsageError, match="nowhere cannot be started: No such file"):
-        launcher.start(LEFT, AgentCommand(words=("nowhere",), secret="secret"))
+
+    async def work() -> None:
+        agent = launcher.start(LEFT, AgentCommand(words=(sys.executable, "-c", echo), secret="secret"))
+        said: asyncio.Queue[str | int] = asyncio.Queue()
+        agent.follow(said.put_nowait, said.put_nowait)
+        assert await said.get() == "terces"
+        assert agent.exit_code is None, "it waits for the end of its standard input"
+        await agent.close()
+        assert await said.get() == agent.exit_code == -signal.SIGKILL
+        with pytest.raises(UsageError, match="nowhere cannot be started: No such file"):
+            launcher.start(LEFT, AgentCommand(words=("nowhere",), secret="secret"))
+
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
 
 
 @pytest.mark.usefixtures("nursery")
@@ -338,21 +336,15 @@ def test_agents_end_with_the_command_that_has_started_them(number: signal.Signal
 UNREACHABLE = """
     import sys
     from unisono.cluster import launchers
-    from unisono.cluster.launchers import AgentProcess, Processes
+    from unisono.cluster.launchers import AgentProcess
     from unisono.core.spec import RunSpec
 
     class Unreachable(launchers.Launcher):
-        def __init__(self):
-            self._processes = Processes()
-
         def machines(self):
             return [launchers.Machine(name="left", num_workers=1)]
 
         def start(self, machine, command):
-            return self._processes.add(AgentProcess(command, before=sys.argv[1:]))
-
-        def close(self):
-            self._processes.close()
+            return AgentProcess(command, before=sys.argv[1:])
 
     sys.exit(launchers.run(RunSpec(arguments=(__file__,)), Unreachable()))
     """
@@ -390,26 +382,6 @@ def test_a_run_ends_although_another_process_keeps_the_output_of_its_last_agent_
         assert f"no machine is left: the agent of left ended with exit code {code}" in done.stderr
     finally:
         os.kill(int((tmp_path / "keeper").read_text()), signal.SIGKILL)
-
-
-def test_children_that_other_code_waits_for_keep_their_exit_codes() -> None:
-    """Orphans are reaped beside them."""
-
-    async def work() -> int:
-        with subprocess.Popen(["sh", "-c", "exit 5"]) as agent, subprocess.Popen(["true"]) as orphan:
-            children.leave_to_others(agent.pid)
-            for one in (agent, orphan):
-                os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
-            children.reap_all()
-            code = agent.wait()
-            children.reaped_by_others(agent.pid)
-            children.reap_all()
-            with pytest.raises(ChildProcessError):
-                os.waitpid(orphan.pid, 0)
-            orphan.returncode = 0
-        return code
-
-    assert asyncio.run(work()) == 5
 
 
 @pytest.mark.usefixtures("nursery")

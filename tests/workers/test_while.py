@@ -51,7 +51,7 @@ def answers(command: str, number: int, limit_s: float = WAIT_S) -> list[tuple[bo
 def test_the_last_line_of_the_command_is_the_reason(tmp_path: Path) -> None:
     flag = shlex.quote(str(tmp_path / "flag"))
     command = f"if test -e {flag}; then echo; echo 'it is there' >&2; exit 3; fi; touch {flag}"
-    assert answers(command, 2) == [(True, f"`{command}` has ended with exit code 0"), (False, "it is there")]
+    assert answers(command, 2) == [(True, f"`{command}` ended with exit code 0"), (False, "it is there")]
 
 
 def test_a_command_that_is_not_there_does_not_hold() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from typing import Any, Final, TypeVar
 from unisono.core.errors import LaunchError, UsageError
 from unisono.core.settings import OLD_NAMES, SETTINGS
 from unisono.core.words import count
-from unisono.system.lifetime import PARENT, Memory, fill_standard_streams
+from unisono.system.lifetime import Memory, fill_standard_streams, started
 
 __all__ = ["launch"]
 
@@ -134,11 +132,11 @@ def _beside() -> str:
 
 def _call(command: list[str]) -> tuple[int, str]:
     """Run the command, which ends with this process, and show its output. Return its exit code and last line."""
-    environment = {**os.environ, PARENT: str(os.getpid())}
     last = ""
-    with subprocess.Popen(
+    with started(
         command,
-        env=environment,
+        STOP_S,
+        environment=os.environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -146,14 +144,7 @@ def _call(command: list[str]) -> tuple[int, str]:
         errors="replace",
     ) as process:
         assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                print(line, end="", flush=True)  # by Python's own stream, which a notebook shows
-                last = line.strip() or last
-            return process.wait(), last
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_S)
-                process.kill()
+        for line in process.stdout:
+            print(line, end="", flush=True)  # by Python's own stream, which a notebook shows
+            last = line.strip() or last
+        return process.wait(), last

@@ -23,6 +23,7 @@ __all__ = [
     "script_in",
     "short_duration",
     "shown_bytes",
+    "silent_exit_words",
     "stopping_words",
     "without_evidence",
 ]
@@ -148,7 +149,12 @@ def exit_words(exit_code: int) -> str:
         except ValueError:
             name = ""
         return f"was killed by signal {-exit_code}{name}"
-    return f"ended with exit code {exit_code} and did not report an error"
+    return f"ended with exit code {exit_code}"
+
+
+def silent_exit_words(exit_code: int) -> str:
+    """Return how a process has ended that was to report an error before, and did not."""
+    return f"{exit_words(exit_code)}{' and did not report an error' if exit_code >= 0 else ''}"
 
 
 _ESCAPES: Final = re.compile(

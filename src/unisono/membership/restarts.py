@@ -6,7 +6,7 @@ import signal
 from typing import Final
 
 from unisono.core.messages import Ended, Failed, Start, StepDone, WorkerExit
-from unisono.core.words import exit_words, position_words
+from unisono.core.words import position_words, silent_exit_words
 from unisono.membership.draft import Draft
 from unisono.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.record.problems.kinds import Trouble, kind_or_error
@@ -102,7 +102,7 @@ def take_exit(draft: Draft, message: WorkerExit) -> None:
     worker = draft.state.workers.get(message.worker_id)
     if worker is None or worker.state not in ALIVE:
         return
-    why = f"{worker.name} {exit_words(message.exit_code)}"
+    why = f"{worker.name} {silent_exit_words(message.exit_code)}"
     killed = message.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
     is_guest = _is_guest(draft, worker)
     ends_run = draft.state.notice is None and not killed and not is_guest

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -13,6 +11,7 @@ from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.system import seats
 from unisono.system.controlgroups import ControlGroup, control_groups, text_of
+from unisono.system.lifetime import run_bound
 
 __all__ = [
     "FILES_BESIDE",
@@ -32,6 +31,9 @@ WORKERS_PER_CORE: Final = 64
 
 FILES_PER_WORKER: Final = 2  # the agent reads its output; others of its machine map its memory
 FILES_BESIDE: Final = 40
+
+LIST_S: Final = 10.0
+"""For the driver's tool to list the GPUs."""
 
 
 class Workers(NamedTuple):
@@ -121,14 +123,11 @@ def _count_gpus() -> int:
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return len(list(folder.iterdir()))
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
     try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        listed = run_bound(["nvidia-smi", "-L"], LIST_S)
+    except OSError:  # it is not there
         return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in listed.output.splitlines())
 
 
 def check_workers(num_workers: int, num_machines: int = 1) -> None:

@@ -18,9 +18,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 __all__ = [
     "NURSERY",
@@ -40,6 +40,7 @@ __all__ = [
     "raise_file_limit",
     "run_bound",
     "start_time",
+    "started",
     "take_inherited",
     "take_token",
     "tied",
@@ -149,6 +150,31 @@ def run_bound(
         finally:
             os.close(tie)
     return Done(code, data, errors.decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str | Path], patience_s: float = 0.0, *, environment: Mapping[str, str], **popen: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """Start a command of this program, which ends with this process (`bind_to_parent`), and at the end of the context.
+
+    Args:
+        patience_s: from SIGTERM to SIGKILL, where it still runs at the end of the context.
+        environment: of the command; `PARENT` is added.
+        popen: further arguments of `subprocess.Popen`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with subprocess.Popen(command, env={**environment, PARENT: str(os.getpid())}, **popen) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience_s)
+                process.kill()
 
 
 def adopt_orphans(yes: bool) -> bool:

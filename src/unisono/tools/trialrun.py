@@ -6,7 +6,6 @@ and ends with the process that has started it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from unisono.record.journal import JOURNAL
-from unisono.system.lifetime import PARENT
+from unisono.system.lifetime import started
 from unisono.system.process import tell
 
 __all__ = ["Script", "trial_run"]
@@ -81,24 +80,15 @@ def trial_run(
         *("--set", f"simulate-hosts={hosts}", "--max-restarts", str(restarts), "--launcher", "local"),
         *("--run-dir", str(run_dir), "--set", f"inspect={':'.join(inspector)}", *script.run_command()),
     ]
-    environment = {**os.environ, PARENT: str(os.getpid()), **variables}
+    environment = {**os.environ, **variables}
     output = run_dir.with_name("output")
-    with (
-        output.open("wb") as told,
-        subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT
-        ) as process,
-    ):
-        try:
-            code = _wait(process, run_dir, limit_s, name, steps)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the trial took longer than {limit_s:.0f} s") from None
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)
-                process.kill()
+    with output.open("wb") as told:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": told, "stderr": subprocess.STDOUT}
+        with started(command, END_S, environment=environment, **streams) as process:
+            try:
+                code = _wait(process, run_dir, limit_s, name, steps)
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"the trial took longer than {limit_s:.0f} s") from None
     return code, output.read_text(errors="replace")
 
 

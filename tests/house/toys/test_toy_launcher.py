@@ -30,20 +30,11 @@ STEPS = "4"
 class TwoMachines(Launcher):
     """Each agent is a process of its own."""
 
-    def __init__(self) -> None:
-        self._agents: list[AgentProcess] = []
-
     def machines(self) -> list[Machine]:
         return [Machine(name="left", num_workers=1), Machine(name="right", num_workers=2)]
 
     def start(self, machine: Machine, command: AgentCommand) -> Handle:
-        agent = AgentProcess(command)
-        self._agents.append(agent)
-        return agent
-
-    def close(self) -> None:
-        for agent in self._agents:
-            agent.end()
+        return AgentProcess(command)
 
 
 @pytest.mark.usefixtures("nursery")

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from unisono.cluster.launchers.asked import in_allocation, in_ray_job, names_hosts
 from unisono.cluster.launchers.fleet import Fleet
-from unisono.cluster.launchers.processes import AgentProcess, Processes
+from unisono.cluster.launchers.processes import AgentProcess
 from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Kind, Launcher, Machine, Request
 from unisono.cluster.machine import agent
 from unisono.cluster.machine.headprocess import Service
@@ -34,7 +34,6 @@ __all__ = [
     "Launcher",
     "Machine",
     "Policy",
-    "Processes",
     "Request",
     "RunSpec",
     "Service",

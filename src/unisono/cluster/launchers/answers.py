@@ -104,4 +104,4 @@ def why_no_answer(name: str, python: str, code: int | None, output: str) -> str:
             f"there is no {python} there ({last}); install Python with unisono {VERSION} at the same path, "
             "or say where it is with --set remote-python=PATH"
         )
-    return f"{python} there {exit_words(code) if code < 0 else f'ended with exit code {code}'}: {last}"
+    return f"{python} there {exit_words(code)}: {last}"

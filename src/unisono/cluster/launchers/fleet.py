@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Final
 
 from unisono.cluster.launchers.protocol import AgentCommand, Handle, Launcher, Machine
 from unisono.cluster.launchers.relaunching import Attempts
-from unisono.cluster.machine.children import TERMINATE_S, Listener, leave_to_others, reaped_by_others
+from unisono.cluster.machine.children import TERMINATE_S, Listener
 from unisono.cluster.trust.invitation import Invitation
 from unisono.core.errors import UsageError
 from unisono.core.spec import RunSpec
@@ -24,12 +24,10 @@ __all__ = ["Fleet"]
 VERDICT_S: Final = 2.0  # after the end of an agent, for the head to say that the run is over
 LOOK_S: Final = 2.0  # between two comparisons of what is wanted with what is there
 LAST_LINES: Final = 5
-MAX_WAITING_LINES: Final = 1000  # of one agent; then its output waits in the pipe
-LAST_LINES_S: Final = 0.5  # after the end of an agent, for what it has printed last
 
 
 class _Agent:
-    """The newest agent that was started on a machine, seen from the event loop."""
+    """The newest agent that was started on a machine."""
 
     def __init__(self, machine: Machine, handle: Handle, attempts: Attempts) -> None:
         self.machine = machine
@@ -37,9 +35,11 @@ class _Agent:
         self.handle = handle
         self.attempts = attempts
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.exit_code: int | None = None
         self.ended = asyncio.Event()
-        self.room = threading.BoundedSemaphore(MAX_WAITING_LINES)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.handle.exit_code
 
 
 class Fleet:
@@ -95,13 +95,7 @@ class Fleet:
         attempts = known.attempts.started(now) if known is not None else Attempts(started_at=now)
         agent = _Agent(machine, self._launcher.start(machine, self._command(machine)), attempts)
         self._agents[machine.name] = agent
-        leave_to_others(agent.handle.pid)
-        reader = threading.Thread(target=self._read, args=(agent,), name=f"unisono-output-{machine.name}", daemon=True)
-        waiter = threading.Thread(
-            target=self._follow, args=(agent, reader), name=f"unisono-machine-{machine.name}", daemon=True
-        )
-        reader.start()
-        waiter.start()
+        agent.handle.follow(partial(self._on_line, agent), partial(self._on_end, agent))
 
     # -- what is wanted, and what is there -----------------------------------------------------------
 
@@ -157,36 +151,6 @@ class Fleet:
         """Return whether a machine needs another agent. One that has ended with exit code 0 was not needed any more."""
         return bool(agent.exit_code) and agent.name not in self._present
 
-    # -- threads of an agent -------------------------------------------------------------------------
-
-    def _post(self, callback: Callable[..., None], *arguments: Any) -> bool:
-        try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # the loop is closed: nobody is interested any more
-            return False
-        return True
-
-    def _show(self, agent: _Agent, text: str) -> bool:
-        agent.room.acquire()
-        return self._post(self._on_line, agent, text)
-
-    def _read(self, agent: _Agent) -> None:
-        with contextlib.suppress(ValueError):  # the launcher has closed it
-            for line in agent.handle.stdout or ():
-                if not self._show(agent, line.rstrip("\n")):
-                    return
-
-    def _follow(self, agent: _Agent, reader: threading.Thread) -> None:
-        code = 1
-        try:
-            code = agent.handle.wait()
-        except Exception as error:  # of a launcher: the machine counts as lost
-            self._show(agent, f"{type(error).__name__}: {error}")
-        finally:
-            reaped_by_others(agent.handle.pid)
-        reader.join(LAST_LINES_S)  # not for long: another process may hold the pipe
-        self._post(self._on_end, agent, code)
-
     # -- the end -------------------------------------------------------------------------------------
 
     def hurry(self) -> None:
@@ -201,26 +165,19 @@ class Fleet:
             await asyncio.wait([self._keeping], timeout=TERMINATE_S)
         if not await self._ended_within(patience_s):
             for agent in self._agents.values():
-                if agent.handle.poll() is None:
+                if agent.exit_code is None:
                     agent.handle.terminate()
             await self._ended_within(TERMINATE_S)
+        await asyncio.gather(*(agent.handle.close() for agent in self._agents.values()))
         self._launcher.close()
         await self._ended_within(TERMINATE_S)
 
     async def _ended_within(self, seconds: float) -> bool:
-        ends = [asyncio.ensure_future(agent.ended.wait()) for agent in self._agents.values()]
-        hurried = asyncio.ensure_future(self._is_hurried.wait())
-        try:
-            async with asyncio.timeout(seconds):
-                while not all(end.done() for end in ends) and not hurried.done():
-                    await asyncio.wait(
-                        [*(end for end in ends if not end.done()), hurried], return_when="FIRST_COMPLETED"
-                    )
-        except TimeoutError:
-            pass
-        finally:
-            for waiting in (*ends, hurried):
-                waiting.cancel()
+        ends: asyncio.Future[Any] = asyncio.gather(*(agent.ended.wait() for agent in self._agents.values()))
+        hurried: asyncio.Future[Any] = asyncio.ensure_future(self._is_hurried.wait())
+        await asyncio.wait([ends, hurried], timeout=seconds, return_when="FIRST_COMPLETED")
+        ends.cancel()
+        hurried.cancel()
         return all(agent.ended.is_set() for agent in self._agents.values())
 
     def _command(self, machine: Machine) -> AgentCommand:
@@ -230,12 +187,10 @@ class Fleet:
         return AgentCommand(words=(sys.executable, "-P", "-m", "unisono", *join), secret=invitation.line)
 
     def _on_line(self, agent: _Agent, text: str) -> None:
-        agent.room.release()
         agent.last_lines.append(text)
         self._listener.on_line(agent.name, text, False)
 
     def _on_end(self, agent: _Agent, exit_code: int) -> None:
-        agent.exit_code = exit_code
         agent.attempts = agent.attempts.ended(time.monotonic())
         agent.ended.set()
         self._ended.add(agent.name)
@@ -260,5 +215,4 @@ def _how_it_ended(agent: _Agent) -> str:
     if known := agent.handle.explain(agent.exit_code or 0, tuple(agent.last_lines)):
         return f"the agent of {agent.name} {known}"
     words = f": {agent.last_lines[-1]}" if agent.last_lines else ""
-    code = agent.exit_code or 0
-    return f"the agent of {agent.name} {exit_words(code) if code < 0 else f'ended with exit code {code}'}{words}"
+    return f"the agent of {agent.name} {exit_words(agent.exit_code or 0)}{words}"

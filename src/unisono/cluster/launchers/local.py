@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.cluster.launchers.processes import AgentProcess, Processes
+from unisono.cluster.launchers.processes import AgentProcess
 from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request
 from unisono.system.capacity import check_open_files, check_workers
 
@@ -18,14 +18,10 @@ class Local(Launcher):
         self._num_workers = request.workers.on_one_machine(request.spec.threads)
         check_workers(self._num_workers)
         check_open_files(self._num_workers)
-        self._processes = Processes()
 
     def machines(self) -> Sequence[Machine]:
         return [Machine(name=HERE, num_workers=self._num_workers)]
 
     def start(self, machine: Machine, command: AgentCommand) -> Handle:
         """Start one more agent on this machine."""
-        return self._processes.add(AgentProcess(command))
-
-    def close(self) -> None:
-        self._processes.close()
+        return AgentProcess(command)

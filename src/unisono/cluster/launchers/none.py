@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.cluster.launchers.processes import AgentProcess, Processes
+from unisono.cluster.launchers.processes import AgentProcess
 from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request
 
 __all__ = ["Nobody"]
@@ -14,14 +14,11 @@ class Nobody(Launcher):
     """This machine has no workers, and no other one is started."""
 
     def __init__(self, request: Request) -> None:
-        self._processes = Processes()
+        pass
 
     def machines(self) -> Sequence[Machine]:
         return [Machine(name=HERE, num_workers=0)]
 
     def start(self, machine: Machine, command: AgentCommand) -> Handle:
         """Start an agent on this machine, where somebody names one."""
-        return self._processes.add(AgentProcess(command))
-
-    def close(self) -> None:
-        self._processes.close()
+        return AgentProcess(command)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import signal
-import subprocess
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from unisono.cluster.launchers.protocol import AgentCommand, Handle
+from unisono.cluster.machine.children import TERMINATE_S, Child, spawn
 from unisono.core.errors import UsageError
 
-__all__ = ["AgentProcess", "Processes"]
+__all__ = ["AgentProcess"]
 
 
 class AgentProcess(Handle):
@@ -20,87 +19,67 @@ class AgentProcess(Handle):
     Args:
         before: a command that starts the agent's: ``("ssh", "node1")``.
         environment: of that command; default: this process's.
+        patience_s: for that command to end what it has started, before it is killed.
+        ask: a signal that asks for it.
+        shows_output: its output is that of this process, and nobody else reads it.
 
     Raises:
         UsageError: the command cannot be started.
     """
 
     def __init__(
-        self, command: AgentCommand, *, before: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        command: AgentCommand,
+        *,
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        patience_s: float = 0.0,
+        ask: signal.Signals | None = None,
+        shows_output: bool = False,
     ) -> None:
+        self._patience_s = patience_s
+        self._ask = ask
+        self._on_line: Callable[[str], None]
+        self._on_end: Callable[[int], None]
         words = [*before, *command.words]
         try:
-            self._process = subprocess.Popen(
+            # Ctrl-C is for the command that starts the run: a child has a session of its own. A connection that
+            # several commands share outlives each of them.
+            self._child = spawn(
+                words[0],
                 words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the command that starts the run
+                os.environ if environment is None else environment,
+                (),
+                given=command.secret + "\n",
+                output="inherited" if shows_output else "together",
+                keeps_group=True,
+                on_line=lambda text, is_error: self._on_line(text),
+                on_end=self._note_end,
             )
         except OSError as error:
             raise UsageError(f"{words[0]} cannot be started: {error.strerror}") from error
-        self.pid = self._process.pid
-        assert self._process.stdin is not None
-        self._stdin = self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # the process has ended: its exit code says so
-            self._stdin.write(command.secret + "\n")
-            self._stdin.flush()
 
     @property
-    def stdout(self) -> Iterable[str]:
-        return self._process.stdout or ()
+    def exit_code(self) -> int | None:
+        return self._child.exit_code
 
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def wait(self) -> int:
-        return self._process.wait()
+    def follow(self, on_line: Callable[[str], None], on_end: Callable[[int], None]) -> None:
+        self._on_line, self._on_end = on_line, on_end
 
     def terminate(self) -> None:
         """End its standard input: an agent, and a holder, then end what they have started, and themselves.
 
         (A signal to ``ssh`` or ``srun`` would end the connection before that.)
         """
-        with contextlib.suppress(OSError, ValueError):
-            self._stdin.close()
+        self._child.close_input()
 
-    def signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
+    async def close(self) -> None:
+        if self.exit_code is None and self._ask is not None:
+            os.kill(self._child.pid, self._ask)
+        if not await self._child.ended_within(self._patience_s):
+            os.kill(self._child.pid, signal.SIGKILL)
+            await self._child.ended_within(TERMINATE_S)
 
-    def end(self) -> None:
-        """Kill it, if it still runs."""
-        self._process.kill()
-        self._process.wait()
-        self.terminate()  # its standard output is left to the thread that reads it: to close it would wait for that
-
-
-class Processes:
-    """Agents that were started, and are ended together."""
-
-    def __init__(self) -> None:
-        self._started: list[AgentProcess] = []
-
-    def add(self, agent: AgentProcess) -> AgentProcess:
-        self._started = [*(other for other in self._started if other.poll() is None), agent]
-        return agent
-
-    def close(self, patience_s: float = 0.0, ask: signal.Signals | None = None) -> None:
-        """End those that still run: first by their standard input, after ``patience_s`` by force.
-
-        Args:
-            ask: this signal is sent as well, at once.
-        """
-        for agent in self._started if patience_s else ():
-            agent.terminate()
-            if ask is not None:
-                agent.signal(ask)
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline and any(agent.poll() is None for agent in self._started):
-            time.sleep(0.02)
-        for agent in self._started:
-            agent.end()
-        self._started.clear()
+    def _note_end(self, child: Child) -> None:
+        assert child.exit_code is not None
+        self._on_end(child.exit_code)

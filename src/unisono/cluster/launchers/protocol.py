@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -82,27 +82,29 @@ class AgentCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handle(ABC):
-    """An agent that was started."""
-
-    pid = 0
-    """Of its process, if that is a child of this one."""
+    """An agent that was started. It belongs to the event loop: nothing blocks, or calls back in another thread."""
 
     @property
     @abstractmethod
-    def stdout(self) -> Iterable[str]:
-        """The lines that the agent prints, its standard error included. Read once, in a thread; ends with the agent."""
+    def exit_code(self) -> int | None:
+        """None while the agent runs; negative: killed by that signal."""
 
     @abstractmethod
-    def poll(self) -> int | None:
-        """Return the exit code; None while the agent runs."""
+    def follow(self, on_line: Callable[[str], None], on_end: Callable[[int], None]) -> None:
+        """Have these called from now on. Called once, right after the start.
 
-    @abstractmethod
-    def wait(self) -> int:
-        """Block until the agent has ended; return its exit code."""
+        Args:
+            on_line: receives each line that the agent prints, its standard error included.
+            on_end: receives the exit code, after the last line.
+        """
 
     @abstractmethod
     def terminate(self) -> None:
         """Ask the agent to end its workers and itself; does not wait."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the agent by force, if it still runs."""
 
     def explain(self, exit_code: int, last_lines: Sequence[str]) -> str:
         """Return how the agent has ended, as a predicate that follows its name; "" for the usual words.
@@ -116,7 +118,7 @@ class Handle(ABC):
 class Launcher(ABC):
     """Starts agents on machines. Derive a class, and add a row to `unisono.cluster.launchers.LAUNCHERS`.
 
-    Three methods are a launcher: `machines`, `start` and `close`. The machines that it has named are kept: where an
+    Two methods are a launcher: `machines` and `start`. The machines that it has named are kept: where an
     agent is lost, `start` is called for its machine again, after a pause (`unisono.cluster.launchers.relaunching`).
     """
 
@@ -129,15 +131,14 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self, machine: Machine, command: AgentCommand) -> Handle:
-        """Start an agent on a machine other than `HERE`; do not wait until it is up.
+        """Start an agent on a machine other than `HERE`; do not wait until it is up. Called in the event loop.
 
         Raises:
             UsageError: the agent cannot be started; says why, and what to do.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """End every agent that still runs, and free all resources of the launcher. The run is over."""
+    def close(self) -> None:  # noqa: B027 - most launchers have nothing but their agents
+        """Free the resources of the launcher, if it has any. The run is over, and every agent's handle was closed."""
 
     def bind(self) -> str:
         """Return the address at which the head is to listen, if the user has not said it; "": the launcher does not

@@ -13,6 +13,7 @@ Ray is imported where it is used: only those who use it need it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import os
@@ -21,8 +22,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from unisono.cluster.launchers.protocol import AgentCommand, Handle, Launcher, Machine, Request
@@ -135,13 +136,9 @@ class Ray(Launcher):
         self._is_closed = True
         is_locked = self._lock.acquire(timeout=CLOSE_S)  # `ensure` may wait for a cluster that does not answer
         try:
-            places = list(self._places.values())
-            for place in places:
+            for place in list(self._places.values()):
                 with contextlib.suppress(Exception):  # the cluster may be gone
                     self._ray.kill(place.actor)
-            for place in places:
-                if place.agent is not None:
-                    place.agent.abandon()
             self._ray.shutdown()
         finally:
             if is_locked:
@@ -208,7 +205,7 @@ class Ray(Launcher):
 
     def _drop_ended(self) -> None:
         self._places = {
-            name: place for name, place in self._places.items() if place.agent is None or place.agent.poll() is None
+            name: place for name, place in self._places.items() if place.agent is None or place.agent.exit_code is None
         }
 
     def _new_ones(self) -> list[Machine]:
@@ -275,56 +272,57 @@ def _free(ray: Any, needs: Mapping[str, float]) -> list[int]:
     return [room for _, room in _rooms(ray, needs)]
 
 
-@dataclass
 class _Agent(Handle):
-    """An agent that an actor holds."""
+    """An agent that an actor holds.
 
-    ray: Any
-    actor: Any
-    command: AgentCommand
-    environment: Mapping[str, str]
-    is_sent: bool
-    """The run's folder is the one in which the actor works."""
-    _code: int | None = None
-    _ended: threading.Event = field(default_factory=threading.Event)
+    Args:
+        is_sent: the run's folder is the one in which the actor works.
+    """
 
-    def __post_init__(self) -> None:
-        self._pid = self.actor.start.remote(
-            list(self.command.words), self.command.secret, dict(self.environment), self.is_sent
-        )
+    def __init__(
+        self, ray: Any, actor: Any, command: AgentCommand, environment: Mapping[str, str], is_sent: bool
+    ) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._pid = actor.start.remote(list(command.words), command.secret, dict(environment), is_sent)
+        self._code: int | None = None
+        self._on_end: Callable[[int], None]
+        self._reading: asyncio.Task[None]
 
     @property
-    def stdout(self) -> Iterator[str]:
+    def exit_code(self) -> int | None:
+        return self._code
+
+    def follow(self, on_line: Callable[[str], None], on_end: Callable[[int], None]) -> None:
+        self._on_end = on_end
+        self._reading = asyncio.get_running_loop().create_task(self._read(on_line))
+
+    async def _read(self, on_line: Callable[[str], None]) -> None:
         code = -signal.SIGKILL
         try:
-            self.ray.get(self._pid)
-            while lines := self.ray.get(self.actor.read.remote()):
-                yield from lines
-            code = self.ray.get(self.actor.wait.remote())
-        except self.ray.exceptions.RayActorError:
-            yield "the actor of the agent is gone: its node is lost, or its process was killed"
-        except self.ray.exceptions.RayTaskError as error:
+            await self._pid
+            while lines := await self._actor.read.remote():
+                for line in lines:
+                    on_line(line.rstrip("\n"))
+            code = await self._actor.wait.remote()
+        except self._ray.exceptions.RayActorError:
+            on_line("the actor of the agent is gone: its node is lost, or its process was killed")
+        except self._ray.exceptions.RayTaskError as error:
             code = 1
-            yield f"the agent could not be started: {str(error).strip().splitlines()[-1]}"
+            on_line(f"the agent could not be started: {str(error).strip().splitlines()[-1]}")
         finally:
             self._end(code)
 
-    def poll(self) -> int | None:
-        return self._code
-
-    def wait(self) -> int:
-        self._ended.wait()
-        assert self._code is not None
-        return self._code
-
     def terminate(self) -> None:
-        self.actor.terminate.remote()
+        self._actor.terminate.remote()
 
-    def abandon(self) -> None:
-        """Note that the actor was killed: nobody reads from it any more."""
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            self._ray.kill(self._actor)
+        self._reading.cancel()
         self._end(-signal.SIGKILL)
 
     def _end(self, code: int) -> None:
         if self._code is None:
             self._code = code
-            self._ended.set()
+            self._on_end(code)

@@ -16,7 +16,7 @@ from typing import Final
 
 from unisono.cluster.launchers.asked import in_allocation
 from unisono.cluster.launchers.nodes import binds_to_cores, gpus_of_nodes, node_names, own_address
-from unisono.cluster.launchers.processes import AgentProcess, Processes
+from unisono.cluster.launchers.processes import AgentProcess
 from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request
 from unisono.core.errors import UsageError
 from unisono.system.capacity import check_open_files, check_workers
@@ -47,7 +47,6 @@ class Slurm(Launcher):
         if not in_allocation(request):
             raise UsageError("--launcher slurm works in a batch script or a shell of Slurm (sbatch, salloc), not here")
         self._environment = request.environment
-        self._processes = Processes()
         nodes = node_names(request.environment)
         room, gpus = capacities(request.environment, nodes, request.spec.threads)
         self._gpus = dict(zip(nodes, gpus, strict=True))
@@ -82,11 +81,8 @@ class Slurm(Launcher):
         if gpus := self._gpus[machine.name]:
             before += [f"--gres=gpu:{gpus}"]
         environment = step_environment(self._environment)
-        return self._processes.add(AgentProcess(command, before=before, environment=environment))
-
-    def close(self) -> None:
-        """End what still runs. ``srun`` is asked by SIGTERM to kill its agent: ``kill -9`` would leave that alone."""
-        self._processes.close(END_S, ask=signal.SIGTERM)
+        # At the end SIGTERM asks ``srun`` to kill its agent: ``kill -9`` would leave that alone.
+        return AgentProcess(command, before=before, environment=environment, patience_s=END_S, ask=signal.SIGTERM)
 
 
 def capacities(environment: Mapping[str, str], nodes: Sequence[str], threads: int) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from unisono.cluster.launchers.answers import SSH_FAILED, Answer, why_no_answer,
 from unisono.cluster.launchers.asked import names_hosts
 from unisono.cluster.launchers.beacon import Beacon
 from unisono.cluster.launchers.hosts import Host, is_this_machine, parse_hosts, read_hostfile, spread
-from unisono.cluster.launchers.processes import AgentProcess, Processes
+from unisono.cluster.launchers.processes import AgentProcess
 from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request
 from unisono.cluster.launchers.shipping import MEGABYTE, Parcel, inspect, pack
 from unisono.cluster.launchers.way import Unfit, Way, call, for_all
@@ -67,7 +67,6 @@ class Ssh(Launcher):
         self._way = Way.parse(settings.ssh, settings.remote_python)
         self._environment = _environment(settings.pass_env)
         self._places: dict[str, _Place] = {}
-        self._processes = Processes()
 
     def machines(self) -> Sequence[Machine]:
         """Ask all machines, send the folder to those that lack it, and spread the workers.
@@ -121,11 +120,7 @@ class Ssh(Launcher):
             words=self._way.to(place.host.name, "unisono.cluster.machine.holder"),
             secret=f"{order.encode()}\n{command.secret}",
         )
-        return self._processes.add(_Session(place.host.name, there))
-
-    def close(self) -> None:
-        """End what still runs: first with time for the holders to leave nothing, then at once."""
-        self._processes.close(CLOSE_S)
+        return _Session(place.host.name, there)
 
     def _for_all(self, hosts: Sequence[Host], work: Callable[[Host], _Place]) -> dict[str, _Place]:
         by_name = {host.name: host for host in hosts}
@@ -258,7 +253,7 @@ class _Session(AgentProcess):
     """An agent at the other end of ssh."""
 
     def __init__(self, name: str, command: AgentCommand) -> None:
-        super().__init__(command)
+        super().__init__(command, patience_s=CLOSE_S)  # in which a holder leaves nothing behind
         self._name = name
 
     def explain(self, exit_code: int, last_lines: Sequence[str]) -> str:

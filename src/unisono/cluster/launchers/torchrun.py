@@ -7,17 +7,16 @@ head, and no run directory: who is in the training, and what is started again, i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import secrets
 import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from queue import Empty, SimpleQueue
 from typing import Final
 
+from unisono.cluster.launchers.processes import AgentProcess
 from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine
 from unisono.cluster.machine import holder
 from unisono.cluster.machine.plain import Order
@@ -102,8 +101,8 @@ class Torchruns:
         self._environment = dict(environment)
         self._max_restarts = max_restarts
         self._launcher = launcher
-        self._handles: dict[str, Handle | subprocess.Popen[str]] = {}
-        self._news: SimpleQueue[tuple[str, int] | signal.Signals] = SimpleQueue()
+        self._handles: dict[str, Handle] = {}
+        self._news: asyncio.Queue[tuple[str, int] | signal.Signals]
         """Ends of torchruns (machine, exit code), and signals to this process."""
 
     def run(
@@ -120,23 +119,27 @@ class Torchruns:
         Raises:
             UsageError: a torchrun cannot be started.
         """
+        return asyncio.run(self._run(machines, nodes, endpoint, name or secrets.token_hex(8)))
+
+    async def _run(self, machines: Sequence[Machine], nodes: tuple[int, int], endpoint: str, name: str) -> int:
+        self._news = asyncio.Queue()
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._news.put_nowait, number)
         least = len(machines) - (nodes[1] - nodes[0])
-        name = name or secrets.token_hex(8)
         codes: dict[str, int] = {}
-        with self._signals():
-            try:
-                for machine in machines:
-                    self._start(machine, self._order(machine.num_workers, nodes, endpoint, name))
-                while (code := exit_code(codes, len(machines), least)) is None:
-                    news = self._news.get()
-                    if isinstance(news, signal.Signals):
-                        return 128 + news
-                    machine_name, codes[machine_name] = news
-                    if codes[machine_name] and len(machines) > 1:
-                        _say(machine_name, codes[machine_name])
-                return code
-            finally:
-                self._close(set(self._handles) - set(codes))
+        try:
+            for machine in machines:
+                self._start(machine, self._order(machine.num_workers, nodes, endpoint, name))
+            while (code := exit_code(codes, len(machines), least)) is None:
+                news = await self._news.get()
+                if isinstance(news, signal.Signals):
+                    return 128 + news
+                machine_name, codes[machine_name] = news
+                if codes[machine_name] and len(machines) > 1:
+                    _say(machine_name, codes[machine_name])
+            return code
+        finally:
+            await self._close(set(self._handles) - set(codes))
 
     def _order(self, num_processes: int, nodes: tuple[int, int], endpoint: str, name: str) -> Order:
         options = ["--nproc-per-node", str(num_processes), "--max-restarts", str(self._max_restarts)]
@@ -152,68 +155,46 @@ class Torchruns:
 
     def _start(self, machine: Machine, order: Order) -> None:
         if machine.name == HERE:
-            handle: Handle | subprocess.Popen[str] = _held_here(order)
+            handle: Handle = _held_here(order)
         else:
             assert self._launcher is not None
             handle = self._launcher.start(machine, AgentCommand(words=_COMMAND, secret=order.encode()))
         self._handles[machine.name] = handle
-        threading.Thread(target=self._follow, args=(machine.name, handle), daemon=True).start()
+        handle.follow(self._show, lambda code: self._news.put_nowait((machine.name, code)))
 
-    def _follow(self, name: str, handle: Handle | subprocess.Popen[str]) -> None:
-        code = 1
+    def _show(self, line: str) -> None:
         try:
-            for line in handle.stdout or ():
-                print(line.rstrip("\n"), flush=True)
-            code = handle.wait()
+            print(line, flush=True)
         except BrokenPipeError:  # nobody reads this process's output any more
-            self._news.put(signal.SIGPIPE)
-        finally:
-            self._news.put((name, code))
+            self._news.put_nowait(signal.SIGPIPE)
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), sys.stdout.fileno())
+        except OSError:  # a full disk: this line is lost, those after it perhaps not
+            pass
 
-    def _close(self, running: set[str]) -> None:
+    async def _close(self, running: set[str]) -> None:
         """End the torchruns that still run; a second signal ends them at once."""
         for name in running:
             self._handles[name].terminate()
-        deadline = time.monotonic() + END_S
-        with contextlib.suppress(Empty):
-            while running:
-                news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
-                if isinstance(news, signal.Signals):
-                    break
-                running.discard(news[0])
-        for name in running:
-            if isinstance(handle := self._handles[name], subprocess.Popen):
-                handle.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                while running:
+                    news = await self._news.get()
+                    if isinstance(news, signal.Signals):
+                        break
+                    running.discard(news[0])
+        await asyncio.gather(*(handle.close() for handle in self._handles.values()))
         if self._launcher is not None:
             self._launcher.close()
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Have signals told to `run` and `_close` instead of ending this process."""
 
-        def tell(number: int, _: object) -> None:
-            self._news.put(signal.Signals(number))
-
-        before = {number: signal.signal(number, tell) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _held_here(order: Order) -> subprocess.Popen[str]:
+def _held_here(order: Order) -> Handle:
     """Start torchrun on this machine. Its output is that of this process."""
     words = (sys.executable, "-P", "-m", "unisono.cluster.machine.holder")
-    held = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
-    assert held.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # its exit code says so
-        held.stdin.write(f"{holder.Order(_COMMAND, merges_output=False).encode()}\n{order.encode()}\n")
-        held.stdin.flush()
-    return held
+    given = f"{holder.Order(_COMMAND, merges_output=False).encode()}\n{order.encode()}"
+    return AgentProcess(AgentCommand(words=words, secret=given), shows_output=True)
 
 
 def _say(name: str, code: int) -> None:
     where = name if name != HERE else "this machine"
-    how = exit_words(code) if code < 0 else f"has ended with exit code {code}"
-    print(f"unisono: torchrun on {where} {how}", file=sys.stderr, flush=True)
+    print(f"unisono: torchrun on {where} {exit_words(code)}", file=sys.stderr, flush=True)

@@ -1,7 +1,9 @@
 """Child processes of an agent: their output line by line, and their end as soon as it happens.
 
-A child leads a process group of its own, so the processes that it starts can be ended with it. `spawn` starts a child
-by its command; the nursery forks a child (`unisono.cluster.machine.placement`).
+Every process that an agent starts is a `Child`, which the event loop owns. `spawn` starts a child by its command: the
+head, the nursery, evaluators, the local ends of agents on other machines. The nursery forks a child
+(`unisono.cluster.machine.placement`). A child leads a process group of its own, so the processes that it starts can be
+ended with it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import IO, Final, Literal, Protocol
 
 from unisono.system.lifetime import end_group, tied
 
@@ -28,9 +30,7 @@ __all__ = [
     "Listener",
     "Output",
     "exit_code_of",
-    "leave_to_others",
     "reap_all",
-    "reaped_by_others",
     "spawn",
     "watch",
 ]
@@ -57,16 +57,16 @@ class Output:
     """Standard output and error of a child.
 
     Args:
-        descriptors: the pipes of its standard output and of its standard error.
+        descriptors: the pipes of its standard output and of its standard error; one pipe for both; or none.
         on_line: is called with every line, and whether it comes from standard error.
     """
 
-    def __init__(self, descriptors: tuple[int, int], on_line: Callable[[str, bool], None]) -> None:
+    def __init__(self, descriptors: tuple[int, ...], on_line: Callable[[str, bool], None]) -> None:
         self._on_line = on_line
         self.more_lines: deque[str] = deque(maxlen=MORE_LINES)
         """The last lines of its standard error."""
         self._loop = asyncio.get_running_loop()
-        self._out, self._error = descriptors
+        self._error = descriptors[1] if len(descriptors) > 1 else None
         self._rest = {descriptor: bytearray() for descriptor in descriptors}
         for descriptor in descriptors:
             os.set_blocking(descriptor, False)
@@ -130,9 +130,12 @@ class Child:
 
     Args:
         on_end: is called when the process has ended and its output is read.
+        keeps_group: the processes that it leaves behind go on.
     """
 
-    def __init__(self, name: str, pid: int, output: Output, on_end: Callable[[Child], None]) -> None:
+    def __init__(
+        self, name: str, pid: int, output: Output, on_end: Callable[[Child], None], *, keeps_group: bool = False
+    ) -> None:
         self.name = name
         self.pid = pid
         self.output = output
@@ -142,15 +145,25 @@ class Child:
         """The most memory that it had, once it has ended; 0: unknown."""
         self.is_killed = False
         """This process has killed it."""
+        self.keeps_group = keeps_group
+        self.stdin: IO[bytes] | None = None
+        """Its standard input, if that was kept open (`spawn`)."""
         self._on_end = on_end
         self._ended = asyncio.Event()
 
     def end(self, exit_code: int) -> None:
         """Note that the process has ended, and its group with it."""
         self.exit_code = exit_code
+        self.close_input()
         self.output.drain()
         self._on_end(self)
         self._ended.set()
+
+    def close_input(self) -> None:
+        """End its standard input."""
+        if self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.close()
 
     def signal_group(self, number: signal.Signals) -> None:
         if self.exit_code is None:
@@ -168,6 +181,18 @@ class Child:
             return False
         return True
 
+    async def close(self, ask: signal.Signals | None = signal.SIGTERM) -> None:
+        """End the process with its group: ask it, wait `TERMINATE_S`, kill it.
+
+        Args:
+            ask: the signal; None: it was asked in another way, or is not to be asked.
+        """
+        if ask is not None:
+            self.signal_group(ask)
+        if not await self.ended_within(TERMINATE_S):
+            self.kill()
+            await self.ended_within(TERMINATE_S)
+
 
 def _ignore(*_: object) -> None:
     pass
@@ -182,40 +207,52 @@ def spawn(
     on_line: Callable[[str, bool], None] = _ignore,
     on_end: Callable[[Child], None] = _ignore,
     is_tied: bool = False,
+    given: str | None = None,
+    output: Literal["apart", "together", "inherited"] = "apart",
+    keeps_group: bool = False,
 ) -> Child:
     """Start a process by its command.
 
     Args:
         is_tied: the program does not see to it by itself that it ends with this process
             (`unisono.system.lifetime.tied`).
+        given: the beginning of its standard input, which stays open (`Child.close_input`); None: it has none.
+        output: whether its standard output and error have a pipe each, one for both, or are those of this process.
+        keeps_group: of `Child`.
 
     Raises:
         OSError: it cannot be started.
     """
-    (out, out_end), (error, error_end) = os.pipe(), os.pipe()
+    pipes = [os.pipe() for _ in range({"apart": 2, "together": 1, "inherited": 0}[output])]
     pipe, tie = os.pipe() if is_tied else (-1, -1)
     try:
         popen = subprocess.Popen(
             tied(command, pipe) if is_tied else command,
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out_end,
-            stderr=error_end,
+            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
+            stdout=pipes[0][1] if pipes else None,
+            stderr=pipes[-1][1] if pipes else None,
             pass_fds=(*pass_fds, pipe) if is_tied else pass_fds,
             start_new_session=True,
         )
     except OSError:
-        os.close(out)
-        os.close(error)
+        for reader, _ in pipes:
+            os.close(reader)
         if is_tied:
             os.close(tie)
         raise
     finally:
-        os.close(out_end)
-        os.close(error_end)
+        for _, writer in pipes:
+            os.close(writer)
         if is_tied:
             os.close(pipe)
-    child = Child(name, popen.pid, Output((out, error), on_line), on_end)
+    shown = Output(tuple(reader for reader, _ in pipes), on_line)
+    child = Child(name, popen.pid, shown, on_end, keeps_group=keeps_group)
+    if popen.stdin is not None and given is not None:
+        child.stdin = popen.stdin
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: its exit code says so
+            child.stdin.write(given.encode())
+            child.stdin.flush()
 
     def wait() -> int:
         if is_tied:
@@ -229,8 +266,6 @@ def spawn(
 
 _reapers: dict[int, Callable[[], None]] = {}  # by process id of a watched child
 _peaks: dict[int, int] = {}  # by process id of a child that was reaped a moment ago, the most memory that it had
-_others: set[int] = set()  # process ids of children that other code waits for
-LOOK_AGAIN_S: Final = 0.05
 
 
 def watch(child: Child, wait: Callable[[], int]) -> None:
@@ -250,7 +285,8 @@ def watch(child: Child, wait: Callable[[], int]) -> None:
             loop.remove_reader(pidfd)
             os.close(pidfd)
         # End the group before the process is reaped: until then its number belongs to no other group.
-        end_group(pid)
+        if not child.keeps_group:
+            end_group(pid)
         exit_code = wait()
         child.peak_bytes = _peaks.pop(pid, 0)
         child.end(exit_code)
@@ -281,16 +317,6 @@ def _wait_unreaped(pid: int) -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def leave_to_others(pid: int) -> None:
-    """Let other code reap this child, whose exit code it needs (a `subprocess.Popen`), until `reaped_by_others`."""
-    _others.add(pid)
-
-
-def reaped_by_others(pid: int) -> None:
-    """Note that this child is reaped: its number may be another child's from now on. From any thread."""
-    _others.discard(pid)
-
-
 def reap_all() -> None:
     """Reap every child that has ended: workers, and orphans of their scripts, which this process adopts."""
     with contextlib.suppress(ChildProcessError):  # there is none at all
@@ -298,9 +324,6 @@ def reap_all() -> None:
             known = _reapers.get(ended.si_pid)
             if known is not None:
                 known()
-            elif ended.si_pid in _others:  # the system names this child first until it is reaped
-                asyncio.get_running_loop().call_later(LOOK_AGAIN_S, reap_all)
-                return
             else:
                 os.waitpid(ended.si_pid, 0)
 

@@ -76,5 +76,4 @@ class Condition:
             child.kill()  # where this task is cancelled
         code = child.exit_code
         assert code is not None
-        how = exit_words(code) if code < 0 else f"has ended with exit code {code}"
-        return code == 0, said[0] if said and said[0] else f"`{self._command}` {how}"
+        return code == 0, said[0] if said and said[0] else f"`{self._command}` {exit_words(code)}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Final
 
-from unisono.cluster.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener, spawn
+from unisono.cluster.machine.children import NOT_STARTED, Child, Listener, spawn
 from unisono.cluster.machine.places import NO_GPU
 from unisono.system.capacity import machine_gpus
 from unisono.system.lifetime import PARENT
@@ -76,10 +75,4 @@ class Evaluators:
         self._is_closing = True
         for timer in self._timers:
             timer.cancel()
-        children = list(self._children.values())
-        for child in children:
-            child.signal_group(signal.SIGTERM)
-        for child in children:
-            if not await child.ended_within(TERMINATE_S):
-                child.kill()
-                await child.ended_within(TERMINATE_S)
+        await asyncio.gather(*(child.close() for child in self._children.values()))

@@ -41,7 +41,7 @@ from unisono.core.messages import (
 )
 from unisono.core.sides import Allegiance
 from unisono.core.spec import Partition
-from unisono.core.words import exit_words
+from unisono.core.words import silent_exit_words
 
 __all__ = ["Following", "Owner"]
 
@@ -511,7 +511,7 @@ class Following:
         if self._side.joins or (not self.has_seat and not self._side.followed.is_successor(self.agent_id)):
             return
         lines = "".join(f"\n{line}" for line in child.output.last_lines)
-        reason = f"the head (pid {child.pid}) {exit_words(child.exit_code or 0)}{lines}"
+        reason = f"the head (pid {child.pid}) {silent_exit_words(child.exit_code or 0)}{lines}"
         if not self._head.may_start_again():
             self._end(Ended(ok=False, reason=f"{reason}; {MAX_HEADS} heads in a row have ended", exit_code=1))
             return

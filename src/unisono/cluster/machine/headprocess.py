@@ -11,7 +11,6 @@ import errno
 import ipaddress
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from unisono.cluster.machine.children import TERMINATE_S, Child, spawn
+from unisono.cluster.machine.children import Child, spawn
 from unisono.cluster.trust.certificate import Identity, derived, given
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.worker.link import host_and_port
@@ -271,10 +270,5 @@ class HeadProcess:
         return len(self._starts) < MAX_HEADS or time.monotonic() - self._starts[0] > HEADS_WITHIN_S
 
     async def end(self) -> None:
-        if self.child is None:
-            return
-        if self.child.exit_code is None:
-            os.kill(self.child.pid, signal.SIGTERM)
-        if not await self.child.ended_within(TERMINATE_S):
-            self.child.kill()
-            await self.child.ended_within(TERMINATE_S)
+        if self.child is not None:
+            await self.child.close()

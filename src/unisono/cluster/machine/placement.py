@@ -16,7 +16,6 @@ import msgspec
 
 from unisono.cluster.machine.children import (
     MAX_LINE_BYTES,
-    TERMINATE_S,
     Child,
     Listener,
     Output,
@@ -222,9 +221,8 @@ class Nursery:
         """End the nursery's process. Its workers have ended before."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-        if self.child is not None and not await self.child.ended_within(TERMINATE_S):
-            self.child.kill()
-            await self.child.ended_within(TERMINATE_S)
+        if self.child is not None:
+            await self.child.close(ask=None)  # it ends with the channel
         if self._adopts:
             self._loop.remove_signal_handler(signal.SIGCHLD)
             adopt_orphans(False)

@@ -207,12 +207,8 @@ class Workers:
 
     async def close(self) -> None:
         """End all workers (SIGTERM, then SIGKILL), and the process that has forked them."""
-        if not await self.ended_within(0.0):
-            for state in self._started():
-                state.child.signal_group(signal.SIGTERM)
-            if not await self.ended_within(TERMINATE_S):
-                self.kill()
-                await self.ended_within(TERMINATE_S)
+        await self.ended_within(0.0)  # from now on none starts
+        await asyncio.gather(*(state.child.close() for state in self._started()))
         await self._placement.close()
         seats.release()
         if self._beats is not None:

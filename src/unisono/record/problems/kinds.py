@@ -9,7 +9,7 @@ from typing import Final, Literal, cast, get_args
 import msgspec
 
 from unisono.core.errors import DivergenceError, LossError
-from unisono.core.words import exit_words, position_words, shown_bytes
+from unisono.core.words import position_words, shown_bytes, silent_exit_words
 
 __all__ = [
     "Kind",
@@ -150,7 +150,7 @@ def _sentence(trouble: Trouble) -> str:
             return f"{who} hung{where}: it has made no progress {since}"
         case "crash":
             place = f": it was in {trouble.place}" if trouble.place else ""
-            return f"{who} {exit_words(trouble.exit_code)}{where}{place}"
+            return f"{who} {silent_exit_words(trouble.exit_code)}{where}{place}"
         case "nan":
             found = NOT_FINITE.match(trouble.error)
             what = f"the loss is {found[1]}" if found else trouble.error

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.record.journal import JOURNAL, read
 from unisono.system.faults import ENVIRONMENT, Fault, encode
-from unisono.system.lifetime import NURSERY, PARENT
+from unisono.system.lifetime import NURSERY, started
 from unisono.system.process import tell
 from unisono.tools.check.records import Record, State, records_of
 from unisono.tools.trialrun import Script, trial_run
@@ -156,11 +156,11 @@ class Runner:
             return given
         if hashing not in self.nurseries:
             path = str(self.script.directory / f"nursery{hashing}")
-            environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONHASHSEED": str(hashing)}
+            environment = {**os.environ, "PYTHONHASHSEED": str(hashing)}
             environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
             command = [sys.executable, "-P", "-m", "unisono.script.nursery", "--listen", path]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-            self._stack.callback(_end, process)
+            nursery = started(command, environment=environment, stdout=subprocess.PIPE)
+            process = self._stack.enter_context(nursery)
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], self.timeout_s)
             if not ready or b"listens" not in process.stdout.readline():
@@ -169,14 +169,6 @@ class Runner:
                 )
             self.nurseries[hashing] = path
         return self.nurseries[hashing]
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _evaluations(journal: Path) -> Iterator[tuple[int, str]]:
