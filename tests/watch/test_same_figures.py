@@ -32,6 +32,7 @@ from unisono.views.watch.terminal.text import plain
 LIVE = (
     *("run_id", "state", "reason", "started", "ended", "step", "first", "num_steps", "unit", "epoch", "loss", "logs"),
     *("evaluation", "samples_per_s", "steps_per_s", "left_s", "generation", "num_workers", "checkpoint_step"),
+    *("digest", "digests", "efficiency", "interruptions", "interrupted_s"),
 )
 """Figures of an overview that neither the folder nor the moment of looking changes."""
 
@@ -67,12 +68,13 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_files_say_what_was_told(run: Path) -> None:
     """The fold of a head and of a terminal, and that of a reader of the directory."""
-    builder = OverviewBuilder()
+    builder = OverviewBuilder("made-up-0")
     for event in told(run):
         builder.take(event)
     live, read = builder.overview(0.0), History(run).overview()
     assert figures(live) == figures(read)
     assert live.workers == read.workers
+    assert builder.past() == History(run).past()
 
 
 def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
@@ -88,10 +90,13 @@ def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
     said = json.loads(status.output)
     for name in ("state", "step", "num_steps", "unit", "epoch", "loss", "generation", "started", "ended"):
         assert said[name] == getattr(overview, name), name
-    assert said["efficiency"] == found.efficiency == history.efficiency()
-    assert said["interrupted_s"] == sum(each.seconds or 0.0 for each in found.interruptions)
-    presences = {(each.worker_id, each.host, each.how) for each in found.presences}
-    assert presences == {(each["worker_id"], each["host"], each.get("how", "")) for each in said["past_workers"]}
+    for name in ("efficiency", "interrupted_s", "digest", "digests"):
+        assert said[name] == getattr(overview, name), name
+    assert overview.efficiency is not None
+    assert overview.digests == {"model": "ab" * 8}
+    assert said["interruptions"] == [msgspec.to_builtins(each) for each in overview.interruptions]
+    assert overview.interrupted_s == sum(each.seconds or 0.0 for each in found.interruptions)
+    assert [msgspec.to_builtins(each) for each in found.presences] == said["past_workers"]
     assert history.series(["loss"], overview.step)["loss"]["mean"] == [overview.loss]
 
     out = io.StringIO()
