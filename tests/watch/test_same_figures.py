@@ -21,9 +21,10 @@ from unisono.core.words import clock_duration, number
 from unisono.record.history import History
 from unisono.record.journal import events
 from unisono.record.journal.times import read_times
-from unisono.record.overview import Overview, OverviewBuilder
+from unisono.record.overview import Overview, OverviewBuilder, status_of
 from unisono.views.page.answers import answer
 from unisono.views.report import account
+from unisono.views.watch.prometheus import exposition
 from unisono.views.watch.terminal.base import progress_line
 from unisono.views.watch.terminal.drawing import header
 from unisono.views.watch.terminal.plain import Lines, Plain
@@ -90,7 +91,8 @@ def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
     said = json.loads(status.output)
     for name in ("state", "step", "num_steps", "unit", "epoch", "loss", "generation", "started", "ended"):
         assert said[name] == getattr(overview, name), name
-    for name in ("efficiency", "interrupted_s", "digest", "digests"):
+    assert {name: said[name] for name in status_of(overview)} == status_of(overview), "as a head says it"
+    for name in ("digest", "digests"):
         assert said[name] == getattr(overview, name), name
     assert overview.efficiency is not None
     assert overview.digests == {"model": "ab" * 8}
@@ -98,6 +100,10 @@ def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
     assert overview.interrupted_s == sum(each.seconds or 0.0 for each in found.interruptions)
     assert [msgspec.to_builtins(each) for each in found.presences] == said["past_workers"]
     assert history.series(["loss"], overview.step)["loss"]["mean"] == [overview.loss]
+
+    metrics = dict(line.split(" ") for line in exposition(overview).splitlines() if line[0] != "#" and "{" not in line)
+    assert float(metrics["unisono_loss"]) == overview.loss
+    assert float(metrics["unisono_checkpoint_step"]) == overview.checkpoint_step
 
     out = io.StringIO()
     lines = Lines(out)
