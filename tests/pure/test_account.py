@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import pytest
 
@@ -24,11 +22,9 @@ from unisono.core.events import (
     WorkerGone,
     WorkerJoined,
 )
-from unisono.record.account import account
 from unisono.record.asides import BALANCE_S, Asides
-from unisono.record.chronicle import line_of
 from unisono.record.interruptions import Interruptions
-from unisono.record.overview import useful_share
+from unisono.record.overview import OverviewBuilder, Past
 
 T = 1.79e9
 
@@ -151,9 +147,11 @@ def test_the_end_has_the_digests_that_the_workers_have_told() -> None:
 
 
 def test_the_efficiency_is_computing_of_all_time() -> None:
-    assert useful_share([]) is None
-    busy, idle = Seconds(compute=3.0, data=1.0), Seconds(compute=1.0, waiting=7.0)
-    assert useful_share(msgspec.structs.asdict(each) for each in (busy, idle)) == round(4 / 12, 4)
+    assert OverviewBuilder().overview(T).efficiency is None
+    builder = OverviewBuilder()
+    for number, means in enumerate((Seconds(), Seconds(compute=3.0, data=1.0), Seconds(compute=1.0, waiting=7.0))):
+        builder.take(step(number, T, means=means))
+    assert builder.overview(T).efficiency == round(4 / 12, 4)
 
 
 # -- afterwards --------------------------------------------------------------------------------------
@@ -176,33 +174,70 @@ TOLD: list[Event] = [
 ]
 
 
-def lines(run_id: str) -> list[dict[str, object]]:
-    return [json.loads(line_of(event, run_id)) for event in TOLD]
+def folded(*run_ids: str, events: list[Event] = TOLD) -> OverviewBuilder:
+    """One run after the other in one directory."""
+    builder = OverviewBuilder(run_ids[-1])
+    for run_id in run_ids:
+        builder.go_on_as(run_id)
+        for event in events:
+            builder.take(event)
+    return builder
 
 
 def test_who_took_part_what_interrupted_the_run_and_how_it_ended() -> None:
-    found = account([*lines("r0"), *lines("r1")])
-    assert (found["run_id"], found["started"], found["ended"]) == ("r1", T, T + 20)
-    assert found["end"]["reason"] == "ended by SIGTERM"
-    assert [each.get("gone") for each in found["machines"]] == [None, T + 9]
-    workers = {each["worker_id"]: each for each in found["workers"]}
-    assert (workers["w0"]["joined"], workers["w0"].get("gone")) == (T + 1, None)
-    assert (workers["w1"]["how"], workers["w1"]["why_gone"], workers["w1"]["last_step"]) == ("lost", "was killed", 3)
-    assert "joined" not in workers["w2"]
-    assert found["interrupted_s"] == 1.5
+    builder = folded("r0", "r1")
+    overview, past = builder.overview(T + 30), builder.past()
+    assert (overview.ended, overview.reason) == (T + 20, "ended by SIGTERM")
+    assert overview.interrupted_s == 1.5
+    assert (len(past.workers), len(past.machines), len(past.interruptions)) == (6, 4, 2)
+    past = past.of("r1")
+    assert [each.gone for each in past.machines] == [0.0, T + 9]
+    workers = {each.worker_id: each for each in past.workers}
+    assert (workers["w0"].joined, workers["w0"].gone, workers["w0"].how) == (T + 1, T + 20, ""), "until the end"
+    assert (workers["w1"].how, workers["w1"].why_gone, workers["w1"].last_step) == ("lost", "was killed", 3)
+    assert not workers["w2"].joined
+    (interrupted,) = past.interruptions
+    assert (interrupted.time, interrupted.step, interrupted.seconds) == (T + 5, 4, 1.5)
+    assert [each.worker_id for each in interrupted.changes] == ["w1", "w2"]
+
+
+def test_a_worker_finishes_after_the_end_was_told() -> None:
+    """A worker says the end before the head says that it has gone."""
+    gone = WorkerGone(time=T + 21, worker_id="w0", host="a", how="finished", reason="", step=9)
+    (worker,) = [each for each in folded("r1", events=[*TOLD, gone]).past().workers if each.worker_id == "w0"]
+    assert (worker.gone, worker.how) == (T + 21, "finished")
 
 
 def test_a_run_that_was_killed_with_all_its_processes_has_no_end() -> None:
-    found = account(lines("r1")[:-1])
-    assert (found["end"], found["ended"]) == ({}, 0.0)
+    builder = folded("r1", events=TOLD[:-1])
+    assert builder.overview(T + 30).ended == 0.0
+    assert builder.past().workers[0].gone == 0.0
+    builder.go_on_as("r2")
+    assert builder.past().workers[0].gone == T + 9, "when the run was heard of last"
+
+
+def test_the_next_head_goes_on_with_what_has_interrupted_the_run() -> None:
+    interruption = TOLD[6]
+    assert isinstance(interruption, Interruption)
+    builder = OverviewBuilder("r1", interruptions=[interruption] * 3, interrupted_s=40.0)
+    builder.take(msgspec.structs.replace(interruption, step=9))
+    overview = builder.overview(T + 30)
+    assert (len(overview.interruptions), overview.interrupted_s) == (4, 41.5)
+
+
+def status_of(past: Past) -> dict[str, object]:
+    return {
+        "past_workers": msgspec.to_builtins(past.workers),
+        "machines": msgspec.to_builtins(past.machines),
+        "interruptions": [msgspec.to_builtins(each.measured) for each in past.interruptions],
+    }
 
 
 def test_an_account_in_words_is_short_and_says_why() -> None:
-    found = account(lines("r1"))
     shown = words_of(
         {
-            "state": "failed", "reason": found["end"]["reason"], "step": 9, "num_steps": 40, "loss": 0.5,
-            "efficiency": 0.63, **found, "past_workers": found["workers"], "workers": [],
+            "state": "failed", "reason": "ended by SIGTERM", "step": 9, "num_steps": 40, "loss": 0.5, "started": T,
+            "ended": T + 20, "efficiency": 0.63, "interrupted_s": 1.5, "workers": [], **status_of(folded("r1").past()),
         }
     )  # fmt: skip
     first, second, third, *rest = shown
@@ -219,7 +254,8 @@ def test_an_account_in_words_is_short_and_says_why() -> None:
 
 
 def test_of_many_workers_the_newest_are_shown() -> None:
-    many = [{**account(lines("r1"))["workers"][0], "worker_id": f"w{number}"} for number in range(1000)]
+    one = msgspec.to_builtins(folded("r1").past().workers[0])
+    many = [{**one, "worker_id": f"w{number}"} for number in range(1000)]
     shown = words_of({"state": "finished", "step": 3, "past_workers": many})
     assert len(shown) < 30
     assert any("980 workers before these" in line for line in shown)

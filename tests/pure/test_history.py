@@ -25,6 +25,7 @@ from unisono.record.history import History
 from unisono.record.history import index as index_module
 from unisono.record.history import lines as lines_module
 from unisono.record.history import reading as reading_module
+from unisono.record.history import story as story_module
 from unisono.record.history.machines import steps_of
 from unisono.record.journal import JOURNAL, Journal, conclude, read, to_line, truncate
 from unisono.record.journal.file import INDEX
@@ -609,7 +610,7 @@ def test_a_journal_by_itself_is_a_history(tmp_path: Path) -> None:
 def test_every_event_is_yielded_also_after_a_page_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_module, "EVENTS_AT_ONCE", 2)
+    monkeypatch.setattr(story_module, "EVENTS_AT_ONCE", 2)
     texts = [
         '{"time": 1.0, "kind": "sung", "number": 0}',
         "broken",

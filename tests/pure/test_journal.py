@@ -89,13 +89,13 @@ def test_the_line_of_a_step_has_these_keys_in_this_order(tmp_path: Path) -> None
     folder = run_with(tmp_path / "run", found, end(ok=False, reason="KeyError: 3"))
     line, last = (folder / JOURNAL).read_text().splitlines()
     assert line == (
-        '{"line": 0, "kind": "step", "time": 1790000000.125, "step": 7, "epoch": 2, "loss": 0.0625, '
-        '"weight": 24.0, "samples": 24, "digest": "0000000000000007", "num_steps": 9, "generation": 1, '
+        '{"line": 0, "kind": "step", "step": 7, "epoch": 2, "samples": 24, "digest": "0000000000000007", '
+        '"loss": 0.0625, "weight": 24.0, "time": 1790000000.125, "num_steps": 9, "generation": 1, '
         '"seconds": {"data": 0.0, "compute": 0.1, "exchange": 0.0, "network": 0.0, "waiting": 0.0, '
         '"update": 0.0, "other": 0.0}, '
         '"logs": {"lr": 0.1}, "balance": "w0 gets 5", "warnings": ["w1 differs"]}'
     )
-    assert last == '{"line": 1, "kind": "end", "ok": false, "reason": "KeyError: 3", "digests": {}}'
+    assert last == '{"line": 1, "kind": "end", "ok": false, "digests": {}, "reason": "KeyError: 3"}'
 
 
 def test_the_lines_of_older_and_newer_versions_are_read() -> None:

@@ -5,80 +5,92 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unisono.core.events import Event, Interruption, RunEnded, WorkerGone, WorkerJoined
 from unisono.core.words import duration
-from unisono.record.overview import Overview
-from unisono.views.report.account import Account, Interruption, Presence, WorkerAccount, interruptions, presences
+from unisono.record.overview import Interrupted, Overview, OverviewBuilder, Past, Presence
+from unisono.views.report.account import Account, WorkerAccount, presences, words_of
 from unisono.views.report.html import PARTS, report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
 VOID = {"meta", "br", "img", "link", "input"}
 
 
-def joined(worker_id: str, step: int, time: float, reason: str = "") -> dict[str, Any]:
-    return {"kind": "joined", "worker_id": worker_id, "host": "a", "step": step, "time": time, "reason": reason}
+def joined(worker_id: str, step: int, time: float, reason: str = "") -> WorkerJoined:
+    about = {"host": "a", "device": "cpu", "pid": 1, "generation": 1}
+    return WorkerJoined(time=time, worker_id=worker_id, step=step, reason=reason, **about)
 
 
-def gone(worker_id: str, how: str, step: int, time: float, reason: str = "") -> dict[str, Any]:
-    return {
-        "kind": "gone", "worker_id": worker_id, "host": "a", "how": how, "step": step, "time": time, "reason": reason
-    }  # fmt: skip
+def gone(worker_id: str, how: Any, step: int, time: float, reason: str = "") -> WorkerGone:
+    return WorkerGone(time=time, worker_id=worker_id, host="a", how=how, step=step, reason=reason)
 
 
-STORY = [
+def end(time: float) -> RunEnded:
+    return RunEnded(time=time, ok=True, reason="finished", digests={})
+
+
+STORY: list[Event] = [
     joined("w0", 0, 100.0, "the run begins"),
     joined("w1", 0, 100.0, "the run begins"),
     gone("w1", "lost", 9, 110.0, "killed by signal 9"),
     joined("w2", 10, 110.5, "w1 was lost"),
     gone("w0", "finished", 19, 120.0),
     gone("w2", "finished", 19, 120.0),
-    {"kind": "end", "time": 120.1},
+    end(120.1),
 ]
 
 
-def measured(step: int, seconds: float, time: float) -> dict[str, Any]:
-    return {"kind": "interruption", "generation": 2, "step": step, "seconds": seconds, "reason": "why", "time": time}
+def measured(step: int, seconds: float, time: float) -> Interruption:
+    return Interruption(generation=2, step=step, seconds=seconds, reason="why", time=time)
+
+
+def past(events: Sequence[Event]) -> Past:
+    builder = OverviewBuilder()
+    for event in events:
+        builder.take(event)
+    return builder.past()
 
 
 def test_a_loss_and_its_replacement_are_one_interruption() -> None:
-    (found,) = interruptions([*STORY[:4], measured(10, 2.5, 113.0), *STORY[4:]])
-    assert found == Interruption(
-        step=10,
-        time=110.0,
-        seconds=2.5,
-        what=("w1 on a was lost: killed by signal 9", "w2 on a joined: w1 was lost"),
-    )
+    (found,) = past([*STORY[:4], measured(10, 2.5, 113.0), *STORY[4:]]).interruptions
+    assert (found.step, found.time, found.seconds) == (10, 110.0, 2.5)
+    assert words_of(found) == ["w1 on a was lost: killed by signal 9", "w2 on a joined: w1 was lost"]
 
 
 def test_a_cost_that_nobody_has_measured_is_not_guessed() -> None:
-    (found,) = interruptions(STORY)
+    (found,) = past(STORY).interruptions
     assert (found.step, found.seconds) == (9, None)
 
 
 def test_a_change_of_which_only_the_cost_is_known_has_its_reason() -> None:
-    (found,) = interruptions([measured(4, 1.5, 9.0)])
-    assert (found.what, found.time, found.seconds) == (("why",), 9.0, 1.5)
+    (found,) = past([measured(4, 1.5, 9.0)]).interruptions
+    assert (words_of(found), found.time, found.seconds) == (["why"], 9.0, 1.5)
 
 
 def test_who_is_there_at_the_beginning_and_finishes_is_no_interruption() -> None:
-    assert interruptions([joined("w0", 0, 1.0), gone("w0", "finished", 9, 2.0)]) == []
+    assert past([joined("w0", 0, 1.0), gone("w0", "finished", 9, 2.0)]).interruptions == []
 
 
 def test_each_worker_is_there_from_its_join_to_its_end() -> None:
-    found = [(each.worker_id, each.begin, each.end, each.how) for each in presences(STORY, end=120.1)]
+    found = [(each.worker_id, each.joined, each.gone, each.how) for each in presences(past(STORY), end=120.1)]
     assert found == [("w0", 100.0, 120.0, "finished"), ("w1", 100.0, 110.0, "lost"), ("w2", 110.5, 120.0, "finished")]
 
 
 def test_a_worker_whose_end_nobody_has_told_was_there_until_the_end() -> None:
-    story = [joined("w0", 0, 1.0), joined("w1", 0, 2.0)]
-    assert [each.end for each in presences(story, end=9.0)] == [9.0, 9.0]
-    story += [{"kind": "end", "time": 5.0}, joined("w0", 3, 7.0)]
-    assert [(each.begin, each.end) for each in presences(story, end=9.0)] == [(1.0, 5.0), (2.0, 5.0), (7.0, 9.0)]
+    story: list[Event] = [joined("w0", 0, 1.0), joined("w1", 0, 2.0)]
+    assert [each.gone for each in presences(past(story), end=9.0)] == [9.0, 9.0]
+    story += [end(5.0), joined("w0", 3, 7.0)]
+    assert [(each.joined, each.gone) for each in presences(past(story), end=9.0)] == [
+        (1.0, 5.0),
+        (2.0, 5.0),
+        (7.0, 9.0),
+    ]
 
 
 class Reader(HTMLParser):
@@ -116,7 +128,9 @@ def hostile(name: str) -> Account:
     return Account(
         name=name,
         directory=Path("/runs") / "one",
-        overview=Overview(state="failed", reason=HOSTILE, step=1, evaluation={HOSTILE: 0.5}, checkpoint=HOSTILE),
+        overview=Overview(
+            state="failed", reason=HOSTILE, step=1, evaluation={HOSTILE: 0.5}, checkpoint=HOSTILE, efficiency=1 / 7
+        ),
         facts={"recipe": {HOSTILE: HOSTILE}, "environment": {"host": [HOSTILE]}},
         first=0,
         last=1,
@@ -126,11 +140,14 @@ def hostile(name: str) -> Account:
         ],
         since=0,
         num_workers=1,
-        efficiency=1 / 7,
         presences=[
-            Presence(worker_id=HOSTILE, host=HOSTILE, begin=1.0, end=2.0, how="lost", came=HOSTILE, went=HOSTILE)
+            Presence(
+                run_id=HOSTILE, worker_id=HOSTILE, host=HOSTILE, joined=1.0, gone=2.0, how="lost", why_gone=HOSTILE
+            )
         ],
-        interruptions=[Interruption(step=1, time=1.0, what=(HOSTILE,), seconds=None)],
+        interruptions=[
+            Interrupted(run_id=HOSTILE, changes=(gone(HOSTILE, "lost", 1, 1.0, HOSTILE),), measured=None),
+        ],
         advice=[],
         problems=[{"text": HOSTILE, "evidence": HOSTILE}],
         notes=[HOSTILE],

@@ -20,6 +20,7 @@ from unisono.core.events import (
     EvaluationFinished,
     Event,
     GpuUse,
+    Interruption,
     MachineJoined,
     MachineUsed,
     MembershipChanged,
@@ -110,6 +111,8 @@ class Recording:
             if self.num_workers > 1 and step == back_at:
                 self._recover(step)
             self._step(step)
+            if self.num_workers > 1 and step in (lost_at, back_at):
+                self._interrupt(step)
             if step and step % 100 == 0:
                 self.story.append(CheckpointWritten(time=self._now, step=step, bytes=44_700_000, seconds=0.38))
             if step % 100 == 99:
@@ -176,6 +179,10 @@ class Recording:
         self.story += [
             Problem(time=self._now, problem="nan", text=text, worker_id=fresh, step=step, evidence=evidence),
         ]
+
+    def _interrupt(self, step: int) -> None:
+        about = {"generation": self._generation, "step": step, "reason": f"a worker came or went{self.bad}"}
+        self.story.append(Interruption(time=self._now, seconds=3.5, **about))
 
     def _step(self, step: int) -> None:
         slowest = max(self.ids, key=self._slowness.__getitem__)

@@ -17,6 +17,7 @@ from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.record.history import History
 from unisono.views.report import account
+from unisono.views.report.account import words_of
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "small_training.py"
 TRIALS = 4
@@ -111,10 +112,10 @@ def test_the_account_tells_who_came_and_went_and_what_it_cost(killed: Path) -> N
     lost = [each for each in found.presences if each.how == "lost"]
     assert len(lost) == 1
     assert len(found.presences) == 3
-    assert any("was lost" in what for each in found.interruptions for what in each.what)
+    assert any("was lost" in what for each in found.interruptions for what in words_of(each))
     assert all(each.seconds is not None for each in found.interruptions)
-    assert found.efficiency is not None
-    assert 0.0 < found.efficiency < 1.0
+    assert found.overview.efficiency is not None
+    assert 0.0 < found.overview.efficiency < 1.0
 
 
 @pytest.mark.usefixtures("nursery")

@@ -21,9 +21,10 @@ from unisono.core.words import clock_duration, number
 from unisono.record.history import History
 from unisono.record.journal import events
 from unisono.record.journal.times import read_times
-from unisono.record.overview import Overview, OverviewBuilder
+from unisono.record.overview import Overview, OverviewBuilder, status_of
 from unisono.views.page.answers import answer
 from unisono.views.report import account
+from unisono.views.watch.prometheus import exposition
 from unisono.views.watch.terminal.base import progress_line
 from unisono.views.watch.terminal.drawing import header
 from unisono.views.watch.terminal.plain import Lines, Plain
@@ -32,6 +33,7 @@ from unisono.views.watch.terminal.text import plain
 LIVE = (
     *("run_id", "state", "reason", "started", "ended", "step", "first", "num_steps", "unit", "epoch", "loss", "logs"),
     *("evaluation", "samples_per_s", "steps_per_s", "left_s", "generation", "num_workers", "checkpoint_step"),
+    *("digest", "digests", "efficiency", "interruptions", "interrupted_s"),
 )
 """Figures of an overview that neither the folder nor the moment of looking changes."""
 
@@ -67,12 +69,13 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_files_say_what_was_told(run: Path) -> None:
     """The fold of a head and of a terminal, and that of a reader of the directory."""
-    builder = OverviewBuilder()
+    builder = OverviewBuilder("made-up-0")
     for event in told(run):
         builder.take(event)
     live, read = builder.overview(0.0), History(run).overview()
     assert figures(live) == figures(read)
     assert live.workers == read.workers
+    assert builder.past() == History(run).past()
 
 
 def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
@@ -88,11 +91,19 @@ def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
     said = json.loads(status.output)
     for name in ("state", "step", "num_steps", "unit", "epoch", "loss", "generation", "started", "ended"):
         assert said[name] == getattr(overview, name), name
-    assert said["efficiency"] == found.efficiency == history.efficiency()
-    assert said["interrupted_s"] == sum(each.seconds or 0.0 for each in found.interruptions)
-    presences = {(each.worker_id, each.host, each.how) for each in found.presences}
-    assert presences == {(each["worker_id"], each["host"], each.get("how", "")) for each in said["past_workers"]}
+    assert {name: said[name] for name in status_of(overview)} == status_of(overview), "as a head says it"
+    for name in ("digest", "digests"):
+        assert said[name] == getattr(overview, name), name
+    assert overview.efficiency is not None
+    assert overview.digests == {"model": "ab" * 8}
+    assert said["interruptions"] == [msgspec.to_builtins(each) for each in overview.interruptions]
+    assert overview.interrupted_s == sum(each.seconds or 0.0 for each in found.interruptions)
+    assert [msgspec.to_builtins(each) for each in found.presences] == said["past_workers"]
     assert history.series(["loss"], overview.step)["loss"]["mean"] == [overview.loss]
+
+    metrics = dict(line.split(" ") for line in exposition(overview).splitlines() if line[0] != "#" and "{" not in line)
+    assert float(metrics["unisono_loss"]) == overview.loss
+    assert float(metrics["unisono_checkpoint_step"]) == overview.checkpoint_step
 
     out = io.StringIO()
     lines = Lines(out)

@@ -100,7 +100,7 @@ BEGIN = """
         (["watch", "--once", "empty"], "there is no run in empty: no journal, and no head that answers"),
         (
             ["watch", "--once", "foreign"],
-            "line 2 of foreign/journal.jsonl is not a line of a journal: 'today it rained'",
+            "foreign/journal.jsonl is not a journal: it begins with 'dear diary'",
         ),
         (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
         (["compare", "nothing", "nothing"], "nothing holds no journal"),

@@ -16,6 +16,7 @@ import pytest
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, served_by, wait_until_gone
 from tests.workers.gates import Gates
+from tests.workers.journals import canonical
 from unisono.cli.reach import ask_status, find
 from unisono.core.efficiency import SETTLED, SKIPPED
 from unisono.record.journal import JOURNAL, compare, read, times
@@ -84,6 +85,7 @@ def pid_of(worker_id: str, run_dir: Path) -> int:
 def finish(command: Command, run_dir: Path, calm: Path) -> None:
     assert command.wait() == 0, command.err
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
+    assert canonical(calm) == canonical(run_dir)
 
 
 def start_with_guest(unisono: Unisono, run_dir: Path, gates: Gates) -> tuple[Command, Command]:

@@ -20,6 +20,7 @@ import unisono
 from tests.parts import ALL
 from tests.waiting import WAIT_S
 from tests.workers import models
+from tests.workers.journals import canonical
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat
 from tests.workers.scripts import run_script
@@ -91,6 +92,7 @@ def test_a_team_gives_the_bits_of_one_worker(
             assert outcomes[job] == expected[job], f"{job} on rank {rank}"
     for job in jobs:
         assert compare(place_of(folder, *job), place_of(tmp_path, *job)).startswith("identical: ")
+        assert canonical(place_of(folder, *job)) == canonical(place_of(tmp_path, *job))
 
 
 def test_the_recipes_are_trainings(alone: tuple[Path, Outcomes]) -> None:

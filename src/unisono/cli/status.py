@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import msgspec
 
 from unisono.cli.looking import as_invitation
 from unisono.cli.reach import NotGoing, ask_status, find
@@ -15,9 +17,6 @@ from unisono.cluster.trust.invitation import HeadUrl, Invitation, is_invitation
 from unisono.core.errors import UsageError
 from unisono.core.words import count, number, progress, shown_bytes
 from unisono.system.interfaces import is_local
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["show_once"]
 
@@ -61,46 +60,43 @@ def show_once(run: str, *, as_json: bool) -> int:
 
 def _afterwards(folder: Path) -> dict[str, Any]:
     """Return the status of a run without a head, from its files."""
-    from unisono.record import journal, rundir
-    from unisono.record.account import account
+    from unisono.record import rundir
     from unisono.record.history import History
+    from unisono.record.overview import status_of
 
     if rundir.holder(folder) is None:
         raise UsageError(f"there is no run in {folder}: no journal, and no head that answers")
     history = History(folder)
     history.complete()
-    try:
-        found = journal.summary(folder)
-    except (OSError, ValueError) as error:  # a line at its end is broken, or it is no journal
-        known = history.overview()
-        found = {"state": "unknown", "step": None, "loss": None, "workers": []}
-        if known.step >= 0:
-            names = ("step", "num_steps", "unit", "epoch", "loss", "generation")
-            found |= {"state": "stopped", **{name: getattr(known, name) for name in names}}
-        elif not history.events(-1, 1)["events"]:
-            raise UsageError(f"the journal cannot be read: {error}") from error
-    told = account(history.every_event())
-    started = history.overview().started
-    end = told["end"]
+    overview, notes = history.overview(), history.notes
+    events = history.events(-EVENTS_SHOWN, EVENTS_SHOWN)["events"]
+    if history.is_unreadable and not events:
+        raise UsageError(f"the journal cannot be read: {'; '.join(notes)}")
+    state, reason = overview.state, overview.reason
     if rundir.is_going(folder):
-        found |= {"state": "training", "reason": NO_HEAD}
-    elif end:
-        is_early = found["state"] == "stopped" and end["reason"] not in ("", "finished")
-        state = "failed" if not end["ok"] else "stopped" if is_early else "finished"
-        found |= {"state": state, "reason": end["reason"] or found.get("reason", "")}
-    elif found["state"] in ("stopped", "unknown"):
-        found["reason"] = NO_END if started else found.get("reason", "")
+        state, reason = "training", NO_HEAD
+    elif not overview.ended:
+        state = "stopped" if overview.step >= 0 else "unknown"
+        reason = NO_END if overview.started else ""
+    past = history.past().of(overview.run_id)
     return {
         "schema": rundir.STATUS_SCHEMA,
-        "run_id": history.facts().get("run_id", ""),
-        **found,
+        "run_id": overview.run_id,
+        "state": state,
+        "reason": reason or (state if state == "finished" else ""),
+        **status_of(overview),
+        "generation": overview.generation,
+        "digest": overview.digest,
+        "digests": overview.digests,
+        "workers": [],
         "run_dir": str(folder),
-        "started": started,
-        **{name: told[name] for name in ("ended", "machines", "interrupted_s", "interruptions")},
-        "past_workers": told["workers"],
-        "efficiency": history.efficiency(),
-        "events": history.events(-EVENTS_SHOWN, EVENTS_SHOWN)["events"],
-        "notes": history.notes,
+        "started": overview.started,
+        "ended": overview.ended,
+        "machines": [msgspec.to_builtins(each) for each in past.machines],
+        "past_workers": [msgspec.to_builtins(each) for each in past.workers],
+        "interruptions": [msgspec.to_builtins(each.measured) for each in past.interruptions if each.measured],
+        "events": events,
+        "notes": notes,
     }
 
 
@@ -165,7 +161,7 @@ def _machines(machines: list[dict[str, Any]]) -> list[str]:
     lines = []
     for machine in machines[-SHOWN:]:
         if "joined" in machine:
-            gone = f", gone {_day(machine['gone'])} ({machine['reason']})" if machine.get("gone") else ""
+            gone = f", gone {_day(machine['gone'])} ({machine.get('reason', '')})" if machine.get("gone") else ""
             offered = count(machine["num_workers"], "worker")
             lines.append(f"machine {machine['host']} came {_day(machine['joined'])} with {offered}{gone}")
             continue
@@ -187,9 +183,12 @@ def _past_workers(workers: list[dict[str, Any]]) -> list[str]:
     lines = []
     for worker in workers[-SHOWN:]:
         joined = worker.get("joined")
-        came = f"came {_day(joined)} at step {worker['step']} ({worker['why_joined']})" if joined else "never took part"
-        gone = worker.get("gone")
-        went = f"; {worker['how']} {_day(gone)} after step {worker['last_step']} ({worker['why_gone']})" if gone else ""
+        came, went = "never took part", ""
+        if joined:
+            came = f"came {_day(joined)} at step {worker['step']} ({worker.get('why_joined', '')})"
+        if worker.get("how"):
+            after, why = worker.get("last_step", -1), worker.get("why_gone", "")
+            went = f"; {worker['how']} {_day(worker['gone'])} after step {after} ({why})"
         lines.append(f"{worker['worker_id']} on {worker['host']} {came}{went}")
     return [*_more(workers, "worker"), *lines]
 

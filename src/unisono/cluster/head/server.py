@@ -73,7 +73,7 @@ from unisono.membership import Event, Send, TookOver, agent_name, machines, seat
 from unisono.membership.likeness import differences
 from unisono.membership.roster import State, resumed
 from unisono.record.journal.lines import plain
-from unisono.record.overview import useful_share
+from unisono.record.overview import OverviewBuilder, status_of
 from unisono.record.problems.kinds import Trouble
 from unisono.record.rundir import STATUS_SCHEMA
 from unisono.system.lifetime import end_when_silent
@@ -154,7 +154,14 @@ class Head:
             changed=self._may_write_has_changed,
             chosen=lambda: self.table.remember(),
         )
-        self._viewing = Viewing(run_id, script=script_in(spec.arguments), started=memory.started, is_first=not snapshot)
+        self._overviews = OverviewBuilder(
+            run_id,
+            script=script_in(spec.arguments),
+            started=memory.started,
+            interruptions=memory.story.interruptions,
+            interrupted_s=memory.story.interrupted_s,
+        )
+        self._viewing = Viewing(self._overviews, run_id, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
         self._telling = Telling(
             self, run_id, spec, token, directory=self._directory, story=self._story, viewing=self._viewing
@@ -229,19 +236,14 @@ class Head:
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono watch --once`` shows (docs/files.md)."""
-        state, last, story = self.state, self._telling.last, self._story
-        workers = self._viewing.overview().workers
+        state, overview = self.state, self._overviews.overview(time.time())
         found = {
             "schema": STATUS_SCHEMA,
             "run_id": self._run_id,
             "state": state.label,
             "reason": self.table.reason,
             "generation": state.generation,
-            "step": last.step if last else None,
-            "num_steps": last.num_steps if last else 0,
-            "unit": last.unit if last else "step",
-            "epoch": last.epoch if last else 0,
-            "loss": last.loss if last else None,
+            **status_of(overview),
             "started": self.table.started,
             "ended": 0.0,
             "url": self._url,
@@ -249,10 +251,8 @@ class Head:
             "job": msgspec.to_builtins(self._spec),
             "machines": machines_status(state, self._telling.uses.newest),
             "workers": workers_status(state),
-            "efficiency": useful_share(msgspec.structs.asdict(each.seconds) for each in workers),
-            "interrupted_s": story.interrupted_s,
-            "interruptions": [msgspec.to_builtins(each) for each in story.interruptions],
-            "events": [msgspec.to_builtins(each) for each in story.recent[-EVENTS_SHOWN:]],
+            "interruptions": [msgspec.to_builtins(each) for each in overview.interruptions],
+            "events": [msgspec.to_builtins(each) for each in self._story.recent[-EVENTS_SHOWN:]],
         }
         shown: dict[str, Any] = plain(found)
         return shown

@@ -121,7 +121,7 @@ class Story:
         )
 
     def take_step(self, event: StepFinished) -> list[Event]:
-        """Return what a step has to tell besides its result: at once, or nothing, and told after what waits by `take`."""
+        """Return what a step tells at once besides its result; nothing where `take` tells it, after what waits."""
         told: list[Event] = []
         interruption: Interruption | None = self._interruptions.step(event)
         if interruption is not None:

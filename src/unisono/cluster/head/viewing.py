@@ -96,13 +96,14 @@ class Viewing:
     """Keeps those who look at the run, and what they are to see.
 
     Args:
+        overviews: folds the run that is shown.
         is_first: this head has seen the whole run; else what its viewers are told is read from the run's directory, if
             that can be seen here.
     """
 
-    def __init__(self, run_id: str, *, script: str, started: float, is_first: bool) -> None:
+    def __init__(self, overviews: OverviewBuilder, run_id: str, *, is_first: bool) -> None:
         self._run_id = run_id
-        self._overviews = OverviewBuilder(run_id=run_id, script=script, started=started)
+        self._overviews = overviews
         self._is_whole = is_first
         self._present = Present(self.overview)
         self._reading = Reading(run_id, self._present)

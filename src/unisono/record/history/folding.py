@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,13 +17,14 @@ from unisono.record.history.machines import read_use
 from unisono.record.history.story import Story
 from unisono.record.journal.lines import from_line
 from unisono.record.journal.times import read_times
-from unisono.record.overview import Overview, OverviewBuilder
+from unisono.record.overview import Overview, OverviewBuilder, Past
 from unisono.record.rundir import USE_FILE
 
 __all__ = ["Fold"]
 
 LAST_EVENTS: Final = 2000
-"""So many of the newest events are folded, and those that come."""
+"""So many of the newest events are folded, and those that come; of older ones, who came and went."""
+CAME_AND_WENT: Final = ("start", "machine-joined", "machine-gone", "joined", "gone", "interruption", "end")
 LAST_LINES: Final = 128
 """Of the journal, likewise."""
 
@@ -34,19 +36,35 @@ class Fold:
         self._directory, self._lines, self._story = directory, lines, story
         self._builder = OverviewBuilder()
         self._identity: object = None
+        self._run_id = ""
+        """Of the last event."""
         self._next_event = self._next_offset = 0
         self._last_step = -1
         self._used_until = 0.0
 
     def overview(self, facts: dict[str, Any], now: float) -> Overview:
         """Return the overview at a moment."""
+        self._refresh(facts)
+        return self._builder.overview(now)
+
+    def past(self, facts: dict[str, Any]) -> Past:
+        """Return who took part, and what interrupted the run."""
+        self._refresh(facts)
+        return self._builder.past()
+
+    def _refresh(self, facts: dict[str, Any]) -> None:
         identity = (self._lines.turn, self._story.turn, facts.get("run_id"))
         if identity != self._identity:
             self._begin(facts)
             self._identity = identity
-        for event, number in self._fresh():
-            self._builder.take(event, number)
-        return self._builder.overview(now)
+        for event, number, run_id in self._fresh():
+            self._take(event, number, run_id)
+
+    def _take(self, event: Event, number: int, run_id: str) -> None:
+        if run_id and run_id != self._run_id:
+            self._run_id = run_id
+            self._builder.go_on_as(run_id)
+        self._builder.take(event, number)
 
     def _begin(self, facts: dict[str, Any]) -> None:
         first, _ = self._story.read(0, 1)
@@ -58,25 +76,24 @@ class Fold:
             script=_script(facts.get("command")),
             started=started,
         )
+        self._run_id = ""
         self._next_event = max(0, len(self._story) - LAST_EVENTS)
+        for event, run_id in _events_in(self._story.every(self._next_event, CAME_AND_WENT)):
+            self._take(event, -1, run_id)
         self._next_offset = self._lines.offset_of_last(LAST_LINES)
         self._last_step, self._used_until = -1, 0.0
 
-    def _fresh(self) -> list[tuple[Event, int]]:
-        """Return what is new, in the order in which it has happened; with the number of its line, if it has one."""
+    def _fresh(self) -> list[tuple[Event, int, str]]:
+        """Return what is new, in the order in which it has happened; with the number of its line in the journal, if it
+        has one, and the id of the run, if it says it.
+        """
         told, self._next_event = self._story.read(self._next_event, 10 * LAST_EVENTS)
-        found: list[tuple[Event, int]] = []
-        for each in told:
-            event: Event | None = None
-            with contextlib.suppress(msgspec.ValidationError):  # a newer version knows other kinds
-                event = msgspec.convert(each, Event, strict=False)
-            if event is not None and not isinstance(event, StepFinished):
-                found.append((event, -1))
+        found = [(event, -1, run_id) for event, run_id in _events_in(told)]
         for used in read_use(self._directory / USE_FILE, self._used_until)[-1:]:
             self._used_until = used[0].time
-            found += [(each, -1) for each in used]
-        lines = self._new_lines()
-        if any(event.time == 0.0 for event, _ in lines):  # an older version has written them
+            found += [(each, -1, "") for each in used]
+        lines = [(event, number, "") for event, number in self._new_lines()]
+        if any(event.time == 0.0 for event, _, _ in lines):  # an older version has written them
             return [*found, *lines]
         return sorted([*found, *lines], key=_when)
 
@@ -99,6 +116,15 @@ class Fold:
         return found
 
 
+def _events_in(told: Iterable[dict[str, Any]]) -> Iterator[tuple[Event, str]]:
+    for each in told:
+        event: Event | None = None
+        with contextlib.suppress(msgspec.ValidationError):  # a newer version knows other kinds
+            event = msgspec.convert(each, Event, strict=False)
+        if event is not None and not isinstance(event, StepFinished):
+            yield event, str(each.get("run_id", ""))
+
+
 def _event_in(text: bytes) -> tuple[Event | None, int]:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         line = json.loads(text)
@@ -106,7 +132,7 @@ def _event_in(text: bytes) -> tuple[Event | None, int]:
     return None, -1
 
 
-def _when(each: tuple[Event, int]) -> float:
+def _when(each: tuple[Event, int, str]) -> float:
     return each[0].time
 
 

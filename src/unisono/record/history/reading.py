@@ -23,14 +23,13 @@ from unisono.record.history.story import Story
 from unisono.record.journal import JOURNAL
 from unisono.record.journal.lines import number_in
 from unisono.record.journal.times import read_times
-from unisono.record.overview import CURVE_POINTS, CurvePoint, Overview, useful_share
+from unisono.record.overview import CURVE_POINTS, CurvePoint, Overview, Past, efficiency
 from unisono.record.rundir import EVENTS_FILE, RUN_FILE, RUN_SCHEMA, USE_FILE, is_going
 
 __all__ = ["EXACT_STEPS", "History", "without_head"]
 
 EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
-EVENTS_AT_ONCE: Final = 5_000
 _FACTS: Final = {"run_id": str, "recipe": dict, "command": dict, "environment": dict, "resumed": list, "earlier": list}
 """What ``run.json`` has, where it is as this version knows it."""
 _ORDER: Final = ("loss", "samples_per_s", "step_s", "sent_bytes")
@@ -95,6 +94,11 @@ class History:
         """What could not be read, or not yet, in sentences."""
         found = [self._facts_note] if self._facts_note else []
         return found + self._journal_notes() + self._story.notes
+
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the journal cannot be read, or has lines and none that is one of a journal."""
+        return bool(self._lines.error) or self._is_foreign
 
     # -- series --------------------------------------------------------------------------------------
 
@@ -210,12 +214,6 @@ class History:
         """Return what the machines used, in the newest time: ``time``; ``machines``: by host, by name, by point."""
         return use_of(read_use(self.directory / USE_FILE), points)
 
-    def efficiency(self) -> float | None:
-        """Return the part of the workers' time that was spent on computing, 0 to 1; None: no time is known."""
-        kind = "mean" if "mean/compute" in self._lines.names else "part"
-        found = self.series([f"{kind}/{part}" for part in Seconds.__struct_fields__], points=1)
-        return useful_share([{name.partition("/")[2]: sum(each["mean"]) for name, each in found.items()}])
-
     def events(self, after: int = 0, most: int = 500) -> dict[str, Any]:
         """Return what has happened besides steps, the oldest first: ``events``, and the number of the ``next`` one.
 
@@ -225,22 +223,30 @@ class History:
         found, following = self._story.read(after, most)
         return {"events": found, "next": following}
 
-    def every_event(self) -> Iterator[dict[str, Any]]:
-        """Yield all that has happened besides steps, the oldest first. There may be many: keep what is needed."""
-        following = 0
-        while following < len(self._story):
-            found, after = self._story.read(following, EVENTS_AT_ONCE)
-            yield from found
-            if after == following:
-                return  # the file cannot be read
-            following = after
+    def every_event(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        """Yield the events of these kinds, the oldest first; without kinds, all: there may be many of them."""
+        return self._story.every(len(self._story), kinds)
 
     def overview(self) -> Overview:
         """Return the run as it is now, or as it has ended."""
         found = self._fold.overview(self._facts, time.time())
         here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
-        found = msgspec.structs.replace(found, curve=self._whole_curve(), run_dir=here)
+        found = msgspec.structs.replace(found, curve=self._whole_curve(), efficiency=self._efficiency(), run_dir=here)
         return found if is_going(self.directory) else without_head(found)
+
+    def past(self) -> Past:
+        """Return who took part in the runs of the directory, and what interrupted them."""
+        return self._fold.past(self._facts)
+
+    def _efficiency(self) -> float | None:
+        """Return the efficiency in all steps; of lines without means, that of the workers that wrote them."""
+        kind = "mean" if "mean/compute" in self._lines.names else "part"
+        sums = {
+            part: math.fsum(block.values[name][2] for block in self._lines.blocks if name in block.values)
+            for part in Seconds.__struct_fields__
+            if (name := f"{kind}/{part}")
+        }
+        return efficiency(sums["compute"], math.fsum(sums.values()))
 
     def _whole_curve(self) -> list[CurvePoint]:
         """Return the loss of the whole run; without the newest steps, as long as they are less than a point."""
@@ -260,6 +266,10 @@ class History:
 
     # -- notes ---------------------------------------------------------------------------------------
 
+    @property
+    def _is_foreign(self) -> bool:
+        return 0 < self._lines.num_broken == sum(block.lines for block in self._lines.blocks)
+
     def _journal_notes(self) -> list[str]:
         lines, found = self._lines, []
         if lines.error:
@@ -272,8 +282,7 @@ class History:
             is_begun = lines.head.startswith(b'{"line"')
             what = "has no whole line yet" if is_begun else "is not a journal"
             found.append(f"{lines.path} {what}: it begins with {lines.head.decode(errors='replace')!r}")
-        num_lines = sum(block.lines for block in lines.blocks)
-        if lines.num_broken and lines.num_broken == num_lines:
+        if self._is_foreign:
             found.append(f"{lines.path} is not a journal: it begins with {lines.first_broken!r}")
         elif lines.num_broken:
             found.append(

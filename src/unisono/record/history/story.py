@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from array import array
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from re import Pattern
 from typing import Any, Final, get_args
 
 import msgspec
@@ -16,6 +19,7 @@ from unisono.core.events import Event
 __all__ = ["Story"]
 
 PIECE_BYTES: Final = 1 << 20
+EVENTS_AT_ONCE: Final = 5_000
 _KINDS: Final = frozenset(each.__struct_config__.tag for each in get_args(Event))
 _ODD: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -61,11 +65,12 @@ class Story:
         except OSError as error:
             self.notes = [f"{self.path} cannot be read: {error.strerror or error}"]
 
-    def read(self, after: int, most: int) -> tuple[list[dict[str, Any]], int]:
+    def read(self, after: int, most: int, wanted: Pattern[bytes] | None = None) -> tuple[list[dict[str, Any]], int]:
         """Return at most ``most`` events from number ``after`` on, and the number of the next one.
 
         Args:
             after: negative: the last so many.
+            wanted: lines without it are left out, and not read as JSON.
         """
         begin = max(0, len(self) + after) if after < 0 else min(after, len(self))
         end = min(len(self), begin + max(0, most))
@@ -77,6 +82,8 @@ class Story:
             except OSError:
                 return [], begin
             for text in data.splitlines():
+                if wanted is not None and wanted.search(text) is None:
+                    continue
                 try:
                     event = _event_in(text)
                 except (ValueError, KeyError, TypeError):
@@ -84,6 +91,17 @@ class Story:
                     continue
                 found.append(event)
         return found, end
+
+    def every(self, end: int, kinds: Collection[str]) -> Iterator[dict[str, Any]]:
+        """Yield the events of these kinds before that number, the oldest first; without kinds, all of them."""
+        wanted = re.compile(b'"kind": ?"(?:%b)"' % "|".join(kinds).encode()) if kinds else None
+        following = 0
+        while following < end:
+            found, after = self.read(following, min(EVENTS_AT_ONCE, end - following), wanted)
+            yield from (each for each in found if not kinds or each["kind"] in kinds)
+            if after == following:
+                return  # the file cannot be read
+            following = after
 
     def _note(self, text: bytes) -> None:
         said = f"a line of {self.path} is no event: {text[:40].decode(errors='replace')!r}"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
-from unisono.core.events import EQUAL_FIELDS
 from unisono.core.words import count
 from unisono.record.journal.file import read
-from unisono.record.journal.lines import Line
+from unisono.record.journal.lines import CANONICAL, Line
 
 __all__ = ["Difference", "compare"]
 
@@ -124,14 +122,6 @@ def _does(line: Line) -> str:
     return f"has {_name(line)}"
 
 
-_SAME: Final = {
-    "step": EQUAL_FIELDS,
-    "evaluation": ("step", "totals"),
-    "end": ("ok", "digests"),
-}
-"""By kind: the keys that are equal in two runs that did the same."""
-
-
 class _Comparable:
     """Reads of a journal, line by line, what must be equal in two runs that did the same: not times, not workers."""
 
@@ -159,9 +149,9 @@ class _Comparable:
             if number > self._seen + 1:
                 self._missing.append((self._seen + 1, number - 1))
             self._seen = max(self._seen, number)
-            if line["kind"] in _SAME:
+            if line["kind"] in CANONICAL:
                 self.number = number
-                self.line = {"kind": line["kind"], **{key: line.get(key) for key in _SAME[line["kind"]]}}
+                self.line = {"kind": line["kind"], **{key: line.get(key) for key in CANONICAL[line["kind"]]}}
                 self.last = self.line
                 self.reason = str(line.get("reason", ""))
                 return

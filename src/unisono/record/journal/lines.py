@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Final, TypeGuard, cast, get_args
+from typing import Any, Final, TypeGuard, get_args
 
 import msgspec
 
-from unisono.core.events import EvaluationFinished, Event, LinesLost, RunEnded, StepFinished
+from unisono.core.events import EQUAL_FIELDS, EvaluationFinished, Event, LinesLost, RunEnded, StepFinished
 
 __all__ = [
+    "CANONICAL",
     "Line",
     "LineEvent",
     "from_line",
@@ -27,6 +28,14 @@ __all__ = [
 Line = dict[str, Any]
 LineEvent = StepFinished | EvaluationFinished | LinesLost | RunEnded
 """The events that have a line: all members make the same ones, in the same order."""
+
+CANONICAL: Final = {
+    "step": EQUAL_FIELDS,
+    "evaluation": ("step", "totals"),
+    "end": ("ok", "digests"),
+}
+"""By kind: the keys that are equal in two runs that did the same. A line begins with them, so it begins with the same
+bytes for any number of workers and any losses."""
 
 _FINITE: Final = json.JSONEncoder(allow_nan=False)
 _LINE_EVENTS: Final = get_args(LineEvent)
@@ -49,12 +58,15 @@ def is_line(event: Event) -> TypeGuard[LineEvent]:
 
 
 def to_line(event: LineEvent) -> Line:
-    """Return the line of an event, without its number. What is told by worker is kept elsewhere (`journal.times`)."""
-    if not isinstance(event, StepFinished):
-        return cast("Line", msgspec.to_builtins(event))
-    line: Line = msgspec.to_builtins(msgspec.structs.replace(event, workers={}) if event.workers else event)
-    del line["workers"]
-    return line
+    """Return the line of an event, without its number: the canonical part first (`CANONICAL`), then the time and all
+    else. What is told by worker is kept elsewhere (`journal.times`).
+    """
+    if isinstance(event, StepFinished) and event.workers:
+        event = msgspec.structs.replace(event, workers={})
+    known: Line = msgspec.to_builtins(event)
+    known.pop("workers", None)
+    first = ("kind", *CANONICAL.get(known["kind"], ()))
+    return {key: known[key] for key in first if key in known} | known
 
 
 def from_line(line: Line) -> LineEvent | None:

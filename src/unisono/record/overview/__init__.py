@@ -7,25 +7,34 @@ The head, a terminal and a reader of a finished run fold the same events, so the
 from __future__ import annotations
 
 from unisono.record.overview.folding import OverviewBuilder
+from unisono.record.overview.past import Interrupted, MachinePresence, Past, Presence
 from unisono.record.overview.values import (
     CURVE_POINTS,
+    INTERRUPTIONS,
     RECENT,
     SCHEMA,
     CurvePoint,
     Overview,
     Recent,
     WorkerNow,
-    useful_share,
+    efficiency,
+    status_of,
 )
 
 __all__ = [
     "CURVE_POINTS",
+    "INTERRUPTIONS",
     "RECENT",
     "SCHEMA",
     "CurvePoint",
+    "Interrupted",
+    "MachinePresence",
     "Overview",
     "OverviewBuilder",
+    "Past",
+    "Presence",
     "Recent",
     "WorkerNow",
-    "useful_share",
+    "efficiency",
+    "status_of",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from unisono.core.events import (
     CheckpointWritten,
     EvaluationFinished,
     Event,
+    Interruption,
     LinesLost,
     MachineGone,
     MachineJoined,
@@ -33,6 +34,7 @@ from unisono.core.events import (
 )
 from unisono.core.words import count
 from unisono.record.overview.curve import Curve
+from unisono.record.overview.past import Past, PastBuilder
 from unisono.record.overview.sentences import (
     Told,
     checkpoint_name,
@@ -41,7 +43,7 @@ from unisono.record.overview.sentences import (
     finite,
     late_words,
 )
-from unisono.record.overview.values import Overview, WorkerNow
+from unisono.record.overview.values import INTERRUPTIONS, Overview, WorkerNow, efficiency
 
 __all__ = ["OverviewBuilder"]
 
@@ -70,9 +72,21 @@ class OverviewBuilder:
     """Overview of a run, folded from its events. Knows no clock: times come from the events and from the caller.
 
     The events may begin anywhere in the run, and an event may be told again after a loss.
+
+    Args:
+        interruptions: that were before the events, the newest.
+        interrupted_s: by which all interruptions before the events have made the run longer.
     """
 
-    def __init__(self, run_id: str = "", run_dir: str = "", script: str = "", started: float = 0.0) -> None:
+    def __init__(
+        self,
+        run_id: str = "",
+        run_dir: str = "",
+        script: str = "",
+        started: float = 0.0,
+        interruptions: Iterable[Interruption] = (),
+        interrupted_s: float = 0.0,
+    ) -> None:
         self._run_id, self._run_dir, self._script, self._started = run_id, run_dir, script, started
         self._number = -1
         self._last: StepFinished | None = None
@@ -96,6 +110,11 @@ class OverviewBuilder:
         self._checkpoint: Mapping[str, Any] = {}
         self._ended: RunEnded | None = None
         self._told = Told()
+        self._past = PastBuilder(run_id)
+        self._interruptions = deque(interruptions, INTERRUPTIONS)
+        self._interrupted_s = interrupted_s
+        self._computing_s = self._total_s = 0.0
+        """Of a worker in the mean, in all steps."""
         self._known: deque[Event] = deque(maxlen=_KNOWN)
 
     def take(self, event: Event, number: int = -1) -> bool:
@@ -126,6 +145,8 @@ class OverviewBuilder:
         steps.append(step)
         self._last = step
         self._curve.add(step.step, step.loss)
+        self._computing_s += step.means.compute
+        self._total_s += step.means.total()
         if self._late:  # all members have taken part
             self._late.clear()
         if step.checkpoint:
@@ -141,6 +162,7 @@ class OverviewBuilder:
             return
         self._number = max(self._number, number)
         self._known.append(event)
+        self._past.take(event)
         match event:
             case MembershipChanged():
                 self._change(event)
@@ -159,6 +181,9 @@ class OverviewBuilder:
                 self._evaluate(event)
             case CheckpointWritten() if event.step >= self._checkpoint.get("step", -1):
                 self._save(event.time, msgspec.to_builtins(event))
+            case Interruption():
+                self._interruptions.append(event)
+                self._interrupted_s = round(self._interrupted_s + event.seconds, 6)
             case RunEnded():
                 self._end(event)
             case Problem():
@@ -169,6 +194,17 @@ class OverviewBuilder:
             case LinesLost():
                 lines = f"lines {event.first} to {event.last}"
                 self._told.add(event.time, f"the journal lacks the {lines}: they could not be written", "warning")
+
+    def go_on_as(self, run_id: str) -> None:
+        """Let the events from here on be those of another run in the same directory."""
+        self._past.go_on_as(run_id)
+        self._known.clear()
+        self._interruptions.clear()
+        self._interrupted_s = 0.0
+
+    def past(self) -> Past:
+        """Return who took part, and what interrupted the run."""
+        return self._past.past()
 
     # -- the run -------------------------------------------------------------------------------------
 
@@ -206,8 +242,13 @@ class OverviewBuilder:
         if self._ended is not None:  # a worker has said it before the head, or several workers have
             known = self._ended
             better = event.reason if event.reason not in ("", "finished") else known.reason or event.reason
-            ok = event.ok and known.ok
-            self._ended = msgspec.structs.replace(event, ok=ok, reason=better, time=known.time or event.time)
+            self._ended = msgspec.structs.replace(
+                event,
+                ok=event.ok and known.ok,
+                reason=better,
+                time=known.time or event.time,
+                digests=event.digests or known.digests,
+            )
         else:
             self._ended = event
         ended = self._ended
@@ -287,6 +328,11 @@ class OverviewBuilder:
             left_s=None if ended is not None else _left_s(last, step_s),
             generation=max(self._generation, last.generation if last is not None else 0),
             num_workers=len(last.workers) if last is not None else 0,
+            digest=last.digest if last is not None else "",
+            digests=ended.digests if ended is not None else {},
+            efficiency=efficiency(self._computing_s, self._total_s),
+            interruptions=[*self._interruptions],
+            interrupted_s=self._interrupted_s,
             checkpoint=checkpoint_name(self._checkpoint),
             checkpoint_step=int(self._checkpoint.get("step", -1)),
             curve=self._curve.points(),

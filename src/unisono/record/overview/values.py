@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from unisono.core.events import MachineUsed, Seconds
+from unisono.core.events import Interruption, MachineUsed, Seconds
 
-__all__ = ["CURVE_POINTS", "RECENT", "SCHEMA", "CurvePoint", "Overview", "Recent", "WorkerNow"]
+__all__ = [
+    "CURVE_POINTS",
+    "INTERRUPTIONS",
+    "RECENT",
+    "SCHEMA",
+    "CurvePoint",
+    "Overview",
+    "Recent",
+    "WorkerNow",
+    "efficiency",
+    "status_of",
+]
 
 SCHEMA: Final = 1
 CURVE_POINTS: Final = 240
 """At most so many points show the loss of the whole run: when there are more, two become one."""
 RECENT: Final = 50
 """So many of the last sentences are kept."""
+INTERRUPTIONS: Final = 20
+"""So many of the last ones are shown."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +107,16 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     num_workers: int = 0
     """That took part in the last step; 0: unknown."""
+    digest: str = ""
+    """Of the last step."""
+    digests: dict[str, str] = {}
+    """Of every tracked object, by name, at the end."""
+    efficiency: float | None = None
+    """Part of the workers' time that was spent on computing, in all steps; None: no time is known."""
+    interruptions: list[Interruption] = []
+    """The last ones, the oldest first."""
+    interrupted_s: float = 0.0
+    """By which all interruptions have made the run longer."""
     checkpoint: str = ""
     """The newest one."""
     checkpoint_step: int = -1
@@ -107,12 +129,16 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """The oldest first."""
 
 
-def useful_share(workers: Iterable[Mapping[str, float]]) -> float | None:
-    """Return the part of the workers' time that was spent on computing, 0 to 1; None: no time is known.
+def efficiency(computing_s: float, total_s: float) -> float | None:
+    """Return the part of the workers' time that was spent on computing, 0 to 1; None: no time is known."""
+    return round(computing_s / total_s, 4) if total_s > 0 else None
 
-    Args:
-        workers: of each, the seconds of its steps, by the names of `unisono.core.events.Seconds`.
-    """
-    known = list(workers)
-    total = sum(sum(each.values()) for each in known)
-    return round(sum(each["compute"] for each in known) / total, 4) if total > 0 else None
+
+def status_of(overview: Overview) -> dict[str, Any]:
+    """Return the figures of an overview as ``unisono watch --once --json`` has them (docs/files.md)."""
+    names = ("num_steps", "unit", "epoch", "efficiency", "interrupted_s")
+    return {
+        "step": overview.step if overview.step >= 0 else None,
+        "loss": overview.loss_is or overview.loss,
+        **{name: getattr(overview, name) for name in names},
+    }

@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.core.events import Seconds
+import msgspec
+
+from unisono.core.events import Seconds, WorkerGone, WorkerJoined
 from unisono.core.words import count, duration
 from unisono.record.advice import Advice, Load, Setting, advise
 from unisono.record.history import History
 from unisono.record.history.machines import added_up, seconds_of, steps_of
 from unisono.record.journal.lines import is_number
-from unisono.record.overview import Overview
+from unisono.record.overview import Interrupted, Overview, Past, Presence
 
-__all__ = ["Account", "Interruption", "Presence", "WorkerAccount", "account", "interruptions", "presences"]
+__all__ = ["Account", "WorkerAccount", "account", "presences", "words_of"]
 
 POINTS: Final = 1000
 PARTS: Final = Seconds.__struct_fields__
 LEAST_STEPS: Final = 10
 """No advice follows from fewer: the first steps of a process are slower than all others."""
-TOLD: Final = frozenset({"start", "joined", "gone", "interruption", "problem", "end"})
-"""Kinds of events that an account is made of; there may be very many of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,35 +42,6 @@ class WorkerAccount:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Presence:
-    """When a worker was a member of the run."""
-
-    worker_id: str
-    host: str
-    begin: float
-    """In seconds since 1970, as `end`."""
-    end: float
-    how: str
-    """How it went (`WorkerGone.how`); "": it was there until the end."""
-    came: str
-    """Why it came."""
-    went: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interruption:
-    """A step that took longer because workers came or went."""
-
-    step: int
-    time: float
-    """Of the first of the events, in seconds since 1970."""
-    what: tuple[str, ...]
-    """Each who came or went, in words."""
-    seconds: float | None
-    """By which its first step was longer than a step usually is; None: nobody has measured that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +63,8 @@ class Account:
     """The first of these steps."""
     num_workers: int
     """That took part in the last one; 0: unknown."""
-    efficiency: float | None
-    """Useful compute / total time of all workers in their steps; None: no time is known."""
     presences: Sequence[Presence]
-    interruptions: Sequence[Interruption]
+    interruptions: Sequence[Interrupted]
     advice: Sequence[Advice]
     problems: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
@@ -141,11 +110,10 @@ def account(directory: Path) -> Account:
     scalars = [name for name in names if not name.startswith(("part/", "evaluation/"))]
     evaluations = [name for name in names if name.startswith("evaluation/")]
     times = history.times(first, last, POINTS) if last >= 0 else {}
-    told = [each for each in history.every_event() if each.get("kind") in TOLD]
-    hosts = {each["worker_id"]: each.get("host", "") for each in told if each.get("kind") == "joined"}
+    past = history.past()
+    hosts = {each.worker_id: each.host for each in past.workers if each.joined}
     workers = _workers(times, last, hosts)
     loads = _loads(times, last, hosts)
-    came_and_went = presences(told, end=overview.ended or overview.time)
     return Account(
         name=directory.resolve().name,
         directory=directory,
@@ -160,105 +128,39 @@ def account(directory: Path) -> Account:
         workers=workers,
         since=min(times.get("step", ()), default=last + 1),
         num_workers=len(loads),
-        efficiency=history.efficiency(),
-        presences=came_and_went,
-        interruptions=interruptions(told),
+        presences=presences(past, end=overview.ended or overview.time),
+        interruptions=past.interruptions,
         advice=advise(loads, _setting(history.facts(), history.use(POINTS))) if last - first >= LEAST_STEPS - 1 else [],
-        problems=[each for each in told if each.get("kind") == "problem"],
+        problems=list(history.every_event("problem")),
         notes=list(history.notes),
     )
 
 
-def interruptions(told: Sequence[Mapping[str, Any]]) -> list[Interruption]:
-    """Return what has interrupted the run: each change of its workers between its first step and its last one.
-
-    What happens until the first step of the next generation is one interruption: a worker that is killed, and the one
-    that replaces it.
-
-    Args:
-        told: lines of the story, in their order.
-    """
-    found: list[Interruption] = []
-    pending: list[Mapping[str, Any]] = []
-    for each in told:
-        match each.get("kind"):
-            case "joined" if int(each.get("step") or 0) > 0:
-                pending.append(each)
-            case "gone" if each.get("how") != "finished" and int(each.get("step", -1)) >= 0:
-                pending.append(each)
-            case "interruption":
-                found.append(_interruption(pending, each))
-                pending = []
-            case "start" | "end":
-                if pending:
-                    found.append(_interruption(pending))
-                pending = []
-    return [*found, _interruption(pending)] if pending else found
-
-
-def _interruption(changes: Sequence[Mapping[str, Any]], measured: Mapping[str, Any] | None = None) -> Interruption:
-    first = changes[0] if changes else measured or {}
-    what = tuple(_what(each) for each in changes) or (str((measured or {}).get("reason", "")),)
-    if measured is None:
-        return Interruption(step=int(first.get("step", -1)), time=_time(first), what=what, seconds=None)
-    return Interruption(
-        step=int(measured.get("step", -1)), time=_time(first), what=what, seconds=float(measured.get("seconds") or 0.0)
-    )
-
-
-def presences(told: Sequence[Mapping[str, Any]], end: float) -> list[Presence]:
+def presences(past: Past, end: float) -> list[Presence]:
     """Return when each worker was a member, the first one first.
 
     Args:
-        told: lines of the story, in their order.
         end: of the run, in seconds since 1970; of the workers whose end nobody has told.
     """
-    made: list[Presence] = []
-    there: dict[str, Mapping[str, Any]] = {}
-
-    def went(worker_id: str, at: float, how: str = "", why: str = "") -> None:
-        joined = there.pop(worker_id, None)
-        if joined is not None:
-            made.append(
-                Presence(
-                    worker_id=worker_id,
-                    host=str(joined.get("host", "")),
-                    begin=_time(joined),
-                    end=max(at, _time(joined)),
-                    how=how,
-                    came=str(joined.get("reason", "")),
-                    went=why,
-                )
-            )
-
-    for each in told:
-        worker_id = str(each.get("worker_id", ""))
-        match each.get("kind"):
-            case "joined":
-                went(worker_id, _time(each))
-                there[worker_id] = each
-            case "gone":
-                went(worker_id, _time(each), str(each.get("how", "")), str(each.get("reason", "")))
-            case "end":
-                for name in list(there):
-                    went(name, _time(each))
-    for name in list(there):
-        went(name, end)
-    return sorted(made, key=lambda each: (each.begin, each.worker_id))
+    members = [each for each in past.workers if each.joined]
+    made = [msgspec.structs.replace(each, gone=each.gone or max(end, each.joined)) for each in members]
+    return sorted(made, key=lambda each: (each.joined, each.worker_id))
 
 
-def _what(told: Mapping[str, Any]) -> str:
-    """Return who came or went, in words."""
-    who = f"{told['worker_id']} on {told['host']}" if told.get("host") else str(told["worker_id"])
-    reason = f": {told['reason']}" if told.get("reason") else ""
-    if told["kind"] == "joined":
+def words_of(found: Interrupted) -> list[str]:
+    """Return each who came or went, in words; where only the cost is known, its reason."""
+    if not found.changes and found.measured is not None:
+        return [found.measured.reason]
+    return [_change_words(each) for each in found.changes]
+
+
+def _change_words(change: WorkerJoined | WorkerGone) -> str:
+    who = f"{change.worker_id} on {change.host}" if change.host else change.worker_id
+    reason = f": {change.reason}" if change.reason else ""
+    if isinstance(change, WorkerJoined):
         return f"{who} joined{reason}"
     words = {"lost": "was lost", "failed": "failed", "evicted": "was ended because it hung", "left": "left"}
-    return f"{who} {words.get(str(told.get('how')), 'went')}{reason}"
-
-
-def _time(told: Mapping[str, Any]) -> float:
-    return float(told.get("time") or 0.0)
+    return f"{who} {words[change.how]}{reason}"
 
 
 def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> list[WorkerAccount]:

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from unisono.core.words import count, duration
 from unisono.record.journal.lines import is_number
+from unisono.record.overview import Interrupted, Presence
 from unisono.record.problems.evidence import redacted
-from unisono.views.report.account import Account, Interruption, Presence, WorkerAccount
+from unisono.views.report.account import Account, WorkerAccount, words_of
 
 __all__ = ["report"]
 
@@ -98,8 +99,8 @@ def _result(account: Account) -> str:
         rows.append(("Began", _date(found.started)))
     if account.elapsed_s:
         rows.append(("Took", duration(account.elapsed_s)))
-    if account.efficiency is not None:
-        rows.append(("Efficiency", f"{account.efficiency:.0%} of the workers' time was spent computing"))
+    if account.overview.efficiency is not None:
+        rows.append(("Efficiency", f"{account.overview.efficiency:.0%} of the workers' time was spent computing"))
     lost = [each.seconds for each in account.interruptions if each.seconds is not None]
     if account.interruptions:
         rows.append(("Interrupted", f"{_times_word(len(account.interruptions))}, {duration(sum(lost))} in all"))
@@ -126,7 +127,7 @@ def _comparison(accounts: Sequence[Account]) -> str:
         ("Took", [duration(each.elapsed_s) for each in accounts]),
         ("Samples per second", [_number(_mean(each, "samples_per_s")) for each in accounts]),
         ("Workers", [str(each.num_workers or "") for each in accounts]),
-        ("Efficiency", ["" if each.efficiency is None else f"{each.efficiency:.0%}" for each in accounts]),
+        ("Efficiency", [_share(each.overview.efficiency) for each in accounts]),
         ("Interruptions", [str(len(each.interruptions)) for each in accounts]),
     ]
     rows.append(("Script", [_command(each) for each in accounts]))
@@ -185,6 +186,10 @@ def _worker(found: WorkerAccount, longest: float) -> str:
     )
 
 
+def _share(part: float | None) -> str:
+    return "" if part is None else f"{part:.0%}"
+
+
 def _interruptions(account: Account) -> str:
     found = account.interruptions
     if not found:
@@ -202,17 +207,17 @@ def _interruptions(account: Account) -> str:
     )
 
 
-def _interruption(found: Interruption) -> str:
+def _interruption(found: Interrupted) -> str:
     cost = "unknown" if found.seconds is None else duration(found.seconds)
-    what = "<br>".join(escape(each) for each in found.what)
+    what = "<br>".join(escape(each) for each in words_of(found))
     return f"<tr><td>{_date(found.time)}</td><td>{found.step:,}</td><td>{cost}</td><td class=wide>{what}</td></tr>"
 
 
 def _presences(account: Account) -> str:
     """Return a line for each worker, from when it joined to when it went, on one axis of time."""
     found = account.presences
-    begin = min(each.begin for each in found)
-    whole = max(max(each.end for each in found) - begin, 1e-9)
+    begin = min(each.joined for each in found)
+    whole = max(max(each.gone for each in found) - begin, 1e-9)
     rows = "".join(_presence(each, begin, whole) for each in found[:MOST_ROWS])
     rest = f"<p>and {len(found) - MOST_ROWS:,} more</p>" if len(found) > MOST_ROWS else ""
     return _scrolls(
@@ -223,9 +228,9 @@ def _presences(account: Account) -> str:
 
 
 def _presence(found: Presence, begin: float, whole: float) -> str:
-    left, width = 100 * (found.begin - begin) / whole, max(0.3, 100 * (found.end - found.begin) / whole)
-    there = f"from {duration(found.begin - begin)} to {duration(found.end - begin)}"
-    went = f"{found.how}: {found.went}".strip(": ") or "there until the end"
+    left, width = 100 * (found.joined - begin) / whole, max(0.3, 100 * (found.gone - found.joined) / whole)
+    there = f"from {duration(found.joined - begin)} to {duration(found.gone - begin)}"
+    went = f"{found.how}: {found.why_gone}".strip(": ") or "there until the end"
     return (
         f'<tr><th scope="row">{escape(found.worker_id)} <span class="dim">{escape(found.host)}</span></th>'
         f'<td class="wide"><span class="span" role="img" aria-label="{there}"><span class="there {escape(found.how)}" '
