@@ -30,12 +30,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from unisono.core.checks import Twice
 from unisono.core.cursor import seed_of
 from unisono.core.plan import Plan
 
 __all__ = [
-    "NOTHING",
-    "Part",
     "Record",
     "Verdict",
     "advice",
@@ -60,22 +59,9 @@ _WORD: Final = 1 << 64
 _SEVERAL: Final = 1 << 62
 
 
-@dataclass(frozen=True)
-class Part:
-    """One member's part in the audit of a step."""
-
-    own: tuple[int, ...] = ()
-    """Its micro-batches that another member computes as well."""
-    other: tuple[int, ...] = ()
-    """Micro-batches of another member that this one computes as well."""
-
-
-NOTHING: Final = Part()
-
-
 def parts(
     plan: Plan, hosts: Sequence[str], arithmetics: Sequence[int], *, share: float, seed: int, step: int, turn: int = 0
-) -> tuple[Part, ...]:
+) -> tuple[Twice, ...]:
     """Return the part of each member in the audit of a step, by rank.
 
     Args:
@@ -91,7 +77,7 @@ def parts(
     wanted = share * plan.num_leaves / len(busy) if busy else 0.0  # of each member
     number = int(wanted) + (seed_of(seed, "audit", step, turn) / _WORD < wanted % 1.0)
     if number == 0 or size < 2:
-        return (NOTHING,) * size
+        return (Twice(),) * size
     helper = helpers(tuple(hosts), tuple(arithmetics), seed_of(seed, "helper", step, turn))
     candidates = [_candidates(plan.ranges[rank]) if helper[rank] is not None else [] for rank in range(size)]
     numbers = _numbers([len(each) for each in candidates], number * len(busy))
@@ -100,7 +86,7 @@ def parts(
     for owner, one in enumerate(helper):
         if one is not None:
             other[one] = own[owner]
-    return tuple(map(Part, own, other))
+    return tuple(map(Twice, own, other))
 
 
 def helpers(hosts: tuple[str, ...], arithmetics: tuple[int, ...], draw: int) -> tuple[int | None, ...]:

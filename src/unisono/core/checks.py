@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from unisono.core.plan import Plan
 
-__all__ = ["Rehearsal", "balance_of_copies", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
+__all__ = ["Twice", "balance_of_copies", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
 
 _WORD = 1 << 64
 
@@ -88,17 +88,16 @@ def is_last_checked(phase: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """The part of one member in a rehearsal."""
+class Twice:
+    """One member's part in what two members compute in a step, to compare it."""
 
-    own: int | None
-    """The micro-batch of this member that another one computes as well; None: it has none."""
-    other: int | None
-    """The micro-batch of another member (alone: of this one) that this one computes as well, after its own; None: there
-    is none."""
+    own: tuple[int, ...] = ()
+    """Its micro-batches that another member computes as well."""
+    other: tuple[int, ...] = ()
+    """Micro-batches of another member (alone: of this one) that this one computes as well, after its own."""
 
 
-def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
+def rehearsal(plan: Plan, rank: int, turn: int) -> Twice:
     """Return what one member computes for a rehearsal.
 
     The members form a ring: each computes, as its last micro-batch, the first one of the next rank that has any. So
@@ -111,12 +110,11 @@ def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
     """
     size = len(plan.ranges)
     if size == 1:
-        return Rehearsal(plan.ranges[0][0], plan.ranges[0][0])
+        return Twice((plan.ranges[0][0],), (plan.ranges[0][0],))
     following = (plan.ranges[(rank + distance) % size] for distance in range(1, size))
     is_left_out = turn % 4 == 1 and rank == turn // 4 % size
-    other = None if is_left_out else next((leaves[0] for leaves in following if leaves), None)
-    own = plan.ranges[rank][0] if plan.ranges[rank] else None
-    return Rehearsal(own, other)
+    other = () if is_left_out else next((leaves[:1] for leaves in following if leaves), ())
+    return Twice(tuple(plan.ranges[rank][:1]), tuple(other))
 
 
 def minority(values: Sequence[Hashable]) -> list[int]:

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import nn
 
-from unisono.core.audits import Part, Record, digest_of, key_of, odd_ones
-from unisono.core.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
+from unisono.core.audits import Record, digest_of, key_of, odd_ones
+from unisono.core.checks import Twice, is_compared, is_rehearsed, minority, rehearsal
 from unisono.core.cursor import seed_of
 from unisono.core.errors import DivergenceError
 from unisono.core.plan import Plan
@@ -130,11 +130,11 @@ class Agreement:
                 own_id = self._members.worker_ids[self._members.rank]
                 self._copies = (self._members.team.generation, self._tracked.balance_of_copies(own_id))
 
-    def rehearsal(self, plan: Plan) -> Rehearsal | None:
+    def rehearsal(self, plan: Plan) -> Twice | None:
         """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
         return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
-    def compared(self, plan: Plan, turn: int) -> Part:
+    def compared(self, plan: Plan, turn: int) -> Twice:
         """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or its audit.
 
         Args:
@@ -142,8 +142,8 @@ class Agreement:
         """
         self._turn = turn
         if (found := self.rehearsal(plan)) is not None:
-            return _part(found)
-        return self.audits.begin(plan, self._members, self._step, turn) if self.audits is not None else Part()
+            return found
+        return self.audits.begin(plan, self._members, self._step, turn) if self.audits is not None else Twice()
 
     def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
         """Return the micro-batches of another member that this one will compute in a coming step, to fetch them ahead.
@@ -156,7 +156,7 @@ class Agreement:
         is_team, is_last = self._members.size > 1, number == self._last_step
         rehearses = self._rehearses if is_team else self._rehearses_alone
         if rehearses and is_rehearsed(total, alone=not is_team, is_last=is_last):
-            return _part(rehearsal(plan, self._members.rank, total)).other
+            return rehearsal(plan, self._members.rank, total).other
         return self.audits.expected(plan, self._members, total).other if self.audits is not None else ()
 
     def pass_over(self, total: int) -> None:
@@ -423,11 +423,6 @@ def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
                 if found.setdefault(name, {}).setdefault(number, digest) != digest:
                     warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
     return found
-
-
-def _part(found: Rehearsal) -> Part:
-    own, other = found.own, found.other
-    return Part((own,) if own is not None else (), (other,) if other is not None else ())
 
 
 def _differs(owner: StepTelemetry, helper: StepTelemetry) -> bool:

@@ -28,7 +28,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from unisono.core.audits import NOTHING, Part, Record, Verdict, judge, key_of, odd_ones, parts, tried
+from unisono.core.audits import Record, Verdict, judge, key_of, odd_ones, parts, tried
+from unisono.core.checks import Twice
 from unisono.core.errors import DivergenceError, PeerLost
 from unisono.core.messages import Convicted
 from unisono.core.plan import Plan
@@ -152,7 +153,7 @@ class Audits:
 
     # -- a step --------------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, members: Members, step: int, turn: int) -> Part:
+    def begin(self, plan: Plan, members: Members, step: int, turn: int) -> Twice:
         """Return this member's part in the audit of a step that begins. Local.
 
         Args:
@@ -169,13 +170,13 @@ class Audits:
         """Return whether a step that has begun has an audit. Local."""
         return bool(self._begun.get((step, turn)))
 
-    def expected(self, plan: Plan, members: Members, step: int) -> Part:
+    def expected(self, plan: Plan, members: Members, step: int) -> Twice:
         """Return this member's part in the audit of a coming step, whose plan is a forecast. Local."""
         return self._parts(plan, members, step, 0)[members.rank]
 
-    def _parts(self, plan: Plan, members: Members, step: int, turn: int) -> Sequence[Part]:
+    def _parts(self, plan: Plan, members: Members, step: int, turn: int) -> Sequence[Twice]:
         if members.size < 2 or len(plan.ranges) != members.size or any(plan.kept):
-            return (NOTHING,) * members.size
+            return (Twice(),) * members.size
         generation, arithmetics = self._arithmetics
         if generation != members.team.generation:
             arithmetics = (0,) * members.size

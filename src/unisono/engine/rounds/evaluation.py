@@ -187,9 +187,9 @@ class EvaluationRound:
             if batch not in self._have:
                 self._have[batch] = yield from self._evaluate(batch)
                 point("in_evaluation", batch)
-        other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
-        if other is not None and other not in self._have and self._evaluator.comes(other):
-            self._twice[other] = digest_of_state((yield from self._evaluate(other)))
+        for other in rehearsal(plan, self._members.rank, self._number).other if self._rehearses else ():
+            if other not in self._have and self._evaluator.comes(other):
+                self._twice[other] = digest_of_state((yield from self._evaluate(other)))
 
     def combine(self, plan: Plan) -> Gathered:
         state = self._tracked.compared() if self._members.size > 1 else {}
@@ -274,8 +274,7 @@ def evaluate(
     size, rank = (rounds.members.size, rounds.members.rank) if rounds is not None else (1, 0)
     rehearses = rehearses and size > 1 and is_rehearsed(number)
     shares = even_plan(size, num_batches)
-    other = rehearsal(shares, rank, number).other if rehearses else None
-    mine = [*shares.ranges[rank], *([other] if other is not None else [])]
+    mine = [*shares.ranges[rank], *(rehearsal(shares, rank, number).other if rehearses else ())]
     fetcher = make_fetcher(lambda: ((0, 0, batch) for batch in mine))
     before = Structure(tracked)
     for module in tracked.modules.values():

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from unisono.core.audits import NOTHING, Part
-from unisono.core.checks import is_compared
+from unisono.core.checks import Twice, is_compared
 from unisono.core.cursor import Cursor, StepPosition
 from unisono.core.errors import DivergenceError, StepError
 from unisono.core.events import Seconds
@@ -169,7 +168,7 @@ class GradientRound:
         self._position = position
         self._clock = context.clock
         self._folder = folder
-        self._compared: Part = NOTHING
+        self._compared = Twice()
         self._computed: list[int] = []
         self._is_scaled = False
         self._weight_of_last = 0.0  # of the micro-batch that was folded last, scaled
@@ -344,7 +343,7 @@ class GradientRound:
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._compared = NOTHING
+        self._compared = Twice()
         self._folder.copy_adopted()
         return list(self._members.slots.nodes)
 

@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.core.audits import NOTHING, Part
+from unisono.core.checks import Twice
 from unisono.core.copies import deliveries, holders_after, keepers
 from unisono.core.errors import DivergenceError, StateLost, StepError
 from unisono.core.events import Seconds
@@ -186,7 +186,7 @@ class ReplicaRound:
         self._number = number
         self._replicas = replicas
         self._trainer = trainer
-        self._compared: Part = NOTHING
+        self._compared = Twice()
         self._keeps = False
         self._committed: CommittedRound | None = None
         self._changes = changes
@@ -218,7 +218,7 @@ class ReplicaRound:
         agreement = self._context.agreement
         agreement.start_step(self._number, self.number)
         # The members of a group compare what they compute among themselves.
-        self._compared = agreement.compared(plan, 0) if 1 < self._members.size <= self.num_leaves else NOTHING
+        self._compared = agreement.compared(plan, 0) if 1 < self._members.size <= self.num_leaves else Twice()
         self._keeps = agreement.may_be_disputed
 
     def compute(self, plan: Plan) -> Iterator[object]:
@@ -279,7 +279,7 @@ class ReplicaRound:
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._compared = NOTHING
+        self._compared = Twice()
         self._groups.leave()
         return list(self._members.slots.nodes)
 

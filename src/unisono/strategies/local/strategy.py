@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from unisono.core.checks import Rehearsal
+from unisono.core.checks import Twice
 from unisono.core.cursor import Recipe, seed_of
 from unisono.core.errors import StepError, UsageError
 from unisono.core.plan import Plan, plan
@@ -603,8 +603,8 @@ class _FirstMicrobatch(Agreement):
     def start_step(self, number: int, total: int) -> None:
         pass
 
-    def rehearsal(self, plan: Plan) -> Rehearsal | None:
-        return Rehearsal(own=0, other=None) if self.own is None else None
+    def rehearsal(self, plan: Plan) -> Twice | None:
+        return Twice(own=(0,)) if self.own is None else None
 
     def note_own(self, fingerprint: Fingerprint) -> None:
         self.own = fingerprint
