@@ -25,12 +25,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from unisono.core.checks import Twice
+from unisono.core.checks import Twice, most
 from unisono.core.cursor import seed_of
 from unisono.core.plan import Plan
 
@@ -38,10 +37,7 @@ __all__ = [
     "Record",
     "Verdict",
     "advice",
-    "digest_of",
     "judge",
-    "key_of",
-    "odd_ones",
     "parts",
     "too_few",
     "tried",
@@ -56,7 +52,6 @@ TRIED: Final = 8
 """So many micro-batches of a step all members compute again to find out who is wrong."""
 
 _WORD: Final = 1 << 64
-_SEVERAL: Final = 1 << 62
 
 
 def parts(
@@ -146,19 +141,6 @@ def too_few(size: int) -> str:
     return ""
 
 
-# -- what is compared --------------------------------------------------------------------------------
-
-
-def key_of(leaves: Sequence[int]) -> int:
-    """Return what stands for these micro-batches in a comparison: of one, its number."""
-    return leaves[0] if len(leaves) == 1 else _SEVERAL | seed_of(0, *leaves) % _SEVERAL
-
-
-def digest_of(digests: Sequence[int]) -> int:
-    """Return the digest of several micro-batches together, by their digests; of one, its own."""
-    return digests[0] if len(digests) == 1 else seed_of(0, *digests)
-
-
 # -- who is wrong ------------------------------------------------------------------------------------
 
 
@@ -194,7 +176,7 @@ def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[M
         again: digests by worker, of all members of the same arithmetic, which have computed it again.
         others: the same of each other micro-batch that these have computed meanwhile.
     """
-    usual = _most(again.values())
+    usual = most(again.values())
     if len(again) == 1 and len(set(first.values())) > 1:
         return Verdict("two")
     wrong = [worker for worker in again if first.get(worker, usual) != usual or again[worker] != usual]
@@ -207,27 +189,9 @@ def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[M
         return Verdict("many")
     wrong += [worker for worker in first if worker not in again and len(again) > 1 and first[worker] != usual]
     is_lasting = all(
-        worker in each and each[worker] != _most(each.values()) for worker in wrong for each in (again, *others)
+        worker in each and each[worker] != most(each.values()) for worker in wrong for each in (again, *others)
     )
     return Verdict("convicted", tuple(wrong), is_lasting)
-
-
-def odd_ones(digests: Mapping[str, int], arithmetics: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the members, by worker, whose digest is not the one that more than half of their arithmetic have."""
-    usual = {
-        arithmetic: _most(digest for one, digest in digests.items() if arithmetics[one] == arithmetic)
-        for arithmetic in {arithmetics[one] for one in digests}
-    }
-    return tuple(one for one, digest in digests.items() if usual[arithmetics[one]] not in (None, digest))
-
-
-def _most(digests: Iterable[int]) -> int | None:
-    """Return the digest that more than half have; None: there is none."""
-    counts = Counter(digests)
-    for digest, number in counts.items():
-        if 2 * number > counts.total():
-            return digest
-    return None
 
 
 # -- what is to be doubted ---------------------------------------------------------------------------

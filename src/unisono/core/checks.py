@@ -16,14 +16,28 @@ step on; some begin later. So the checks are dense at the beginning of a run and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.core.cursor import seed_of
 from unisono.core.plan import Plan
 
-__all__ = ["Twice", "balance_of_copies", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
+__all__ = [
+    "Twice",
+    "balance_of_copies",
+    "digest_of",
+    "is_compared",
+    "is_last_checked",
+    "is_rehearsed",
+    "key_of",
+    "minority",
+    "most",
+    "odd_ones",
+    "rehearsal",
+]
 
 _WORD = 1 << 64
+_SEVERAL = 1 << 62
 
 FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
@@ -115,6 +129,34 @@ def rehearsal(plan: Plan, rank: int, turn: int) -> Twice:
     is_left_out = turn % 4 == 1 and rank == turn // 4 % size
     other = () if is_left_out else next((leaves[:1] for leaves in following if leaves), ())
     return Twice(tuple(plan.ranges[rank][:1]), tuple(other))
+
+
+def key_of(leaves: Sequence[int]) -> int:
+    """Return what stands for these micro-batches in a comparison: of one, its number."""
+    return leaves[0] if len(leaves) == 1 else _SEVERAL | seed_of(0, *leaves) % _SEVERAL
+
+
+def digest_of(digests: Sequence[int]) -> int:
+    """Return the digest of several micro-batches together, by their digests; of one, its own."""
+    return digests[0] if len(digests) == 1 else seed_of(0, *digests)
+
+
+def odd_ones(digests: Mapping[str, int], arithmetics: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the members, by worker, whose digest is not the one that more than half of their arithmetic have."""
+    usual = {
+        arithmetic: most(digest for one, digest in digests.items() if arithmetics[one] == arithmetic)
+        for arithmetic in {arithmetics[one] for one in digests}
+    }
+    return tuple(one for one, digest in digests.items() if usual[arithmetics[one]] not in (None, digest))
+
+
+def most(digests: Iterable[int]) -> int | None:
+    """Return the digest that more than half have; None: there is none."""
+    counts = Counter(digests)
+    for digest, number in counts.items():
+        if 2 * number > counts.total():
+            return digest
+    return None
 
 
 def minority(values: Sequence[Hashable]) -> list[int]:

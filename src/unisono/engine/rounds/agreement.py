@@ -17,21 +17,34 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import nn
 
-from unisono.core.audits import Record, digest_of, key_of, odd_ones
-from unisono.core.checks import Twice, is_compared, is_rehearsed, minority, rehearsal
+from unisono.core.checks import Twice, digest_of, is_compared, is_rehearsed, key_of, minority, odd_ones, rehearsal
 from unisono.core.cursor import seed_of
 from unisono.core.errors import DivergenceError
 from unisono.core.plan import Plan
 from unisono.core.telemetry import StepTelemetry
 from unisono.core.words import NAMES_THE_LINE, listed
 from unisono.engine.microbatch.folding import Fingerprint
-from unisono.engine.rounds.auditing import COPIES_DIFFER, Audits, Dispute, differ
-from unisono.engine.rounds.members import Members
+from unisono.engine.rounds import Dispute
+from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.packing import described, quick_digest
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["Agreement", "Digests", "check_digests", "digest_of_objects", "has_minority", "held_by_all"]
+__all__ = [
+    "COPIES_DIFFER",
+    "Agreement",
+    "Digests",
+    "check_digests",
+    "digest_of_objects",
+    "has_minority",
+    "held_by_all",
+]
+
+COPIES_DIFFER = (
+    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
+    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
+    "probably faulty. Go on without that machine, from a checkpoint from before that; the journal says what ran where"
+)
 
 OUT_OF_STEP = (
     "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
@@ -73,26 +86,18 @@ class Agreement:
     Args:
         rehearses: compute some micro-batches twice; otherwise only states are compared.
         last_step: the number of the step, within ``run.steps``, that is checked as the last one; None: there is none.
-        audits: find out which member is wrong where two differ; None: the run ends there.
         lag: by so many steps the update of a gradient comes later than the gradient.
     """
 
     def __init__(
-        self,
-        members: Members,
-        tracked: Tracked,
-        *,
-        rehearses: bool,
-        last_step: int | None,
-        audits: Audits | None = None,
-        lag: int = 0,
+        self, rounds: Rounds, tracked: Tracked, *, rehearses: bool, last_step: int | None, lag: int = 0
     ) -> None:
-        self.audits = audits
         self.unit = "micro-batch"
         """Of a rehearsal, for errors."""
         self.dispute: Dispute | None = None
         """What this member remembers of a step in which members have computed different values; None: they have not."""
-        self._members = members
+        self._members = rounds.members
+        self._judge = rounds.judge
         self._tracked = tracked
         self._rehearses = rehearses
         self._rehearses_alone = rehearses and _is_recurrent(tracked)
@@ -104,8 +109,7 @@ class Agreement:
         self._own: list[Fingerprint] = []
         self._other: list[Fingerprint] = []
         self._has_warned = False
-        self._record = audits.record if audits is not None else Record()
-        self._record.lag = max(self._record.lag, lag)
+        self._lag = lag
 
     def start_step(self, number: int, total: int) -> None:
         """Decide whether a step is compared and rehearsed, and take the digest of the state if it is compared.
@@ -135,7 +139,8 @@ class Agreement:
         return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
     def compared(self, plan: Plan, turn: int) -> Twice:
-        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or its audit.
+        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or what
+        the tap that settles differences has chosen.
 
         Args:
             turn: pass over the global batch.
@@ -143,7 +148,7 @@ class Agreement:
         self._turn = turn
         if (found := self.rehearsal(plan)) is not None:
             return found
-        return self.audits.begin(plan, self._members, self._step, turn) if self.audits is not None else Twice()
+        return self._judge.twice(plan, self._step, turn)
 
     def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
         """Return the micro-batches of another member that this one will compute in a coming step, to fetch them ahead.
@@ -157,7 +162,7 @@ class Agreement:
         rehearses = self._rehearses if is_team else self._rehearses_alone
         if rehearses and is_rehearsed(total, alone=not is_team, is_last=is_last):
             return rehearsal(plan, self._members.rank, total).other
-        return self.audits.expected(plan, self._members, total).other if self.audits is not None else ()
+        return self._judge.twice(plan, total, 0, is_forecast=True).other
 
     def pass_over(self, total: int) -> None:
         """Compare nothing in a step that is summed after a loss.
@@ -172,9 +177,8 @@ class Agreement:
     @property
     def may_be_disputed(self) -> bool:
         """Whether it may be found out, after this step is summed, that a member is wrong. Local, and equal on all."""
-        if self.audits is None:
-            return False
-        return self._is_rehearsed or self._digest is not None or self.audits.is_audited(self._step, self._turn)
+        compares = self._is_rehearsed or self._digest is not None or self._judge.has_twice(self._step, self._turn)
+        return self._judge.settles and compares
 
     @property
     def is_rehearsed(self) -> bool:
@@ -210,27 +214,27 @@ class Agreement:
 
     def differs(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
         """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
-        and the same on all members. False without audits.
+        and the same on all members. False where no tap settles differences.
 
         Args:
             telemetry: by worker, of those that have summed the step.
         """
-        return self.audits is not None and differ(telemetry)
+        return self._judge.differ(telemetry)
 
-    def audit(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
-        """Compare what members have computed as audits; returns whether there is a `dispute`. Local, and the same on
-        all members. There is none without audits.
+    def is_in_dispute(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
+        """Return whether there is a `dispute`, by what members have said. Local, and the same on all members. There is
+        none where no tap settles differences.
 
         Args:
             telemetry: by worker, of those that have summed the step.
             is_disputed: other members have begun to find out who is wrong.
         """
-        if self.audits is None:
+        if not self._judge.settles:
             return False
         said = list(telemetry.values())
         if len({each.arithmetic for each in said}) == 1:
             is_disputed |= self._have_copies_that_differ(said)
-        if self.audits.compare(telemetry, self._members, self._step, self._turn, is_disputed=is_disputed):
+        if self._judge.compare(telemetry, self._step, self._turn, is_disputed=is_disputed):
             self.dispute = Dispute({one.leaf: one.digest for one in self._leaves}, self._digest)
         return self.dispute is not None
 
@@ -249,11 +253,11 @@ class Agreement:
         """
         if self._members.size == 1:
             self._check_alone()
-        if self.audit(telemetry, is_disputed=is_disputed):
+        if self.is_in_dispute(telemetry, is_disputed=is_disputed):
             return False
         if self._digest is not None:
             self._compare(list(telemetry.values()))
-            self._record.same(self._step)
+            self._judge.agreed(self._step, self._lag)
         return True
 
     def _compare(self, telemetry: Sequence[StepTelemetry]) -> None:
@@ -311,7 +315,7 @@ class Agreement:
         raise DivergenceError(
             f"the workers have drifted apart: at step {self._step} the state of "
             f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}",
-            sound=self._record.alike,
+            sound=self._judge.sound,
         )
 
     def _copies_differ(self, telemetry: Sequence[StepTelemetry]) -> None:
@@ -325,7 +329,7 @@ class Agreement:
             for path, text in described(optimizer.state_dict()["state"], f"{name}['state']").items()
         }
         details = self._exchange(telemetry, _Details(state=mine))
-        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._record.alike)
+        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._judge.sound)
 
     def _warn_of_arithmetic(self) -> None:
         if not self._has_warned:

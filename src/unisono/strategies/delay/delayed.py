@@ -15,7 +15,7 @@ from unisono.core.words import NAMES_THE_LINE
 from unisono.engine.exchange import Share, combine
 from unisono.engine.exchange.flat import Slot
 from unisono.engine.microbatch.folding import GradientFolder
-from unisono.engine.rounds.auditing import Dispute
+from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.gradient import GradientRound, StepContext
 from unisono.engine.rounds.life import DELAYED
 from unisono.engine.rounds.members import Summed
@@ -180,12 +180,10 @@ class DelayedRound(GradientRound):
         """
         return self._context.agreement.differs(arrived.telemetry)
 
-    def audit(self) -> Dispute:
-        """Compare what members have said with the sum as audits, because it `differs`; return what this member
-        remembers. Local.
-        """
+    def remembered(self) -> Dispute:
+        """Return what this member remembers of the sum, in which members `differs`. Local."""
         assert self.result is not None
-        self._context.agreement.audit(self.result.telemetry, is_disputed=True)
+        self._context.agreement.is_in_dispute(self.result.telemetry, is_disputed=True)
         dispute = self._context.agreement.dispute
         assert dispute is not None
         return dispute

@@ -40,7 +40,7 @@ from unisono.core.words import NAMES_THE_LINE, listed
 from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Rows, Slot, fold_rows
 from unisono.engine.microbatch.folding import Fingerprint, GradientFolder
-from unisono.engine.rounds.auditing import Dispute
+from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.members import Members, Summed
 from unisono.engine.state.packing import from_bytes
