@@ -7,7 +7,7 @@ import pytest
 from unisono.core.audits import Record
 from unisono.core.checks import key_of
 from unisono.core.errors import DivergenceError
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import Compared
 from unisono.strategies.audit import audits
 from unisono.strategies.audit.audits import Audits, first_difference, of_states
 
@@ -15,8 +15,8 @@ WHOLE = "its state"
 differ = Audits(share=0.5, then="go-on", seed=0, convict=None).differ
 
 
-def sent(leaf: int = -1, digest: int = 0, other: int = -1, other_digest: int = 0, state: int = 7) -> StepTelemetry:
-    return StepTelemetry(
+def sent(leaf: int = -1, digest: int = 0, other: int = -1, other_digest: int = 0, state: int = 7) -> Compared:
+    return Compared(
         own_leaf=leaf,
         own_digest=digest,
         other_leaf=other,

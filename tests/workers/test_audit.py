@@ -25,7 +25,7 @@ from unisono.core.checks import key_of
 from unisono.core.errors import CheckpointError, DivergenceError, UsageError
 from unisono.core.plan import plan
 from unisono.core.spec import RunSpec
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import Compared
 from unisono.engine.rounds.life import Rounds
 from unisono.record.journal import compare
 from unisono.script.resuming import sound_ones
@@ -334,8 +334,8 @@ def test_the_journal_has_the_digests_of_the_first_pass() -> None:
     key = key_of(part.own)
     for turn, digest in enumerate([7, 9]):
         said = {
-            "w0": StepTelemetry(own_leaf=key, own_digest=digest),
-            "w1": StepTelemetry(other_leaf=key, other_digest=digest),
+            "w0": Compared(own_leaf=key, own_digest=digest),
+            "w1": Compared(other_leaf=key, other_digest=digest),
         }
         assert not audits.compare(said, 5, turn, is_disputed=False)
     assert audits.take_digests() == {",".join(map(str, part.own)): f"{7:016x}"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 from torch import Tensor
 
 from unisono.core.checks import Twice, is_compared
@@ -79,16 +80,13 @@ class StepContext:
             return f"inner step {number - self.first_of_round} of {self.replica}"
         return f"step {self.first_number + number}"
 
-    def check(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+    def check(self, summed: Summed) -> bool:
         """Compare what all members have sent with a sum; return whether the sum counts. Collective where some differ.
-
-        Args:
-            telemetry: by worker, in the order of the ranks.
 
         Raises:
             DivergenceError: members of equal arithmetic have other bits.
         """
-        return self.agreement.check(telemetry, is_disputed=bool(self.rounds.follows(DISPUTE)))
+        return self.agreement.check(summed.compared, is_disputed=bool(self.rounds.follows(DISPUTE)))
 
 
 @dataclass(frozen=True)
@@ -331,7 +329,7 @@ class GradientRound:
         """Sum the nodes of all members: the commit of the step."""
         self._close()
         nodes = self._members.slots.nodes
-        telemetry = self._context.agreement.add_to(self._telemetry())
+        telemetry = msgspec.structs.replace(self._telemetry(), compared=self._context.agreement.says())
         self.result = summed = self._members.sum(Share(self.num_leaves, plan.nodes, nodes), telemetry)
         self._members.slots.results.append(summed.slot)
         self._committed = CommittedStep(
@@ -351,7 +349,7 @@ class GradientRound:
         assert committed is not None
         point("committed")
         self._note_progress(-1)
-        committed.counts = self._context.check(summed.telemetry)
+        committed.counts = self._context.check(summed)
         weight, weighted_loss = summed.slot.scalars.tolist()
         self._scalars = weight, weighted_loss
         if weight == 0.0:

@@ -18,7 +18,7 @@ from unisono.core.checks import Twice
 from unisono.core.cursor import Recipe
 from unisono.core.events import StepResult
 from unisono.core.plan import Plan
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import Compared
 from unisono.engine.microbatch.folding import Fingerprint
 from unisono.engine.rounds import Dispute, Repeats
 from unisono.engine.state.tracked import Tracked
@@ -137,7 +137,7 @@ class Tap:
     def after_microbatch(self, place: Place, computed: Computed) -> None:
         """Receive what a micro-batch has given."""
 
-    def differ(self, said: Mapping[str, StepTelemetry]) -> bool:
+    def differ(self, said: Mapping[str, Compared]) -> bool:
         """Return whether members have computed different values, so that `settle` has to follow. Local, and the same
         on all members.
 
@@ -146,7 +146,7 @@ class Tap:
         """
         return False
 
-    def compare(self, said: Mapping[str, StepTelemetry], step: int, turn: int, *, is_disputed: bool) -> bool:
+    def compare(self, said: Mapping[str, Compared], step: int, turn: int, *, is_disputed: bool) -> bool:
         """Note what members have said with a sum, when it is to count; return whether they `differ`.
 
         Args:

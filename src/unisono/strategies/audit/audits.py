@@ -33,7 +33,7 @@ from unisono.core.errors import DivergenceError, PeerLost
 from unisono.core.messages import Convicted
 from unisono.core.plan import Plan
 from unisono.core.spec import AuditThen
-from unisono.core.telemetry import NOT_COMPARED, StepTelemetry
+from unisono.core.telemetry import NOT_COMPARED, Compared
 from unisono.core.words import NAMES_THE_LINE, count, listed
 from unisono.engine.rounds import Dispute, Repeats
 from unisono.engine.rounds.agreement import COPIES_DIFFER
@@ -121,12 +121,12 @@ class Audits(Tap):
             arithmetics = (0,) * members.size
         return parts(plan, members.team.hosts, arithmetics, share=self._share, seed=self._seed, step=step, turn=turn)
 
-    def differ(self, said: Mapping[str, StepTelemetry]) -> bool:
+    def differ(self, said: Mapping[str, Compared]) -> bool:
         states = {one: each.state_digest for one, each in said.items() if each.compared_step != NOT_COMPARED}
         arithmetics = {one: each.arithmetic for one, each in said.items()}
         return bool(odd_ones(states, arithmetics)) or not all(pair.is_equal for pair in _pairs_of(said))
 
-    def compare(self, said: Mapping[str, StepTelemetry], step: int, turn: int, *, is_disputed: bool) -> bool:
+    def compare(self, said: Mapping[str, Compared], step: int, turn: int, *, is_disputed: bool) -> bool:
         members = self._rounds.members
         if tuple(said) == members.worker_ids:
             self._arithmetics = members.team.generation, tuple(each.arithmetic for each in said.values())
@@ -305,17 +305,17 @@ class _Pair(msgspec.Struct, frozen=True):
         return len(set(self.digests.values())) == 1
 
 
-def _pairs_of(telemetry: Mapping[str, StepTelemetry]) -> Iterator[_Pair]:
+def _pairs_of(said: Mapping[str, Compared]) -> Iterator[_Pair]:
     """Yield the pairs of members that have computed the same micro-batches.
 
     Args:
-        telemetry: of a step, by worker.
+        said: with the sum of a step, by worker.
     """
-    owners = {each.own_leaf: worker for worker, each in telemetry.items() if each.own_leaf != NOT_COMPARED}
-    for helper, each in telemetry.items():
+    owners = {each.own_leaf: worker for worker, each in said.items() if each.own_leaf != NOT_COMPARED}
+    for helper, each in said.items():
         owner = owners.get(each.other_leaf, helper)
-        if owner != helper and telemetry[owner].arithmetic == each.arithmetic:
-            digests = {owner: telemetry[owner].own_digest, helper: each.other_digest}
+        if owner != helper and said[owner].arithmetic == each.arithmetic:
+            digests = {owner: said[owner].own_digest, helper: each.other_digest}
             yield _Pair(each.other_leaf, each.arithmetic, digests)
 
 

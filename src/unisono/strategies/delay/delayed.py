@@ -114,8 +114,8 @@ class DelayedRound(GradientRound):
             unlike: what this member has looked back at was not the same.
         """
         self._close()
-        telemetry = msgspec.structs.replace(self._telemetry(), unlike=unlike)
-        return self._members.announce(self._context.agreement.add_to(telemetry))
+        compared = self._context.agreement.says()
+        return self._members.announce(msgspec.structs.replace(self._telemetry(), unlike=unlike, compared=compared))
 
     # -- after a loss --------------------------------------------------------------------------------
 
@@ -178,12 +178,12 @@ class DelayedRound(GradientRound):
         """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
         and the same on all members.
         """
-        return self._context.agreement.differs(arrived.telemetry)
+        return arrived.summed is not None and self._context.agreement.differs(arrived.summed.compared)
 
     def remembered(self) -> Dispute:
         """Return what this member remembers of the sum, in which members `differs`. Local."""
         assert self.result is not None
-        self._context.agreement.is_in_dispute(self.result.telemetry, is_disputed=True)
+        self._context.agreement.is_in_dispute(self.result.compared, is_disputed=True)
         dispute = self._context.agreement.dispute
         assert dispute is not None
         return dispute
@@ -191,4 +191,4 @@ class DelayedRound(GradientRound):
     def check(self) -> None:
         """Compare what the members have said with the sum. Collective where they differ."""
         assert self.result is not None
-        self._context.agreement.check(self.result.telemetry)
+        self._context.agreement.check(self.result.compared)

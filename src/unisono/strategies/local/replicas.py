@@ -259,7 +259,7 @@ class ReplicaRound:
                 copy_states(members, self._after, self._copies)
             point("local.copied")
             self._changes.average(members, plan, _weights(self.ended))
-        telemetry = self._context.agreement.add_to(self._telemetry())
+        telemetry = msgspec.structs.replace(self._telemetry(), compared=self._context.agreement.says())
         self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
         members.slots.results.append(summed.slot)
         self.digest = self._changes.digest(summed.digest)
@@ -288,7 +288,7 @@ class ReplicaRound:
         assert summed is not None
         assert committed is not None
         point("committed")
-        committed.counts = self._context.check(summed.telemetry)
+        committed.counts = self._context.check(summed)
         if summed.slot.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of round {self._number} have weight 0: there is nothing to average")
         self._clock.switch("other")

@@ -25,7 +25,7 @@ from unisono.core.checks import Twice
 from unisono.core.cursor import Recipe, seed_of
 from unisono.core.errors import StepError, UsageError
 from unisono.core.plan import Plan, plan
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import Compared
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.loop.upcoming import Upcoming
 from unisono.engine.microbatch.data import Batches, Request
@@ -610,10 +610,10 @@ class _FirstMicrobatch(Agreement):
     def note_own(self, fingerprint: Fingerprint) -> None:
         self.own = fingerprint
 
-    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
-        return telemetry
+    def says(self) -> Compared:
+        return Compared()
 
-    def check(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
+    def check(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
         return True
 
 
