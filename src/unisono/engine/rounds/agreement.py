@@ -139,8 +139,8 @@ class Agreement:
         return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
     def compared(self, plan: Plan, turn: int) -> Twice:
-        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or what
-        the tap that settles differences has chosen.
+        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or what the
+        tap that settles differences has chosen.
 
         Args:
             turn: pass over the global batch.

@@ -91,7 +91,8 @@ class Tap:
 
     All methods are called in the script's thread, and must leave the generators of random numbers as they are. A method
     may raise `unisono.core.errors.StopInspection`, which ends the run in words. With several workers all must raise it
-    in `after_sum` or `after_step` of the same step, so that none waits for another: let only its number decide.
+    in `after_sum` of the same step, or as inspectors in `after_step`, so that none waits for another: let only its
+    number decide.
 
     Attributes:
         settles: finds out who is wrong where members have computed different values (`settle`), and the round is done
