@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.core.audits import Record, key_of
+from unisono.core.audits import Record
+from unisono.core.checks import key_of
 from unisono.core.errors import DivergenceError
-from unisono.core.telemetry import StepTelemetry
-from unisono.engine.rounds import auditing
-from unisono.engine.rounds.auditing import differ, first_difference, of_states
+from unisono.core.telemetry import Compared
+from unisono.strategies.audit import audits
+from unisono.strategies.audit.audits import Audits, first_difference, of_states
 
 WHOLE = "its state"
+differ = Audits(share=0.5, then="go-on", seed=0, convict=None).differ
 
 
-def sent(leaf: int = -1, digest: int = 0, other: int = -1, other_digest: int = 0, state: int = 7) -> StepTelemetry:
-    return StepTelemetry(
+def sent(leaf: int = -1, digest: int = 0, other: int = -1, other_digest: int = 0, state: int = 7) -> Compared:
+    return Compared(
         own_leaf=leaf,
         own_digest=digest,
         other_leaf=other,
@@ -24,9 +26,9 @@ def sent(leaf: int = -1, digest: int = 0, other: int = -1, other_digest: int = 0
     )
 
 
-def says(worker: str, leaves: dict[int, int] | None = None, arithmetic: int = 0, **states: int) -> auditing.Testimony:
+def says(worker: str, leaves: dict[int, int] | None = None, arithmetic: int = 0, **states: int) -> audits.Testimony:
     named = {name.replace("_", " "): digest for name, digest in states.items()}
-    return auditing.Testimony(worker, arithmetic, leaves or {}, named, {}, 0, 0)
+    return audits.Testimony(worker, arithmetic, leaves or {}, named, {}, 0, 0)
 
 
 def test_members_differ_by_a_pair_of_micro_batches() -> None:

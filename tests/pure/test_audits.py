@@ -10,15 +10,13 @@ from unisono.core.audits import (
     TRIED,
     Record,
     advice,
-    digest_of,
     helpers,
     judge,
-    key_of,
-    odd_ones,
     parts,
     too_few,
     tried,
 )
+from unisono.core.checks import digest_of, key_of, odd_ones
 from unisono.core.plan import Plan, plan
 from unisono.core.spec import MOST_AUDITED
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.checks import Rehearsal, balance_of_copies, is_compared, is_rehearsed, minority, rehearsal
+from unisono.core.checks import Twice, balance_of_copies, is_compared, is_rehearsed, minority, rehearsal
 from unisono.core.plan import Plan, plan
 
 
@@ -29,33 +29,33 @@ def test_the_last_step_and_the_first_with_other_members_are_checked() -> None:
 def test_members_compute_a_micro_batch_of_another(num_members: int, num_leaves: int, turn: int) -> None:
     chosen = plan(num_members, num_leaves)
     parts = [rehearsal(chosen, rank, turn) for rank in range(num_members)]
-    firsts = [leaves[0] if leaves else None for leaves in chosen.ranges]
+    firsts = [tuple(leaves[:1]) for leaves in chosen.ranges]
     assert [part.own for part in parts] == firsts
     for rank, part in enumerate(parts):
-        others = [first for peer, first in enumerate(firsts) if peer != rank and first is not None]
-        assert part.other in others or part.other is None
+        others = [first for peer, first in enumerate(firsts) if peer != rank and first]
+        assert part.other in others or part.other == ()
         is_left_out = turn % 4 == 1 and rank == turn // 4 % num_members
-        assert (part.other is None) == (is_left_out or not others)
+        assert (part.other == ()) == (is_left_out or not others)
 
 
 def test_one_member_is_left_out_of_the_second_step() -> None:
     """Else all would have computed as many micro-batches, and what they count would be equal, and wrong."""
     chosen = plan(3, 6)
     for turn in (0, 2, 3, 4, 8, 1000):
-        assert [rehearsal(chosen, rank, turn).other for rank in range(3)] == [2, 4, 0]
-    assert [rehearsal(chosen, rank, 1).other for rank in range(3)] == [None, 4, 0]
-    assert [rehearsal(chosen, rank, 5).other for rank in range(3)] == [2, None, 0]
+        assert [rehearsal(chosen, rank, turn).other for rank in range(3)] == [(2,), (4,), (0,)]
+    assert [rehearsal(chosen, rank, 1).other for rank in range(3)] == [(), (4,), (0,)]
+    assert [rehearsal(chosen, rank, 5).other for rank in range(3)] == [(2,), (), (0,)]
 
 
 def test_a_member_without_micro_batches_computes_one_of_the_next() -> None:
     chosen = Plan(2, (range(1), range(1, 2), range(2, 2)))
-    assert rehearsal(chosen, 2, 0).own is None
-    assert rehearsal(chosen, 2, 0).other == 0
-    assert rehearsal(chosen, 1, 0).other == 0
+    assert rehearsal(chosen, 2, 0).own == ()
+    assert rehearsal(chosen, 2, 0).other == (0,)
+    assert rehearsal(chosen, 1, 0).other == (0,)
 
 
 def test_one_member_computes_its_own_first_micro_batch_again_in_the_first_steps() -> None:
-    assert rehearsal(plan(1, 8), 0, 1) == Rehearsal(own=0, other=0)
+    assert rehearsal(plan(1, 8), 0, 1) == Twice(own=(0,), other=(0,))
     assert [step for step in range(1100) if is_rehearsed(step, alone=True)] == [0, 1]
 
 

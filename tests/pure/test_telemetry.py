@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from unisono.core.cadence import CheckpointReport
 from unisono.core.events import Seconds
-from unisono.core.telemetry import NOT_COMPARED, TELEMETRY_BYTES, StepTelemetry
+from unisono.core.telemetry import NOT_COMPARED, TELEMETRY_BYTES, Compared, StepTelemetry
 
 counts = st.integers(-1, 2**63 - 1)
 digests = st.integers(0, 2**64 - 1)
@@ -23,13 +23,16 @@ everything = st.builds(
     last=st.builds(Seconds, data=seconds, compute=seconds, exchange=seconds, waiting=seconds, other=seconds),
     newest_generation=counts,
     first_of_host=counts,
-    arithmetic=st.integers(0, 2**32 - 1),
-    compared_step=counts,
-    state_digest=digests,
-    own_leaf=counts,
-    own_digest=digests,
-    other_leaf=counts,
-    other_digest=digests,
+    compared=st.builds(
+        Compared,
+        arithmetic=st.integers(0, 2**32 - 1),
+        compared_step=counts,
+        state_digest=digests,
+        own_leaf=counts,
+        own_digest=digests,
+        other_leaf=counts,
+        other_digest=digests,
+    ),
     checkpoint=reports,
 )
 
@@ -45,5 +48,5 @@ def test_telemetry_arrives_as_it_was_sent(telemetry: StepTelemetry) -> None:
 def test_a_member_that_says_nothing_compares_nothing() -> None:
     found = StepTelemetry.unpack(StepTelemetry().pack())
     assert found == StepTelemetry()
-    assert found.compared_step == found.own_leaf == found.other_leaf == NOT_COMPARED
+    assert found.compared.compared_step == found.compared.own_leaf == found.compared.other_leaf == NOT_COMPARED
     assert found.last.total() == 0.0

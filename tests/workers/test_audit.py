@@ -21,16 +21,16 @@ from tests.workers.models import bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from tests.workers.trainings import Training
-from unisono.core.audits import key_of
+from unisono.core.checks import key_of
 from unisono.core.errors import CheckpointError, DivergenceError, UsageError
 from unisono.core.plan import plan
 from unisono.core.spec import RunSpec
-from unisono.core.telemetry import StepTelemetry
-from unisono.engine.rounds.auditing import Audits
-from unisono.engine.rounds.members import Members
+from unisono.core.telemetry import Compared
+from unisono.engine.rounds.life import Rounds
 from unisono.record.journal import compare
 from unisono.script.resuming import sound_ones
 from unisono.strategies.audit.audited import make_audits
+from unisono.strategies.audit.audits import Audits
 from unisono.testing import Faults, Outcome, flip_bit
 
 SMALL = "small_training.py"
@@ -326,16 +326,17 @@ def test_each_option_of_the_command_line_wins_over_its_argument_by_itself(spec: 
 def test_the_journal_has_the_digests_of_the_first_pass() -> None:
     audits = Audits(share=0.5, then="go-on", seed=0, convict=None)
     team = SimpleNamespace(generation=1, hosts=("", ""))
-    members = cast(Members, SimpleNamespace(worker_ids=("w0", "w1"), team=team, size=2, rank=0))
-    part = audits.begin(plan(2, 16), members, 5, 0)
+    members = SimpleNamespace(worker_ids=("w0", "w1"), team=team, size=2, rank=0)
+    audits.enter(cast(Rounds, SimpleNamespace(members=members, taps=[])))
+    part = audits.twice(plan(2, 16), 5, 0)
     assert len(part.own) > 1
     key = key_of(part.own)
     for turn, digest in enumerate([7, 9]):
         said = {
-            "w0": StepTelemetry(own_leaf=key, own_digest=digest),
-            "w1": StepTelemetry(other_leaf=key, other_digest=digest),
+            "w0": Compared(own_leaf=key, own_digest=digest),
+            "w1": Compared(other_leaf=key, other_digest=digest),
         }
-        assert not audits.compare(said, members, 5, turn, is_disputed=False)
+        assert not audits.compare(said, 5, turn, is_disputed=False)
     assert audits.take_digests() == {",".join(map(str, part.own)): f"{7:016x}"}
     assert audits.take_digests() == {}
 

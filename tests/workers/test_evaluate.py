@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy
@@ -17,10 +17,8 @@ import unisono
 from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.core.audits import Record
-from unisono.engine.rounds import evaluation
-from unisono.engine.rounds.auditing import Dispute, Repeats
-from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds import Dispute, Repeats, evaluation
+from unisono.engine.rounds.taps import Tap
 
 pytestmark = pytest.mark.more
 
@@ -98,17 +96,18 @@ def test_an_evaluation_in_which_nobody_is_found_wrong_is_done_again(monkeypatch:
     """States differ, and the member that was wrong is lost meanwhile."""
     asked: list[int] = []
 
-    class Undecided:
-        record = Record()
+    class Undecided(Tap):
+        settles = True
 
-        def find(self, rounds: Rounds, round_: Repeats, dispute: Dispute) -> Iterator[None]:
+        def settle(self, round_: Repeats, dispute: Dispute) -> Generator[Any, None, None]:
             asked.append(round_.number)
             yield from ()
 
     monkeypatch.setattr(evaluation, "has_minority", lambda digests: not asked)
     with AloneRun(seed=1) as run:
         train(run, Mlp(), vectors())
-        monkeypatch.setattr(run._evaluations.requests, "_audits", Undecided())
+        assert run._rounds is not None
+        run._rounds.taps.append(Undecided())
         totals = run.evaluate(list(range(10)), lambda batch: {"sum": batch.sum()}, batch_size=2)
     assert (asked, totals) == ([1], {"sum": 45})
 

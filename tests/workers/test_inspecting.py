@@ -20,8 +20,9 @@ from unisono.core.events import StepResult
 from unisono.core.spec import RunSpec
 from unisono.core.tree import leaf as leaf_node
 from unisono.core.tree import level_of, schedule
+from unisono.engine.rounds.taps import Computed, Loop, Place
 from unisono.record.journal import JOURNAL, compare
-from unisono.script.inspecting import INSPECTORS, Computed, Inspected, Inspector, Place
+from unisono.script.inspecting import INSPECTORS, Inspector
 
 pytestmark = pytest.mark.more
 
@@ -34,7 +35,7 @@ class Notebook(Inspector):
     def __init__(self, settings: str) -> None:
         Notebook.newest = self
         self.stop_at: int | None = json.loads(settings).get("stop_at")
-        self.loops: list[Inspected] = []
+        self.loops: list[Loop] = []
         self.told: list[str] = []
         self.digests: dict[Place, int] = {}
         self.gradients: dict[int, dict[int, dict[str, Tensor]]] = {}
@@ -42,7 +43,7 @@ class Notebook(Inspector):
         self.factors: dict[int, float] = {}
         self.is_closed = False
 
-    def before_loop(self, loop: Inspected) -> None:
+    def before_loop(self, loop: Loop) -> None:
         self.loops.append(loop)
 
     def before_step(self, step: int) -> None:

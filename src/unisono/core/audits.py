@@ -25,24 +25,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from unisono.core.checks import Twice, most
 from unisono.core.cursor import seed_of
 from unisono.core.plan import Plan
 
 __all__ = [
-    "NOTHING",
-    "Part",
     "Record",
     "Verdict",
     "advice",
-    "digest_of",
     "judge",
-    "key_of",
-    "odd_ones",
     "parts",
     "too_few",
     "tried",
@@ -57,25 +52,11 @@ TRIED: Final = 8
 """So many micro-batches of a step all members compute again to find out who is wrong."""
 
 _WORD: Final = 1 << 64
-_SEVERAL: Final = 1 << 62
-
-
-@dataclass(frozen=True)
-class Part:
-    """One member's part in the audit of a step."""
-
-    own: tuple[int, ...] = ()
-    """Its micro-batches that another member computes as well."""
-    other: tuple[int, ...] = ()
-    """Micro-batches of another member that this one computes as well."""
-
-
-NOTHING: Final = Part()
 
 
 def parts(
     plan: Plan, hosts: Sequence[str], arithmetics: Sequence[int], *, share: float, seed: int, step: int, turn: int = 0
-) -> tuple[Part, ...]:
+) -> tuple[Twice, ...]:
     """Return the part of each member in the audit of a step, by rank.
 
     Args:
@@ -91,7 +72,7 @@ def parts(
     wanted = share * plan.num_leaves / len(busy) if busy else 0.0  # of each member
     number = int(wanted) + (seed_of(seed, "audit", step, turn) / _WORD < wanted % 1.0)
     if number == 0 or size < 2:
-        return (NOTHING,) * size
+        return (Twice(),) * size
     helper = helpers(tuple(hosts), tuple(arithmetics), seed_of(seed, "helper", step, turn))
     candidates = [_candidates(plan.ranges[rank]) if helper[rank] is not None else [] for rank in range(size)]
     numbers = _numbers([len(each) for each in candidates], number * len(busy))
@@ -100,7 +81,7 @@ def parts(
     for owner, one in enumerate(helper):
         if one is not None:
             other[one] = own[owner]
-    return tuple(map(Part, own, other))
+    return tuple(map(Twice, own, other))
 
 
 def helpers(hosts: tuple[str, ...], arithmetics: tuple[int, ...], draw: int) -> tuple[int | None, ...]:
@@ -160,19 +141,6 @@ def too_few(size: int) -> str:
     return ""
 
 
-# -- what is compared --------------------------------------------------------------------------------
-
-
-def key_of(leaves: Sequence[int]) -> int:
-    """Return what stands for these micro-batches in a comparison: of one, its number."""
-    return leaves[0] if len(leaves) == 1 else _SEVERAL | seed_of(0, *leaves) % _SEVERAL
-
-
-def digest_of(digests: Sequence[int]) -> int:
-    """Return the digest of several micro-batches together, by their digests; of one, its own."""
-    return digests[0] if len(digests) == 1 else seed_of(0, *digests)
-
-
 # -- who is wrong ------------------------------------------------------------------------------------
 
 
@@ -208,7 +176,7 @@ def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[M
         again: digests by worker, of all members of the same arithmetic, which have computed it again.
         others: the same of each other micro-batch that these have computed meanwhile.
     """
-    usual = _most(again.values())
+    usual = most(again.values())
     if len(again) == 1 and len(set(first.values())) > 1:
         return Verdict("two")
     wrong = [worker for worker in again if first.get(worker, usual) != usual or again[worker] != usual]
@@ -221,27 +189,9 @@ def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[M
         return Verdict("many")
     wrong += [worker for worker in first if worker not in again and len(again) > 1 and first[worker] != usual]
     is_lasting = all(
-        worker in each and each[worker] != _most(each.values()) for worker in wrong for each in (again, *others)
+        worker in each and each[worker] != most(each.values()) for worker in wrong for each in (again, *others)
     )
     return Verdict("convicted", tuple(wrong), is_lasting)
-
-
-def odd_ones(digests: Mapping[str, int], arithmetics: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the members, by worker, whose digest is not the one that more than half of their arithmetic have."""
-    usual = {
-        arithmetic: _most(digest for one, digest in digests.items() if arithmetics[one] == arithmetic)
-        for arithmetic in {arithmetics[one] for one in digests}
-    }
-    return tuple(one for one, digest in digests.items() if usual[arithmetics[one]] not in (None, digest))
-
-
-def _most(digests: Iterable[int]) -> int | None:
-    """Return the digest that more than half have; None: there is none."""
-    counts = Counter(digests)
-    for digest, number in counts.items():
-        if 2 * number > counts.total():
-            return digest
-    return None
 
 
 # -- what is to be doubted ---------------------------------------------------------------------------

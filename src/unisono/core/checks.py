@@ -16,14 +16,28 @@ step on; some begin later. So the checks are dense at the beginning of a run and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.core.cursor import seed_of
 from unisono.core.plan import Plan
 
-__all__ = ["Rehearsal", "balance_of_copies", "is_compared", "is_last_checked", "is_rehearsed", "minority", "rehearsal"]
+__all__ = [
+    "Twice",
+    "balance_of_copies",
+    "digest_of",
+    "is_compared",
+    "is_last_checked",
+    "is_rehearsed",
+    "key_of",
+    "minority",
+    "most",
+    "odd_ones",
+    "rehearsal",
+]
 
 _WORD = 1 << 64
+_SEVERAL = 1 << 62
 
 FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
@@ -88,17 +102,16 @@ def is_last_checked(phase: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """The part of one member in a rehearsal."""
+class Twice:
+    """One member's part in what two members compute in a step, to compare it."""
 
-    own: int | None
-    """The micro-batch of this member that another one computes as well; None: it has none."""
-    other: int | None
-    """The micro-batch of another member (alone: of this one) that this one computes as well, after its own; None: there
-    is none."""
+    own: tuple[int, ...] = ()
+    """Its micro-batches that another member computes as well."""
+    other: tuple[int, ...] = ()
+    """Micro-batches of another member (alone: of this one) that this one computes as well, after its own."""
 
 
-def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
+def rehearsal(plan: Plan, rank: int, turn: int) -> Twice:
     """Return what one member computes for a rehearsal.
 
     The members form a ring: each computes, as its last micro-batch, the first one of the next rank that has any. So
@@ -111,12 +124,39 @@ def rehearsal(plan: Plan, rank: int, turn: int) -> Rehearsal:
     """
     size = len(plan.ranges)
     if size == 1:
-        return Rehearsal(plan.ranges[0][0], plan.ranges[0][0])
+        return Twice((plan.ranges[0][0],), (plan.ranges[0][0],))
     following = (plan.ranges[(rank + distance) % size] for distance in range(1, size))
     is_left_out = turn % 4 == 1 and rank == turn // 4 % size
-    other = None if is_left_out else next((leaves[0] for leaves in following if leaves), None)
-    own = plan.ranges[rank][0] if plan.ranges[rank] else None
-    return Rehearsal(own, other)
+    other = () if is_left_out else next((leaves[:1] for leaves in following if leaves), ())
+    return Twice(tuple(plan.ranges[rank][:1]), tuple(other))
+
+
+def key_of(leaves: Sequence[int]) -> int:
+    """Return what stands for these micro-batches in a comparison: of one, its number."""
+    return leaves[0] if len(leaves) == 1 else _SEVERAL | seed_of(0, *leaves) % _SEVERAL
+
+
+def digest_of(digests: Sequence[int]) -> int:
+    """Return the digest of several micro-batches together, by their digests; of one, its own."""
+    return digests[0] if len(digests) == 1 else seed_of(0, *digests)
+
+
+def odd_ones(digests: Mapping[str, int], arithmetics: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the members, by worker, whose digest is not the one that more than half of their arithmetic have."""
+    usual = {
+        arithmetic: most(digest for one, digest in digests.items() if arithmetics[one] == arithmetic)
+        for arithmetic in {arithmetics[one] for one in digests}
+    }
+    return tuple(one for one, digest in digests.items() if usual[arithmetics[one]] not in (None, digest))
+
+
+def most(digests: Iterable[int]) -> int | None:
+    """Return the digest that more than half have; None: there is none."""
+    counts = Counter(digests)
+    for digest, number in counts.items():
+        if 2 * number > counts.total():
+            return digest
+    return None
 
 
 def minority(values: Sequence[Hashable]) -> list[int]:

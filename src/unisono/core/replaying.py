@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.audits import digest_of
+from unisono.core.checks import digest_of
 from unisono.core.errors import UsageError
 from unisono.core.events import EQUAL_FIELDS
 

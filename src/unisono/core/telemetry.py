@@ -38,8 +38,33 @@ class StepTimes(msgspec.Struct, frozen=True):
 UNKNOWN: Final = StepTimes()
 
 
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member says of the values that it holds and has computed, to compare them. A digest is an unsigned number
+    of 64 bits.
+    """
+
+    arithmetic: int = 0
+    """Fingerprint of processor, device and torch version: members with different ones may compute different bits."""
+    compared_step: int = NOT_COMPARED
+    """The number of the step, of the whole run, before which the member has taken the digest of its state."""
+    state_digest: int = 0
+    copies_generation: int = NOT_COMPARED
+    """The generation in which the member has taken the digest of its copies of shared states, if it is still that."""
+    copies_digest: int = 0
+    """This member's part of a sum that is 0 where all copies are equal."""
+    own_leaf: int = NOT_COMPARED
+    """A micro-batch that this member has computed and another member has computed as well; a number that stands for
+    several of them (`unisono.core.checks.key_of`)."""
+    own_digest: int = 0
+    """The digest of the gradient of ``own_leaf``, or of those that it stands for."""
+    other_leaf: int = NOT_COMPARED
+    """A micro-batch of another member that this one has computed as well, or a number that stands for several."""
+    other_digest: int = 0
+    """The digest of the gradient of ``other_leaf``, or of those that it stands for."""
+
+
 class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
-    """Telemetry of one member at one combine. A digest is an unsigned number of 64 bits."""
+    """Telemetry of one member at one combine: numbers of the step itself, and sections."""
 
     leaves: int = 0
     """Micro-batches that this member has computed for this step."""
@@ -56,24 +81,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
     """The newest planned generation that this member has a notice of; 0: none."""
     first_of_host: int = 0
     """The first rank of those that this member shares memory with."""
-    arithmetic: int = 0
-    """Fingerprint of processor, device and torch version: members with different ones may compute different bits."""
-    compared_step: int = NOT_COMPARED
-    """The number of the step, of the whole run, before which the member has taken the digest of its state."""
-    state_digest: int = 0
-    copies_generation: int = NOT_COMPARED
-    """The generation in which the member has taken the digest of its copies of shared states, if it is still that."""
-    copies_digest: int = 0
-    """This member's part of a sum that is 0 where all copies are equal."""
-    own_leaf: int = NOT_COMPARED
-    """A micro-batch that this member has computed and another member has computed as well; a number that stands for
-    several of them (`unisono.core.audits.key_of`)."""
-    own_digest: int = 0
-    """The digest of the gradient of ``own_leaf``, or of those that it stands for."""
-    other_leaf: int = NOT_COMPARED
-    """A micro-batch of another member that this one has computed as well, or a number that stands for several."""
-    other_digest: int = 0
-    """The digest of the gradient of ``other_leaf``, or of those that it stands for."""
+    compared: Compared = Compared()
     unlike: bool = False
     """With a delay: a micro-batch that this member has computed again in a later step had another gradient then."""
     new_sums: bool = False
@@ -82,34 +90,32 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     def pack(self) -> bytes:
         """Return `TELEMETRY_BYTES` bytes."""
-        leaves, data_s, compute_s, ready_s, last, times, *numbers, report = msgspec.structs.astuple(self)
-        seconds, measured = msgspec.structs.astuple(last), msgspec.structs.astuple(times)
-        return _FORMAT.pack(leaves, data_s, compute_s, ready_s, *seconds, *measured, *numbers, *report)
+        packed = [_OWN.pack(*(getattr(self, name) for name in _OWN_NAMES))]
+        for name, (_, names, section) in _SECTIONS.items():
+            value = getattr(self, name)
+            packed.append(section.pack(*(getattr(value, one) for one in names)))
+        return b"".join(packed)
 
     @classmethod
     def unpack(cls, packed: bytes) -> StepTelemetry:
         """Return the telemetry that ``packed`` was made from."""
-        leaves, data_s, compute_s, ready_s, *rest = _FORMAT.unpack(packed)
-        last = Seconds(**dict(zip(PARTS, rest[: len(PARTS)], strict=True)))
-        rest = rest[len(PARTS) :]
-        times = StepTimes(*rest[: len(_TIMES)])
-        rest = rest[len(_TIMES) :]
-        values: tuple[Any, ...] = (
-            leaves,
-            data_s,
-            compute_s,
-            ready_s,
-            last,
-            times,
-            *rest[:-_REPORT],
-            CheckpointReport(*rest[-_REPORT:]),
-        )
-        return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
+        found: dict[str, Any] = dict(zip(_OWN_NAMES, _OWN.unpack_from(packed), strict=True))
+        start = _OWN.size
+        for name, (kind, names, section) in _SECTIONS.items():
+            found[name] = kind(**dict(zip(names, section.unpack_from(packed, start), strict=True)))
+            start += section.size
+        return cls(**found)
 
 
-_REPORT: Final = len(CheckpointReport._fields)
-_TIMES: Final = StepTimes.__struct_fields__
-_FORMAT = struct.Struct(f"<q{3 + len(PARTS)}dqdq3qqQqQqQqQ???qb?q?")
-"""The fields in their order: counts and seconds, times, generations, comparisons, the checkpoint report."""
+_SECTIONS: Final[dict[str, tuple[type[Any], tuple[str, ...], struct.Struct]]] = {
+    "last": (Seconds, PARTS, struct.Struct(f"<{len(PARTS)}d")),
+    "times": (StepTimes, StepTimes.__struct_fields__, struct.Struct("<qdq")),
+    "compared": (Compared, Compared.__struct_fields__, struct.Struct("<qqQqQqQqQ")),
+    "checkpoint": (CheckpointReport, CheckpointReport._fields, struct.Struct("<?qb?q?")),
+}
+"""By field, what a section is, and its numbers in their order."""
+_OWN_NAMES: Final = tuple(name for name in StepTelemetry.__struct_fields__ if name not in _SECTIONS)
+_OWN = struct.Struct("<q3d2q??")
+"""The other fields in their order: counts, seconds, generations, flags."""
 
-TELEMETRY_BYTES: Final = _FORMAT.size
+TELEMETRY_BYTES: Final = _OWN.size + sum(section.size for _, _, section in _SECTIONS.values())

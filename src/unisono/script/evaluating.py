@@ -20,7 +20,6 @@ import torch
 from unisono.engine.checkpoint.evaluations import Order
 from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.randomness import seed_at
-from unisono.engine.rounds.auditing import Audits
 from unisono.engine.rounds.evaluation import Totals
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.packing import from_bytes, to_bytes
@@ -61,7 +60,6 @@ class Evaluations:
         apart: returns a context for work that is no part of the script's update.
         patience_s: after so long without progress, nobody waits for an evaluator any more.
         visiting: not None: this process is an evaluator.
-        audits: go on without workers whose state is not that of most; None: that is an error.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class Evaluations:
         apart: Callable[[], AbstractContextManager[None]],
         patience_s: float,
         visiting: Visiting | None = None,
-        audits: Audits | None = None,
     ) -> None:
         self._talk = talk
         self._seed = seed
@@ -87,7 +84,7 @@ class Evaluations:
         self._record = record
         self._lines = lines
         self._apart = apart
-        self.requests = Requests(tracked, seed=seed, device=device, deterministic=deterministic, audits=audits)
+        self.requests = Requests(tracked, seed=seed, device=device, deterministic=deterministic)
         self._begun = Begun()
         tracked.own(NAME, self._begun)
         self._beside = Beside(

@@ -26,10 +26,10 @@ from unisono.core.replaying import other_arithmetic
 from unisono.engine.checkpoint.evaluations import CANNOT, REFUSED, Order, get_on, hand_in, order_of
 from unisono.engine.checkpoint.loading import read
 from unisono.engine.loop.step import State, Step
-from unisono.engine.rounds.inspecting import Inspector
 from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.engine.state.tracked import Tracked
 from unisono.record import checkpoints as files
+from unisono.script.inspecting import Inspector
 from unisono.script.loop import TrainingLoop
 from unisono.script.talking import Place
 from unisono.strategies.evaluators.requests import Request

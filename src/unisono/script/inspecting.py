@@ -1,5 +1,4 @@
-"""Inspectors of a run, by name: a run whose settings name one tells it about its steps
-(`unisono.engine.rounds.inspecting`).
+"""Inspectors of a run, by name: taps (`unisono.engine.rounds.taps`) that the settings of a run name.
 
 An inspected run has a directory of its own, and does not touch that of another run: it may begin from a checkpoint of
 that run. It writes no checkpoints by itself, gives its events to no sinks, and is not profiled. To add an inspector:
@@ -9,13 +8,15 @@ a module with a factory that takes the settings (JSON) and returns an `Inspector
 from __future__ import annotations
 
 import importlib
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-from unisono.core.errors import StopInspection, UsageError
+from unisono.core.errors import UsageError
+from unisono.core.events import StepResult
 from unisono.core.spec import RunSpec
-from unisono.engine.rounds.inspecting import Computed, Inspected, Inspector, Place
+from unisono.engine.rounds.taps import Tap
 
-__all__ = ["INSPECTORS", "Computed", "Inspected", "Inspector", "Place", "StopInspection", "begin", "inspector_of"]
+__all__ = ["INSPECTORS", "Inspector", "begin", "inspector_of"]
 
 INSPECTORS: Final[dict[str, str]] = {
     "check": "unisono.tools.check.checked:inspector",
@@ -25,6 +26,27 @@ INSPECTORS: Final[dict[str, str]] = {
     "probe": "unisono.tools.plan.probe:probe",
 }
 """By name, the factory of an inspector: module and function, imported when a run names it."""
+
+
+class Inspector(Tap):
+    """A tap that the settings of a run name: it also sees the script's calls, its updates, and the end of the run."""
+
+    def arguments(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what ``run.steps`` is to take instead of the arguments that the script has given, for a trial.
+
+        Args:
+            given: ``microbatches``, ``batch_size``, ``wire`` and ``delay``.
+        """
+        return given
+
+    def after_step(self, result: StepResult) -> None:
+        """Receive the result of a step as it goes into the journal, when the script has made its update."""
+
+    def at_end(self) -> None:
+        """Note that the script has come to its end: the run has done all its steps. May raise `StopInspection`."""
+
+    def close(self) -> None:
+        """Give back what is held; the run has ended, however it did."""
 
 
 _begun: Final[list[Inspector]] = []

@@ -32,12 +32,11 @@ from unisono.engine.microbatch.losses import Microbatch, Reduction
 from unisono.engine.microbatch.plain import taken_backward
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.agreement import Agreement
-from unisono.engine.rounds.auditing import Audits
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness
 from unisono.engine.rounds.gradient import StepContext
-from unisono.engine.rounds.inspecting import Inspected, Inspector
 from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.taps import Loop
 from unisono.engine.state.tracked import Tracked
 from unisono.record.journal import Journal
 from unisono.script.keeping import Keeper
@@ -79,8 +78,6 @@ class TrainingLoop:
         reduction: what the script's losses are, over the samples of a micro-batch.
         wire: as what sums of gradients travel; "bf16": they are rounded to it, from a fixed level of the tree on.
         num_done: returns the steps of the run that are done.
-        inspector: is told about the steps; None: nobody looks.
-        audits: find out which worker is wrong where two differ; None: the run ends there.
 
     Attributes:
         step: the one that the script got last; None before the first and after the last.
@@ -107,8 +104,6 @@ class TrainingLoop:
         strategy: Strategy,
         reduction: Reduction = "mean",
         wire: Wire = "fp32",
-        inspector: Inspector | None = None,
-        audits: Audits | None = None,
     ) -> None:
         self.cursor = cursor
         self.num_steps = num_steps
@@ -128,9 +123,7 @@ class TrainingLoop:
         self._before_step = before_step
         self._strategy = strategy
         self._reduction = reduction
-        self._inspector = inspector
         self._rounds_sums = wire == "bf16"
-        self._audits = audits
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
@@ -168,11 +161,10 @@ class TrainingLoop:
         self._phase, self._base = phase, self._num_done() - self._strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
         agreement = Agreement(
-            rounds.members,
+            rounds,
             self._tracked,
             rehearses=self._arithmetic.deterministic,
             last_step=last_step,
-            audits=self._audits,
             lag=self._strategy.num_more,
         )
         upcoming = Upcoming(
@@ -201,7 +193,6 @@ class TrainingLoop:
             tracked=self._tracked,
             finiteness=self._finiteness,
             reduction=self._reduction,
-            inspector=self._inspector,
         )
         self._strategy.open(context, first)
         self._tell_loop(first)
@@ -229,8 +220,8 @@ class TrainingLoop:
                     self._on_head(self._base + number, self._clock)
                     with self.apart():
                         self._before_step(number, rounds)
-                    if self._inspector is not None:
-                        self._inspector.before_step(self._base + number)
+                    for tap in rounds.taps:
+                        tap.before_step(self._base + number)
                     self.step = self._strategy.make_step(number, self._unused, self._process)
                     point("step_head")
                     yield self.step
@@ -310,19 +301,19 @@ class TrainingLoop:
         self._on_step(step, seconds, self._base + self.num_steps)
 
     def _tell_loop(self, first: int) -> None:
-        """Tell the inspector which loop begins."""
-        if self._inspector is None:
-            return
+        """Tell the taps which loop begins."""
         members = self._rounds.members
-        loop = Inspected(
+        loop = Loop(
             worker_id=members.worker_ids[members.rank],
             tracked=self._tracked,
             seed=self._seed,
             phase=self._phase,
             steps=range(self._base + first, self._base + self.num_steps),
             recipe=self.recipe,
+            lag=self._strategy.num_more,
         )
-        self._inspector.before_loop(loop)
+        for tap in self._rounds.taps:
+            tap.before_loop(loop)
 
     def _place_of(self, number: int) -> tuple[int, ...]:
         """Return what the random numbers of an iteration are derived from: no two of a run have the same."""

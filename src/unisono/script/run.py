@@ -187,7 +187,6 @@ class Run(Calls, Evaluating, Trainings):
             apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
             patience_s=spec.timeout_s,
             visiting=self._visiting,
-            audits=self._audits,
         )
         self._recorder = (Recorder if IS_WATCHED else Unwatched)(
             self._journal, [*sinks, *_named(spec.sinks)], members.current()
@@ -234,6 +233,10 @@ class Run(Calls, Evaluating, Trainings):
             if self._inspector is not None:
                 begun.callback(self._inspector.close)
             self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+            if self._inspector is not None:
+                self._rounds.taps.append(self._inspector)
+            if self._audits is not None:
+                self._audits.enter(self._rounds)
             if member is not None:
                 self._rounds.note_round = member.in_round
             self._admission = Admission(self._rounds, self._keeper.checkpoint)
@@ -547,8 +550,6 @@ class Run(Calls, Evaluating, Trainings):
             strategy=strategy,
             reduction=reduction,
             wire=wire,
-            inspector=self._inspector,
-            audits=self._audits,
         )
         # The loop's checks come here, and not with its first step.
         fetcher = planned.fetcher(self.device, samples)

@@ -22,8 +22,8 @@ from unisono.engine.microbatch.bookmarks import NAME as STREAMS
 from unisono.engine.microbatch.data import Samples
 from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.losses import Reduction
-from unisono.engine.rounds.inspecting import Inspector
 from unisono.engine.state.tracked import Tracked
+from unisono.script.inspecting import Inspector
 from unisono.script.length import Length
 from unisono.script.loop import Wire, check_wire
 from unisono.script.schedule import Planned, check_first_step, schedule

@@ -16,10 +16,9 @@ from unisono.core.events import StepResult
 from unisono.core.telemetry import StepTelemetry
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.microbatch.losses import Microbatch
-from unisono.engine.rounds.auditing import play
 from unisono.engine.rounds.gradient import GradientRound, Pass, StepContext
-from unisono.engine.rounds.inspecting import Inspector, Place
 from unisono.engine.rounds.members import Summed
+from unisono.engine.rounds.taps import Place
 from unisono.engine.state.sums import Total, plain
 from unisono.system.process import Process
 
@@ -225,16 +224,17 @@ class Played(ABC, Generic[R]):
         if self._is_left:
             raise self._left_error()
 
-    def _complete(self, inspector: Inspector | None, turn: int = 0) -> None:
-        """Note that the inner loop has come to its end, and tell the inspector the result, if there is one.
+    def _complete(self, turn: int = 0) -> None:
+        """Note that the inner loop has come to its end, and tell the taps the result, if there is one.
 
         Args:
             turn: the pass that has ended.
         """
         self.state = State.COMPLETE
-        if inspector is not None and self.has_result:
+        if (taps := self._context.rounds.taps) and self.has_result:
             result = self.result()
-            inspector.after_sum(Place(step=result.step, turn=turn), result)
+            for tap in taps:
+                tap.after_sum(Place(step=result.step, turn=turn), result)
 
     @abstractmethod
     def result(self) -> StepResult:
@@ -469,7 +469,7 @@ class Step(Played[GradientRound]):
             self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
         context = self._context
         try:
-            current = yield from play(context.rounds, context.agreement.audits, lambda: self._begin_round(turn))
+            current = yield from context.rounds.play_until_agreed(lambda: self._begin_round(turn))
             yield from current.find_not_finite()
             sums = current.sums()
             if sums is not None:
@@ -486,7 +486,7 @@ class Step(Played[GradientRound]):
         self._totals = {**known.zeros(), **self._totals, **current.totals}
         known.note(self._totals_before, self._totals, context.phase)
         self._unused.finish_step(self.name)
-        self._complete(context.inspector, turn.number)
+        self._complete(turn.number)
 
     def _begin_round(self, turn: Pass) -> GradientRound:
         self._round = GradientRound(self._context, self._position, self._context.folder(), turn)

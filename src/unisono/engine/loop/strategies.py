@@ -2,8 +2,9 @@
 
 A training loop (`unisono.script.loop`) goes from boundary to boundary; a **strategy** says what lies between two of
 them. `Synchronous` is that of a plain ``run.steps``: one global batch, one mean gradient, one update. Another strategy
-is one file of its own beside it with a class that has the methods of `Strategy`, and the call by which a script chooses
-it. What a strategy changes of the bits is in its `Strategy.recipe`, so a run that goes on with another one is refused.
+is a folder of `unisono.strategies` with a class that has the methods of `Strategy`, and the call by which a script
+chooses it. What a strategy changes of the bits is in its `Strategy.recipe`, so a run that goes on with another one is
+refused.
 """
 
 from __future__ import annotations

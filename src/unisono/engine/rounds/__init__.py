@@ -8,15 +8,16 @@ lets it survive the loss of members. A new kind of round is one new file with a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from unisono.core.cadence import CheckpointReport
 from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 
-__all__ = ["Finished", "Nothing", "Reporter", "Round"]
+__all__ = ["Dispute", "Finished", "Nothing", "Repeats", "Reporter", "Round"]
 
 
 class Finished(Protocol):
@@ -76,6 +77,35 @@ class Round(Protocol):
 
     def finish(self) -> None:
         """Apply the result, after the commit."""
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """Digests that a member remembers of a round in which members have computed different values."""
+
+    leaves: Mapping[int, int]
+    """Of the micro-batches that it has computed and another member as well."""
+    state: int | None
+    """Of its state before the round, if it has taken one."""
+
+
+class Repeats(Round, Protocol):
+    """A round that can be done again, and whose micro-batches can be computed once more."""
+
+    @property
+    def unit(self) -> str:
+        """Name of what is computed again: "micro-batch"."""
+
+    @property
+    def number(self) -> int:
+        """Number of the step within the run."""
+
+    @property
+    def dispute(self) -> Dispute | None:
+        """None, once the round is over: its result counts."""
+
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
 
 
 class Reporter(Protocol):

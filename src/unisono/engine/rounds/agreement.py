@@ -17,21 +17,34 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import nn
 
-from unisono.core.audits import Part, Record, digest_of, key_of, odd_ones
-from unisono.core.checks import Rehearsal, is_compared, is_rehearsed, minority, rehearsal
+from unisono.core.checks import Twice, digest_of, is_compared, is_rehearsed, key_of, minority, odd_ones, rehearsal
 from unisono.core.cursor import seed_of
 from unisono.core.errors import DivergenceError
 from unisono.core.plan import Plan
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import Compared
 from unisono.core.words import NAMES_THE_LINE, listed
 from unisono.engine.microbatch.folding import Fingerprint
-from unisono.engine.rounds.auditing import COPIES_DIFFER, Audits, Dispute, differ
-from unisono.engine.rounds.members import Members
+from unisono.engine.rounds import Dispute
+from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.packing import described, quick_digest
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["Agreement", "Digests", "check_digests", "digest_of_objects", "has_minority", "held_by_all"]
+__all__ = [
+    "COPIES_DIFFER",
+    "Agreement",
+    "Digests",
+    "check_digests",
+    "digest_of_objects",
+    "has_minority",
+    "held_by_all",
+]
+
+COPIES_DIFFER = (
+    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
+    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
+    "probably faulty. Go on without that machine, from a checkpoint from before that; the journal says what ran where"
+)
 
 OUT_OF_STEP = (
     "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
@@ -73,26 +86,18 @@ class Agreement:
     Args:
         rehearses: compute some micro-batches twice; otherwise only states are compared.
         last_step: the number of the step, within ``run.steps``, that is checked as the last one; None: there is none.
-        audits: find out which member is wrong where two differ; None: the run ends there.
         lag: by so many steps the update of a gradient comes later than the gradient.
     """
 
     def __init__(
-        self,
-        members: Members,
-        tracked: Tracked,
-        *,
-        rehearses: bool,
-        last_step: int | None,
-        audits: Audits | None = None,
-        lag: int = 0,
+        self, rounds: Rounds, tracked: Tracked, *, rehearses: bool, last_step: int | None, lag: int = 0
     ) -> None:
-        self.audits = audits
         self.unit = "micro-batch"
         """Of a rehearsal, for errors."""
         self.dispute: Dispute | None = None
         """What this member remembers of a step in which members have computed different values; None: they have not."""
-        self._members = members
+        self._members = rounds.members
+        self._judge = rounds.judge
         self._tracked = tracked
         self._rehearses = rehearses
         self._rehearses_alone = rehearses and _is_recurrent(tracked)
@@ -104,8 +109,7 @@ class Agreement:
         self._own: list[Fingerprint] = []
         self._other: list[Fingerprint] = []
         self._has_warned = False
-        self._record = audits.record if audits is not None else Record()
-        self._record.lag = max(self._record.lag, lag)
+        self._lag = lag
 
     def start_step(self, number: int, total: int) -> None:
         """Decide whether a step is compared and rehearsed, and take the digest of the state if it is compared.
@@ -130,20 +134,21 @@ class Agreement:
                 own_id = self._members.worker_ids[self._members.rank]
                 self._copies = (self._members.team.generation, self._tracked.balance_of_copies(own_id))
 
-    def rehearsal(self, plan: Plan) -> Rehearsal | None:
+    def rehearsal(self, plan: Plan) -> Twice | None:
         """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
         return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
-    def compared(self, plan: Plan, turn: int) -> Part:
-        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or its audit.
+    def compared(self, plan: Plan, turn: int) -> Twice:
+        """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or what the
+        tap that settles differences has chosen.
 
         Args:
             turn: pass over the global batch.
         """
         self._turn = turn
         if (found := self.rehearsal(plan)) is not None:
-            return _part(found)
-        return self.audits.begin(plan, self._members, self._step, turn) if self.audits is not None else Part()
+            return found
+        return self._judge.twice(plan, self._step, turn)
 
     def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
         """Return the micro-batches of another member that this one will compute in a coming step, to fetch them ahead.
@@ -156,8 +161,8 @@ class Agreement:
         is_team, is_last = self._members.size > 1, number == self._last_step
         rehearses = self._rehearses if is_team else self._rehearses_alone
         if rehearses and is_rehearsed(total, alone=not is_team, is_last=is_last):
-            return _part(rehearsal(plan, self._members.rank, total)).other
-        return self.audits.expected(plan, self._members, total).other if self.audits is not None else ()
+            return rehearsal(plan, self._members.rank, total).other
+        return self._judge.twice(plan, total, 0, is_forecast=True).other
 
     def pass_over(self, total: int) -> None:
         """Compare nothing in a step that is summed after a loss.
@@ -172,9 +177,8 @@ class Agreement:
     @property
     def may_be_disputed(self) -> bool:
         """Whether it may be found out, after this step is summed, that a member is wrong. Local, and equal on all."""
-        if self.audits is None:
-            return False
-        return self._is_rehearsed or self._digest is not None or self.audits.is_audited(self._step, self._turn)
+        compares = self._is_rehearsed or self._digest is not None or self._judge.has_twice(self._step, self._turn)
+        return self._judge.settles and compares
 
     @property
     def is_rehearsed(self) -> bool:
@@ -194,8 +198,8 @@ class Agreement:
         """Keep the fingerprint of another member's micro-batch."""
         self._other.append(fingerprint)
 
-    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
-        """Return the telemetry with the digests that this member has to compare."""
+    def says(self) -> Compared:
+        """Return what this member has to compare in this step."""
         found: dict[str, int] = {"arithmetic": self._members.arithmetic}
         if self._digest is not None:
             found |= {"compared_step": self._step, "state_digest": self._digest}
@@ -206,39 +210,38 @@ class Agreement:
             if computed:
                 key = key_of([one.leaf for one in computed])
                 found |= {f"{name}_leaf": key, f"{name}_digest": digest_of([one.digest for one in computed])}
-        return msgspec.structs.replace(telemetry, **found)
+        return Compared(**found)
 
-    def differs(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+    def differs(self, said: Mapping[str, Compared]) -> bool:
         """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
-        and the same on all members. False without audits.
+        and the same on all members. False where no tap settles differences.
 
         Args:
-            telemetry: by worker, of those that have summed the step.
+            said: by worker, of those that have summed the step.
         """
-        return self.audits is not None and differ(telemetry)
+        return self._judge.differ(said)
 
-    def audit(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
-        """Compare what members have computed as audits; returns whether there is a `dispute`. Local, and the same on
-        all members. There is none without audits.
+    def is_in_dispute(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
+        """Return whether there is a `dispute`, by what members have said. Local, and the same on all members. There is
+        none where no tap settles differences.
 
         Args:
-            telemetry: by worker, of those that have summed the step.
+            said: by worker, of those that have summed the step.
             is_disputed: other members have begun to find out who is wrong.
         """
-        if self.audits is None:
+        if not self._judge.settles:
             return False
-        said = list(telemetry.values())
-        if len({each.arithmetic for each in said}) == 1:
-            is_disputed |= self._have_copies_that_differ(said)
-        if self.audits.compare(telemetry, self._members, self._step, self._turn, is_disputed=is_disputed):
+        if len({each.arithmetic for each in said.values()}) == 1:
+            is_disputed |= self._have_copies_that_differ(list(said.values()))
+        if self._judge.compare(said, self._step, self._turn, is_disputed=is_disputed):
             self.dispute = Dispute({one.leaf: one.digest for one in self._leaves}, self._digest)
         return self.dispute is not None
 
-    def check(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
+    def check(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
         """Compare the digests that all members have sent with the sums of the step. Collective where some differ.
 
         Args:
-            telemetry: by worker, in the order of the ranks.
+            said: by worker, in the order of the ranks.
             is_disputed: other members have begun to find out who is wrong.
 
         Returns:
@@ -249,26 +252,26 @@ class Agreement:
         """
         if self._members.size == 1:
             self._check_alone()
-        if self.audit(telemetry, is_disputed=is_disputed):
+        if self.is_in_dispute(said, is_disputed=is_disputed):
             return False
         if self._digest is not None:
-            self._compare(list(telemetry.values()))
-            self._record.same(self._step)
+            self._compare(list(said.values()))
+            self._judge.agreed(self._step, self._lag)
         return True
 
-    def _compare(self, telemetry: Sequence[StepTelemetry]) -> None:
-        compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
+    def _compare(self, said: Sequence[Compared]) -> None:
+        compared = [rank for rank, each in enumerate(said) if each.compared_step == self._step]
         for group in self._members.state_layout().alike():
             ranks = [rank for rank in compared if self._members.worker_ids[rank] in group]
-            states = {rank: telemetry[rank].state_digest for rank in ranks}
+            states = {rank: said[rank].state_digest for rank in ranks}
             if len(set(states.values())) > 1:
-                self._states_differ(telemetry, states)
-        if self._have_copies_that_differ(telemetry):
-            self._copies_differ(telemetry)
+                self._states_differ(said, states)
+        if self._have_copies_that_differ(said):
+            self._copies_differ(said)
         for owner in compared:
             for helper in compared:
-                if helper != owner and _differs(telemetry[owner], telemetry[helper]):
-                    self._leaves_differ(telemetry, owner, helper)
+                if helper != owner and _differs(said[owner], said[helper]):
+                    self._leaves_differ(said, owner, helper)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -277,9 +280,9 @@ class Agreement:
         """The micro-batches of this step that this member has computed and another one computes as well."""
         return [*self._own, *self._other]
 
-    def _have_copies_that_differ(self, telemetry: Sequence[StepTelemetry]) -> bool:
-        is_whole = {each.copies_generation for each in telemetry} == {self._members.team.generation}
-        return self._copies is not None and is_whole and sum(each.copies_digest for each in telemetry) % (1 << 64) != 0
+    def _have_copies_that_differ(self, said: Sequence[Compared]) -> bool:
+        is_whole = {each.copies_generation for each in said} == {self._members.team.generation}
+        return self._copies is not None and is_whole and sum(each.copies_digest for each in said) % (1 << 64) != 0
 
     def _check_alone(self) -> None:
         own, other = self.own, self._other[0] if self._other else None
@@ -294,9 +297,9 @@ class Agreement:
     def _digest_of_state(self) -> int:
         return quick_digest(self._tracked.compared())
 
-    def _states_differ(self, telemetry: Sequence[StepTelemetry], states: Mapping[int, int]) -> None:
+    def _states_differ(self, said: Sequence[Compared], states: Mapping[int, int]) -> None:
         ids = self._members.worker_ids
-        wrong = _odd_ones(states, [each.arithmetic for each in telemetry])
+        wrong = _odd_ones(states, [each.arithmetic for each in said])
         if wrong is None:
             self._warn_of_arithmetic()
             return
@@ -306,17 +309,17 @@ class Agreement:
             for tracked, value in self._tracked.compared().items()
             for name, text in described(value, tracked).items()
         }
-        details = self._exchange(telemetry, _Details(state=mine))
+        details = self._exchange(said, _Details(state=mine))
         what = _first_difference(details, ranks[0], usual, ids) if details else ""
         raise DivergenceError(
             f"the workers have drifted apart: at step {self._step} the state of "
             f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}",
-            sound=self._record.alike,
+            sound=self._judge.sound,
         )
 
-    def _copies_differ(self, telemetry: Sequence[StepTelemetry]) -> None:
+    def _copies_differ(self, said: Sequence[Compared]) -> None:
         ids = self._members.worker_ids
-        if len({each.arithmetic for each in telemetry}) > 1:
+        if len({each.arithmetic for each in said}) > 1:
             self._warn_of_arithmetic()
             return
         mine = {
@@ -324,17 +327,17 @@ class Agreement:
             for name, optimizer in self._tracked.sharded.items()
             for path, text in described(optimizer.state_dict()["state"], f"{name}['state']").items()
         }
-        details = self._exchange(telemetry, _Details(state=mine))
-        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._record.alike)
+        details = self._exchange(said, _Details(state=mine))
+        raise DivergenceError(f"at step {self._step} {_first_copies(details, ids)}", sound=self._judge.sound)
 
     def _warn_of_arithmetic(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
 
-    def _leaves_differ(self, telemetry: Sequence[StepTelemetry], owner: int, helper: int) -> None:
-        ids, leaf = self._members.worker_ids, telemetry[owner].own_leaf
-        details = self._exchange(telemetry, _Details(leaves=self._leaves))
+    def _leaves_differ(self, said: Sequence[Compared], owner: int, helper: int) -> None:
+        ids, leaf = self._members.worker_ids, said[owner].own_leaf
+        details = self._exchange(said, _Details(leaves=self._leaves))
         what = ""
         if details:
             mine, theirs = (
@@ -347,9 +350,9 @@ class Agreement:
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 
-    def _exchange(self, telemetry: Sequence[StepTelemetry], details: _Details) -> list[_Details]:
+    def _exchange(self, said: Sequence[Compared], details: _Details) -> list[_Details]:
         """Return the details of all members, by rank; empty where they cannot be exchanged any more."""
-        if any(each.compared_step != self._step for each in telemetry):
+        if any(each.compared_step != self._step for each in said):
             return []  # a member that has finished this step before a loss does not compare it again
         try:
             payloads = self._members.gather(msgspec.msgpack.encode(details))
@@ -425,12 +428,7 @@ def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
     return found
 
 
-def _part(found: Rehearsal) -> Part:
-    own, other = found.own, found.other
-    return Part((own,) if own is not None else (), (other,) if other is not None else ())
-
-
-def _differs(owner: StepTelemetry, helper: StepTelemetry) -> bool:
+def _differs(owner: Compared, helper: Compared) -> bool:
     is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf
     return is_same_leaf and owner.arithmetic == helper.arithmetic and owner.own_digest != helper.other_digest
 

@@ -9,8 +9,8 @@ With its totals each worker sends digests of all tracked objects, taken after it
 workers whose models have become different would go on together and mix their results.
 
 Now and then each worker evaluates a batch of another one as well. The totals must be equal: code that counts or keeps
-state gives other totals, and so does a machine that computes wrong values. Where the run has audits, these find out
-which it is, as for a micro-batch (`unisono.engine.rounds.auditing`).
+state gives other totals, and so does a machine that computes wrong values. A tap that settles what members differ in
+finds out which it is, as for a micro-batch (`unisono.engine.rounds.taps`).
 
 The script gets the batches one by one, and adds up what it finds in them (`BatchSums`): in a loop of its own
 (``run.batches``), or by a function (``run.evaluate``), which is a loop as well.
@@ -35,9 +35,9 @@ from unisono.engine.exchange.flat import with_flipped_bit
 from unisono.engine.microbatch.data import Loader, MakeFetcher
 from unisono.engine.microbatch.guards import Structure
 from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
-from unisono.engine.rounds.auditing import AUDIT, Audits, Dispute, play
-from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.life import DISPUTE, Rounds
 from unisono.engine.rounds.members import Gathered
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
@@ -142,27 +142,16 @@ class EvaluationRound:
     Args:
         rehearses: evaluate a batch of another worker as well, to compare the totals.
         number: evaluations of the run that are done.
-        finds_wrong: members that have computed other totals, or whose state is not that of most, are no error.
     """
 
     kind: Final = "evaluation"
     unit: Final = "evaluation batch"
 
-    def __init__(
-        self,
-        rounds: Rounds,
-        evaluator: Evaluator,
-        *,
-        num_batches: int,
-        rehearses: bool,
-        number: int,
-        finds_wrong: bool = False,
-    ) -> None:
+    def __init__(self, rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> None:
         self.dispute: Dispute | None = None
         """What this member remembers, once the round is over, where members have other totals or another state than
         others: it is to be done again without those that are wrong.
         """
-        self._finds_wrong = finds_wrong
         self.num_leaves = num_batches
         self.title = f"an evaluation of {num_batches} batches"
         self._rounds = rounds
@@ -187,9 +176,9 @@ class EvaluationRound:
             if batch not in self._have:
                 self._have[batch] = yield from self._evaluate(batch)
                 point("in_evaluation", batch)
-        other = rehearsal(plan, self._members.rank, self._number).other if self._rehearses else None
-        if other is not None and other not in self._have and self._evaluator.comes(other):
-            self._twice[other] = digest_of_state((yield from self._evaluate(other)))
+        for other in rehearsal(plan, self._members.rank, self._number).other if self._rehearses else ():
+            if other not in self._have and self._evaluator.comes(other):
+                self._twice[other] = digest_of_state((yield from self._evaluate(other)))
 
     def combine(self, plan: Plan) -> Gathered:
         state = self._tracked.compared() if self._members.size > 1 else {}
@@ -202,12 +191,13 @@ class EvaluationRound:
             self._have.update(part.totals())
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
         found = {worker: part.digests for worker, part in by_worker.items()}
-        is_disputed = self._finds_wrong and (bool(self._rounds.follows(AUDIT)) or has_minority(found))
+        settles = self._rounds.judge.settles
+        is_disputed = settles and (bool(self._rounds.follows(DISPUTE)) or has_minority(found))
         if not is_disputed:
             check_digests(found)
             words = _differing(by_worker, self._have, self._evaluator.sums.what)
-            is_disputed = self._finds_wrong and bool(words)
-            if words and not self._finds_wrong:
+            is_disputed = settles and bool(words)
+            if words and not settles:
                 raise DivergenceError(words, sound=-1)
         if is_disputed:
             self.dispute = Dispute(own_digests | self._twice, digest_of_objects(digests))
@@ -255,7 +245,6 @@ def evaluate(
     rehearses: bool,
     number: int,
     at: Callable[[int], None] = lambda batch: None,
-    audits: Audits | None = None,
 ) -> Generator[Any, None, Totals]:
     """Yield the batches of this worker with the tracked modules in ``eval()`` mode, and return the totals of all
     batches. Collective.
@@ -266,7 +255,6 @@ def evaluate(
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
         at: called before each batch where this worker is alone.
-        audits: go on without the members that are wrong where some differ; None: that is an error.
 
     Raises:
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
@@ -274,8 +262,7 @@ def evaluate(
     size, rank = (rounds.members.size, rounds.members.rank) if rounds is not None else (1, 0)
     rehearses = rehearses and size > 1 and is_rehearsed(number)
     shares = even_plan(size, num_batches)
-    other = rehearsal(shares, rank, number).other if rehearses else None
-    mine = [*shares.ranges[rank], *([other] if other is not None else [])]
+    mine = [*shares.ranges[rank], *(rehearsal(shares, rank, number).other if rehearses else ())]
     fetcher = make_fetcher(lambda: ((0, 0, batch) for batch in mine))
     before = Structure(tracked)
     for module in tracked.modules.values():
@@ -291,11 +278,9 @@ def evaluate(
             num_batches=num_batches,
             rehearses=rehearses,
             number=number,
-            finds_wrong=audits is not None,
         )
-        round_ = yield from play(rounds, audits, begin)
-        if audits is not None:
-            audits.record.same(rounds.position.total)
+        round_ = yield from rounds.play_until_agreed(begin)
+        rounds.judge.agreed(rounds.position.total)
         return round_.totals()
     finally:
         fetcher.close()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 from torch import Tensor
 
-from unisono.core.audits import NOTHING, Part
-from unisono.core.checks import is_compared
+from unisono.core.checks import Twice, is_compared
 from unisono.core.cursor import Cursor, StepPosition
 from unisono.core.errors import DivergenceError, StepError
 from unisono.core.events import Seconds
@@ -28,15 +28,15 @@ from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import Guards
 from unisono.engine.microbatch.losses import Microbatch, Reduction
 from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.agreement import Agreement
-from unisono.engine.rounds.auditing import AUDIT, Dispute
 from unisono.engine.rounds.balancing import Helping
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness, NotFinite
-from unisono.engine.rounds.inspecting import Computed, Inspector, Place
-from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.life import DISPUTE, Rounds
 from unisono.engine.rounds.members import Members, Summed
 from unisono.engine.rounds.sums import SumsRound
+from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.carried import Carried
 from unisono.engine.state.sums import Total, as_sum
@@ -69,8 +69,6 @@ class StepContext:
     finiteness: Finiteness
     reduction: Reduction = "mean"
     """What the losses are, over the samples of a micro-batch."""
-    inspector: Inspector | None = None
-    """Is told about micro-batches and sums; None: nobody looks."""
     replica: str = ""
     """The replica and the round whose steps these are, as messages name them; "": they are the steps of the run."""
     first_of_round: int = 0
@@ -82,16 +80,13 @@ class StepContext:
             return f"inner step {number - self.first_of_round} of {self.replica}"
         return f"step {self.first_number + number}"
 
-    def check(self, telemetry: Mapping[str, StepTelemetry]) -> bool:
+    def check(self, summed: Summed) -> bool:
         """Compare what all members have sent with a sum; return whether the sum counts. Collective where some differ.
-
-        Args:
-            telemetry: by worker, in the order of the ranks.
 
         Raises:
             DivergenceError: members of equal arithmetic have other bits.
         """
-        return self.agreement.check(telemetry, is_disputed=bool(self.rounds.follows(AUDIT)))
+        return self.agreement.check(summed.compared, is_disputed=bool(self.rounds.follows(DISPUTE)))
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ class GradientRound:
         self._position = position
         self._clock = context.clock
         self._folder = folder
-        self._compared: Part = NOTHING
+        self._compared = Twice()
         self._computed: list[int] = []
         self._is_scaled = False
         self._weight_of_last = 0.0  # of the micro-batch that was folded last, scaled
@@ -334,7 +329,7 @@ class GradientRound:
         """Sum the nodes of all members: the commit of the step."""
         self._close()
         nodes = self._members.slots.nodes
-        telemetry = self._context.agreement.add_to(self._telemetry())
+        telemetry = msgspec.structs.replace(self._telemetry(), compared=self._context.agreement.says())
         self.result = summed = self._members.sum(Share(self.num_leaves, plan.nodes, nodes), telemetry)
         self._members.slots.results.append(summed.slot)
         self._committed = CommittedStep(
@@ -344,7 +339,7 @@ class GradientRound:
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._compared = NOTHING
+        self._compared = Twice()
         self._folder.copy_adopted()
         return list(self._members.slots.nodes)
 
@@ -354,7 +349,7 @@ class GradientRound:
         assert committed is not None
         point("committed")
         self._note_progress(-1)
-        committed.counts = self._context.check(summed.telemetry)
+        committed.counts = self._context.check(summed)
         weight, weighted_loss = summed.slot.scalars.tolist()
         self._scalars = weight, weighted_loss
         if weight == 0.0:
@@ -385,19 +380,21 @@ class GradientRound:
         self._clock.switch("compute")
         point("before_backward", leaf)
         began = time.perf_counter()
-        place = self._looked_at(leaf, aside=False)
-        self._folder.start_leaf(leaf, self._members.new_slot, following, keep=place is not None)
+        place = self._place(leaf, aside=False)
+        taps = self._looking_at(place)
+        self._folder.start_leaf(leaf, self._members.new_slot, following, keep=bool(taps))
         if last_of is not None:
             self._offer_rows(last_of)
         self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
-        self._show(place, batch)
+        for tap in taps:
+            tap.before_microbatch(place, batch)
         given = time.perf_counter()
         yield batch
         script_s = time.perf_counter() - given
         for slot in self._fold():
             self._members.release(slot)
         self._members.balancing.own_work.note(time.perf_counter() - began - script_s, script_s)
-        self._tell(place)
+        self._tell(taps, place)
         self._computed.append(leaf)
         point("after_backward", leaf)
 
@@ -420,35 +417,30 @@ class GradientRound:
     def _compute_apart(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch whose gradient is not summed."""
         batch = self._fetch(leaf)
-        place = self._looked_at(leaf, aside=True)
+        place = self._place(leaf, aside=True)
+        taps = self._looking_at(place)
         self._folder.start_leaf(leaf, self._members.new_slot, apart=True)
         self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
-        self._show(place, batch)
+        for tap in taps:
+            tap.before_microbatch(place, batch)
         yield batch
         self._fold()
-        self._tell(place)
+        self._tell(taps, place)
 
     def _compute_again(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch of a member that was lost after the commit, for its sums."""
         self._clock.switch("other")
         yield from self._compute_apart(leaf)
 
-    def _looked_at(self, leaf: int, *, aside: bool) -> Place | None:
-        """Return the place of a micro-batch that the inspector looks at; None if nobody does."""
-        inspector = self._context.inspector
-        if inspector is None:
-            return None
-        place = Place(step=self.number, turn=self.turn.number, leaf=leaf, aside=aside)
-        return place if inspector.looks_at(place) else None
+    def _place(self, leaf: int, *, aside: bool) -> Place:
+        return Place(step=self.number, turn=self.turn.number, leaf=leaf, aside=aside)
 
-    def _show(self, place: Place | None, batch: Any) -> None:
-        """Tell the inspector that a micro-batch that it looks at begins."""
-        if place is not None and self._context.inspector is not None:
-            self._context.inspector.before_microbatch(place, batch)
+    def _looking_at(self, place: Place) -> list[Tap]:
+        return [tap for tap in self._context.rounds.taps if tap.looks_at(place)]
 
-    def _tell(self, place: Place | None) -> None:
-        """Tell the inspector what a micro-batch that it looks at has given."""
-        if place is None or self._context.inspector is None:
+    def _tell(self, taps: Sequence[Tap], place: Place) -> None:
+        """Tell the taps that look at a micro-batch what it has given."""
+        if not taps:
             return
         fingerprint, factor = self._folder.fingerprint(place.leaf), self._weight_of_last
         is_mean = self._context.reduction == "mean"
@@ -462,7 +454,8 @@ class GradientRound:
             factor=factor if is_mean else 1.0,
             loss=loss,
         )
-        self._context.inspector.after_microbatch(place, computed)
+        for tap in taps:
+            tap.after_microbatch(place, computed)
 
     def _helping(self, plan: Plan) -> Helping | None:
         return self._members.balancing.helping(plan)

@@ -16,6 +16,7 @@ between two rounds only (`unisono.engine.rounds.admission`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
+from typing import Any, TypeVar
 
 from unisono.core.cadence import Position
 from unisono.core.cursor import Recipe
@@ -25,15 +26,16 @@ from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.exchange.slots import Slots
-from unisono.engine.rounds import Finished, Nothing, Reporter, Round
+from unisono.engine.rounds import Finished, Nothing, Repeats, Reporter, Round
 from unisono.engine.rounds.book import Book
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.standing import Behind, Level, Met, Report, Standing, check_alike, plain, plan_of_missing
+from unisono.engine.rounds.taps import Tap
 from unisono.engine.rounds.team import LOST, Team
 from unisono.engine.rounds.transfer import share_state
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["CHECKPOINT", "DELAYED", "EVALUATED", "Rounds"]
+__all__ = ["CHECKPOINT", "DELAYED", "DISPUTE", "EVALUATED", "Rounds"]
 
 MOVING = "moving"
 """The kind of the round in which states that are shared out move between members."""
@@ -43,6 +45,10 @@ EVALUATED = "evaluated"
 """The kind of the round in which members take the totals that evaluators have computed beside the training."""
 CHECKPOINT = "together"
 """The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
+DISPUTE = "dispute"
+"""The kind of the rounds in which members find out who has computed a wrong value (`Tap.settle`)."""
+
+R = TypeVar("R", bound=Repeats)
 
 
 class Rounds:
@@ -59,6 +65,7 @@ class Rounds:
         number: of the round that this member has not finished yet.
         before_departure: called at a boundary at which members leave, before they do. Collective.
         book: the rounds that are open beside the one that this member plays.
+        taps: look on at the steps of this member; one of them may settle what members differ in.
         note_round: is told the number and the title of each round that this member plays, and -1 after it.
     """
 
@@ -79,6 +86,7 @@ class Rounds:
         self.number = 0
         self.before_departure: Callable[[], None] | None = None
         self.book = Book()
+        self.taps: list[Tap] = []
         self.note_round: Callable[[int, str], None] = _note_nothing
         self._recipe: Recipe = {}
         self._round: Round | None = None
@@ -92,7 +100,29 @@ class Rounds:
         """This member's slots in use."""
         return self.members.slots
 
+    @property
+    def judge(self) -> Tap:
+        """The tap that settles what members differ in; one that does nothing where there is none."""
+        return next((tap for tap in self.taps if tap.settles), Tap())
+
     # -- a round -------------------------------------------------------------------------------------
+
+    def play_until_agreed(self, begin: Callable[[], R]) -> Generator[Any, None, R]:
+        """Play a round, and another one as long as members have computed different values; return the one that counts.
+        Collective.
+
+        Args:
+            begin: returns the round, and another one for each time that it is done again.
+
+        Raises:
+            DivergenceError: nobody can say who is wrong. RunStopped: as `play`; or the run goes back.
+        """
+        while True:
+            round_ = begin()
+            yield from self.play(round_)
+            if round_.dispute is None:
+                return round_
+            yield from self.judge.settle(round_, round_.dispute)
 
     def play(self, round_: Round) -> Generator[object, None, None]:
         """Take part in a round, from its plan to its commit. Collective.

@@ -13,7 +13,7 @@ import msgspec
 from unisono.core.layout import StateLayout
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import Compared, StepTelemetry
 from unisono.core.tree import Node
 from unisono.core.waits import NO_WAIT, Wait, wait_of
 from unisono.engine.exchange import Combined, Exchange, Parcel, Share, combine
@@ -44,6 +44,11 @@ class Summed:
     """In which the rank of ``wait`` counts."""
     sent_bytes: int = 0
     """Data that this member has sent to other hosts."""
+
+    @property
+    def compared(self) -> dict[str, Compared]:
+        """What the members have said to compare it, by worker id."""
+        return {worker: each.compared for worker, each in self.telemetry.items()}
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True):

@@ -8,8 +8,8 @@ from unisono.cluster.worker.member import Member
 from unisono.core.errors import UsageError
 from unisono.core.spec import MOST_AUDITED, AuditThen, RunSpec
 from unisono.engine.exchange.flat import with_flipped_bit
-from unisono.engine.rounds.auditing import Audits
 from unisono.engine.state.tracked import Tracked
+from unisono.strategies.audit.audits import Audits
 from unisono.system.faults import spoils
 
 __all__ = ["make_audits", "spoil"]

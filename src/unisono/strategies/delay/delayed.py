@@ -15,7 +15,7 @@ from unisono.core.words import NAMES_THE_LINE
 from unisono.engine.exchange import Share, combine
 from unisono.engine.exchange.flat import Slot
 from unisono.engine.microbatch.folding import GradientFolder
-from unisono.engine.rounds.auditing import Dispute
+from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.gradient import GradientRound, StepContext
 from unisono.engine.rounds.life import DELAYED
 from unisono.engine.rounds.members import Summed
@@ -114,8 +114,8 @@ class DelayedRound(GradientRound):
             unlike: what this member has looked back at was not the same.
         """
         self._close()
-        telemetry = msgspec.structs.replace(self._telemetry(), unlike=unlike)
-        return self._members.announce(self._context.agreement.add_to(telemetry))
+        compared = self._context.agreement.says()
+        return self._members.announce(msgspec.structs.replace(self._telemetry(), unlike=unlike, compared=compared))
 
     # -- after a loss --------------------------------------------------------------------------------
 
@@ -178,14 +178,12 @@ class DelayedRound(GradientRound):
         """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
         and the same on all members.
         """
-        return self._context.agreement.differs(arrived.telemetry)
+        return arrived.summed is not None and self._context.agreement.differs(arrived.summed.compared)
 
-    def audit(self) -> Dispute:
-        """Compare what members have said with the sum as audits, because it `differs`; return what this member
-        remembers. Local.
-        """
+    def remembered(self) -> Dispute:
+        """Return what this member remembers of the sum, in which members `differs`. Local."""
         assert self.result is not None
-        self._context.agreement.audit(self.result.telemetry, is_disputed=True)
+        self._context.agreement.is_in_dispute(self.result.compared, is_disputed=True)
         dispute = self._context.agreement.dispute
         assert dispute is not None
         return dispute
@@ -193,4 +191,4 @@ class DelayedRound(GradientRound):
     def check(self) -> None:
         """Compare what the members have said with the sum. Collective where they differ."""
         assert self.result is not None
-        self._context.agreement.check(self.result.telemetry)
+        self._context.agreement.check(self.result.compared)

@@ -12,10 +12,11 @@ script again, which is the same for all. In iteration n + D every member is in i
 step n: there all compute together what is missing of the steps n to n + D, one after the other, each with the
 parameters and buffers of its own time, and go on as before.
 
-**Where members have computed different values** (`unisono.engine.rounds.auditing`), that is known with the commit, and
-settled when the gradient is to be applied: all are in the same iteration then, and have the values of that step. A
-member that is wrong has a part in the later sums as well, so all that are not applied are forgotten and computed again,
-as after a loss. Until then members do not change and no checkpoint is taken, as newcomers could not know of it.
+**Where members have computed different values**, and a tap settles that (`unisono.engine.rounds.taps`), it is known
+with the commit, and settled when the gradient is to be applied: all are in the same iteration then, and have the values
+of that step. A member that is wrong has a part in the later sums as well, so all that are not applied are forgotten and
+computed again, as after a loss. Until then members do not change and no checkpoint is taken, as newcomers could not
+know of it.
 
 Between two iterations nothing can be computed, because the micro-batches are the script's. Where members change, a
 checkpoint is taken, or the script evaluates, the sums under way are waited for; if a member is lost just then, the
@@ -286,7 +287,7 @@ class Pipeline(Book):
         if step.values is not None and round_.layout == self._layout:
             with self._as_of(number, round_):
                 words = yield from round_.look_back()
-            if words and self._context.agreement.audits is None:
+            if words and not self._rounds.judge.settles:
                 raise DivergenceError(words)
             self._unlike = words
 
@@ -382,10 +383,9 @@ class Pipeline(Book):
             return True
         round_.show(arrived)
         if step.is_disputed:  # however the sum has come here
-            audits, dispute = self._context.agreement.audits, round_.audit()
-            assert audits is not None
+            dispute = round_.remembered()
             with self._as_of(number, round_):
-                yield from audits.find(self._rounds, round_, dispute)
+                yield from self._rounds.judge.settle(round_, dispute)
             return False
         if is_own:
             round_.check()

@@ -243,7 +243,7 @@ class DelayedStep(Step):
             self._totals = {**sums.zeros(), **arrived.totals}
             sums.note(before, self._totals, phase)
             self._unused.finish_step(self._context.name(self._iteration))
-        self._complete(self._context.inspector)
+        self._complete()
 
     def add(self, **values: Any) -> None:
         if self._pipeline.microbatch is None:

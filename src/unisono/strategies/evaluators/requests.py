@@ -16,7 +16,6 @@ from unisono.engine.microbatch.data import Fetcher, MakeFetcher, MapDataset
 from unisono.engine.microbatch.iterables import Dataset, batches_of, stream_source_of
 from unisono.engine.microbatch.loaders import source_of
 from unisono.engine.microbatch.streamfetcher import StreamFetcher
-from unisono.engine.rounds.auditing import Audits
 from unisono.engine.rounds.evaluation import BatchSums, Totals, check_batches, evaluate
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.tracked import Tracked
@@ -91,17 +90,13 @@ class Requests:
 
     Args:
         deterministic: rehearse batches of other workers.
-        audits: go on without workers that are wrong where some differ; None: that is an error.
     """
 
-    def __init__(
-        self, tracked: Tracked, *, seed: int, device: torch.device, deterministic: bool, audits: Audits | None
-    ) -> None:
+    def __init__(self, tracked: Tracked, *, seed: int, device: torch.device, deterministic: bool) -> None:
         self._tracked = tracked
         self._seed = seed
         self._device = device
         self._deterministic = deterministic
-        self._audits = audits
 
     def make(
         self,
@@ -169,7 +164,6 @@ class Requests:
                 rehearses=self._deterministic,
                 number=number,
                 at=at,
-                audits=self._audits,
             )
 
         return Request(

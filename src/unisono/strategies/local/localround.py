@@ -17,7 +17,6 @@ from unisono.core.streams import StreamCursor, StreamPart, Wanted
 from unisono.engine.loop.settings import check_whole
 from unisono.engine.loop.step import Played, State, Step
 from unisono.engine.microbatch.losses import Microbatch
-from unisono.engine.rounds.auditing import play
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.state.sums import Total, plain
 from unisono.strategies.local.replicas import ReplicaRound
@@ -272,7 +271,7 @@ class LocalRound(Played[ReplicaRound]):
         self.state = State.INSIDE
         context, strategy = self._context, self._strategy
         try:
-            current = yield from play(context.rounds, context.agreement.audits, self._begin_round)
+            current = yield from context.rounds.play_until_agreed(self._begin_round)
         except GeneratorExit:
             self._is_left = True
             raise
@@ -282,7 +281,7 @@ class LocalRound(Played[ReplicaRound]):
         self._totals = known.learn(current.sums())
         known.note_loss(self._loss, self._scalars[0], context.phase, self.epoch)
         known.note(known.begin_step(context.phase, self.epoch), self._totals, context.phase)
-        self._complete(context.inspector)
+        self._complete()
 
     def _begin_round(self) -> ReplicaRound:
         if self._round is not None:  # it is done again

@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.core.audits import NOTHING, Part
+from unisono.core.checks import Twice
 from unisono.core.copies import deliveries, holders_after, keepers
 from unisono.core.errors import DivergenceError, StateLost, StepError
 from unisono.core.events import Seconds
@@ -40,7 +40,7 @@ from unisono.core.words import NAMES_THE_LINE, listed
 from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Rows, Slot, fold_rows
 from unisono.engine.microbatch.folding import Fingerprint, GradientFolder
-from unisono.engine.rounds.auditing import Dispute
+from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.members import Members, Summed
 from unisono.engine.state.packing import from_bytes
@@ -186,7 +186,7 @@ class ReplicaRound:
         self._number = number
         self._replicas = replicas
         self._trainer = trainer
-        self._compared: Part = NOTHING
+        self._compared = Twice()
         self._keeps = False
         self._committed: CommittedRound | None = None
         self._changes = changes
@@ -218,7 +218,7 @@ class ReplicaRound:
         agreement = self._context.agreement
         agreement.start_step(self._number, self.number)
         # The members of a group compare what they compute among themselves.
-        self._compared = agreement.compared(plan, 0) if 1 < self._members.size <= self.num_leaves else NOTHING
+        self._compared = agreement.compared(plan, 0) if 1 < self._members.size <= self.num_leaves else Twice()
         self._keeps = agreement.may_be_disputed
 
     def compute(self, plan: Plan) -> Iterator[object]:
@@ -259,7 +259,7 @@ class ReplicaRound:
                 copy_states(members, self._after, self._copies)
             point("local.copied")
             self._changes.average(members, plan, _weights(self.ended))
-        telemetry = self._context.agreement.add_to(self._telemetry())
+        telemetry = msgspec.structs.replace(self._telemetry(), compared=self._context.agreement.says())
         self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, members.slots.nodes), telemetry)
         members.slots.results.append(summed.slot)
         self.digest = self._changes.digest(summed.digest)
@@ -279,7 +279,7 @@ class ReplicaRound:
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._compared = NOTHING
+        self._compared = Twice()
         self._groups.leave()
         return list(self._members.slots.nodes)
 
@@ -288,7 +288,7 @@ class ReplicaRound:
         assert summed is not None
         assert committed is not None
         point("committed")
-        committed.counts = self._context.check(summed.telemetry)
+        committed.counts = self._context.check(summed)
         if summed.slot.scalars[0] == 0.0:
             raise StepError(f"all micro-batches of round {self._number} have weight 0: there is nothing to average")
         self._clock.switch("other")

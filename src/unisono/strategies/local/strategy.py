@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from unisono.core.checks import Rehearsal
+from unisono.core.checks import Twice
 from unisono.core.cursor import Recipe, seed_of
 from unisono.core.errors import StepError, UsageError
 from unisono.core.plan import Plan, plan
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import Compared
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.loop.upcoming import Upcoming
 from unisono.engine.microbatch.data import Batches, Request
@@ -36,7 +36,6 @@ from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.gradient import StepContext
-from unisono.engine.rounds.inspecting import InReplica
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.team import Team
@@ -47,6 +46,7 @@ from unisono.strategies.local.changes import ERROR, Changes, Coded, Plain
 from unisono.strategies.local.grouping import Groups
 from unisono.strategies.local.groups import groups_of
 from unisono.strategies.local.localround import InnerStep, LocalRound, ReplicaSamples, Replication, check_count
+from unisono.strategies.local.looking import InReplica
 from unisono.strategies.local.replica_states import Header, Replicas, ReplicaState, common, give, restore, take
 from unisono.strategies.local.replicas import Ended, ReplicaRound, Trained
 from unisono.strategies.shard.leaving import LeavingRound
@@ -215,7 +215,7 @@ class LocalSteps:
     def _warn_of(self, team: Team) -> None:
         """Say where workers exchange more than they would with other replicas."""
         num_replicas, num_hosts = self.num_replicas, len(set(team.hosts))
-        if self._context.agreement.audits is not None and team.size > num_replicas:
+        if self._context.rounds.judge.settles and team.size > num_replicas:
             warnings.warn(
                 f"audit: {team.size} workers share {num_replicas} replicas, and where several compute one together "
                 "nothing of it is audited; use at least as many replicas as workers",
@@ -515,12 +515,14 @@ class LocalSteps:
             aside: the replica is another member's.
         """
         context, now = self._context, self._now
-        inspector = context.inspector
-        if inspector is not None and now is not None:
-            inspector = InReplica(inspector, step=now.number, first=now.steps.start, replica=replica, aside=aside)
+        if now is not None:
+            self._inner_rounds.taps = [
+                InReplica(tap, step=now.number, first=now.steps.start, replica=replica, aside=aside)
+                for tap in context.rounds.taps
+            ]
         self._tracked.sums = Sums()
         kind = _FirstMicrobatch if compares else Agreement
-        agreement = kind(self._inner_rounds.members, self._tracked, rehearses=self._rehearses, last_step=None)
+        agreement = kind(self._inner_rounds, self._tracked, rehearses=self._rehearses, last_step=None)
         return dataclasses.replace(
             context,
             rounds=self._inner_rounds,
@@ -534,7 +536,6 @@ class LocalSteps:
             note_plan=lambda number, *_: self._note(number, replica),
             agreement=agreement,
             tracked=self._tracked,
-            inspector=inspector,
         )
 
     def _note(self, number: int, replica: int) -> None:
@@ -603,16 +604,16 @@ class _FirstMicrobatch(Agreement):
     def start_step(self, number: int, total: int) -> None:
         pass
 
-    def rehearsal(self, plan: Plan) -> Rehearsal | None:
-        return Rehearsal(own=0, other=None) if self.own is None else None
+    def rehearsal(self, plan: Plan) -> Twice | None:
+        return Twice(own=(0,)) if self.own is None else None
 
     def note_own(self, fingerprint: Fingerprint) -> None:
         self.own = fingerprint
 
-    def add_to(self, telemetry: StepTelemetry) -> StepTelemetry:
-        return telemetry
+    def says(self) -> Compared:
+        return Compared()
 
-    def check(self, telemetry: Mapping[str, StepTelemetry], *, is_disputed: bool = False) -> bool:
+    def check(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
         return True
 
 

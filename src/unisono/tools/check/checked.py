@@ -12,9 +12,10 @@ import msgspec
 from unisono.cluster.worker import member as members
 from unisono.core.errors import DeadlineExceeded, StopInspection
 from unisono.core.events import StepResult
-from unisono.engine.rounds.inspecting import Computed, Inspected, Inspector, Place
+from unisono.engine.rounds.taps import Computed, Loop, Place
 from unisono.engine.state.packing import described, digest_of_tensor
 from unisono.engine.state.tracked import Tracked
+from unisono.script.inspecting import Inspector
 from unisono.tools.check.records import Changed, Event, Leaf, Record, Section, State, Sum, Where, Written
 from unisono.tools.check.tracing import Tracer
 from unisono.tools.check.values import text_of
@@ -62,7 +63,7 @@ class Checked(Inspector):
         if self._tracer is not None:
             self._tracer.start()
 
-    def before_loop(self, loop: Inspected) -> None:
+    def before_loop(self, loop: Loop) -> None:
         self._tracked = loop.tracked
         if loop.phase == 0 and loop.steps.start == 0:
             self._add_state(0)

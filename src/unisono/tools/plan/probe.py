@@ -16,8 +16,9 @@ import torch
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StopInspection
 from unisono.core.events import StepResult
-from unisono.engine.rounds.inspecting import Inspected, Inspector
+from unisono.engine.rounds.taps import Loop
 from unisono.record.problems.limits import limit_growth, memory_limit, own_memory, own_peak, own_share, reset_peak
+from unisono.script.inspecting import Inspector
 from unisono.tools.plan.found import FILE, PROGRAM, Found, Settings
 
 __all__ = ["probe"]
@@ -42,7 +43,7 @@ class Probe(Inspector):
 
         self._settings = settings
         self._directory = Path(member.spec().run.run_dir)
-        self._loop: Inspected | None = None
+        self._loop: Loop | None = None
         self._first = 0  # step of the training
         self._done = 0
         self._best: Found | None = None
@@ -59,7 +60,7 @@ class Probe(Inspector):
             "delay": given["delay"] if wanted.delay < 0 else wanted.delay,
         }
 
-    def before_loop(self, loop: Inspected) -> None:
+    def before_loop(self, loop: Loop) -> None:
         self._note()
         before, self._loop = self._loop, loop
         if before is not None and _alike(before.recipe, loop.recipe):
@@ -99,7 +100,7 @@ class Probe(Inspector):
         if self._loop.worker_id in ("", "w0"):
             self._write(self._best)
 
-    def _look(self, loop: Inspected, done: int) -> Found:
+    def _look(self, loop: Loop, done: int) -> Found:
         tracked = loop.tracked
         device = loop.device
         held = {

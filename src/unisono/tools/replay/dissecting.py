@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.core.errors import StopInspection, UsageError
 from unisono.core.events import StepResult
-from unisono.engine.rounds.inspecting import Computed, Inspected, Inspector, Place
+from unisono.engine.rounds.taps import Computed, Loop, Place
 from unisono.engine.state.packing import described, digest_of_tensor
 from unisono.record.explaining import Dissected, Dissection, Leaf
+from unisono.script.inspecting import Inspector
 from unisono.system.fingerprint import fingerprint
 from unisono.tools.replay.replaying import Against
 
@@ -35,14 +36,14 @@ class Dissecting(Inspector):
         self._asked = asked = msgspec.json.decode(settings, type=Dissection)
         self._against = Against(Path(asked.run))
         self._found = Dissected(run=asked.name, step=asked.step)
-        self._loop: Inspected | None = None
+        self._loop: Loop | None = None
         self._leaves: list[Leaf] = []
         self._batch: dict[str, str] = {}
         self._changed: dict[str, str] = {}
         self._modules: list[tuple[str, str]] = []
         self._hooks: list[RemovableHandle] = []
 
-    def before_loop(self, loop: Inspected) -> None:
+    def before_loop(self, loop: Loop) -> None:
         self._loop = loop
         self._note(fingerprint=fingerprint(str(loop.device)))
 
@@ -110,7 +111,7 @@ class Dissecting(Inspector):
         self._hooks = []
 
 
-def _state(loop: Inspected) -> dict[str, str]:
+def _state(loop: Loop) -> dict[str, str]:
     """Return the tracked state as text, by path; buffers that no state dict has are in it."""
     return {
         path: text for name, value in loop.tracked.compared().items() for path, text in described(value, name).items()

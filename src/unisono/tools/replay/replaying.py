@@ -28,9 +28,10 @@ from unisono.core.replaying import (
     seconds_left,
 )
 from unisono.core.words import count, duration, listed
-from unisono.engine.rounds.inspecting import Computed, Inspected, Inspector, Place
+from unisono.engine.rounds.taps import Computed, Loop, Place
 from unisono.record.journal import Line, read
 from unisono.record.journal.lines import plain
+from unisono.script.inspecting import Inspector
 from unisono.system.fingerprint import fingerprint
 from unisono.system.process import tell
 from unisono.system.stacks import frame_outside
@@ -57,7 +58,7 @@ class Replaying(Inspector):
         self._against = Against(Path(self._asked.run))
         self._digests: dict[int, int] = {}  # of the micro-batches that are looked at, as an audit has them
         self._beside = self._audited_with()
-        self._loop: Inspected | None = None
+        self._loop: Loop | None = None
         self._first = -1
         self._began = self._told = time.monotonic()
         self._other_arithmetic: list[str] = []
@@ -74,7 +75,7 @@ class Replaying(Inspector):
 
     # -- on the way ----------------------------------------------------------------------------------
 
-    def before_loop(self, loop: Inspected) -> None:
+    def before_loop(self, loop: Loop) -> None:
         self._loop = loop
         if self._asked.step in loop.steps:
             self._check(loop)
@@ -90,7 +91,7 @@ class Replaying(Inspector):
             )
         tell(f"unisono: computes {_steps(self._first, self._asked.step)} again")
 
-    def _check(self, loop: Inspected) -> None:
+    def _check(self, loop: Loop) -> None:
         """Raise StopInspection if the step has no such micro-batch or replica."""
         asked, replicas = self._asked, _number(loop, "replicas", 0)
         if not replicas and (asked.replica >= 0 or asked.inner >= 0):
@@ -379,7 +380,7 @@ FROM_CHECKPOINT: Final = (
 )
 
 
-def _number(loop: Inspected, name: str, default: int) -> int:
+def _number(loop: Loop, name: str, default: int) -> int:
     """Return a number of the recipe of a loop."""
     value = loop.recipe.get(name, default)
     return value if isinstance(value, int) else default

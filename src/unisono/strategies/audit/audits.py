@@ -23,48 +23,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import msgspec
 
-from unisono.core.audits import NOTHING, Part, Record, Verdict, judge, key_of, odd_ones, parts, tried
+from unisono.core.audits import Record, Verdict, judge, parts, tried
+from unisono.core.checks import Twice, key_of, odd_ones
 from unisono.core.errors import DivergenceError, PeerLost
 from unisono.core.messages import Convicted
 from unisono.core.plan import Plan
 from unisono.core.spec import AuditThen
-from unisono.core.telemetry import NOT_COMPARED, StepTelemetry
+from unisono.core.telemetry import NOT_COMPARED, Compared
 from unisono.core.words import NAMES_THE_LINE, count, listed
-from unisono.engine.rounds import Round
+from unisono.engine.rounds import Dispute, Repeats
+from unisono.engine.rounds.agreement import COPIES_DIFFER
 from unisono.engine.rounds.gathering import TalkRound
-from unisono.engine.rounds.life import Rounds
-from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.life import DISPUTE, Rounds
+from unisono.engine.rounds.taps import Loop, Tap
 
-__all__ = [
-    "AUDIT",
-    "COPIES_DIFFER",
-    "Audits",
-    "Dispute",
-    "Repeats",
-    "Testimony",
-    "differ",
-    "first_difference",
-    "of_states",
-    "play",
-]
+__all__ = ["Audits", "Testimony", "first_difference", "of_states"]
 
-AUDIT: Final = "audit"
-"""The kind of the rounds in which members find out who is wrong."""
 MOST_VAIN: Final = 5
 """So often nobody may remember what differed in one step, before the memory of a machine is taken for faulty."""
 AGAIN_WITHIN: Final = 100
 """So many steps after a worker was found to be wrong another one is not believed to be: the script is the cause."""
 
-COPIES_DIFFER: Final = (
-    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
-    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
-    "probably faulty. Go on without that machine, from a checkpoint from before that; the journal says what ran where"
-)
 CAUSES: Final = (
     "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
     "elsewhere: a counter, a generator of the script's own, a cache, the clock, run.rank; docs/guarantees.md has what "
@@ -72,58 +55,7 @@ CAUSES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Dispute:
-    """Digests that a member remembers of a round in which members have computed different values."""
-
-    leaves: Mapping[int, int]
-    """Of the micro-batches that it has computed and another member as well."""
-    state: int | None
-    """Of its state before the round, if it has taken one."""
-
-
-class Repeats(Round, Protocol):
-    """A round that can be done again, and whose micro-batches can be computed once more."""
-
-    @property
-    def unit(self) -> str:
-        """Name of what is computed again: "micro-batch"."""
-
-    @property
-    def number(self) -> int:
-        """Number of the step within the run."""
-
-    @property
-    def dispute(self) -> Dispute | None:
-        """None, once the round is over: its result counts."""
-
-    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
-        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
-
-
-R = TypeVar("R", bound=Repeats)
-
-
-def play(rounds: Rounds, audits: Audits | None, begin: Callable[[], R]) -> Generator[Any, None, R]:
-    """Yield the micro-batches of a round to the script, and return the round when its result counts. Collective.
-
-    Where members have computed different values, those that are wrong are ended, and another round begins.
-
-    Args:
-        begin: returns the round, and another one for each time that it is done again.
-
-    Raises:
-        DivergenceError: nobody can say who is wrong. RunStopped: the run goes back.
-    """
-    while True:
-        round_ = begin()
-        yield from rounds.play(round_)
-        if audits is None or round_.dispute is None:
-            return round_
-        yield from audits.find(rounds, round_, round_.dispute)
-
-
-class Audits:
+class Audits(Tap):
     """This member's part in the audits of a run.
 
     Args:
@@ -134,6 +66,9 @@ class Audits:
         then: what the run does when a member is wrong.
         record: since when the members are known to be right.
     """
+
+    settles = True
+    _rounds: Rounds
 
     def __init__(
         self, *, share: float, then: AuditThen, seed: int, convict: Callable[[Convicted], None] | None
@@ -150,59 +85,58 @@ class Audits:
         self._digests: dict[str, str] = {}
         self._vain = (-1, 0)  # (step, how often nothing was found in it)
 
+    def enter(self, rounds: Rounds) -> None:
+        """Look on at these rounds from now on."""
+        self._rounds = rounds
+        rounds.taps.append(self)
+
+    @property
+    def sound(self) -> int:  # type: ignore[override]
+        return self.record.alike
+
+    def before_loop(self, loop: Loop) -> None:
+        self.record.lag = max(self.record.lag, loop.lag)
+
+    def agreed(self, step: int, lag: int = 0) -> None:
+        self.record.same(step)
+
     # -- a step --------------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, members: Members, step: int, turn: int) -> Part:
-        """Return this member's part in the audit of a step that begins. Local.
+    def twice(self, plan: Plan, step: int, turn: int, *, is_forecast: bool = False) -> Twice:
+        found = self._parts(plan, step, turn)
+        if not is_forecast:
+            self._begun = {at: known for at, known in self._begun.items() if at[0] + self.record.lag >= step - 1}
+            self._begun[step, turn] = {key_of(one.own): one.own for one in found if one.own}
+        return found[self._rounds.members.rank]
 
-        Args:
-            plan: of the step, in which nothing is computed yet.
-            step: of the run.
-            turn: pass over its global batch.
-        """
-        found = self._parts(plan, members, step, turn)
-        self._begun = {at: known for at, known in self._begun.items() if at[0] + self.record.lag >= step - 1}
-        self._begun[step, turn] = {key_of(one.own): one.own for one in found if one.own}
-        return found[members.rank]
-
-    def is_audited(self, step: int, turn: int) -> bool:
-        """Return whether a step that has begun has an audit. Local."""
+    def has_twice(self, step: int, turn: int) -> bool:
         return bool(self._begun.get((step, turn)))
 
-    def expected(self, plan: Plan, members: Members, step: int) -> Part:
-        """Return this member's part in the audit of a coming step, whose plan is a forecast. Local."""
-        return self._parts(plan, members, step, 0)[members.rank]
-
-    def _parts(self, plan: Plan, members: Members, step: int, turn: int) -> Sequence[Part]:
+    def _parts(self, plan: Plan, step: int, turn: int) -> Sequence[Twice]:
+        members = self._rounds.members
         if members.size < 2 or len(plan.ranges) != members.size or any(plan.kept):
-            return (NOTHING,) * members.size
+            return (Twice(),) * members.size
         generation, arithmetics = self._arithmetics
         if generation != members.team.generation:
             arithmetics = (0,) * members.size
         return parts(plan, members.team.hosts, arithmetics, share=self._share, seed=self._seed, step=step, turn=turn)
 
-    def compare(
-        self, telemetry: Mapping[str, StepTelemetry], members: Members, step: int, turn: int, *, is_disputed: bool
-    ) -> bool:
-        """Compare what the members have sent with the sums of a step. Local, and the same on all members.
+    def differ(self, said: Mapping[str, Compared]) -> bool:
+        states = {one: each.state_digest for one, each in said.items() if each.compared_step != NOT_COMPARED}
+        arithmetics = {one: each.arithmetic for one, each in said.items()}
+        return bool(odd_ones(states, arithmetics)) or not all(pair.is_equal for pair in _pairs_of(said))
 
-        Args:
-            telemetry: by worker, of those that have summed it.
-            turn: pass over the global batch of the step.
-            is_disputed: it is known already that something differs.
-
-        Returns:
-            Whether something differs, so that `find` has to find out who is wrong.
-        """
-        if tuple(telemetry) == members.worker_ids:
-            self._arithmetics = members.team.generation, tuple(each.arithmetic for each in telemetry.values())
+    def compare(self, said: Mapping[str, Compared], step: int, turn: int, *, is_disputed: bool) -> bool:
+        members = self._rounds.members
+        if tuple(said) == members.worker_ids:
+            self._arithmetics = members.team.generation, tuple(each.arithmetic for each in said.values())
             self._hosts.update(zip(members.worker_ids, members.team.hosts, strict=True))
-        is_disputed = is_disputed or differ(telemetry)
+        is_disputed = is_disputed or self.differ(said)
         if turn == 0:
             self._digests = {}
-        self.record.seen(step, {worker: self._hosts.get(worker, "") for worker in telemetry})
+        self.record.seen(step, {worker: self._hosts.get(worker, "") for worker in said})
         leaves = self._begun.pop((step, turn), {})
-        for pair in _pairs_of(telemetry):
+        for pair in _pairs_of(said):
             if not pair.is_equal:
                 continue
             of_pair = leaves.get(pair.key, (pair.key,))
@@ -221,30 +155,20 @@ class Audits:
 
     # -- who is wrong --------------------------------------------------------------------------------
 
-    def find(self, rounds: Rounds, round_: Repeats, dispute: Dispute) -> Generator[Any, None, None]:
-        """Find out who is wrong, because members have computed different values, and go on without them. Collective.
-
-        Yields micro-batches to the script. The round is to be done again.
-
-        Args:
-            round_: of the step, which is committed, and whose result is not in force.
-
-        Raises:
-            DivergenceError: nobody can say who is wrong. RunStopped: the run goes back.
-        """
-        said = yield from self._ask(rounds, round_.number, dispute)
+    def settle(self, round_: Repeats, dispute: Dispute) -> Generator[Any, None, None]:
+        said = yield from self._ask(round_.number, dispute)
         found = of_states(said, round_.number, self.record)
         if found is None and (pair := first_difference(said)) is not None:
-            found = yield from self._try_again(rounds, round_, pair)
+            found = yield from self._try_again(round_, pair)
         if found is None:
             self._check_vain(round_.number)
-        rounds.book.redo()  # before the members meet, and report what they have of these sums
+        self._rounds.book.redo()  # before the members meet, and report what they have of these sums
         if found is not None:
-            self._conclude(rounds, *found, round_.number)
+            self._conclude(*found, round_.number)
 
-    def _ask(self, rounds: Rounds, step: int, dispute: Dispute) -> Generator[Any, None, list[Testimony]]:
+    def _ask(self, step: int, dispute: Dispute) -> Generator[Any, None, list[Testimony]]:
         """Return what all members know, and learn what they know of each other. Collective."""
-        members = rounds.members
+        rounds, members = self._rounds, self._rounds.members
 
         def own() -> bytes:
             states = {} if dispute.state is None else {_WHOLE: dispute.state}
@@ -269,15 +193,15 @@ class Audits:
             self.record.learn(one.passed, one.begins, one.compared)
         return said
 
-    def _try_again(self, rounds: Rounds, round_: Repeats, pair: _Pair) -> Generator[Any, None, _Found]:
+    def _try_again(self, round_: Repeats, pair: _Pair) -> Generator[Any, None, _Found]:
         """Have all members compute a micro-batch again, and some others, and return who is wrong. Collective.
 
         Raises:
             DivergenceError: nobody can say who.
         """
-        before = rounds.members.worker_ids
-        trial = _Trial(rounds, round_, pair.key)
-        yield from rounds.play(trial)
+        before = self._rounds.members.worker_ids
+        trial = _Trial(self._rounds, round_, pair.key)
+        yield from self._rounds.play(trial)
         results = {one.worker: one.digests for one in trial.results if one.arithmetic == pair.arithmetic}
         columns = [dict(zip(results, each, strict=True)) for each in zip(*results.values(), strict=True)]
         again = columns[0] if columns else {}
@@ -313,9 +237,9 @@ class Audits:
             workers, is_lasting=is_lasting
         )
 
-    def _conclude(self, rounds: Rounds, verdict: Verdict, what: str, step: int) -> None:
+    def _conclude(self, verdict: Verdict, what: str, step: int) -> None:
         """Go on without the members that are wrong. Collective."""
-        wrong = verdict.wrong
+        rounds, wrong = self._rounds, verdict.wrong
         present = set(rounds.members.worker_ids)
         hosts = frozenset(self._hosts.get(one, "") for one in wrong)
         self._check_first(wrong, hosts, step, what)
@@ -371,7 +295,7 @@ class _Pair(msgspec.Struct, frozen=True):
     """Two members of equal arithmetic that have computed the same micro-batches."""
 
     key: int
-    """Of the micro-batches (`unisono.core.audits.key_of`); of one, its number."""
+    """Of the micro-batches (`unisono.core.checks.key_of`); of one, its number."""
     arithmetic: int
     digests: dict[str, int]
     """By worker, of all these micro-batches together: of the one that has summed them, and of its helper."""
@@ -381,30 +305,18 @@ class _Pair(msgspec.Struct, frozen=True):
         return len(set(self.digests.values())) == 1
 
 
-def _pairs_of(telemetry: Mapping[str, StepTelemetry]) -> Iterator[_Pair]:
+def _pairs_of(said: Mapping[str, Compared]) -> Iterator[_Pair]:
     """Yield the pairs of members that have computed the same micro-batches.
 
     Args:
-        telemetry: of a step, by worker.
+        said: with the sum of a step, by worker.
     """
-    owners = {each.own_leaf: worker for worker, each in telemetry.items() if each.own_leaf != NOT_COMPARED}
-    for helper, each in telemetry.items():
+    owners = {each.own_leaf: worker for worker, each in said.items() if each.own_leaf != NOT_COMPARED}
+    for helper, each in said.items():
         owner = owners.get(each.other_leaf, helper)
-        if owner != helper and telemetry[owner].arithmetic == each.arithmetic:
-            digests = {owner: telemetry[owner].own_digest, helper: each.other_digest}
+        if owner != helper and said[owner].arithmetic == each.arithmetic:
+            digests = {owner: said[owner].own_digest, helper: each.other_digest}
             yield _Pair(each.other_leaf, each.arithmetic, digests)
-
-
-def differ(telemetry: Mapping[str, StepTelemetry]) -> bool:
-    """Return whether members have computed different values, or some have another state than most. Local, and the same
-    on all members.
-
-    Args:
-        telemetry: of a step, by worker, of those that have summed it.
-    """
-    states = {one: each.state_digest for one, each in telemetry.items() if each.compared_step != NOT_COMPARED}
-    arithmetics = {one: each.arithmetic for one, each in telemetry.items()}
-    return bool(odd_ones(states, arithmetics)) or not all(pair.is_equal for pair in _pairs_of(telemetry))
 
 
 # -- what they say when they are asked ----------------------------------------------------------------
@@ -439,7 +351,7 @@ class _Result(msgspec.Struct, frozen=True):
 
 class _AuditRound(TalkRound):
     def __init__(self, rounds: Rounds, title: str, value: Callable[[], bytes]) -> None:
-        super().__init__(rounds, title, value, AUDIT)
+        super().__init__(rounds, title, value, DISPUTE)
 
 
 class _Trial(_AuditRound):
