@@ -9,7 +9,16 @@ from unisono.core.messages import Lost, MachineInfo
 from unisono.membership.dispatch import Event, Lags
 from unisono.membership.roster import State, WorkerState, seat_of
 
-__all__ = ["heirs", "holders", "is_cut_off", "is_first_elsewhere", "keepers", "machines", "successor", "without_lost_heir"]
+__all__ = [
+    "heirs",
+    "holders",
+    "is_cut_off",
+    "is_first_elsewhere",
+    "keepers",
+    "machines",
+    "successor",
+    "without_lost_heir",
+]
 
 
 def heirs(state: State) -> tuple[str, ...]:
