@@ -30,14 +30,14 @@ from benchmarks.report import print_table
 from unisono.core.checks import is_compared
 from unisono.record.journal.times import by_step
 from unisono.system.scratch import scratch_folder
-from unisono.tools.plan.forecast import Facts, Sample
-from unisono.tools.plan.found import NUM_COUNTED, Settings
+from unisono.tools.plan.forecast import ForecastInputs, Sample
+from unisono.tools.plan.found import NUM_COUNTED, ProbeSettings
 from unisono.tools.plan.measuring import hosts_in, sample_of
 from unisono.tools.plan.probing import Script, facts_of, memories_of, trial
 from unisono.tools.plan.strategies import STRATEGIES as MODELS
-from unisono.tools.plan.strategies import Memory, Options
+from unisono.tools.plan.strategies import StrategyOptions, WorkerMemory
 
-OPTIONS = Options(copies=COPIES, inner_steps=INNER_STEPS)
+OPTIONS = StrategyOptions(copies=COPIES, inner_steps=INNER_STEPS)
 MB = 1e6
 PLAIN = STRATEGIES[0]
 BLOCK_S = 4.0
@@ -61,9 +61,9 @@ class Compared:
     came_bytes: float
     processor_s: float
     """Of a processor, that a worker has used for a step: the mean of the workers."""
-    facts: Facts
+    facts: ForecastInputs
     """The forecast is made from these."""
-    memory: Memory
+    memory: WorkerMemory
 
 
 def one_round(case: str, microbatches: int, links: Sequence[str], workers: Sequence[int]) -> Iterator[Compared]:
@@ -71,8 +71,8 @@ def one_round(case: str, microbatches: int, links: Sequence[str], workers: Seque
     with scratch_folder("unisono-plan-") as folder:
         words = ["-m", "benchmarks.planned", case, str(microbatches)]
         script = Script(command=words, directory=folder)
-        alone = trial(script, Settings(steps=STEPS, seconds=BLOCK_S))
-        same = Settings(steps=max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / alone.sample.step))))
+        alone = trial(script, ProbeSettings(steps=STEPS, seconds=BLOCK_S))
+        same = ProbeSettings(steps=max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / alone.sample.step))))
         trials = [alone, *(trial(script, same, workers=number) for number in sorted({2, ROOM}))]
         if any(link != HOST for link in links):
             trials.append(trial(script, same, workers=2, hosts=2))

@@ -34,11 +34,11 @@ from typing import Any
 from benchmarks.network import LINKS, PORT, Lab
 from benchmarks.report import print_table, write_json
 from unisono.system.scratch import scratch_folder
-from unisono.tools.plan.forecast import Facts, Roster, Sample, forecast
-from unisono.tools.plan.found import Settings
+from unisono.tools.plan.forecast import ForecastInputs, Roster, Sample, forecast
+from unisono.tools.plan.found import ProbeSettings
 from unisono.tools.plan.measuring import samples_in
 from unisono.tools.plan.probing import Script, facts_of, trial
-from unisono.tools.plan.wires import Link
+from unisono.tools.plan.wires import NetworkLink
 
 HOST = "host"
 ROOM = 4
@@ -52,7 +52,7 @@ PATIENCE_S = 60
 class Turn:
     """What one round has found of one case."""
 
-    facts: Facts
+    facts: ForecastInputs
     came: Mapping[tuple[str, int], Sample]
     """By link and number of workers."""
 
@@ -64,18 +64,18 @@ def one_turn(case: str, microbatches: int, links: Sequence[str], workers: Sequen
             command=["-m", "benchmarks.planned", case, str(microbatches)],
             directory=folder,
         )
-        alone = trial(script, Settings(steps=STEPS, seconds=SECONDS))
+        alone = trial(script, ProbeSettings(steps=STEPS, seconds=SECONDS))
         steps = alone.found.done
         trials, came = [alone], {}
         # What is compared stands next to each other: a machine that others use is not as busy a minute later.
         for number in sorted({*workers, 2, ROOM}):
             if number in (2, ROOM):
-                trials.append(trial(script, Settings(steps=steps), workers=number))
+                trials.append(trial(script, ProbeSettings(steps=steps), workers=number))
             if HOST in links and number in workers:
                 came[HOST, number] = train(script, HOST, number, steps)
         for place, link in enumerate(each for each in links if each != HOST):
             if place == 0:
-                trials.append(trial(script, Settings(steps=steps), workers=2, hosts=2))
+                trials.append(trial(script, ProbeSettings(steps=steps), workers=2, hosts=2))
             for number in (each for each in workers if each > 1):
                 came[link, number] = train(script, link, number, steps)
         return Turn(facts=facts_of(trials, ROOM), came=came)
@@ -126,11 +126,11 @@ def _run_all(commands: Sequence[Sequence[str]], output: Path) -> None:
                     process.wait()
 
 
-def link_of(name: str) -> Link | None:
+def link_of(name: str) -> NetworkLink | None:
     """Return the link of this name; None: there is one host."""
     if name == HOST:
         return None
-    return Link(bits_per_s=LINKS[name].rate_mbit * 1e6, round_trip_s=2 * LINKS[name].delay_s)
+    return NetworkLink(bits_per_s=LINKS[name].rate_mbit * 1e6, round_trip_s=2 * LINKS[name].delay_s)
 
 
 def roster_over(link: str, workers: int) -> Roster:
@@ -139,12 +139,12 @@ def roster_over(link: str, workers: int) -> Roster:
     return Roster(workers=workers, per_host=ROOM if own is None else 1, link=own, on_one_machine=own is not None)
 
 
-def _unseen(facts: Facts) -> Facts:
+def _unseen(facts: ForecastInputs) -> ForecastInputs:
     """Return the facts without the trial of the most workers."""
     return dataclasses.replace(facts, samples=[one for one in facts.samples if one.workers < ROOM])
 
 
-def _least(turns: Sequence[Turn]) -> Facts:
+def _least(turns: Sequence[Turn]) -> ForecastInputs:
     """Return the facts of the shortest trial of each kind."""
     kinds = [(one.workers, one.hosts) for one in turns[0].facts.samples]
     samples = [
@@ -199,7 +199,7 @@ HEADER = (
 )
 
 
-def simulated(facts: Facts, most: int, per_host: int, links: Sequence[str]) -> Iterator[list[str]]:
+def simulated(facts: ForecastInputs, most: int, per_host: int, links: Sequence[str]) -> Iterator[list[str]]:
     """Yield the rows of a forecast for ever more workers."""
     alone = forecast(facts, Roster(workers=1, per_host=per_host)).step
     for link in links:
@@ -218,8 +218,8 @@ def simulated(facts: Facts, most: int, per_host: int, links: Sequence[str]) -> I
 def _simulate(case: str, microbatches: int, most: int, links: Sequence[str]) -> None:
     with scratch_folder("unisono-plan-") as folder:
         script = Script(command=["-m", "benchmarks.planned", case, str(microbatches)], directory=folder)
-        alone = trial(script, Settings(steps=STEPS, seconds=SECONDS))
-        same = Settings(steps=alone.found.done)
+        alone = trial(script, ProbeSettings(steps=STEPS, seconds=SECONDS))
+        same = ProbeSettings(steps=alone.found.done)
         trials = [alone, trial(script, same, workers=2), trial(script, same, workers=ROOM)]
         facts = facts_of([*trials, trial(script, same, workers=2, hosts=2)], ROOM)
     header = (

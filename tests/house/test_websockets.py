@@ -14,7 +14,7 @@ from unisono.cluster.head.door import Caller
 
 
 def test_the_installed_websockets_is_one_that_the_head_was_read_with() -> None:
-    """For a newer one: read `unisono.cluster.head.door` and `unisono.cluster.head.viewing` beside it, then raise the
+    """For a newer one: read `unisono.cluster.head.door` and `unisono.views.page.viewers` beside it, then raise the
     bound.
     """
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

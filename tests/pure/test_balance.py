@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.balance import REST, SELDOM_S, WARM_UP, WINDOW, Balance, Change, Told, balanced, weighed
+from unisono.core.balance import REST, SELDOM_S, WARM_UP, WINDOW, Balance, ShareChange, ToldShares, balanced, weighed
 from unisono.core.plan import Plan, plan
 from unisono.core.tree import Node, leaf, missing, outermost, schedule
 
@@ -215,26 +215,26 @@ def test_a_change_says_who_is_slow_and_who_is_not_any_more() -> None:
 
 
 def test_a_change_without_a_slow_member_says_the_shares() -> None:
-    change = Change((5, 4, 3), (0.9, 1.0, 1.15), frozenset())
+    change = ShareChange((5, 4, 3), (0.9, 1.0, 1.15), frozenset())
     assert change.say(["w0", "w1", "w2"]) == "the 12 micro-batches follow the workers' paces: w0 5, w1 4, w2 3"
-    change = Change((4, 4, 4), (0.9, 1.0, 1.15), frozenset(), for_network=True)
+    change = ShareChange((4, 4, 4), (0.9, 1.0, 1.15), frozenset(), for_network=True)
     assert (
         change.say(["w0", "w1", "w2"])
         == "the 12 micro-batches follow the workers' paces and the network: w0 4, w1 4, w2 4"
     )
-    change = Change((0, 4), (1.0, 1.0), frozenset({0}), for_network=True)
+    change = ShareChange((0, 4), (1.0, 1.0), frozenset({0}), for_network=True)
     assert change.say(["w0", "w1"]) == (
         "w0 is as fast as the others again: it gets 0 of 4 now; "
         "shares that fit the paces better would take longer to send"
     )
 
 
-def change_to(*counts: int, slowness: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Change:
-    return Change(counts, slowness, frozenset())
+def change_to(*counts: int, slowness: tuple[float, ...] = (1.0, 1.0, 1.0)) -> ShareChange:
+    return ShareChange(counts, slowness, frozenset())
 
 
 def test_a_small_change_is_not_told_and_a_large_one_seldom() -> None:
-    told = Told((4, 4, 4))
+    told = ToldShares((4, 4, 4))
     assert not told.is_due(change_to(3, 4, 5), 100.0)
     assert told.is_due(change_to(2, 5, 5), 0.0)
     told = told.tell(change_to(2, 5, 5), 0.0)
@@ -243,7 +243,7 @@ def test_a_small_change_is_not_told_and_a_large_one_seldom() -> None:
 
 
 def test_a_member_that_becomes_slow_is_told_at_once_and_not_again_and_again() -> None:
-    told = Told((4, 4, 4)).tell(change_to(2, 5, 5), 0.0)
+    told = ToldShares((4, 4, 4)).tell(change_to(2, 5, 5), 0.0)
     slow = change_to(1, 5, 6, slowness=(2.0, 0.9, 0.9))
     assert told.is_due(slow, 1.0)
     told = told.tell(slow, 1.0)

@@ -6,7 +6,7 @@ import textwrap
 
 from unisono.tools.check.blame import Culprit, blame
 from unisono.tools.check.comparing import first_difference, places_of
-from unisono.tools.check.records import Event, Leaf, Section, State, Where
+from unisono.tools.check.records import LeafRecord, Section, StatementEvent, StateRecord, Where
 from unisono.tools.check.statements import Statements, read_script
 
 FILE = "train.py"
@@ -30,15 +30,15 @@ def script(_: str) -> Statements:
     return read_script(TEXT)
 
 
-def begun(line: int, **values: str) -> Event:
-    return Event(False, FILE, line, values)
+def begun(line: int, **values: str) -> StatementEvent:
+    return StatementEvent(False, FILE, line, values)
 
 
-def ended(line: int, **values: str) -> Event:
-    return Event(True, FILE, line, values, 0, tuple(values))
+def ended(line: int, **values: str) -> StatementEvent:
+    return StatementEvent(True, FILE, line, values, 0, tuple(values))
 
 
-def section(*events: Event, where: Where = LEAF, aside: bool = False) -> Section:
+def section(*events: StatementEvent, where: Where = LEAF, aside: bool = False) -> Section:
     return Section(where, list(events), aside)
 
 
@@ -113,20 +113,26 @@ def test_a_micro_batch_that_is_computed_again_is_compared_with_the_first_time() 
     assert found([first, again], [first, again], aside=True).values == ("1", "5")
 
 
-def leaf(index: int, loss: str, *, step: int = 0, aside: bool = False) -> Leaf:
-    return Leaf(Where(step, "leaf", leaf=index), loss, {"weight": loss}, aside)
+def leaf(index: int, loss: str, *, step: int = 0, aside: bool = False) -> LeafRecord:
+    return LeafRecord(Where(step, "leaf", leaf=index), loss, {"weight": loss}, aside)
 
 
 def test_the_first_difference_is_the_first_in_the_order_of_the_steps() -> None:
-    reference = [State(0, {"a": "1"}), leaf(0, "1"), leaf(1, "2"), State(1, {"a": "2"}), leaf(0, "3", step=1)]
-    workers = {"w0": [State(0, {"a": "1"}), leaf(0, "1"), State(1, {"a": "9"})], "w1": [leaf(1, "8")]}
+    reference = [
+        StateRecord(0, {"a": "1"}),
+        leaf(0, "1"),
+        leaf(1, "2"),
+        StateRecord(1, {"a": "2"}),
+        leaf(0, "3", step=1),
+    ]
+    workers = {"w0": [StateRecord(0, {"a": "1"}), leaf(0, "1"), StateRecord(1, {"a": "9"})], "w1": [leaf(1, "8")]}
     difference = first_difference(reference, workers)
     assert difference is not None
     assert (difference.where, difference.worker, difference.part) == (Where(0, "leaf", leaf=1), "w1", "weight")
 
 
 def test_trials_with_the_same_bits_do_not_differ() -> None:
-    reference = [State(0, {"a": "1"}), leaf(0, "1"), leaf(1, "2")]
+    reference = [StateRecord(0, {"a": "1"}), leaf(0, "1"), leaf(1, "2")]
     assert first_difference(reference, {"w0": reference[:2], "w1": [leaf(1, "2"), leaf(0, "1", aside=True)]}) is None
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from unisono.core.cadence import (
     CheckpointReport,
     Checkpoints,
+    SnapshotDecision,
     Status,
-    Verdict,
     assign_parts,
     choose_kept,
     differences,
@@ -36,19 +36,21 @@ BUSY, WRITTEN, PUBLISHING, PUBLISHED, FAILED, CHANGED = (
 @pytest.mark.parametrize(
     ("publisher", "other", "verdict"),
     [
-        (BUSY, WRITTEN, Verdict.WAIT),
-        (WRITTEN, BUSY, Verdict.WAIT),
-        (WRITTEN, WRITTEN, Verdict.PUBLISH),
-        (PUBLISHING, WRITTEN, Verdict.WAIT),
-        (PUBLISHED, WRITTEN, Verdict.DONE),
-        (IDLE, WRITTEN, Verdict.DONE),  # there was nothing to write: a checkpoint of this step is there
-        (WRITTEN, FAILED, Verdict.FAIL),
-        (FAILED, BUSY, Verdict.FAIL),
-        (CHANGED, BUSY, Verdict.RETAKE),
-        (WRITTEN, CHANGED, Verdict.RETAKE),
+        (BUSY, WRITTEN, SnapshotDecision.WAIT),
+        (WRITTEN, BUSY, SnapshotDecision.WAIT),
+        (WRITTEN, WRITTEN, SnapshotDecision.PUBLISH),
+        (PUBLISHING, WRITTEN, SnapshotDecision.WAIT),
+        (PUBLISHED, WRITTEN, SnapshotDecision.DONE),
+        (IDLE, WRITTEN, SnapshotDecision.DONE),  # there was nothing to write: a checkpoint of this step is there
+        (WRITTEN, FAILED, SnapshotDecision.FAIL),
+        (FAILED, BUSY, SnapshotDecision.FAIL),
+        (CHANGED, BUSY, SnapshotDecision.RETAKE),
+        (WRITTEN, CHANGED, SnapshotDecision.RETAKE),
     ],
 )
-def test_what_becomes_of_a_snapshot(publisher: CheckpointReport, other: CheckpointReport, verdict: Verdict) -> None:
+def test_what_becomes_of_a_snapshot(
+    publisher: CheckpointReport, other: CheckpointReport, verdict: SnapshotDecision
+) -> None:
     assert judge([publisher, other], publisher=0, same_generation=True) is verdict
     assert judge([other, publisher], publisher=1, same_generation=True) is verdict
 
@@ -56,8 +58,8 @@ def test_what_becomes_of_a_snapshot(publisher: CheckpointReport, other: Checkpoi
 @pytest.mark.parametrize("reports", [*itertools.product((IDLE, BUSY, WRITTEN, PUBLISHED, FAILED), repeat=2)])
 def test_a_snapshot_of_other_members_is_lost_when_nobody_publishes_it(reports: tuple[CheckpointReport, ...]) -> None:
     """Until then its parts stay, of which one would be missing in a checkpoint that has its name."""
-    assert judge(reports, publisher=0, same_generation=False) is Verdict.LOST
-    assert judge([*reports, PUBLISHING], publisher=0, same_generation=False) is Verdict.WAIT
+    assert judge(reports, publisher=0, same_generation=False) is SnapshotDecision.LOST
+    assert judge([*reports, PUBLISHING], publisher=0, same_generation=False) is SnapshotDecision.WAIT
 
 
 def test_no_snapshot_is_taken_while_one_member_is_busy_or_ahead_or_none_can_write() -> None:

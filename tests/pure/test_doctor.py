@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from unisono.tools.doctor.checks import CHECKS, check
-from unisono.tools.doctor.facts import Asked, Facts
+from unisono.tools.doctor.facts import MachineFacts, Scope
 from unisono.tools.doctor.together import Known, Path, check_together
 
 VERSIONS = {"Python": "3.11.7", "unisono": "0.1.0", "torch": "2.13.0", "numpy": "2.4"}
-GOOD = Facts(
+GOOD = MachineFacts(
     host="a",
     addresses=["10.0.0.1"],
     versions=VERSIONS,
@@ -29,7 +29,7 @@ GOOD = Facts(
     sync_s=0.002,
     local_ports=(32768, 60999),
 )
-ASKED = Asked(run_dir="/runs/a")
+ASKED = Scope(run_dir="/runs/a")
 
 
 def test_nothing_hurts_on_a_good_machine() -> None:
@@ -53,12 +53,12 @@ def test_nothing_hurts_on_a_good_machine() -> None:
         ("disk", {"disk_free": 10**9}, ASKED, "1.0 GB free"),
         ("disk", {"disk": "tmpfs"}, ASKED, "tmpfs"),
         ("disk", {"sync_s": 0.2}, ASKED, "200.0 ms to write"),
-        ("ports", {"ports_taken": [5000, 5001]}, Asked(ports=(5000, 5001)), "0 of 2 free from 5000 to 5001"),
-        ("ports", {}, Asked(ports=(47000, 47100)), "101 of 101 free from 47000 to 47100"),
+        ("ports", {"ports_taken": [5000, 5001]}, Scope(ports=(5000, 5001)), "0 of 2 free from 5000 to 5001"),
+        ("ports", {}, Scope(ports=(47000, 47100)), "101 of 101 free from 47000 to 47100"),
     ],
 )
 def test_each_check_finds_its_own_trouble_and_no_other(
-    name: str, changes: dict[str, Any], asked: Asked, words: str
+    name: str, changes: dict[str, Any], asked: Scope, words: str
 ) -> None:
     findings = check("a", msgspec.structs.replace(GOOD, **changes), asked)
     (hurt,) = [finding for finding in findings if not finding.is_ok]
@@ -70,13 +70,13 @@ def test_each_check_finds_its_own_trouble_and_no_other(
 
 def test_limits_that_the_library_knows_of_do_not_hurt() -> None:
     facts = msgspec.structs.replace(GOOD, core_limit=2.5, open_files=-1, disk="nfs4", local_ports=(47000, 47100))
-    findings = {finding.check: finding for finding in check("a", facts, Asked(ports=(47000, 47100)))}
+    findings = {finding.check: finding for finding in check("a", facts, Scope(ports=(47000, 47100)))}
     assert all(finding.is_ok for finding in findings.values())
     assert findings["CPU limit"].seen.endswith("--workers auto starts 2")
     assert "other machines may see the same files" in findings["disk"].seen
 
 
-def two(other: Facts = GOOD, **known: Any) -> list[tuple[str, str]]:
+def two(other: MachineFacts = GOOD, **known: Any) -> list[tuple[str, str]]:
     """What hurts two machines: check, and what was seen."""
     findings = check_together(Known(facts={"a": GOOD, "b": other}, **known))
     return [(finding.check, finding.seen) for finding in findings if not finding.is_ok]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.core.efficiency import RETRY_STEPS, SETTLED, SKIPPED, Bounds, Change, Measured
+from unisono.core.efficiency import RETRY_STEPS, SETTLED, SKIPPED, Bounds, Measured, SizeChange
 
 SAMPLES = 100
 
@@ -114,7 +114,7 @@ def test_a_small_batch_at_the_end_of_an_epoch_does_not_count_as_another_size() -
 def test_each_change_says_what_was_measured() -> None:
     bounds = Bounds(least=1, most=4, efficiency=0.7)
 
-    def settled(*rates: tuple[int, float]) -> Change | None:
+    def settled(*rates: tuple[int, float]) -> SizeChange | None:
         state, change = Measured(), None
         for size, rate in rates:
             for _ in range(SKIPPED + SETTLED):
@@ -122,11 +122,11 @@ def test_each_change_says_what_was_measured() -> None:
             state, change = state.decide(100, bounds)
         return change
 
-    assert settled((1, 10.0)) == Change(size=2, why="to measure what another one adds")
-    assert settled((1, 10.0), (2, 19.0)) == Change(
+    assert settled((1, 10.0)) == SizeChange(size=2, why="to measure what another one adds")
+    assert settled((1, 10.0), (2, 19.0)) == SizeChange(
         size=3, why="the last 1 worker of 2 adds 90% of what one adds at first"
     )
-    assert settled((1, 10.0), (2, 12.0)) == Change(
+    assert settled((1, 10.0), (2, 12.0)) == SizeChange(
         size=1, why="the last 1 worker of 2 adds 20% of what one adds at first"
     )
     assert settled((1, 10.0), (2, 16.5)) is None

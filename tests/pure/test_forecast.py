@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from unisono.core.errors import UsageError
-from unisono.tools.plan.forecast import Facts, Roster, Sample, candidates, expected_largest, forecast
-from unisono.tools.plan.strategies import STRATEGIES, Memory, Options
-from unisono.tools.plan.wires import Link, Traffic, parse_link, seconds_of, sent_bytes
+from unisono.tools.plan.forecast import ForecastInputs, Roster, Sample, candidates, expected_largest, forecast
+from unisono.tools.plan.strategies import STRATEGIES, StrategyOptions, WorkerMemory
+from unisono.tools.plan.wires import NetworkLink, Traffic, parse_link, seconds_of, sent_bytes
 
 MB = 1_000_000
-GBIT = Link(bits_per_s=1e9)
+GBIT = NetworkLink(bits_per_s=1e9)
 
 
 def sample(workers: int, step: float, pace: float, hosts: int = 1, scatter: float = 0.0) -> Sample:
@@ -21,8 +21,8 @@ def sample(workers: int, step: float, pace: float, hosts: int = 1, scatter: floa
     )
 
 
-def facts(*samples: Sample, microbatches: int = 8, room: int = 4) -> Facts:
-    return Facts(
+def facts(*samples: Sample, microbatches: int = 8, room: int = 4) -> ForecastInputs:
+    return ForecastInputs(
         samples=samples or (sample(1, 0.090, 0.010), sample(2, 0.052, 0.011)),
         microbatches=microbatches,
         batch_size=128,
@@ -82,7 +82,7 @@ def test_a_link_makes_a_step_longer_by_its_bytes_and_its_round_trips() -> None:
     on_the_way = 4 * MB / GBIT.bytes_per_s
     assert seconds_of(traffic) == pytest.approx(on_the_way)
     assert seconds_of(traffic, [0.010]) == pytest.approx(on_the_way - 0.010)
-    far = dataclasses.replace(traffic, link=Link(bits_per_s=1e9, round_trip_s=0.020))
+    far = dataclasses.replace(traffic, link=NetworkLink(bits_per_s=1e9, round_trip_s=0.020))
     assert seconds_of(far) == pytest.approx(on_the_way + 0.030)
 
 
@@ -96,7 +96,7 @@ def test_a_sum_that_is_complete_early_travels_while_the_rest_is_computed() -> No
 
 
 def test_where_the_link_is_fast_processors_are_what_takes_the_time() -> None:
-    fast = Link(bits_per_s=1e12)
+    fast = NetworkLink(bits_per_s=1e12)
     traffic = Traffic(hosts=2, nbytes=4 * MB, link=fast, own_seconds=0.008, own_hosts=2, own_nodes=1)
     assert seconds_of(traffic) == pytest.approx(0.008)
     assert seconds_of(traffic, [0.0, 0.0]) > 0.010
@@ -111,7 +111,7 @@ def test_between_many_hosts_messages_take_the_time() -> None:
     ("text", "bits", "delay"), [("1gbit", 1e9, 0), ("100mbit+20ms", 1e8, 0.02), ("2.5 Gbit/s", 2.5e9, 0)]
 )
 def test_a_link_is_named_by_its_rate_and_its_delay(text: str, bits: float, delay: float) -> None:
-    assert parse_link(text) == Link(bits_per_s=bits, round_trip_s=delay)
+    assert parse_link(text) == NetworkLink(bits_per_s=bits, round_trip_s=delay)
     assert parse_link(str(parse_link(text))) == parse_link(text)
 
 
@@ -131,8 +131,8 @@ def test_candidates_divide_the_batch() -> None:
 
 
 def test_a_sharded_state_takes_less_memory_and_less_of_an_update() -> None:
-    memory = Memory(parts={"parameters": 4 * MB, "optimizer state": 8 * MB}, gradient_bytes=4 * MB, leaves=8)
-    roster, options, shard = Roster(workers=4, per_host=4), Options(copies=2), STRATEGIES["shard"]
+    memory = WorkerMemory(parts={"parameters": 4 * MB, "optimizer state": 8 * MB}, gradient_bytes=4 * MB, leaves=8)
+    roster, options, shard = Roster(workers=4, per_host=4), StrategyOptions(copies=2), STRATEGIES["shard"]
     assert shard.memory(memory, roster, options, 8) == memory.total(8) - 4 * MB
     assert shard.parts(facts(), roster, options).update == pytest.approx(
         STRATEGIES["replicated"].parts(facts(), roster, options).update / 2
@@ -140,8 +140,8 @@ def test_a_sharded_state_takes_less_memory_and_less_of_an_update() -> None:
 
 
 def test_fewer_bytes_delay_and_local_steps_each_help_on_a_slow_link() -> None:
-    slow = Roster(workers=4, per_host=1, link=Link(bits_per_s=1e8))
-    times = {name: one.parts(facts(), slow, Options()).step for name, one in STRATEGIES.items()}
+    slow = Roster(workers=4, per_host=1, link=NetworkLink(bits_per_s=1e8))
+    times = {name: one.parts(facts(), slow, StrategyOptions()).step for name, one in STRATEGIES.items()}
     assert times["bf16"] < 0.7 * times["replicated"]
     assert times["local"] < times["bf16"]
     assert times["delay"] < times["replicated"]
@@ -150,20 +150,20 @@ def test_fewer_bytes_delay_and_local_steps_each_help_on_a_slow_link() -> None:
 def test_replicas_on_hosts_of_their_own_share_no_machine() -> None:
     """Four hosts have room for one worker each: nobody takes turns, as four workers of one such machine would."""
     alone = facts(sample(1, 0.090, 0.010), room=1)
-    slow = Roster(workers=4, per_host=1, link=Link(bits_per_s=1e8))
-    local = STRATEGIES["local"].parts(alone, slow, Options(inner_steps=10))
+    slow = Roster(workers=4, per_host=1, link=NetworkLink(bits_per_s=1e8))
+    local = STRATEGIES["local"].parts(alone, slow, StrategyOptions(inner_steps=10))
     assert (local.compute, local.crowded) == (pytest.approx(2 * 0.010), 0.0)
 
 
 def test_a_delayed_sum_leaves_when_backward_is_over() -> None:
-    slow = Roster(workers=4, per_host=1, link=Link(bits_per_s=1e8))
-    late, plain = (STRATEGIES[name].parts(facts(), slow, Options()) for name in ("delay", "replicated"))
+    slow = Roster(workers=4, per_host=1, link=NetworkLink(bits_per_s=1e8))
+    late, plain = (STRATEGIES[name].parts(facts(), slow, StrategyOptions()) for name in ("delay", "replicated"))
     own = late.compute + late.update + late.other + late.exchange - plain.exchange
     assert late.network + own == pytest.approx(plain.network + plain.waiting + 0.5 * 0.010, rel=0.05)
 
 
 def test_the_bottleneck_is_named() -> None:
-    slow = Roster(workers=4, per_host=1, link=Link(bits_per_s=1e8))
+    slow = Roster(workers=4, per_host=1, link=NetworkLink(bits_per_s=1e8))
     assert forecast(facts(), slow).bottleneck == "the network"
     assert forecast(facts(), Roster(workers=1, per_host=4)).bottleneck == "computation"
     crowd = forecast(facts(sample(1, 0.090, 0.010), sample(2, 0.150, 0.030)), Roster(workers=2, per_host=4))

@@ -26,7 +26,7 @@ from unisono.core.messages import Stop
 from unisono.core.policy import Policy
 from unisono.system.interfaces import Interface, interfaces, is_local
 from unisono.system.tasks import TAKEN
-from unisono.views.watch.terminal import Plain, terminal
+from unisono.views.watch.terminal import PlainTerminal, terminal
 
 FINGERPRINT = "0123456789abcdef" * 4
 HOSTS = st.sampled_from(["lab", "node-7.cluster.example", "10.0.0.1", "fd00::2", "fe80::1%eth0"])
@@ -236,7 +236,7 @@ def test_the_terminal_of_a_task_is_no_persons(task: dict[str, str], monkeypatch:
         monkeypatch.setenv(name, value)
     (words,) = welcome_words(invitation, service, "runs/a")
     assert invitation.token not in words
-    assert isinstance(terminal(), Plain)
+    assert isinstance(terminal(), PlainTerminal)
 
 
 def test_a_run_that_only_this_machine_can_reach_invites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

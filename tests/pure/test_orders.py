@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.cursor import Cursor, Order, Permutation, seed_of
+from unisono.core.cursor import Cursor, Permutation, SampleOrder, seed_of
 from unisono.core.errors import RecipeError
 from unisono.core.orders import (
     KEPT_EPOCHS,
@@ -30,7 +30,7 @@ from unisono.core.orders import (
 WEIGHTS = [0.5, 0.0, 3.0, 1.0, 0.0, 2.5, 1e-3, 7.0]
 LENGTHS = [(17 * index) % 23 for index in range(47)]
 
-MAKERS: dict[str, Callable[[], Order]] = {
+MAKERS: dict[str, Callable[[], SampleOrder]] = {
     "sequential": lambda: Sequential(20),
     "shuffled": lambda: Shuffled.of(20),
     "a part of a shuffled order": lambda: Shuffled(20, 13),
@@ -44,7 +44,7 @@ MAKERS: dict[str, Callable[[], Order]] = {
 }
 
 
-def listed(order: Order, seed: int, epoch: int) -> list[int]:
+def listed(order: SampleOrder, seed: int, epoch: int) -> list[int]:
     places = order.epoch(seed, epoch)
     return [places[position] for position in range(len(places))]
 
@@ -178,7 +178,7 @@ def test_what_is_drawn_has_a_weight(weights: list[float], seed: int) -> None:
         (lambda: Buckets([1, -2], 1, 1), "the length of sample 1 is -2"),
     ],
 )
-def test_numbers_that_make_no_order_are_refused(make: Callable[[], Order], words: str) -> None:
+def test_numbers_that_make_no_order_are_refused(make: Callable[[], SampleOrder], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         make()
 
@@ -230,7 +230,7 @@ def test_equal_lengths_are_shuffled() -> None:
         [Sequential(9), Shuffled.of(9), Shuffled(10, 9), Drawn(9, 9), Drawn(10, 9)],
     ],
 )
-def test_orders_that_differ_have_other_names(others: list[Order]) -> None:
+def test_orders_that_differ_have_other_names(others: list[SampleOrder]) -> None:
     assert len({order.name for order in others}) == len(others)
 
 

@@ -16,7 +16,7 @@ from unisono.tools.plan.forecast import Roster
 from unisono.tools.plan.measuring import sample_of
 from unisono.tools.plan.plans import (
     PLAN,
-    Plan,
+    PlanRecord,
     best_microbatches,
     came,
     differs,
@@ -25,7 +25,7 @@ from unisono.tools.plan.plans import (
     roster_of,
     write_plan,
 )
-from unisono.tools.plan.strategies import Memory, Options
+from unisono.tools.plan.strategies import StrategyOptions, WorkerMemory
 from unisono.tools.plan.told import (
     shown_came,
     shown_conclusions,
@@ -34,7 +34,7 @@ from unisono.tools.plan.told import (
     shown_strategies,
     shown_workers,
 )
-from unisono.tools.plan.wires import Link
+from unisono.tools.plan.wires import NetworkLink
 
 
 def times(leaves: int, compute: float, waiting: float = 0.0) -> dict[str, float | None]:
@@ -50,8 +50,8 @@ def times(leaves: int, compute: float, waiting: float = 0.0) -> dict[str, float 
     }
 
 
-def plan_of(*rosters: Roster) -> Plan:
-    return Plan(
+def plan_of(*rosters: Roster) -> PlanRecord:
+    return PlanRecord(
         time=1.0,
         script="train.py",
         link="",
@@ -59,7 +59,7 @@ def plan_of(*rosters: Roster) -> Plan:
         batch_size=128,
         microbatches=8,
         spread=0.01,
-        forecasts=forecasts(facts(), {}, rosters, Options(), price=2.0),
+        forecasts=forecasts(facts(), {}, rosters, StrategyOptions(), price=2.0),
     )
 
 
@@ -138,7 +138,7 @@ def test_a_strategy_without_a_row_has_a_reason() -> None:
     said = shown_missing(facts(), roster_of(3, 4, None))
     assert "bf16 (there is only one host)" in said
     assert "8 micro-batches cannot be shared out evenly among 3 replicas" in said
-    assert shown_missing(facts(), roster_of(4, 1, Link(bits_per_s=1e9))) == ""
+    assert shown_missing(facts(), roster_of(4, 1, NetworkLink(bits_per_s=1e9))) == ""
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_what_is_about_trials_is_refused_where_a_run_is_given(
 
 
 def test_the_text_says_what_takes_the_time_and_where_it_ends() -> None:
-    link = Link(bits_per_s=1e8)
+    link = NetworkLink(bits_per_s=1e8)
     rosters = [roster_of(number, 1, link) for number in range(1, 5)]
     made = plan_of(*rosters)
     assert "1*" in shown_workers(made, price=2.0)
     assert "the network" in shown_workers(made, price=0.0)
-    assert "replicas=4" in shown_strategies(made, 4, Options())
+    assert "replicas=4" in shown_strategies(made, 4, StrategyOptions())
     assert any("adds less than half" in said for said in shown_conclusions(facts(), made, rosters[-1], None))
 
 
@@ -218,9 +218,9 @@ def test_without_numbers_of_workers_a_link_brings_a_few_hosts() -> None:
 
 def test_what_does_not_fit_into_the_memory_is_said() -> None:
     roster = roster_of(4, 4, None)
-    memory = Memory(parts={"parameters": 30 << 20}, activations=10 << 20, gradient_bytes=0, leaves=2)
+    memory = WorkerMemory(parts={"parameters": 30 << 20}, activations=10 << 20, gradient_bytes=0, leaves=2)
     made = msgspec.structs.replace(
-        plan_of(roster), forecasts=forecasts(facts(), {1: memory}, [roster], Options(), price=0.0)
+        plan_of(roster), forecasts=forecasts(facts(), {1: memory}, [roster], StrategyOptions(), price=0.0)
     )
     assert any("only 2 of 4 fit" in said for said in shown_conclusions(facts(), made, roster, 100 << 20))
     one = shown_conclusions(facts(), made, roster_of(1, 4, None), 200 << 20)
@@ -229,7 +229,9 @@ def test_what_does_not_fit_into_the_memory_is_said() -> None:
 
 
 def test_the_memory_that_was_measured_with_the_nearest_number_of_workers_counts() -> None:
-    alone = Memory(parts={"parameters": 1 << 20}, gradient_bytes=0, leaves=8)
-    four = Memory(parts={"parameters": 5 << 20}, gradient_bytes=0, leaves=2)
-    made = forecasts(facts(), {1: alone, 4: four}, [roster_of(number, 4, None) for number in (1, 3, 4)], Options())
+    alone = WorkerMemory(parts={"parameters": 1 << 20}, gradient_bytes=0, leaves=8)
+    four = WorkerMemory(parts={"parameters": 5 << 20}, gradient_bytes=0, leaves=2)
+    made = forecasts(
+        facts(), {1: alone, 4: four}, [roster_of(number, 4, None) for number in (1, 3, 4)], StrategyOptions()
+    )
     assert [one.memory_bytes >> 20 for one in made if one.strategy == "replicated"] == [1, 5, 5]

@@ -6,18 +6,26 @@ import pytest
 
 from unisono.core.errors import UsageError
 from unisono.core.events import EQUAL_FIELDS
-from unisono.core.replaying import Replay, Start, find_difference, other_arithmetic, seconds_left, starts, with_words
+from unisono.core.replaying import (
+    Replay,
+    ReplayStart,
+    find_difference,
+    other_arithmetic,
+    seconds_left,
+    starts,
+    with_words,
+)
 
 
 def test_a_replay_begins_at_the_newest_checkpoint_before_the_step() -> None:
-    found = [Start("a", 10), Start("b", 30), Start("c", 20)]
+    found = [ReplayStart("a", 10), ReplayStart("b", 30), ReplayStart("c", 20)]
     assert [one.path for one in starts(found, 25)] == ["c", "a"]
     assert [one.path for one in starts(found, 30)] == ["b", "c", "a"], "the state before the step itself"
     assert starts(found, 9) == []
 
 
 def test_steps_that_are_under_way_in_a_checkpoint_are_computed_again_from_an_older_one() -> None:
-    found = [Start("a", 10, delay=2), Start("b", 20, delay=2)]
+    found = [ReplayStart("a", 10, delay=2), ReplayStart("b", 20, delay=2)]
     assert [one.path for one in starts(found, 21)] == ["a"], "b holds the gradients of the steps 20 and 21"
     assert [one.path for one in starts(found, 22)] == ["b", "a"]
 

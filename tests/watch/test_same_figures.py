@@ -27,7 +27,7 @@ from unisono.views.report import account
 from unisono.views.watch.prometheus import exposition
 from unisono.views.watch.terminal.base import progress_line
 from unisono.views.watch.terminal.drawing import header
-from unisono.views.watch.terminal.plain import Lines, Plain
+from unisono.views.watch.terminal.plain import OverviewLines, PlainTerminal
 from unisono.views.watch.terminal.text import plain
 
 LIVE = (
@@ -106,7 +106,7 @@ def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
     assert float(metrics["unisono_checkpoint_step"]) == overview.checkpoint_step
 
     out = io.StringIO()
-    lines = Lines(out)
+    lines = OverviewLines(out)
     lines.take(overview)
     assert out.getvalue().rstrip().endswith(f" unisono: finished: {progress_line(overview)}")
     assert found.sentence == f"Finished 200 steps in {found.sentence.partition(' in ')[2]}"
@@ -117,7 +117,7 @@ def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
 def test_a_run_that_trains_has_the_same_figures_in_lines_in_the_picture_and_for_the_page(run: Path, until: int) -> None:
     now = 0.0
     out = io.StringIO()
-    log = Plain(out, io.StringIO(), clock=lambda: now, wall=lambda: now)
+    log = PlainTerminal(out, io.StringIO(), clock=lambda: now, wall=lambda: now)
     builder = OverviewBuilder()
     for event in told(run, until):
         now += 1000.0  # each step has a line

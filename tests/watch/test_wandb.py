@@ -16,7 +16,7 @@ from tests.watch.next_writer import STEPS, run_with_a_killed_writer
 from tests.workers.conftest import Unisono
 from unisono.core.events import RunStarted
 from unisono.record.journal import JOURNAL, Journal, read
-from unisono.views.watch.since import Memory
+from unisono.views.watch.since import ToolBookmark
 from unisono.views.watch.wandb import WandB
 
 
@@ -34,7 +34,7 @@ def files(run_dir: Path) -> list[Path]:
 
 def num_logged(run_dir: Path) -> int:
     """How many steps the sink has given to the package by now."""
-    return int(Memory(str(run_dir), "wandb").read().get("steps", 0))
+    return int(ToolBookmark(str(run_dir), "wandb").read().get("steps", 0))
 
 
 BLOCK, HEADER, FILE_HEADER = 32768, struct.Struct("<IHB"), 7

@@ -21,7 +21,7 @@ from unisono.record.journal.lines import text_of, to_line
 from unisono.record.rundir import describe
 from unisono.system.lifetime import Memory
 from unisono.views.watch import Stream
-from unisono.views.watch.terminal import Plain
+from unisono.views.watch.terminal import PlainTerminal
 
 WELCOME = Welcome(run_id="x", heartbeat_s=0.5, agent_id="agent1")
 HEAD_AWAY_S = 10.0
@@ -71,7 +71,7 @@ def outcome(
             run=RunSpec(arguments=("train.py",), head_away_s=HEAD_AWAY_S, run_dir=run_dir), num_workers=1
         )
         with contextlib.closing(Memory("unisono-token")) as secret:
-            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Stream([Plain()]), None)
+            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Stream([PlainTerminal()]), None)
         talk = asyncio.create_task(guest._following.run())
         ended = await asyncio.wait_for(guest._over, 60)
         talk.cancel()

@@ -18,7 +18,7 @@ from tests.parts import ALL
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, run_nursery
 from unisono.tools.check.trials import Runner
-from unisono.tools.check.verdict import Verdict, check_script
+from unisono.tools.check.verdict import CheckVerdict, check_script
 from unisono.tools.trialrun import Script
 
 pytestmark = pytest.mark.more
@@ -44,7 +44,7 @@ def other_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             os.environ["PYTHONHASHSEED"] = before
 
 
-def checked(script: Path, folder: Path, nurseries: dict[int, str], *arguments: str) -> Verdict:
+def checked(script: Path, folder: Path, nurseries: dict[int, str], *arguments: str) -> CheckVerdict:
     tried = Script(command=[str(script), *arguments], directory=folder)
     with Runner(tried, 4, 120.0, nurseries) as runner:
         return check_script(runner, lambda _: None)

@@ -39,7 +39,7 @@ from unisono.system.capacity import free_workers, parse_workers
 from unisono.system.interfaces import Interface
 from unisono.system.tasks import TAKEN
 from unisono.views.watch.cadence import Cadence
-from unisono.views.watch.terminal import Plain
+from unisono.views.watch.terminal import PlainTerminal
 
 Script = Callable[..., str]
 
@@ -586,7 +586,7 @@ def at(seconds: float = 0.0) -> str:
 def test_plain_lines_have_the_time_of_day_come_rarer_and_rarer_and_the_last_always() -> None:
     now = [0.0]
     out, err = io.StringIO(), io.StringIO()
-    screen = Plain(out, err, clock=lambda: now[0], wall=lambda: MORNING + now[0])
+    screen = PlainTerminal(out, err, clock=lambda: now[0], wall=lambda: MORNING + now[0])
     for step in range(10):
         screen.emit(finished(step))
         now[0] += 0.5
@@ -600,7 +600,7 @@ def test_plain_lines_have_the_time_of_day_come_rarer_and_rarer_and_the_last_alwa
 
 def test_the_evidence_of_a_problem_is_named_after_the_sentence_that_says_what_happened() -> None:
     out, err = io.StringIO(), io.StringIO()
-    screen = Plain(out, err, clock=lambda: 0.0, wall=lambda: MORNING)
+    screen = PlainTerminal(out, err, clock=lambda: 0.0, wall=lambda: MORNING)
     screen.emit(Problem(problem="crash", text="worker w1 was killed", evidence="problems/a.txt"))
     screen.emit(Announcement(text="worker w1 was killed; generation 2 with 1 worker"))
     screen.emit(Problem(problem="crash", text="worker w2 was killed", evidence="problems/b.txt"))
@@ -617,7 +617,7 @@ def test_the_evidence_of_a_problem_is_named_after_the_sentence_that_says_what_ha
 
 def test_rounds_of_local_steps_are_called_so() -> None:
     out = io.StringIO()
-    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
+    screen = PlainTerminal(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
     screen.emit(msgspec.structs.replace(finished(0), unit="round"))
     screen.emit(RunEnded(ok=True, reason="finished", digests={}))
     screen.close()
@@ -629,7 +629,7 @@ def test_rounds_of_local_steps_are_called_so() -> None:
 def test_a_step_that_was_computed_before_the_run_was_resumed_says_nothing_of_workers() -> None:
     """With a delay, the first gradients come from the checkpoint."""
     out = io.StringIO()
-    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
+    screen = PlainTerminal(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
     screen.emit(msgspec.structs.replace(finished(0), workers={}))
     screen.emit(RunEnded(ok=True, reason="finished", digests={}))
     screen.close()
@@ -638,7 +638,7 @@ def test_a_step_that_was_computed_before_the_run_was_resumed_says_nothing_of_wor
 
 def test_a_small_loss_keeps_its_digits() -> None:
     out = io.StringIO()
-    screen = Plain(out, io.StringIO())
+    screen = PlainTerminal(out, io.StringIO())
     screen.emit(msgspec.structs.replace(finished(0), loss=1.589e-5))
     screen.close()
     assert "loss 1.589e-05  " in out.getvalue()
@@ -646,7 +646,7 @@ def test_a_small_loss_keeps_its_digits() -> None:
 
 def test_what_workers_print_is_passed_on_as_it_is() -> None:
     out = io.StringIO()
-    screen = Plain(out, io.StringIO())
+    screen = PlainTerminal(out, io.StringIO())
     screen.emit(WorkerOutput(source="w1", text="epoch 3: 0.25", is_error=False))
     assert out.getvalue() == "[w1] epoch 3: 0.25\n"
 
@@ -674,7 +674,7 @@ def test_a_day_has_a_few_hundred_lines() -> None:
 )
 def test_the_last_line_of_a_run_without_steps(reason: str, line: str) -> None:
     out = io.StringIO()
-    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
+    screen = PlainTerminal(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
     screen.emit(RunEnded(ok=True, reason=reason, digests={}))
     screen.close()
     assert out.getvalue().splitlines() == [f"{at()} unisono: {line}"]
@@ -684,7 +684,7 @@ def test_news_of_the_balance_come_once_in_a_minute() -> None:
     """The journal has all of them; in a log, steps of milliseconds would show nothing else."""
     now = [100.0]
     err = io.StringIO()
-    screen = Plain(io.StringIO(), err, clock=lambda: now[0], wall=lambda: MORNING)
+    screen = PlainTerminal(io.StringIO(), err, clock=lambda: now[0], wall=lambda: MORNING)
     for step in range(130):
         screen.emit(finished(step, balance=f"w0 gets {step} of 8 now"))
         now[0] += 0.6
@@ -699,7 +699,7 @@ def test_news_of_the_balance_come_once_in_a_minute() -> None:
 def test_the_steps_of_the_last_line_are_counted_by_their_numbers(told: list[int], last: int, steps: int) -> None:
     """Where a worker is killed, a step may be told twice, or not at all."""
     out = io.StringIO()
-    screen = Plain(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
+    screen = PlainTerminal(out, io.StringIO(), clock=lambda: 0.0, wall=lambda: MORNING)
     for step in told:
         screen.emit(finished(step))
     screen.emit(RunEnded(ok=True, reason="finished", digests={}, step=last))

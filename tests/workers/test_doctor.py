@@ -13,8 +13,8 @@ import pytest
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
 from unisono.tools.doctor.checks import check
-from unisono.tools.doctor.facts import Asked, find_out
-from unisono.tools.doctor.orders import Order, carry_out
+from unisono.tools.doctor.facts import Scope, find_out
+from unisono.tools.doctor.orders import ProbeRequest, carry_out
 from unisono.tools.doctor.path import NUM_PINGS, Server, measure
 
 pytestmark = pytest.mark.more
@@ -39,7 +39,7 @@ def ssh(tmp_path: Path) -> str:
 def test_the_facts_of_this_machine_are_found_out(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        facts = find_out(Asked(run_dir=str(tmp_path / "not" / "there"), ports=(port, port)))
+        facts = find_out(Scope(run_dir=str(tmp_path / "not" / "there"), ports=(port, port)))
         assert facts.ports_taken == [port]
     assert facts.num_cores <= len(os.sched_getaffinity(0))
     assert facts.versions["torch"]
@@ -53,11 +53,11 @@ def test_the_facts_of_this_machine_are_found_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
-    assert find_out(Asked(run_dir="/proc/self")).can_write is False
+    assert find_out(Scope(run_dir="/proc/self")).can_write is False
 
 
 def test_a_folder_that_is_not_there_yet_is_said(tmp_path: Path) -> None:
-    asked = Asked(run_dir=str(tmp_path / "new" / "run"))
+    asked = Scope(run_dir=str(tmp_path / "new" / "run"))
     facts = find_out(asked)
     assert facts.disk_folder == str(tmp_path)
     (seen,) = (finding.seen for finding in check("here", facts, asked) if finding.check == "disk")
@@ -110,10 +110,10 @@ def test_a_server_takes_a_port_of_the_range() -> None:
 
 
 def test_an_order_that_fails_is_answered() -> None:
-    answer = carry_out(Order(what="measure", addresses=["127.0.0.1"], port=9, word="x"))
+    answer = carry_out(ProbeRequest(what="measure", addresses=["127.0.0.1"], port=9, word="x"))
     assert answer.error.startswith("127.0.0.1 port 9: ")
-    assert "no address" in carry_out(Order(what="measure")).error
-    assert carry_out(Order(what="make", file="/nowhere/file")).error
+    assert "no address" in carry_out(ProbeRequest(what="measure")).error
+    assert carry_out(ProbeRequest(what="make", file="/nowhere/file")).error
 
 
 def test_machines_are_examined_together(unisono: Unisono, ssh: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from unisono.record import rundir
 from unisono.record.journal import JOURNAL, summary
 from unisono.system.lifetime import PARENT, Memory
 from unisono.views.watch import Stream
-from unisono.views.watch.terminal import Plain
+from unisono.views.watch.terminal import PlainTerminal
 
 pytestmark = pytest.mark.usefixtures("nursery")
 
@@ -106,7 +106,7 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
         with contextlib.closing(Memory("unisono-token")) as secret:
             async with serve(stand_still, "127.0.0.1", 0) as server:
                 url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-                own = agent._Agent(spec, url, "token", secret, Stream([Plain()]), head, is_primary=True)
+                own = agent._Agent(spec, url, "token", secret, Stream([PlainTerminal()]), head, is_primary=True)
                 running = asyncio.create_task(own.run())
                 while not own._following.agent_id:
                     await asyncio.sleep(0)
@@ -509,7 +509,9 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
         spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
             head = cast(headprocess.HeadProcess, object())
-            own = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Stream([Plain()]), head, is_primary=True)
+            own = agent._Agent(
+                spec, "ws://127.0.0.1:1", "token", secret, Stream([PlainTerminal()]), head, is_primary=True
+            )
         own._following.run_id = "this run"
         own.receive(RunDirectory(path=str(tmp_path)))
         own._conclude(ended)

@@ -15,7 +15,7 @@ from unisono.cli.plan import plan as command_of_plans
 from unisono.core.errors import UsageError
 from unisono.tools.plan.finder import search, shown_search
 from unisono.tools.plan.forecast import Roster
-from unisono.tools.plan.found import FILE, Settings, found_in
+from unisono.tools.plan.found import FILE, ProbeSettings, found_in
 from unisono.tools.plan.plans import PLAN, read_plan, write_plan
 from unisono.tools.plan.probing import OutOfMemory, Script, TrialFailed, facts_of, memory_of, trial
 
@@ -67,7 +67,9 @@ def planned(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: Path, tmp_path: Path) -> None:
     found = trial(
-        Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=15, microbatches=8), workers=2
+        Script(command=[str(script), "16", "1000"], directory=tmp_path),
+        ProbeSettings(steps=15, microbatches=8),
+        workers=2,
     )
     assert found.sample.workers == 2
     assert found.sample.step > 0.0
@@ -84,7 +86,7 @@ def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: P
 
 
 def test_a_loop_that_ends_before_the_time_of_a_trial_is_measured_to_its_end(script: Path, tmp_path: Path) -> None:
-    found = trial(Script(command=[str(script), "16", "4"], directory=tmp_path), Settings(steps=15, seconds=600.0))
+    found = trial(Script(command=[str(script), "16", "4"], directory=tmp_path), ProbeSettings(steps=15, seconds=600.0))
     assert found.found.done == 16
 
 
@@ -96,11 +98,11 @@ def test_the_epochs_of_a_script_with_a_loop_for_each_are_one_training(script: Pa
     body = "".join(f"    {line}\n" for line in body.replace("int(sys.argv[2])", "1").splitlines())
     script.write_text(f"{head}{loop}{body}print{end}")
     found = trial(
-        Script(command=[str(script), "16", "4"], directory=tmp_path), Settings(steps=15, seconds=1.0), workers=1
+        Script(command=[str(script), "16", "4"], directory=tmp_path), ProbeSettings(steps=15, seconds=1.0), workers=1
     )
     assert (found.found.first, found.found.done, found.found.recipe["batch_size"]) == (12, 16, 16)
     with pytest.raises(TrialFailed, match="steps of one training were done: it did 12, and a plan needs 15"):
-        trial(Script(command=[str(script), "16", "3"], directory=tmp_path), Settings(steps=16))
+        trial(Script(command=[str(script), "16", "3"], directory=tmp_path), ProbeSettings(steps=16))
 
 
 def test_a_loop_that_is_left_early_after_enough_steps_is_measured(script: Path, tmp_path: Path) -> None:
@@ -108,7 +110,9 @@ def test_a_loop_that_is_left_early_after_enough_steps_is_measured(script: Path, 
     script.write_text(
         SCRIPT.replace("        optimizer.step()\n", "        optimizer.step()\n        if step.number == 15: break\n")
     )
-    found = trial(Script(command=[str(script), "16", "1000"], directory=tmp_path), Settings(steps=15, seconds=100.0))
+    found = trial(
+        Script(command=[str(script), "16", "1000"], directory=tmp_path), ProbeSettings(steps=15, seconds=100.0)
+    )
     assert found.found.done == 16
     assert found.sample.step > 0.0
 
@@ -117,9 +121,9 @@ def test_a_script_that_ends_before_or_fails_says_so(script: Path, tmp_path: Path
     with pytest.raises(
         TrialFailed, match=r"ended before 15 steps(.|\n)*it did 8, and a plan needs 15;(.|\n)*the end is reached"
     ):
-        trial(Script(command=[str(script), "16", "2"], directory=tmp_path), Settings(steps=16))
+        trial(Script(command=[str(script), "16", "2"], directory=tmp_path), ProbeSettings(steps=16))
     with pytest.raises(TrialFailed, match=r"exit code(.|\n)*IndexError"):
-        trial(Script(command=[str(script)], directory=tmp_path), Settings(steps=15))
+        trial(Script(command=[str(script)], directory=tmp_path), ProbeSettings(steps=15))
 
 
 def test_the_command_writes_a_plan_and_compares_it_with_the_run_that_follows(
@@ -207,12 +211,12 @@ def test_a_trial_that_needs_more_memory_than_it_may_have_is_told_from_one_that_f
     script.write_text(SCRIPT.replace("Linear(64, 1000)", "Linear(64, 100_000)"))  # more than what is free in the heap
     command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
     with pytest.raises(OutOfMemory):
-        trial(command, Settings(steps=15, room=1 << 18))
+        trial(command, ProbeSettings(steps=15, room=1 << 18))
 
 
 def test_the_finder_tries_sizes_of_the_script_and_changes_nothing(script: Path, tmp_path: Path) -> None:
     command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
-    alone = trial(command, Settings(steps=15))
+    alone = trial(command, ProbeSettings(steps=15))
     said: list[str] = []
     made = search(command, alone.found, 10, ["microbatches"], said.append)
     assert {one.size for one in made.tried} <= {1, 2, 4, 8, 16}
@@ -229,7 +233,7 @@ def test_no_batch_is_found_that_the_data_set_does_not_have(script: Path, tmp_pat
     )
     assert "DataLoader" in script.read_text()
     command = Script(command=[str(script), "16", "3"], directory=tmp_path)
-    alone = trial(command, Settings(steps=12))
+    alone = trial(command, ProbeSettings(steps=12))
     made = search(command, alone.found, 16, ["batch"], lambda text: None)
     assert max(one.size for one in made.tried) == 16, "4 of these are the 64 samples that there are"
     text = shown_search(made, facts_of([alone], room=4), Roster(workers=2, per_host=4), ["batch"])

@@ -33,9 +33,9 @@ from unisono.core.errors import UsageError
 from unisono.core.events import RunEnded, RunStarted, WorkerOutput
 from unisono.record.overview import Overview
 from unisono.views.watch.terminal import screen as screens
-from unisono.views.watch.terminal.keys import Keys
+from unisono.views.watch.terminal.keys import Keyboard
 from unisono.views.watch.terminal.live import Live
-from unisono.views.watch.terminal.plain import Lines
+from unisono.views.watch.terminal.plain import OverviewLines
 from unisono.views.watch.terminal.screen import Screen
 
 pytestmark = pytest.mark.more
@@ -221,7 +221,7 @@ def test_a_run_in_a_terminal_shows_no_character_of_its_workers_that_a_terminal_o
 
 def test_keys_come_one_by_one_and_the_terminal_is_as_before_afterwards(terminal: Pty) -> None:
     before = termios.tcgetattr(terminal.theirs)
-    with Keys(terminal.theirs) as keys:
+    with Keyboard(terminal.theirs) as keys:
         os.write(terminal.ours, b"x\x1b[Bq\t")
         found = keys.wait(WAIT_S)
         while len(found) < 4:
@@ -480,7 +480,7 @@ def test_a_run_whose_token_is_not_to_be_read_is_shown_from_its_files(
 def test_lines_say_each_sentence_once_and_the_state_now_and_then() -> None:
     now = [1_700_000_000.0]
     out = io.StringIO()
-    lines = Lines(out, now=lambda: now[0])
+    lines = OverviewLines(out, now=lambda: now[0])
     overview = Overview(state="training", step=0, num_steps=9)
     for number in range(100):
         lines.take(msgspec.structs.replace(overview, step=number))

@@ -13,7 +13,7 @@ from unisono.cli.given import script_arguments
 from unisono.cli.resume import checked, command_of, own_command, threads_of
 from unisono.cli.saying import say
 from unisono.core.errors import CheckpointError, UsageError
-from unisono.core.replaying import Start, starts
+from unisono.core.replaying import ReplayStart, starts
 from unisono.core.spec import RunSpec
 from unisono.record import checkpoints as files
 from unisono.record.journal import summary
@@ -96,7 +96,7 @@ class PastRun:
         if found["state"] == "finished" and newest is not None and step > newest:
             raise UsageError(f"the run has no step {step}: it has finished, and its last step is {newest}")
 
-    def start(self, step: int) -> Start | None:
+    def start(self, step: int) -> ReplayStart | None:
         """Return the newest whole checkpoint from which a step is computed again; None: only from the beginning.
 
         Says on standard error which checkpoints are broken.
@@ -109,7 +109,7 @@ class PastRun:
                 say(f"unisono: {error}", err=True)
                 continue
             delay = manifest.recipe.get("delay", 0) if manifest.phase_step else 0
-            found.append(Start(str(path), manifest.step, delay if isinstance(delay, int) else 0))
+            found.append(ReplayStart(str(path), manifest.step, delay if isinstance(delay, int) else 0))
         usable = starts(found, step)
         for number, one in enumerate(usable, 1):
             try:
@@ -121,7 +121,7 @@ class PastRun:
                 return one
         return None
 
-    def spec(self, start: Start | None, directory: str, name: str, settings: str) -> RunSpec:
+    def spec(self, start: ReplayStart | None, directory: str, name: str, settings: str) -> RunSpec:
         """Return the settings of the run that computes it again.
 
         Args:

@@ -15,8 +15,8 @@ from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.system.scratch import scratch_folder
 from unisono.tools.check.blame import Culprit
-from unisono.tools.check.trials import ALONE, Outcome, Runner
-from unisono.tools.check.verdict import Found, Verdict, check_script
+from unisono.tools.check.trials import ALONE, Runner, TrialOutcome
+from unisono.tools.check.verdict import CheckVerdict, TrialFinding, check_script
 from unisono.tools.trialrun import Script
 
 __all__ = ["check"]
@@ -76,7 +76,7 @@ def _checked(
     timeout_s: float,
     *,
     as_json: bool,
-) -> Verdict:
+) -> CheckVerdict:
     if steps < 2:
         raise UsageError(f"a check needs 2 steps or more, so that the second can depend on the first; got {steps}")
     command = script_arguments(script, module, arguments, command="check SCRIPT")
@@ -86,13 +86,13 @@ def _checked(
             return check_script(runner, _quiet if as_json else _say)
 
 
-def _quiet(_: Found | Outcome) -> None:
+def _quiet(_: TrialFinding | TrialOutcome) -> None:
     pass
 
 
-def _say(result: Found | Outcome) -> None:
+def _say(result: TrialFinding | TrialOutcome) -> None:
     name = f"  {result.trial.name}".ljust(WIDTH)
-    if isinstance(result, Outcome):
+    if isinstance(result, TrialOutcome):
         say(f"{name} the others are compared with it")
     elif result.difference is not None:
         say(f"{name} DIFFERS at {result.difference.said()}")
@@ -102,7 +102,7 @@ def _say(result: Found | Outcome) -> None:
         say(f"{name} the same bits")
 
 
-def _conclude(verdict: Verdict) -> None:
+def _conclude(verdict: CheckVerdict) -> None:
     shown: set[tuple[str, int]] = set()
     for found in verdict.found:
         culprit = found.culprit
@@ -121,7 +121,7 @@ def _conclude(verdict: Verdict) -> None:
     say(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
 
 
-def _said(culprit: Culprit, found: Found) -> str:
+def _said(culprit: Culprit, found: TrialFinding) -> str:
     path = os.path.relpath(culprit.file)
     name = culprit.file if path.startswith("..") else path
     head = f"{name}:{culprit.line}: {culprit.text}"
@@ -157,7 +157,7 @@ def _said(culprit: Culprit, found: Found) -> str:
             )
 
 
-def _source(found: Found) -> str:
+def _source(found: TrialFinding) -> str:
     if found.trial.hashing:
         return "the order of a set of strings (use sorted), or on an address in memory"
     if found.trial.workers > 1:
@@ -168,7 +168,7 @@ def _source(found: Found) -> str:
     return "the clock, the operating system's random numbers, or an address in memory"
 
 
-def _advice(found: Found) -> str:
+def _advice(found: TrialFinding) -> str:
     difference = found.difference
     if difference is not None and difference.where.stage == "leaf":
         return (
@@ -181,7 +181,7 @@ def _advice(found: Found) -> str:
     )
 
 
-def _plain(verdict: Verdict) -> dict[str, Any]:
+def _plain(verdict: CheckVerdict) -> dict[str, Any]:
     return {
         "keeps": verdict.keeps,
         "steps": verdict.steps,

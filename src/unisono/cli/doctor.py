@@ -16,7 +16,7 @@ from unisono.cluster.launchers.way import Way
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.tools.doctor.checks import Finding, check
-from unisono.tools.doctor.facts import Asked
+from unisono.tools.doctor.facts import Scope
 from unisono.tools.doctor.hosts import examine, hosts
 from unisono.tools.doctor.together import check_together
 
@@ -45,7 +45,7 @@ def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool,
     With RUN (its directory, or how this machine reaches it), also whether this machine reaches that run.
     """
     chosen = {host.name: is_this_machine(host.name) for host in parse_hosts(names)} if names else {}
-    asked = Asked(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
+    asked = Scope(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
     findings = [_head(run)] if run else []
     with hosts(chosen, Way.parse(ssh)) as found:
         known = examine(found, asked)

@@ -12,7 +12,7 @@ from unisono.cli.again import past_run
 from unisono.cli.resume import command_of
 from unisono.cli.saying import say
 from unisono.core.errors import UnisonoError
-from unisono.core.replaying import Start
+from unisono.core.replaying import ReplayStart
 from unisono.record.explaining import Dissected, Dissection, causes, parting
 from unisono.record.journal import Difference
 from unisono.record.rundir import read_facts
@@ -58,7 +58,7 @@ def _dissected(run: Path, empty: Dissected) -> Dissected:
         return msgspec.structs.replace(empty, failure=str(error))
 
 
-def _computed(run: Path, empty: Dissected, start: Start | None) -> Dissected:
+def _computed(run: Path, empty: Dissected, start: ReplayStart | None) -> Dissected:
     """Compute a step of a run again from a checkpoint; None: from the beginning."""
     with past_run(run) as (found, directory):
         result = Path(directory) / "dissected.json"

@@ -19,14 +19,14 @@ from unisono.core.errors import UsageError
 from unisono.core.words import count, listed, script_in
 from unisono.system.capacity import machine_cores, machine_gpus
 from unisono.tools.plan.found import IN_A_ROW, IN_A_ROW_ALONE
-from unisono.tools.plan.wires import Link, parse_link
+from unisono.tools.plan.wires import NetworkLink, parse_link
 
 if TYPE_CHECKING:
     from unisono.tools.plan.finder import Search
-    from unisono.tools.plan.forecast import Facts, Sample
-    from unisono.tools.plan.plans import Plan
+    from unisono.tools.plan.forecast import ForecastInputs, Sample
+    from unisono.tools.plan.plans import PlanRecord
     from unisono.tools.plan.probing import Measurement, Script
-    from unisono.tools.plan.strategies import Memory, Options
+    from unisono.tools.plan.strategies import StrategyOptions, WorkerMemory
 
 __all__ = ["plan"]
 
@@ -51,10 +51,10 @@ class Asked:
 
     workers: Sequence[int]
     """Ascending."""
-    link: Link | None
+    link: NetworkLink | None
     per_host: int
     price: float
-    options: Options
+    options: StrategyOptions
 
 
 @click.command()
@@ -127,7 +127,7 @@ def plan(
 
     Of the directory of a RUN: compare what was planned with what came; with --workers, plan from the steps of the run.
     """
-    from unisono.tools.plan.strategies import Options
+    from unisono.tools.plan.strategies import StrategyOptions
 
     if not 0.0 <= price < math.inf:
         raise UsageError(f"--price is the price of one worker for an hour, a number from 0, got {price}")
@@ -137,7 +137,7 @@ def plan(
         link=parse_link(link) if link else None,
         per_host=per_host or room,
         price=price,
-        options=Options(copies=copies, inner_steps=inner_steps),
+        options=StrategyOptions(copies=copies, inner_steps=inner_steps),
     )
     if target is not None and not module and Path(target).is_dir():
         _refuse(NO_TRIAL, "is about trials of a script, and a run has its steps behind it")
@@ -221,7 +221,7 @@ def _found(script: Script, trials: list[Measurement], steps: int, wanted: list[s
     return search(script, trials[0].found, steps, wanted, lambda text: say(f"unisono: {text}", err=True))
 
 
-def _tell_found(found: Search, facts: Facts, wanted: list[str], asked: Asked) -> None:
+def _tell_found(found: Search, facts: ForecastInputs, wanted: list[str], asked: Asked) -> None:
     from unisono.tools.plan.finder import shown_search
     from unisono.tools.plan.plans import roster_of
 
@@ -257,15 +257,15 @@ def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[in
 
 def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Measurement]:
     """Measure the script alone, with two workers, with as many as the machine has room for, and between two hosts."""
-    from unisono.tools.plan.found import Settings
+    from unisono.tools.plan.found import ProbeSettings
     from unisono.tools.plan.measuring import check_recipe
     from unisono.tools.plan.probing import trial
 
     say("unisono: measures the first steps, alone", err=True)
-    alone = trial(script, Settings(steps=steps, seconds=SECONDS))
+    alone = trial(script, ProbeSettings(steps=steps, seconds=SECONDS))
     check_recipe(alone.found.recipe)
     found = [alone]
-    same = Settings(steps=alone.found.done)
+    same = ProbeSettings(steps=alone.found.done)
     together = min(room, asked.per_host, asked.workers[-1])
     for number in sorted({min(2, together), together} - {1}):
         say(f"unisono: measures the first steps, with {number} workers", err=True)
@@ -276,17 +276,17 @@ def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Measure
     return found
 
 
-def _made(name: str, facts: Facts, memories: Mapping[int, Memory], asked: Asked) -> Plan:
+def _made(name: str, facts: ForecastInputs, memories: Mapping[int, WorkerMemory], asked: Asked) -> PlanRecord:
     """Return the plan from what was measured.
 
     Args:
         name: of what is planned: the script, or the directory of a run.
         memories: of a worker, by the number of workers; empty: unknown.
     """
-    from unisono.tools.plan.plans import Plan, forecasts, roster_of
+    from unisono.tools.plan.plans import PlanRecord, forecasts, roster_of
 
     rosters = [roster_of(number, asked.per_host, asked.link) for number in asked.workers]
-    return Plan(
+    return PlanRecord(
         time=time.time(),
         script=name,
         link=str(asked.link or ""),
@@ -299,7 +299,13 @@ def _made(name: str, facts: Facts, memories: Mapping[int, Memory], asked: Asked)
 
 
 def _tell(
-    made: Plan, trials: list[Measurement], facts: Facts, asked: Asked, found: Search | None, *, as_json: bool
+    made: PlanRecord,
+    trials: list[Measurement],
+    facts: ForecastInputs,
+    asked: Asked,
+    found: Search | None,
+    *,
+    as_json: bool,
 ) -> None:
     from unisono.tools.plan.finder import plain_search
 
@@ -316,7 +322,7 @@ def _tell(
     _show(made, facts, asked, trials[0].found.limit)
 
 
-def _show(made: Plan, facts: Facts, asked: Asked, room_bytes: int | None) -> None:
+def _show(made: PlanRecord, facts: ForecastInputs, asked: Asked, room_bytes: int | None) -> None:
     from unisono.tools.plan.plans import roster_of
     from unisono.tools.plan.told import shown_conclusions, shown_missing, shown_strategies, shown_workers
 
@@ -357,7 +363,7 @@ def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_j
     return 0
 
 
-def _compare(directory: Path, before: Plan, samples: Sequence[Sample], *, as_json: bool) -> int:
+def _compare(directory: Path, before: PlanRecord, samples: Sequence[Sample], *, as_json: bool) -> int:
     """Tell what was expected of a run beside what came; 1: they cannot be compared."""
     from unisono.record.rundir import read_facts
     from unisono.tools.plan.measuring import check_recipe
@@ -388,7 +394,7 @@ def _measured(sizes: list[tuple[int, int]]) -> str:
     return listed([count(workers, "worker") + (f" on {hosts} hosts" if hosts > 1 else "") for workers, hosts in sizes])
 
 
-def _batches(made: Plan) -> str:
+def _batches(made: PlanRecord) -> str:
     return f"batches of {count(made.batch_size, 'sample')} in {made.microbatches} micro-batches"
 
 

@@ -117,9 +117,9 @@ def _json(seen: Iterator[Seen]) -> int:
 
 
 def _lines(seen: Iterator[Seen]) -> int:
-    from unisono.views.watch.terminal.plain import Lines
+    from unisono.views.watch.terminal.plain import OverviewLines
 
-    lines, last = Lines(), None
+    lines, last = OverviewLines(), None
     for each in _until_over(seen):
         if each.note:
             lines.note(each.note)

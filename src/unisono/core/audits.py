@@ -34,8 +34,8 @@ from unisono.core.cursor import seed_of
 from unisono.core.plan import Plan
 
 __all__ = [
+    "AuditVerdict",
     "Record",
-    "Verdict",
     "advice",
     "judge",
     "parts",
@@ -145,7 +145,7 @@ def too_few(size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditVerdict:
     """What follows from results that differ."""
 
     kind: Literal["convicted", "two", "many"]
@@ -168,7 +168,7 @@ def tried(disputed: int, num_leaves: int) -> list[int]:
     return list(itertools.islice(itertools.cycle(once), TRIED))
 
 
-def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[Mapping[str, int]] = ()) -> Verdict:
+def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[Mapping[str, int]] = ()) -> AuditVerdict:
     """Judge the results of one micro-batch that differ.
 
     Args:
@@ -178,20 +178,20 @@ def judge(first: Mapping[str, int], again: Mapping[str, int], others: Sequence[M
     """
     usual = most(again.values())
     if len(again) == 1 and len(set(first.values())) > 1:
-        return Verdict("two")
+        return AuditVerdict("two")
     wrong = [worker for worker in again if first.get(worker, usual) != usual or again[worker] != usual]
     num_right = len(again) - len(wrong)
     if len(again) <= 2 and wrong:
         always_differ = all(len(set(each.values())) > 1 for each in (again, *others))
-        return Verdict("two", tuple(worker for worker in wrong if usual is not None), always_differ)
+        return AuditVerdict("two", tuple(worker for worker in wrong if usual is not None), always_differ)
     both_differ = len(first) > 1 and usual not in first.values()
     if usual is None or both_differ or 2 * num_right <= len(again):
-        return Verdict("many")
+        return AuditVerdict("many")
     wrong += [worker for worker in first if worker not in again and len(again) > 1 and first[worker] != usual]
     is_lasting = all(
         worker in each and each[worker] != most(each.values()) for worker in wrong for each in (again, *others)
     )
-    return Verdict("convicted", tuple(wrong), is_lasting)
+    return AuditVerdict("convicted", tuple(wrong), is_lasting)
 
 
 # -- what is to be doubted ---------------------------------------------------------------------------

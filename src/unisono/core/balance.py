@@ -27,7 +27,7 @@ from typing import Final
 from unisono.core.plan import Plan, plan
 from unisono.core.tree import Node, cover, schedule
 
-__all__ = ["Balance", "Change", "Told", "balanced", "in_units", "length_of", "num_nodes", "weighed"]
+__all__ = ["Balance", "ShareChange", "ToldShares", "balanced", "in_units", "length_of", "num_nodes", "weighed"]
 
 WINDOW: Final = 5
 """A pace is the median of so many steps."""
@@ -50,7 +50,7 @@ REST: Final = 16
 
 
 @dataclass(frozen=True)
-class Change:
+class ShareChange:
     """The plan has changed because of the members' paces."""
 
     counts: tuple[int, ...]
@@ -89,7 +89,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Told:
+class ToldShares:
     """The shares that were told last."""
 
     counts: tuple[int, ...]
@@ -100,7 +100,7 @@ class Told:
     named_s: Mapping[int, float] = field(default_factory=dict)
     """By rank, when a member was told to be slow last."""
 
-    def is_due(self, change: Change, now_s: float) -> bool:
+    def is_due(self, change: ShareChange, now_s: float) -> bool:
         """Return whether a change is to be told: a member has become slow that was not named for a while, or much has
         changed and nothing was told for a while.
         """
@@ -110,9 +110,9 @@ class Told:
         is_much = any(abs(now - then) >= much for now, then in zip(change.counts, self.counts, strict=True))
         return now_s - self.at_s >= SELDOM_S and (is_much or change.slow != self.slow)
 
-    def tell(self, change: Change, now_s: float) -> Told:
+    def tell(self, change: ShareChange, now_s: float) -> ToldShares:
         """Return what was told last, once this change is told."""
-        return Told(change.counts, change.slow, now_s, {**self.named_s, **dict.fromkeys(change.slow, now_s)})
+        return ToldShares(change.counts, change.slow, now_s, {**self.named_s, **dict.fromkeys(change.slow, now_s)})
 
 
 class Balance:
@@ -132,9 +132,9 @@ class Balance:
         self._num_seen = 0
         self._plans: dict[int, Plan] = {}
         self._computed_s = 0.0
-        self._told: dict[int, Told] = {}  # by the number of micro-batches
-        self._untold: Change | None = None
-        self.change: Change | None = None
+        self._told: dict[int, ToldShares] = {}  # by the number of micro-batches
+        self._untold: ShareChange | None = None
+        self.change: ShareChange | None = None
         """The change that is to be told after the last `decide`; None: there is none."""
 
     def observe(self, leaves: Sequence[float], seconds: Sequence[float]) -> None:
@@ -221,7 +221,7 @@ class Balance:
                 pace / statistics.median([*paces[:rank], *paces[rank + 1 :]]) for rank, pace in enumerate(paces)
             )
             for_network = length_of(finest, paces) < length_of(current, paces)
-            self._untold = Change(tuple(counts), slowness, frozenset(), for_network)
+            self._untold = ShareChange(tuple(counts), slowness, frozenset(), for_network)
         self._tell(num_leaves)
         return current
 
@@ -231,7 +231,7 @@ class Balance:
         if change is None or sum(change.counts) != num_leaves:
             return
         even = tuple(len(own) for own in plan(len(change.counts), num_leaves).ranges)
-        told = self._told.get(num_leaves, Told(even))
+        told = self._told.get(num_leaves, ToldShares(even))
         if told.is_due(change, self._computed_s):
             self.change, self._untold = replace(change, recovered=told.slow - change.slow), None
             self._told[num_leaves] = told.tell(change, self._computed_s)

@@ -43,8 +43,8 @@ __all__ = [
     "CheckpointReport",
     "Checkpoints",
     "Position",
+    "SnapshotDecision",
     "Status",
-    "Verdict",
     "assign_parts",
     "choose_kept",
     "differences",
@@ -166,7 +166,7 @@ class CheckpointReport(NamedTuple):
     """The member sees that an evaluation beside the training has come to its end."""
 
 
-class Verdict(enum.Enum):
+class SnapshotDecision(enum.Enum):
     """Decision about the snapshot that is under way."""
 
     WAIT = enum.auto()
@@ -177,7 +177,7 @@ class Verdict(enum.Enum):
     LOST = enum.auto()
 
 
-def judge(reports: Sequence[CheckpointReport], *, publisher: int, same_generation: bool) -> Verdict:
+def judge(reports: Sequence[CheckpointReport], *, publisher: int, same_generation: bool) -> SnapshotDecision:
     """Decide what becomes of the snapshot that is under way.
 
     Args:
@@ -187,14 +187,14 @@ def judge(reports: Sequence[CheckpointReport], *, publisher: int, same_generatio
     """
     statuses = [report.status for report in reports]
     if not same_generation:
-        return Verdict.WAIT if Status.PUBLISHING in statuses else Verdict.LOST
+        return SnapshotDecision.WAIT if Status.PUBLISHING in statuses else SnapshotDecision.LOST
     if Status.FAILED in statuses:
-        return Verdict.FAIL
+        return SnapshotDecision.FAIL
     if Status.CHANGED in statuses:
-        return Verdict.RETAKE
+        return SnapshotDecision.RETAKE
     if statuses[publisher] in (Status.PUBLISHED, Status.IDLE):
-        return Verdict.DONE
-    return Verdict.PUBLISH if all(status == Status.WRITTEN for status in statuses) else Verdict.WAIT
+        return SnapshotDecision.DONE
+    return SnapshotDecision.PUBLISH if all(status == Status.WRITTEN for status in statuses) else SnapshotDecision.WAIT
 
 
 def may_begin(reports: Sequence[CheckpointReport]) -> bool:

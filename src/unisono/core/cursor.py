@@ -22,11 +22,11 @@ from unisono.core.errors import RecipeError
 
 __all__ = [
     "Cursor",
-    "Order",
+    "EpochOrder",
     "PartOfCursor",
     "Permutation",
-    "Places",
     "Recipe",
+    "SampleOrder",
     "StepPosition",
     "check_parts",
     "mix",
@@ -90,7 +90,7 @@ class Permutation:
                 return position
 
 
-class Places(Protocol):
+class EpochOrder(Protocol):
     """The order of one epoch: position -> sample index."""
 
     def __len__(self) -> int: ...
@@ -98,7 +98,7 @@ class Places(Protocol):
     def __getitem__(self, position: int, /) -> int: ...
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """A rule for the order of the samples: a pure function of (seed, epoch)."""
 
     @property
@@ -117,7 +117,7 @@ class Order(Protocol):
     def repeats(self) -> bool:
         """Whether a sample may come more than once in an epoch."""
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch."""
 
 
@@ -147,7 +147,7 @@ class StepPosition:
 class Cursor:
     """The data part of a recipe: from a step number to sample indices."""
 
-    order: Order
+    order: SampleOrder
     batch_size: int
     """Samples of one global batch."""
     microbatches: int

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Freight", "Leg", "Slice", "Stop", "Turn", "check_freight", "cut", "turns_of"]
+__all__ = ["Freight", "HostStop", "Leg", "Slice", "Turn", "check_freight", "cut", "turns_of"]
 
 
 class Freight(NamedTuple):
@@ -49,7 +49,7 @@ class Leg(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stop:
+class HostStop:
     """What one member does in the shared memory of its host, departing or arriving."""
 
     is_made: bool
@@ -67,14 +67,14 @@ class Turn:
 
     loads: tuple[Slice, ...]
     """Those whose source is this member."""
-    departing: Stop
+    departing: HostStop
     sent: tuple[tuple[Slice, ...], ...]
     """By host, what this member carries there from its own."""
     received: tuple[tuple[Slice, ...], ...]
     """By host, what this member gets from there for its own."""
     crosses: bool
     """Whether this member's lane carries anything, between whichever hosts."""
-    arriving: Stop
+    arriving: HostStop
 
 
 def check_freight(freight: Sequence[Freight], size: int) -> None:
@@ -187,7 +187,7 @@ def _turn(
     )
 
 
-def _stop(parts: Sequence[tuple[Slice, int, set[int]]], local: int, size: int) -> Stop:
+def _stop(parts: Sequence[tuple[Slice, int, set[int]]], local: int, size: int) -> HostStop:
     """Return what member ``local`` of ``size`` does, from (slice, writer, who needs it)."""
     ends = [0] * size
     legs = []
@@ -197,4 +197,4 @@ def _stop(parts: Sequence[tuple[Slice, int, set[int]]], local: int, size: int) -
             ends[writer] += part.stop - part.start
     writes = tuple(leg for leg in legs if leg.writer == local)
     reads = sorted((leg for leg in legs if local in leg.readers), key=lambda leg: (leg.writer - local) % size)
-    return Stop(bool(legs), writes, tuple(sorted({each for leg in writes for each in leg.readers})), tuple(reads))
+    return HostStop(bool(legs), writes, tuple(sorted({each for leg in writes for each in leg.readers})), tuple(reads))

@@ -23,7 +23,7 @@ import msgspec
 
 from unisono.core.words import count
 
-__all__ = ["RETRY_STEPS", "SETTLED", "SKIPPED", "SLACK", "Bounds", "Change", "Measured"]
+__all__ = ["RETRY_STEPS", "SETTLED", "SKIPPED", "SLACK", "Bounds", "Measured", "SizeChange"]
 
 SKIPPED: Final = 5
 SETTLED: Final = 20
@@ -39,7 +39,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """The next worker is worth it if it adds this part of the unit."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class SizeChange(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     why: str
 
@@ -85,7 +85,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         first = min(self.rates)
         return (self.rates[size] - self.rates[smaller]) / ((size - smaller) * self.rates[first] / first)
 
-    def decide(self, step: int, bounds: Bounds) -> tuple[Measured, Change | None]:
+    def decide(self, step: int, bounds: Bounds) -> tuple[Measured, SizeChange | None]:
         """Return which number of workers the run is to have from now on; None: the present one."""
         if not self.is_settled:
             return self, None
@@ -97,7 +97,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
             known = msgspec.structs.replace(known, refused={**refused, self.size: step})
             target = max(bounds.least, (smaller + self.size) // 2)
             why = f"the last {count(self.size - smaller, 'worker')} of {self.size} {_adds(self.size - smaller, found)}"
-            return known, Change(size=target, why=why) if target < self.size else None
+            return known, SizeChange(size=target, why=why) if target < self.size else None
         if found is not None and found < bounds.efficiency:
             return known, None
         target = known._next(bounds)
@@ -107,7 +107,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
             why = "to measure what another one adds"
         else:
             why = f"the last {count(self.size - smaller, 'worker')} of {self.size} {_adds(self.size - smaller, found)}"
-        return known, Change(size=target, why=why)
+        return known, SizeChange(size=target, why=why)
 
     def _smaller(self, size: int) -> int | None:
         return max((known for known in self.rates if known < size), default=None)

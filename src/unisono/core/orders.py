@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from unisono.core.cursor import Permutation, Places, mix, seed_of
+from unisono.core.cursor import EpochOrder, Permutation, mix, seed_of
 from unisono.core.errors import RecipeError
 
 __all__ = [
@@ -91,7 +91,7 @@ class Sequential:
     def repeats(self) -> bool:
         return False
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         return range(self.num_samples)
 
 
@@ -117,7 +117,7 @@ class Shuffled:
     def repeats(self) -> bool:
         return self.num_samples > self.num_indices
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         first = Permutation(self.num_indices, seed_of(seed, "order", epoch))
         if self.num_samples == self.num_indices:
             return first
@@ -144,7 +144,7 @@ class Drawn:
     def repeats(self) -> bool:
         return True
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         start = seed_of(seed, "draw", epoch)
         return _Mapped(self.num_samples, lambda position: _bits(start, position) * self.num_indices >> 64)
 
@@ -166,7 +166,7 @@ class Weighted:
         if not 0.0 < self._sums[-1] < math.inf:
             raise RecipeError(f"the sum of the weights is {self._sums[-1]}; it must be finite and more than 0")
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         start, sums, total = seed_of(seed, "draw", epoch), self._sums, self._sums[-1]
         most = math.nextafter(total, 0.0)  # tiny weights are rounded coarsely
 
@@ -202,7 +202,7 @@ class _Stored(abc.ABC):
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Sequence[int]] = {}
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         key = (seed, epoch)
         if key not in self._kept:
             while len(self._kept) >= KEPT_EPOCHS:
@@ -261,7 +261,7 @@ class ShuffledSubset:
         if min(self._indices, default=0) < 0:
             raise RecipeError(f"a subset of the samples has the index {min(self._indices)}; indices count from 0")
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         places = Permutation(self.num_samples, seed_of(seed, "order", epoch))
         return _Mapped(self.num_samples, lambda position: self._indices[places[position]])
 

@@ -14,7 +14,7 @@ from unisono.core.events import EQUAL_FIELDS
 __all__ = [
     "LEFT",
     "Replay",
-    "Start",
+    "ReplayStart",
     "audited_with",
     "compare_audits",
     "find_difference",
@@ -95,7 +95,7 @@ def _leaves(key: str) -> tuple[int, ...]:
     return tuple(int(leaf) for leaf in key.split(",") if leaf.isdecimal())
 
 
-class Start(msgspec.Struct, frozen=True):
+class ReplayStart(msgspec.Struct, frozen=True):
     """A checkpoint from which a replay may begin."""
 
     path: str
@@ -105,7 +105,7 @@ class Start(msgspec.Struct, frozen=True):
     """Steps that are under way in it: their micro-batches are computed, and not those of a replay from here."""
 
 
-def starts(found: Iterable[Start], step: int) -> list[Start]:
+def starts(found: Iterable[ReplayStart], step: int) -> list[ReplayStart]:
     """Return the checkpoints from which all micro-batches of a step are computed again, the nearest first."""
     return sorted((one for one in found if one.step + one.delay <= step), key=lambda one: -one.step)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from unisono.core.cursor import Cursor, Permutation, Places, Recipe, StepPosition, check_parts, seed_of
+from unisono.core.cursor import Cursor, EpochOrder, Permutation, Recipe, StepPosition, check_parts, seed_of
 from unisono.core.errors import RecipeError
 from unisono.core.orders import digest
 from unisono.core.words import count
@@ -76,7 +76,7 @@ class StreamOrder:
     name: str
     repeats: bool = False
 
-    def epoch(self, seed: int, epoch: int) -> Places:
+    def epoch(self, seed: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch by position: a sample has the index that its stream gives it."""
         return range(self.num_samples)
 

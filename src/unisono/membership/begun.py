@@ -6,10 +6,10 @@ import msgspec
 
 from unisono.core.messages import Beat
 
-__all__ = ["Begun"]
+__all__ = ["BegunRound"]
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True):
+class BegunRound(msgspec.Struct, frozen=True, kw_only=True):
     """A round in which a member was seen to wait for the others for a while."""
 
     worker_id: str
@@ -18,11 +18,11 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
     title: str
 
     @staticmethod
-    def of(worker_id: str, beat: Beat) -> Begun | None:
+    def of(worker_id: str, beat: Beat) -> BegunRound | None:
         """Return the round that a heartbeat names; None if it names none."""
         if beat.round < 0:
             return None
-        return Begun(worker_id=worker_id, generation=beat.generation, number=beat.round, title=beat.title)
+        return BegunRound(worker_id=worker_id, generation=beat.generation, number=beat.round, title=beat.title)
 
     def is_of(self, beat: Beat | None) -> bool:
         """Return whether a worker with this heartbeat waits in this round."""

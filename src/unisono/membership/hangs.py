@@ -21,7 +21,7 @@ import msgspec
 
 from unisono.core.messages import Beat
 
-__all__ = ["FIRST_STEP", "Hang", "Limits", "Verdict", "Waiting", "judge"]
+__all__ = ["FIRST_STEP", "Hang", "Lateness", "Limits", "Waiting", "judge"]
 
 FIRST_STEP: Final = 10
 """Factor of patience: for the first step of a worker, for a micro-batch that only newcomers wait for, and for the work
@@ -38,7 +38,7 @@ class Waiting(enum.Enum):
     MEMBERS = "members"
 
 
-class Verdict(enum.Enum):
+class Lateness(enum.Enum):
     FINE = "fine"
     LATE = "late"
     """The worker is reported, with its stack."""
@@ -80,27 +80,27 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
         return (beat.phase, beat.step) > (self.beat.phase, self.beat.step)
 
 
-def judge(beat: Beat, waiting: Waiting, *, is_known: bool, limits: Limits) -> Verdict:
+def judge(beat: Beat, waiting: Waiting, *, is_known: bool, limits: Limits) -> Lateness:
     """Judge a worker that computes.
 
     Args:
         is_known: another worker has hung at the same position.
     """
     seconds = beat.seconds_at
-    late = Verdict.LATE if seconds > limits.late_s else Verdict.FINE
+    late = Lateness.LATE if seconds > limits.late_s else Lateness.FINE
     if waiting is Waiting.FINISHERS:
-        return Verdict.HANGS_AT_END if seconds > limits.hang_s * FIRST_STEP else late
+        return Lateness.HANGS_AT_END if seconds > limits.hang_s * FIRST_STEP else late
     if is_known:
-        return Verdict.HANGS_AGAIN if seconds > limits.hang_s else late
+        return Lateness.HANGS_AGAIN if seconds > limits.hang_s else late
     only_newcomers = waiting is Waiting.NEWCOMERS
     if waiting is Waiting.NOBODY or (only_newcomers and beat.microbatch < 0):
-        return Verdict.FINE
+        return Lateness.FINE
     # The first step of its life may load and compile for a long time, on every worker.
     is_first = beat.num_steps <= 1
     if seconds > limits.hang_s * (FIRST_STEP if is_first or only_newcomers else 1):
-        return Verdict.HANGS
+        return Lateness.HANGS
     if seconds > limits.aside_s and not is_first and not only_newcomers:
-        return Verdict.ASIDE
+        return Lateness.ASIDE
     return late
 
 

@@ -8,10 +8,10 @@ import msgspec
 
 from unisono.core.messages import Beat, Suspect, WorkerLate
 from unisono.core.words import listed, position_words
-from unisono.membership.begun import Begun
+from unisono.membership.begun import BegunRound
 from unisono.membership.draft import Draft
 from unisono.membership.ending import is_at_end, lose_early_leavers
-from unisono.membership.hangs import FIRST_STEP, Hang, Limits, Verdict, Waiting, judge
+from unisono.membership.hangs import FIRST_STEP, Hang, Lateness, Limits, Waiting, judge
 from unisono.membership.restarts import lose
 from unisono.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.membership.suspicion import MAX_TRIES, Suspicions
@@ -99,10 +99,10 @@ def watch(draft: Draft, worker: Worker, beat: Beat) -> None:
     _act_on(draft, worker, beat, verdict, known)
 
 
-def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: Hang | None) -> None:
+def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: Hang | None) -> None:
     where = position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
     match verdict:
-        case Verdict.HANGS_AGAIN:
+        case Lateness.HANGS_AGAIN:
             assert known is not None
             first = draft.state.workers[known.worker_id].name
             _say_hang(
@@ -120,7 +120,7 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
                 "kill-after=TIME",
                 worker.worker_id,
             )
-        case Verdict.HANGS_AT_END:
+        case Lateness.HANGS_AT_END:
             draft.alarm(
                 Trouble(
                     kind="hang",
@@ -138,12 +138,12 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
                 "block",
                 worker.worker_id,
             )
-        case Verdict.HANGS:
+        case Lateness.HANGS:
             _note_hang(draft, worker, beat)
             _say_hang(draft, worker, beat, "it is ended, and the others go on")
             why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
             _end_process(draft, worker, why, "evicted")
-        case Verdict.ASIDE:
+        case Lateness.ASIDE:
             _note_hang(draft, worker, beat)
             _say_hang(draft, worker, beat, "the others compute its micro-batches")
             why = (
@@ -152,7 +152,7 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Verdict, known: H
             )
             draft.retire(worker.worker_id, _S.ASIDE, "evicted", why)
             draft.broken.append(why)
-        case Verdict.LATE if worker.late_at != beat.progress:
+        case Lateness.LATE if worker.late_at != beat.progress:
             draft.put_worker(worker.worker_id, late_at=beat.progress)
             draft.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
             late = WorkerLate(
@@ -235,7 +235,7 @@ def compare_rounds(draft: Draft, worker: Worker, beat: Beat) -> None:
 
     Otherwise both would wait until the deadline of their exchange.
     """
-    begun, state = Begun.of(worker.worker_id, beat), draft.state
+    begun, state = BegunRound.of(worker.worker_id, beat), draft.state
     if begun is None or worker.state is not _S.HOLDING or beat.generation != state.generation:
         return
     before = state.begun

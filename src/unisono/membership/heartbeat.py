@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from unisono.core.messages import Beat, BeatOf
-from unisono.membership.begun import Begun
+from unisono.membership.begun import BegunRound
 from unisono.membership.roster import State, Worker, WorkerState
 from unisono.membership.table import TRANSITIONS
 
@@ -68,7 +68,7 @@ class _Rule(NamedTuple):
     silent: WorkerState | None
     """All workers in this state were silent until now; None: there is no such state."""
     shortest_s: float
-    begun: Begun | None
+    begun: BegunRound | None
     """The round in which a member was seen to wait last."""
 
     @staticmethod

@@ -23,7 +23,7 @@ import msgspec
 from unisono.core.efficiency import Measured
 from unisono.core.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 from unisono.core.policy import Policy
-from unisono.membership.begun import Begun
+from unisono.membership.begun import BegunRound
 from unisono.membership.calls import EarlyCall
 from unisono.membership.hangs import Hang, Limits
 from unisono.membership.suspicion import Suspicions
@@ -218,7 +218,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Positions, in the step under way, at which workers hung; the others went on without them."""
     calls: tuple[EarlyCall, ...] = ()
     """What workers say to each other before they join, by the number of the call."""
-    begun: Begun | None = None
+    begun: BegunRound | None = None
     """The newest round in which a member was seen to wait for a while."""
     leaving: Mapping[str, Leaving] = {}
     """Worker that has left a training loop -> its report."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import resource
 import socket
@@ -22,6 +21,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request, Response
 
 from unisono.cluster.head.refusals import Refusals
+from unisono.views.page.replies import SILENT
 
 __all__ = ["MAX_MESSAGE_BYTES", "Allowance", "Caller", "Door", "most_strangers", "open_door"]
 
@@ -213,16 +213,5 @@ async def open_door(
         max_size=MAX_MESSAGE_BYTES,
         close_timeout=1.0,
         server_header=None,
-        logger=_SILENT,
+        logger=SILENT,
     )
-
-
-def _silent() -> logging.Logger:
-    """Return a logger that drops everything: websockets logs a traceback for whatever a stranger sends."""
-    logger = logging.getLogger("unisono.cluster.head.websockets")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    return logger
-
-
-_SILENT = _silent()

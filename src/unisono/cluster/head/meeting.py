@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from unisono.cluster.head.directory import Directory
+from unisono.cluster.head.lines import Lines
+from unisono.cluster.head.table import Table
+from unisono.cluster.head.telling import Telling
 from unisono.core.errors import ProtocolError
 from unisono.core.messages import AgentHello, Foreign, Hello, Message, Moved, Proposal, Verdict
 from unisono.core.sides import Admission, Rank, Standpoint, admission, merged, verdict
 from unisono.membership import seat_of
-from unisono.membership.roster import State, WorkerState
+from unisono.membership.roster import WorkerState
 
-__all__ = ["Meeting", "Party"]
+__all__ = ["Meeting"]
 
 MOVE_S: Final = 5.0
 LOOK_S: Final = 0.02
-
-
-class Party(Protocol):
-    """This head (`unisono.cluster.head.server.Head`), as `Meeting` needs it."""
-
-    @property
-    def state(self) -> State:
-        """The membership."""
-
-    @property
-    def connected(self) -> Collection[str]:
-        """The workers and agents that are connected."""
-
-    def close_table(self, text: str) -> None:
-        """Decide nothing more, and say why."""
-
-    def tell_agents(self, message: Message) -> None:
-        """Send a message to all agents that are connected."""
-
-    def give_way(self) -> None:
-        """End this head, and nothing else."""
 
 
 class Meeting:
@@ -49,14 +31,28 @@ class Meeting:
     Args:
         url: of this head.
         directory: that this side may write into.
+        give_way: ends this head, and nothing else.
     """
 
-    def __init__(self, party: Party, run_id: str, url: str, directory: Directory) -> None:
-        self._party = party
+    def __init__(
+        self,
+        run_id: str,
+        url: str,
+        *,
+        table: Table,
+        lines: Lines,
+        telling: Telling,
+        directory: Directory,
+        give_way: Callable[[], None],
+    ) -> None:
         self._run_id = run_id
         self._url = url
+        self._table = table
+        self._lines = lines
+        self._telling = telling
         self._directory = directory
-        self._stand = Standpoint(Rank.of(-1, party.state.term, seat_of(party.state)))
+        self._give_way = give_way
+        self._stand = Standpoint(Rank.of(-1, table.state.term, seat_of(table.state)))
         self._they_write = False  # the other head that this one has met last
         self._moving: asyncio.Task[None] | None = None
         self._sent_away: set[str] = set()  # agents that know which head this one gives way to
@@ -70,7 +66,7 @@ class Meeting:
 
     def lost_addresses(self) -> list[str]:
         """Return where machines that this side has lost may have a head."""
-        state = self._party.state
+        state = self._table.state
         if state.ended is not None:
             return []
         here = {agent.url for agent in state.agents.values()}
@@ -78,7 +74,7 @@ class Meeting:
 
     def propose(self) -> Proposal | None:
         """Return what to ask another head now; None: nothing."""
-        own, state = self._standpoint(), self._party.state
+        own, state = self._standpoint(), self._table.state
         if not own.may_ask or state.ended is not None:
             return None
         self._stand = msgspec.structs.replace(own, is_asking=True)
@@ -107,7 +103,7 @@ class Meeting:
         """
         if other.run_id != self._run_id:
             raise ProtocolError(f"this is the head of run {self._run_id}, not of {other.run_id}")
-        if self._party.state.ended is not None:
+        if self._table.state.ended is not None:
             return Verdict(gives_way="")
         self._stand, found = verdict(self._standpoint(), other)
         self._they_write = other.writes
@@ -116,7 +112,7 @@ class Meeting:
     def admit(self, hello: Hello | AgentHello) -> Admission | Message:
         """Return what to answer to a worker or an agent: a message, or whether it is welcome."""
         own = self._standpoint()
-        match admission(own, hello, is_own=self._party.state.is_own(hello.branch)):
+        match admission(own, hello, is_own=self._table.state.is_own(hello.branch)):
             case Admission.FOREIGN:
                 return Foreign(step=own.rank.step)
             case Admission.MOVED:
@@ -128,37 +124,38 @@ class Meeting:
 
     def act(self) -> None:
         """Give way, if that is what this head has answered."""
-        if self._party.state.ended is None:
+        if self._table.state.ended is None:
             self._move_if_giving_way()
 
     def _standpoint(self) -> Standpoint:
-        state = self._party.state
+        state = self._table.state
         holding = {name for name, worker in state.workers.items() if worker.state is WorkerState.HOLDING}
-        is_here = not holding.isdisjoint(self._party.connected)
+        is_here = not holding.isdisjoint(self._lines.keys())
         rank = Rank.of(state.committed if is_here else -1, state.term, seat_of(state))
         return msgspec.structs.replace(self._stand, rank=rank, is_waiting=bool(holding) and not is_here)
 
     def _move_if_giving_way(self) -> None:
         """Send all machines of this side to the head that it gives way to, and end."""
-        stand, state = self._standpoint(), self._party.state
+        stand, state = self._standpoint(), self._table.state
         if not stand.gives_way_to or self._moving is not None:
             return
         self._directory.put_down_pen()
-        self._party.close_table(
+        self._telling.announce(
             f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
             f"has done {state.committed + 1}: all machines of this side join the other one"
         )
-        self._sent_away |= state.agents.keys() & self._party.connected
-        self._party.tell_agents(Moved(url=stand.gives_way_to))
+        self._table.close()
+        self._sent_away |= state.agents.keys() & self._lines.keys()
+        self._lines.send_all(state.agents, Moved(url=stand.gives_way_to))
         self._directory.forget_address()
         self._moving = asyncio.create_task(self._end_when_machines_have_left())
 
     async def _end_when_machines_have_left(self) -> None:
         """End this head, and with it the right to write, when its workers have ended and its own agent knows why."""
-        state = self._party.state
+        state = self._table.state
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOVE_S):
-                while seat_of(state) not in self._sent_away or self._party.connected & state.workers.keys():
+                while seat_of(state) not in self._sent_away or self._lines.keys() & state.workers.keys():
                     await asyncio.sleep(LOOK_S)
         self._directory.leave_to_other(they_write=self._they_write)
-        self._party.give_way()
+        self._give_way()

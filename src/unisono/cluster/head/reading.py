@@ -24,8 +24,7 @@ from unisono.record.history.machines import times_of, use_of
 from unisono.record.overview import CurvePoint, Overview
 from unisono.record.rundir import PRIVATE
 from unisono.system.lifetime import PARENT
-from unisono.views.page.answers import answer
-from unisono.views.page.limits import MOST_BYTES
+from unisono.views.page.answers import MOST_BYTES, answer
 
 __all__ = ["Present", "Reading"]
 
@@ -119,21 +118,12 @@ class Reading:
         self._idle: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def answer(self, asked: str | bytes) -> bytes:
-        """Return the answer to a question in JSON, as JSON. Says in it what is wrong."""
+    async def answer(self, question: dict[str, Any]) -> bytes:
+        """Return the answer to a question as JSON. Says in it what is wrong."""
         try:
-            question = msgspec.json.decode(asked)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            question = None
-        number = question.pop("id", None) if isinstance(question, dict) else None
-        start = b'{"id":%b' % msgspec.json.encode(number if isinstance(number, int) else None)
-        if not isinstance(question, dict):
-            return start + b"," + _error("this is no question: a JSON object with `id` and `get` is one")
-        try:
-            found = await self._ask(question)
+            return await self._ask(question)
         except Unanswered as error:
-            found = b"{" + _error(str(error))
-        return start + b"," + found[1:]
+            return msgspec.json.encode({"error": str(error)})
 
     async def overview(self) -> bytes:
         """Return the overview as the run's directory has it, as JSON; b"": it is not there."""
@@ -143,7 +133,6 @@ class Reading:
         return b""
 
     async def _ask(self, question: dict[str, Any]) -> bytes:
-        """Return the answer, a JSON object without the question's number."""
         key = msgspec.json.encode(question, order="sorted")
         if (fresh := self._fresh.get(key)) is not None and time.monotonic() - fresh[0] < FRESH_S:
             return fresh[1]
@@ -171,7 +160,7 @@ class Reading:
         async with self._lock:
             await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
             since = time.monotonic()
-            found = _without_number(answer([self._present], {**question, "id": 0}))
+            found = msgspec.json.encode(answer([self._present], question))
             now = time.monotonic()
             self._busy_until = now + SLOWEST * (now - since)
             return found
@@ -257,11 +246,3 @@ class Reading:
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
     await process.wait()
-
-
-def _without_number(reply: dict[str, Any]) -> bytes:
-    return msgspec.json.encode({key: value for key, value in reply.items() if key != "id"})
-
-
-def _error(text: str) -> bytes:
-    return b'"error":%b}' % msgspec.json.encode(text)

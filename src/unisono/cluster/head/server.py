@@ -14,7 +14,6 @@ import socket
 import ssl
 import time
 import traceback
-from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 import msgspec
@@ -163,22 +162,38 @@ class Head:
         )
         self._viewing = Viewing(self._overviews, run_id, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
-        self._telling = Telling(
-            self, run_id, spec, token, directory=self._directory, story=self._story, viewing=self._viewing
-        )
-        self._troubles = self._telling.troubles
-        self._delivery = Delivery(self._lines, self._telling, url=url, directory=self._directory)
         self.table = Table(
             state,
             memory,
-            self,
             lines=self._lines,
             directory=self._directory,
             story=self._story,
-            send=self._delivery.send,
+            follow=self._follow,
+            alarm=lambda trouble: self._telling.take_trouble(trouble),
+            send=lambda message: self._delivery.send(message),
             heartbeat_s=spec.heartbeat_s,
         )
-        self._meeting = Meeting(self, run_id, url, self._directory)
+        self._telling = Telling(
+            self.table,
+            self._lines,
+            run_id,
+            spec,
+            token,
+            directory=self._directory,
+            story=self._story,
+            viewing=self._viewing,
+        )
+        self._troubles = self._telling.troubles
+        self._delivery = Delivery(self._lines, self._telling, url=url, directory=self._directory)
+        self._meeting = Meeting(
+            run_id,
+            url,
+            table=self.table,
+            lines=self._lines,
+            telling=self._telling,
+            directory=self._directory,
+            give_way=self._give_way,
+        )
         self.has_given_way = False
         """This head has ended because another side of the run goes on."""
         self.over = asyncio.Event()
@@ -436,23 +451,14 @@ class Head:
         why = f"the head at this address is that of run {self._run_id}, and no longer of run {first.run_id}"
         line.put(encode(Ended(ok=False, reason=why, exit_code=1)))
 
-    # -- what the parts of the head need (`telling.Members`, `table.Effects`, `meeting.Party`) ---------
+    # -- what the parts of the head call -------------------------------------------------------------
 
     @property
     def state(self) -> State:
+        """The membership."""
         return self.table.state
 
-    @property
-    def connected(self) -> Collection[str]:
-        return self._lines.keys()
-
-    def send_all(self, names: Iterable[str], message: Message) -> None:
-        self._lines.send_all(names, message)
-
-    def tell_when_held(self, told: Told) -> None:
-        self.table.send_when_held(told)
-
-    def follow(self, before: State, event: Event) -> None:
+    def _follow(self, before: State, event: Event) -> None:
         state, message = self.state, event.message
         if isinstance(message, Hello) and (worker := state.workers.get(event.source)) is not None:
             self._processes.note(worker, state)
@@ -464,14 +470,7 @@ class Head:
         if state.ended is not None:
             self._troubles.hurry()
 
-    def alarm(self, trouble: Trouble) -> None:
-        self._telling.take_trouble(trouble)
-
-    def close_table(self, text: str) -> None:
-        self._announce(text)
-        self.table.close()
-
-    def give_way(self) -> None:
+    def _give_way(self) -> None:
         self.has_given_way = True
         self.over.set()
 

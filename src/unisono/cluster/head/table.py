@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -52,21 +52,11 @@ from unisono.membership import (
 from unisono.membership.roster import State
 from unisono.record.problems.kinds import Trouble
 
-__all__ = ["Effects", "Table"]
+__all__ = ["Table"]
 
 _REPORTED_AGAIN: Final = Beat | StepDone | Hello | Ready | Holding | TalkCall
 """Messages that a worker sends again to a head that follows: one without a consequence need not be remembered at once.
 """
-
-
-class Effects(Protocol):
-    """The head (`unisono.cluster.head.server.Head`), which acts on what is decided before it is sent."""
-
-    def follow(self, before: State, event: Event) -> None:
-        """Do what follows from an event besides the messages that were decided; ``before`` is the state before it."""
-
-    def alarm(self, trouble: Trouble) -> None:
-        """Say at once what has gone wrong: when the heirs know, the culprit may have ended."""
 
 
 class Table:
@@ -75,6 +65,8 @@ class Table:
     Args:
         state: of ``memory``, as this head goes on from it.
         memory: of the head before, or the first one.
+        follow: does what follows from an event besides the messages that were decided; gets the state before it.
+        alarm: says at once what has gone wrong: when the heirs know, the culprit may have ended.
         send: sends a message that was decided, when the heirs hold the state behind it.
     """
 
@@ -82,11 +74,12 @@ class Table:
         self,
         state: State,
         memory: Memory,
-        effects: Effects,
         *,
         lines: Lines,
         directory: Directory,
         story: Story,
+        follow: Callable[[State, Event], None],
+        alarm: Callable[[Trouble], None],
         send: Callable[[Outgoing], None],
         heartbeat_s: float,
     ) -> None:
@@ -95,7 +88,8 @@ class Table:
         """The sentence about what was decided last."""
         self.started = memory.started
         """When the run was, in seconds since 1970."""
-        self._effects = effects
+        self._follow = follow
+        self._alarm = alarm
         self._lines = lines
         self._directory = directory
         self._story = story
@@ -128,10 +122,10 @@ class Table:
         self._change_branch(before)
         self.reason = reason or self.reason
         self._remember_event(event, actions, before)
-        self._effects.follow(before, event)
+        self._follow(before, event)
         for action in actions:
             if isinstance(action, Alarm):
-                self._effects.alarm(action.trouble)
+                self._alarm(action.trouble)
         following: list[Action] = [action for action in actions if not isinstance(action, Invite | Alarm)]
         following += [action for action in actions if isinstance(action, Invite)]  # after the reason for it
         self._versions.when_held(following)

@@ -12,47 +12,31 @@ import math
 import shlex
 import time
 import traceback
-from collections.abc import Collection, Iterable, Sequence
-from typing import Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
 from unisono.cluster.head.directory import Directory
+from unisono.cluster.head.lines import Lines
 from unisono.cluster.head.story import Story, Uses
+from unisono.cluster.head.table import Table
 from unisono.cluster.head.troubles import Troubles
 from unisono.cluster.head.viewing import Viewing
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core import events
 from unisono.core.events import MachineUsed, StepFinished
 from unisono.core.following import MAX_HEIRS
-from unisono.core.messages import Evidence, Happened, Inquire, Message, Steps, Told
+from unisono.core.messages import Evidence, Happened, Inquire, Steps, Told
 from unisono.core.spec import RunSpec
-from unisono.membership.roster import ALIVE, State
+from unisono.membership.roster import ALIVE
 from unisono.record.problems.kinds import Trouble
 from unisono.system.interfaces import is_local
 
-__all__ = ["Members", "Telling", "how_to_join"]
+__all__ = ["Telling", "how_to_join"]
 
 TOGETHER_S: Final = 0.2
 """In which what several machines use is told together."""
-
-
-class Members(Protocol):
-    """The head (`unisono.cluster.head.server.Head`), as `Telling` needs it."""
-
-    @property
-    def state(self) -> State:
-        """The membership."""
-
-    @property
-    def connected(self) -> Collection[str]:
-        """The workers and agents that are connected, in the order in which they came."""
-
-    def send_all(self, names: Iterable[str], message: Message) -> None:
-        """Send a message to those of these workers and agents that are connected."""
-
-    def tell_when_held(self, told: Told) -> None:
-        """Tell a part of the story after all that waits until the heirs hold it."""
 
 
 class Telling:
@@ -68,7 +52,8 @@ class Telling:
 
     def __init__(
         self,
-        members: Members,
+        table: Table,
+        lines: Lines,
         run_id: str,
         spec: RunSpec,
         token: str,
@@ -77,7 +62,8 @@ class Telling:
         story: Story,
         viewing: Viewing,
     ) -> None:
-        self._members = members
+        self._table = table
+        self._lines = lines
         self._run_id = run_id
         self._spec = spec
         self._directory = directory
@@ -95,19 +81,19 @@ class Telling:
         event = message.event
         if isinstance(event, StepFinished):
             self._take_step(event)
-            self._members.send_all(self._listeners(), message)
+            self._lines.send_all(self._listeners(), message)
             return
         self._viewing.take(event)
         self.troubles.note(event)
         self._story.take_other(event)
-        self._members.send_all(self._audience(), message)
+        self._lines.send_all(self._audience(), message)
 
     def pass_on_steps(self, message: Steps) -> None:
         """Give the steps to the sinks of all machines that show them."""
         for each in message.steps:
             if isinstance(each.event, StepFinished):
                 self._take_step(each.event)
-        self._members.send_all(self._listeners(), message)
+        self._lines.send_all(self._listeners(), message)
 
     def _take_step(self, event: StepFinished) -> None:
         self._viewing.take(event)
@@ -117,14 +103,14 @@ class Telling:
             is_new = self.last is None or event.step > self.last.step
             self.last = event
             if is_new and (told := self._story.take_step(event)):
-                self._members.tell_when_held(Told(events=told))
+                self._table.send_when_held(Told(events=told))
 
     def _listeners(self) -> list[str]:
-        return [agent_id for agent_id, agent in self._members.state.agents.items() if not agent.launched]
+        return [agent_id for agent_id, agent in self._table.state.agents.items() if not agent.launched]
 
     def _audience(self) -> list[str]:
         """Return who hears the story: who shows it, and who may write it."""
-        writers = [*self._members.state.heirs, *itertools.islice(self._directory.seers, MAX_HEIRS)]
+        writers = [*self._table.state.heirs, *itertools.islice(self._directory.seers, MAX_HEIRS)]
         return list(dict.fromkeys([*self._listeners(), *writers]))
 
     def announce(self, text: str) -> None:
@@ -136,7 +122,7 @@ class Telling:
         for event in happened:
             self._viewing.take(event)
             self.troubles.note(event)
-        self._members.send_all(self._audience(), Told(events=happened))
+        self._lines.send_all(self._audience(), Told(events=happened))
 
     # -- what machines use -----------------------------------------------------------------------------
 
@@ -150,12 +136,12 @@ class Telling:
 
     def _tell_uses(self) -> None:
         self._waiting, self._told_uses_at = None, time.monotonic()
-        self.uses.keep(self._members.state.agents.keys())
+        self.uses.keep(self._table.state.agents.keys())
         if self.uses.has_news:
             used = self.uses.take()
             for event in used:
                 self._viewing.take(event)
-            self._members.send_all(self._audience(), Told(events=used))
+            self._lines.send_all(self._audience(), Told(events=used))
 
     # -- what goes wrong (`unisono.cluster.head.troubles.House`) ----------------------------------------------
 
@@ -170,21 +156,21 @@ class Telling:
         self.pass_on(Happened(event=problem))
 
     def ask(self, names: Iterable[str], question: Inquire) -> None:
-        self._members.send_all(names, question)
+        self._lines.send_all(names, question)
 
     def workers(self) -> Sequence[str]:
-        return [name for name in self._members.connected if name in self._members.state.workers]
+        return [name for name in self._lines if name in self._table.state.workers]
 
     def host_of(self, worker_id: str) -> str:
-        worker = self._members.state.workers.get(worker_id)
+        worker = self._table.state.workers.get(worker_id)
         return worker.info.host if worker is not None and worker.info is not None else ""
 
     def num_workers_on(self, host: str) -> int:
-        return sum(self.host_of(w.worker_id) == host for w in self._members.state.workers.values() if w.state in ALIVE)
+        return sum(self.host_of(w.worker_id) == host for w in self._table.state.workers.values() if w.state in ALIVE)
 
     def agents(self) -> dict[str, str]:
-        agents = self._members.state.agents
-        return {name: agents[name].host for name in self._members.connected if name in agents}
+        agents = self._table.state.agents
+        return {name: agents[name].host for name in self._lines if name in agents}
 
     def directory(self) -> str:
         return self._directory.path if self.sees_directory() or self._directory.seers else ""
@@ -193,11 +179,11 @@ class Telling:
         return bool(self._directory.path) and self._directory.may_write and self._directory.is_held
 
     def hand_over(self, name: str, content: str) -> None:
-        seers = [agent_id for agent_id in self._directory.seers if agent_id in self._members.connected]
-        self._members.send_all(seers[:1], Evidence(directory=self._directory.path, name=name, text=content))
+        seers = [agent_id for agent_id in self._directory.seers if agent_id in self._lines]
+        self._lines.send_all(seers[:1], Evidence(directory=self._directory.path, name=name, text=content))
 
     def facts(self) -> dict[str, str]:
-        state = self._members.state
+        state = self._table.state
         return {
             "run": self._run_id,
             "directory": self._directory.path,

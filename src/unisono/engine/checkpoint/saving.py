@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from unisono.core.cadence import CheckpointReport, Checkpoints, Status, Verdict, is_due, judge, may_begin
+from unisono.core.cadence import CheckpointReport, Checkpoints, SnapshotDecision, Status, is_due, judge, may_begin
 from unisono.core.errors import CheckpointError
 from unisono.core.layout import EVERYTHING, replicated
 from unisono.engine.checkpoint.copies import Copies
@@ -248,17 +248,17 @@ class Saver:
             return
         is_same = under_way.generation == generation
         verdict = judge(reports, publisher=under_way.publisher, same_generation=is_same)
-        if verdict is Verdict.PUBLISH and worker_ids[under_way.publisher] == self._worker_id:
+        if verdict is SnapshotDecision.PUBLISH and worker_ids[under_way.publisher] == self._worker_id:
             self._publish(under_way)
-        elif verdict is Verdict.DONE:
+        elif verdict is SnapshotDecision.DONE:
             self._conclude(under_way)
-        elif verdict is Verdict.FAIL:
+        elif verdict is SnapshotDecision.FAIL:
             self._give_up(is_final=True)
             self._failure = (under_way.step, under_way.error)
-        elif verdict is Verdict.RETAKE:
+        elif verdict is SnapshotDecision.RETAKE:
             self._give_up(is_final=True)
             self._wanted = True
-        elif verdict is Verdict.LOST:
+        elif verdict is SnapshotDecision.LOST:
             self._conclude(under_way)
             self._retake_unless_published(under_way)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unisono.core.delivery import Freight, Slice, Stop, Turn, check_freight, turns_of
+from unisono.core.delivery import Freight, HostStop, Slice, Turn, check_freight, turns_of
 from unisono.engine.exchange import Parcel
 from unisono.engine.exchange.host import Host
 from unisono.engine.exchange.staging import STAGE_BYTES
@@ -88,7 +88,7 @@ class Courier:
         for part, data in self._stop(crossing.turn.arriving, crossing.incoming):
             luggage.put(part, data)
 
-    def _stop(self, stop: Stop, own: Mapping[Slice, Tensor]) -> Iterator[tuple[Slice, Tensor]]:
+    def _stop(self, stop: HostStop, own: Mapping[Slice, Tensor]) -> Iterator[tuple[Slice, Tensor]]:
         """Write what others of this host read, and yield what this member reads, to be read at once."""
         if not stop.is_made or self._host is None:
             return

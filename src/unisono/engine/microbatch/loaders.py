@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.core import orders
-from unisono.core.cursor import Order, seed_of
+from unisono.core.cursor import SampleOrder, seed_of
 from unisono.core.errors import RecipeError
 from unisono.engine.microbatch.data import Collate, Loading, MapDataset, check_dataset
 from unisono.engine.microbatch.randomness import seed_everything
@@ -89,7 +89,7 @@ class Source:
     """Where samples come from, in which order, and how they become batches."""
 
     dataset: MapDataset
-    order: Order
+    order: SampleOrder
     batch_size: int
     drop_last: bool
     loading: Loading
@@ -236,7 +236,7 @@ def _checked(source: Source) -> Source:
 # -- samplers ----------------------------------------------------------------------------------------
 
 
-def order_of(sampler: Any, num_samples: int) -> Order:
+def order_of(sampler: Any, num_samples: int) -> SampleOrder:
     """Return the order that a sampler stands for.
 
     Args:
@@ -264,7 +264,7 @@ def order_of(sampler: Any, num_samples: int) -> Order:
     return _listed(sampler, num_samples)
 
 
-def _listed(sampler: Any, num_samples: int) -> Order:
+def _listed(sampler: Any, num_samples: int) -> SampleOrder:
     kind = type(sampler).__qualname__
     if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
         raise RecipeError(

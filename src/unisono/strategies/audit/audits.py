@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.audits import Record, Verdict, judge, parts, tried
+from unisono.core.audits import AuditVerdict, Record, judge, parts, tried
 from unisono.core.checks import Twice, key_of, odd_ones
 from unisono.core.errors import DivergenceError, PeerLost
 from unisono.core.messages import Convicted
@@ -228,7 +228,7 @@ class Audits(Tap):
                 sound=self.record.sound(self.record.passed),
             )
 
-    def _bounds(self, workers: Sequence[str], verdict: Verdict) -> tuple[int, int]:
+    def _bounds(self, workers: Sequence[str], verdict: AuditVerdict) -> tuple[int, int]:
         """Return the first step that is to be doubted where these are wrong, and the steps of a sound checkpoint."""
         if verdict.is_of_state:
             return self.record.alike, self.record.alike
@@ -237,7 +237,7 @@ class Audits(Tap):
             workers, is_lasting=is_lasting
         )
 
-    def _conclude(self, verdict: Verdict, what: str, step: int) -> None:
+    def _conclude(self, verdict: AuditVerdict, what: str, step: int) -> None:
         """Go on without the members that are wrong. Collective."""
         rounds, wrong = self._rounds, verdict.wrong
         present = set(rounds.members.worker_ids)
@@ -380,7 +380,7 @@ class _Trial(_AuditRound):
 
 # -- what follows from it -----------------------------------------------------------------------------
 
-_Found = tuple[Verdict, str]
+_Found = tuple[AuditVerdict, str]
 """Who is wrong, and in what, in words."""
 
 
@@ -397,7 +397,7 @@ def of_states(said: Sequence[Testimony], step: int, record: Record) -> _Found | 
         digests = {one.worker: one.states[name] for one in said if name in one.states}
         if wrong := odd_ones(digests, arithmetics):
             what = _WHOLE if name == _WHOLE else "its copy of an optimizer's state"
-            return Verdict("convicted", wrong, is_lasting=True, is_of_state=True), what
+            return AuditVerdict("convicted", wrong, is_lasting=True, is_of_state=True), what
         for first, second in itertools.combinations(digests, 2):
             if name != _WHOLE and arithmetics[first] == arithmetics[second] and digests[first] != digests[second]:
                 raise DivergenceError(
@@ -416,7 +416,7 @@ def first_difference(said: Sequence[Testimony]) -> _Pair | None:
     return next((pair for pair in pairs if not pair.is_equal), None)
 
 
-def _undecided(verdict: Verdict, disputed: str, step: int, pair: _Pair, lost: Sequence[str], doubt: str) -> str:
+def _undecided(verdict: AuditVerdict, disputed: str, step: int, pair: _Pair, lost: Sequence[str], doubt: str) -> str:
     """Return in words that nobody can say who is wrong.
 
     Args:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from unisono.tools.check.records import Event, Section, Where
-from unisono.tools.check.statements import Statement, Statements, key_of
+from unisono.tools.check.records import Section, StatementEvent, Where
+from unisono.tools.check.statements import SourceStatement, Statements, key_of
 
 __all__ = ["Culprit", "FindStatements", "blame"]
 
@@ -110,7 +110,7 @@ def _order_taken(ours: Sequence[Section], theirs: Sequence[Section], script: Fin
     return None
 
 
-def _first(ours: Sequence[Event], theirs: Sequence[Event], script: FindStatements) -> Culprit | None:
+def _first(ours: Sequence[StatementEvent], theirs: Sequence[StatementEvent], script: FindStatements) -> Culprit | None:
     """Return the first difference of two sections; None: there is none."""
     mine, other = list(_that_matter(ours, script)), list(_that_matter(theirs, script))
     for index, (a, b) in enumerate(zip(mine, other, strict=False)):
@@ -127,7 +127,7 @@ def _first(ours: Sequence[Event], theirs: Sequence[Event], script: FindStatement
     return None
 
 
-def _decision(events: Sequence[Event], depth: int, script: FindStatements) -> Event | None:
+def _decision(events: Sequence[StatementEvent], depth: int, script: FindStatements) -> StatementEvent | None:
     """Return what has decided which statement of a function follows: the last branch in it, or the call of it.
 
     Args:
@@ -143,7 +143,7 @@ def _decision(events: Sequence[Event], depth: int, script: FindStatements) -> Ev
     return events[-1] if events else None
 
 
-def _begun(section: Section) -> Sequence[Event]:
+def _begun(section: Section) -> Sequence[StatementEvent]:
     """Return the events of a section, without the end of the inner loop, whose variables are those of the worker's last
     micro-batch: it belongs to what lies before the section.
     """
@@ -151,25 +151,25 @@ def _begun(section: Section) -> Sequence[Event]:
     return events[1:] if events and events[0].is_end and section.where.leaf < 0 else events
 
 
-def _is_known(path: str, a: Event, b: Event) -> bool:
+def _is_known(path: str, a: StatementEvent, b: StatementEvent) -> bool:
     """Return whether a value can be compared: where only one of two has changed it, both must know it."""
     return a.is_end or (path in a.values and path in b.values)
 
 
-def _that_matter(events: Sequence[Event], script: FindStatements) -> Iterator[Event]:
+def _that_matter(events: Sequence[StatementEvent], script: FindStatements) -> Iterator[StatementEvent]:
     for event in events:
         statement = _statement(event, script)
         if statement is not None and statement.matters:
             yield event
 
 
-def _statement(event: Event, script: FindStatements) -> Statement | None:
+def _statement(event: StatementEvent, script: FindStatements) -> SourceStatement | None:
     return script(event.file).at(event.line)
 
 
 def _culprit(
     kind: Literal["reads", "writes", "branches"],
-    event: Event,
+    event: StatementEvent,
     script: FindStatements,
     path: str = "",
     values: tuple[str, str] = ("", ""),
@@ -185,7 +185,7 @@ def _writer(
     """Return the culprit with the statement that wrote last what was read, in either of the two computations: one of
     the same function rather than of another, and one of the steps rather than one before them.
     """
-    best: tuple[tuple[bool, bool], Event, Statement] | None = None
+    best: tuple[tuple[bool, bool], StatementEvent, SourceStatement] | None = None
     reader = script(culprit.file).at(culprit.line)
     for sections in (ours, theirs):
         for section, event in _backwards(sections):
@@ -204,13 +204,13 @@ def _writer(
     return replace(culprit, file=event.file, line=event.line, text=statement.text, reader=reads)
 
 
-def _backwards(sections: Sequence[Section]) -> Iterator[tuple[Section, Event]]:
+def _backwards(sections: Sequence[Section]) -> Iterator[tuple[Section, StatementEvent]]:
     for section in reversed(sections):
         for event in reversed(section.events):
             yield section, event
 
 
-def _writes(event: Event, culprit: Culprit) -> bool:
+def _writes(event: StatementEvent, culprit: Culprit) -> bool:
     key = key_of(culprit.path)
     is_same_name = any(key_of(path) == key for path in event.changed)
     return event.is_end and is_same_name and (event.file == culprit.file or key.startswith("."))

@@ -16,16 +16,26 @@ from unisono.engine.rounds.taps import Computed, Loop, Place
 from unisono.engine.state.packing import described, digest_of_tensor
 from unisono.engine.state.tracked import Tracked
 from unisono.script.inspecting import Inspector
-from unisono.tools.check.records import Changed, Event, Leaf, Record, Section, State, Sum, Where, Written
+from unisono.tools.check.records import (
+    Changed,
+    LeafRecord,
+    Record,
+    Section,
+    StatementEvent,
+    StateRecord,
+    Sum,
+    Where,
+    Written,
+)
 from unisono.tools.check.tracing import Tracer
 from unisono.tools.check.values import text_of
 
-__all__ = ["Checked", "Settings", "inspector"]
+__all__ = ["Checked", "TrialSettings", "inspector"]
 
 WAIT_S: Final = 60.0
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrialSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one trial.
 
     Attributes:
@@ -45,13 +55,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def inspector(settings: str) -> Checked:
     """Return the inspector with these settings (JSON)."""
-    return Checked(msgspec.json.decode(settings, type=Settings))
+    return Checked(msgspec.json.decode(settings, type=TrialSettings))
 
 
 class Checked(Inspector):
     """Writes down what one worker of a trial computes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         member = members.current()
         worker = member.worker_id if member is not None else "w0"
@@ -88,7 +98,7 @@ class Checked(Inspector):
         where = _at("leaf", place)
         if self._tracer is not None:
             self._tracer.watch(None)
-        self._add(Leaf(where, repr(computed.loss), dict(computed.fingerprint.parts), place.aside))
+        self._add(LeafRecord(where, repr(computed.loss), dict(computed.fingerprint.parts), place.aside))
         self._enter(_at("between", place))
 
     def after_sum(self, place: Place, result: StepResult) -> None:
@@ -118,7 +128,7 @@ class Checked(Inspector):
             parts |= described(value, name)
         shared = tuple(f"{name}[" for name in self._tracked.sharded)  # of which each worker holds a part of its own
         told = {path: text for path, text in parts.items() if not path.startswith(shared) or "['param_groups']" in path}
-        self._add(State(step, told))
+        self._add(StateRecord(step, told))
 
     def _enter(self, where: Where) -> None:
         """Begin a section, and write down the one that ends."""
@@ -145,7 +155,7 @@ class Checked(Inspector):
             self._add_section(_at("fetch", place), fetched, is_cut=is_cut)
         self._where, self._is_aside = _at("leaf", place), place.aside
 
-    def _add_section(self, where: Where, events: list[Event], *, is_cut: bool) -> None:
+    def _add_section(self, where: Where, events: list[StatementEvent], *, is_cut: bool) -> None:
         if events:
             self._add(Section(where, events, self._is_aside, is_cut))
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unisono.tools.check.records import Leaf, Record, Section, State, Sum, Where
+from unisono.tools.check.records import LeafRecord, Record, Section, StateRecord, Sum, Where
 
-__all__ = ["Difference", "first_difference", "places_of", "sections_of"]
+__all__ = ["TrialDifference", "first_difference", "places_of", "sections_of"]
 
 Rank = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Difference:
+class TrialDifference:
     """The first difference of two trials.
 
     Attributes:
@@ -67,7 +67,7 @@ def _short(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-def first_difference(reference: Sequence[Record], workers: Mapping[str, Sequence[Record]]) -> Difference | None:
+def first_difference(reference: Sequence[Record], workers: Mapping[str, Sequence[Record]]) -> TrialDifference | None:
     """Return the first difference of the workers of a trial from the reference; None: they computed the same.
 
     Args:
@@ -75,13 +75,13 @@ def first_difference(reference: Sequence[Record], workers: Mapping[str, Sequence
         workers: by id.
     """
     states: dict[int, list[dict[str, str]]] = {}
-    leaves: dict[Where, Leaf] = {}
+    leaves: dict[Where, LeafRecord] = {}
     sums: dict[Where, Sum] = {}
     for record in reference:
         match record:
-            case State():
+            case StateRecord():
                 states.setdefault(record.step, []).append(record.parts)
-            case Leaf() if not record.aside:
+            case LeafRecord() if not record.aside:
                 leaves[record.where] = record
             case Sum():
                 sums[record.where] = record
@@ -89,9 +89,9 @@ def first_difference(reference: Sequence[Record], workers: Mapping[str, Sequence
     for worker, records in workers.items():
         for record in records:
             match record:
-                case State() if record.step in states and record.parts not in states[record.step]:
+                case StateRecord() if record.step in states and record.parts not in states[record.step]:
                     found.append(_states(states[record.step][-1], record, worker))
-                case Leaf() if record.where in leaves:
+                case LeafRecord() if record.where in leaves:
                     other = leaves[record.where]
                     if (other.loss, other.parts) != (record.loss, record.parts):
                         found.append(_leaves(other, record, worker))
@@ -100,25 +100,25 @@ def first_difference(reference: Sequence[Record], workers: Mapping[str, Sequence
     return min(found, key=lambda each: each.rank, default=None)
 
 
-def _states(ours: Mapping[str, str], theirs: State, worker: str) -> Difference:
+def _states(ours: Mapping[str, str], theirs: StateRecord, worker: str) -> TrialDifference:
     paths = [path for path in dict.fromkeys((*ours, *theirs.parts)) if ours.get(path) != theirs.parts.get(path)]
     values = ours.get(paths[0], "not there"), theirs.parts.get(paths[0], "not there")
     where = Where(theirs.step, "state")
-    return Difference(where, worker, paths[0], len(paths) - 1, values, rank=(theirs.step, 0))
+    return TrialDifference(where, worker, paths[0], len(paths) - 1, values, rank=(theirs.step, 0))
 
 
-def _leaves(ours: Leaf, theirs: Leaf, worker: str) -> Difference:
+def _leaves(ours: LeafRecord, theirs: LeafRecord, worker: str) -> TrialDifference:
     paths = [
         path for path in dict.fromkeys((*ours.parts, *theirs.parts)) if ours.parts.get(path) != theirs.parts.get(path)
     ]
     at = ours.where
     rank = (at.step, 1, at.turn, at.replica, at.inner, theirs.aside, at.leaf)
-    return Difference(
+    return TrialDifference(
         at, worker, paths[0] if paths else "", max(0, len(paths) - 1), (ours.loss, theirs.loss), theirs.aside, rank
     )
 
 
-def _sums(ours: Sum, theirs: Sum, worker: str) -> Difference:
+def _sums(ours: Sum, theirs: Sum, worker: str) -> TrialDifference:
     names = [
         name
         for name in dict.fromkeys((*ours.totals, *theirs.totals))
@@ -133,9 +133,9 @@ def _sums(ours: Sum, theirs: Sum, worker: str) -> Difference:
         2,
     )
     if ours.digest != theirs.digest or not names:
-        return Difference(ours.where, worker, values=(ours.digest, theirs.digest), rank=rank)
+        return TrialDifference(ours.where, worker, values=(ours.digest, theirs.digest), rank=rank)
     values = ours.totals.get(names[0], "nothing"), theirs.totals.get(names[0], "nothing")
-    return Difference(ours.where, worker, f"the total {names[0]!r}", len(names) - 1, values, rank=rank)
+    return TrialDifference(ours.where, worker, f"the total {names[0]!r}", len(names) - 1, values, rank=rank)
 
 
 def sections_of(records: Sequence[Record]) -> list[Section]:
@@ -143,7 +143,7 @@ def sections_of(records: Sequence[Record]) -> list[Section]:
     return [record for record in records if isinstance(record, Section)]
 
 
-def places_of(difference: Difference, sections: Sequence[Section]) -> list[Where]:
+def places_of(difference: TrialDifference, sections: Sequence[Section]) -> list[Where]:
     """Return where to look for the reason of a difference: what lies nearest before it comes first.
 
     Args:

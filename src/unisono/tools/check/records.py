@@ -9,11 +9,11 @@ import msgspec
 
 __all__ = [
     "Changed",
-    "Event",
-    "Leaf",
+    "LeafRecord",
     "Record",
     "Section",
-    "State",
+    "StateRecord",
+    "StatementEvent",
     "Sum",
     "Where",
     "Written",
@@ -40,14 +40,14 @@ class Where(msgspec.Struct, frozen=True):
     leaf: int = -1
 
 
-class State(msgspec.Struct, frozen=True, tag=True):
+class StateRecord(msgspec.Struct, frozen=True, tag=True):
     """Digests of all that is tracked, by path, before a step."""
 
     step: int
     parts: dict[str, str]
 
 
-class Leaf(msgspec.Struct, frozen=True, tag=True):
+class LeafRecord(msgspec.Struct, frozen=True, tag=True):
     """What a micro-batch has given. ``loss`` is a text, because JSON has no NaN."""
 
     where: Where
@@ -64,7 +64,7 @@ class Sum(msgspec.Struct, frozen=True, tag=True):
     totals: dict[str, str] = {}
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class StatementEvent(msgspec.Struct, frozen=True, array_like=True):
     """A statement of the script that begins, or one that has ended.
 
     Attributes:
@@ -86,7 +86,7 @@ class Section(msgspec.Struct, frozen=True, tag=True):
     """The statements of the script in one part of the training."""
 
     where: Where
-    events: list[Event]
+    events: list[StatementEvent]
     aside: bool = False
     is_cut: bool = False
     """There were more than are kept."""
@@ -102,7 +102,7 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Record = State | Leaf | Sum | Section | Changed
+Record = StateRecord | LeafRecord | Sum | Section | Changed
 _LINE = msgspec.json.Decoder(Record)
 _WHOLE = msgspec.json.Encoder()
 

@@ -15,7 +15,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Statement", "Statements", "key_of", "read_script", "read_scripts"]
+__all__ = ["SourceStatement", "Statements", "key_of", "read_script", "read_scripts"]
 
 _SINKS = {"backward", "step", "steps", "local_steps", "track", "evaluate", "load_state_dict", "register_buffer"}
 """Methods that act on gradients, on the state or on what is computed."""
@@ -33,7 +33,7 @@ _JUMPS = (ast.Continue, ast.Break)
 
 
 @dataclass
-class Statement:
+class SourceStatement:
     """A statement, or the head of one that has statements in it (``if``, ``for`` ...).
 
     Attributes:
@@ -62,7 +62,7 @@ class Statement:
     calls: frozenset[str]
     is_branch: bool
     matters: bool = False
-    parents: tuple[Statement, ...] = ()
+    parents: tuple[SourceStatement, ...] = ()
     function: str = ""
     is_result: bool = False
     is_jump: bool = False
@@ -80,10 +80,10 @@ class Statement:
 class Statements:
     """The statements of one file."""
 
-    statements: list[Statement] = field(default_factory=list)
-    _by_line: dict[int, Statement] = field(default_factory=dict)
+    statements: list[SourceStatement] = field(default_factory=list)
+    _by_line: dict[int, SourceStatement] = field(default_factory=dict)
 
-    def at(self, line: int) -> Statement | None:
+    def at(self, line: int) -> SourceStatement | None:
         """Return the statement on a line; None where there is none."""
         return self._by_line.get(line)
 
@@ -120,8 +120,8 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _statements(
-    body: Sequence[ast.stmt], lines: list[str], modules: set[str], parents: tuple[Statement, ...], function: str
-) -> Iterator[Statement]:
+    body: Sequence[ast.stmt], lines: list[str], modules: set[str], parents: tuple[SourceStatement, ...], function: str
+) -> Iterator[SourceStatement]:
     for node in body:
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             own = node.name if isinstance(node, _FUNCTIONS) else function
@@ -139,14 +139,14 @@ def _statements(
 
 
 def _statement(
-    node: ast.stmt, lines: list[str], modules: set[str], parents: tuple[Statement, ...], function: str
-) -> Statement:
+    node: ast.stmt, lines: list[str], modules: set[str], parents: tuple[SourceStatement, ...], function: str
+) -> SourceStatement:
     heads = list(_heads(node))
     last = max((getattr(part, "end_lineno", None) or node.lineno for part in heads), default=node.lineno)
     if not isinstance(node, _BLOCKS):
         last = node.end_lineno or node.lineno
     loads, stores, calls = _Paths(modules).of(node, heads)
-    return Statement(
+    return SourceStatement(
         line=node.lineno,
         last_line=last,
         text=lines[node.lineno - 1].strip(),
@@ -307,7 +307,7 @@ def key_of(path: str) -> str:
     return f".{last}" if dot else head or last
 
 
-def _mark(statements: list[Statement]) -> None:
+def _mark(statements: list[SourceStatement]) -> None:
     """Mark the statements that matter."""
     needed: set[str] = set(_TRAINED)
     called: set[str] = set(_CALLED)
@@ -327,7 +327,11 @@ def _mark(statements: list[Statement]) -> None:
 
 
 def _matters(
-    statement: Statement, needed: set[str], called: set[str], aliases: dict[str, set[str]], all_: list[Statement]
+    statement: SourceStatement,
+    needed: set[str],
+    called: set[str],
+    aliases: dict[str, set[str]],
+    all_: list[SourceStatement],
 ) -> bool:
     if statement.is_sink or (statement.is_result and statement.function in called):
         return True
@@ -342,7 +346,7 @@ def _matters(
     return False
 
 
-def _aliases(statements: list[Statement]) -> dict[str, set[str]]:
+def _aliases(statements: list[SourceStatement]) -> dict[str, set[str]]:
     """Return, by name, the names of what it may be a part of: ``group`` of ``optimizer.param_groups``."""
     found: dict[str, set[str]] = {}
     for statement in statements:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
-from unisono.tools.check.records import Event
-from unisono.tools.check.statements import Statement, Statements, read_script
+from unisono.tools.check.records import StatementEvent
+from unisono.tools.check.statements import SourceStatement, Statements, read_script
 from unisono.tools.check.values import MISSING, resolve, text_of
 
 __all__ = ["MAX_EVENTS", "Tracer", "is_of_script"]
@@ -49,14 +49,14 @@ class Tracer:
     def __init__(self) -> None:
         self._files: dict[str, Statements | None] = {}
         self._codes: dict[CodeType, Statements | None] = {}
-        self._open: dict[FrameType, tuple[Statement, dict[str, str]]] = {}
+        self._open: dict[FrameType, tuple[SourceStatement, dict[str, str]]] = {}
         self._evaluating: dict[FrameType, int] = {}
-        self._events: list[Event] = []
-        self._evaluated: dict[int, list[Event]] = {}
+        self._events: list[StatementEvent] = []
+        self._evaluated: dict[int, list[StatementEvent]] = {}
         self._depth = 0
         self._is_cut = False
         self._look: Callable[[], str] | None = None
-        self._changes: list[tuple[str, str, Statement]] = []
+        self._changes: list[tuple[str, str, SourceStatement]] = []
 
     def start(self) -> None:
         """Trace what this thread runs from now on, the functions that it is in included."""
@@ -75,7 +75,7 @@ class Tracer:
             frame.f_trace = None
         self._open.clear()
 
-    def take(self) -> tuple[list[Event], bool]:
+    def take(self) -> tuple[list[StatementEvent], bool]:
         """Return the events since the last call, and whether there were more than are kept."""
         events, is_cut = self._events, self._is_cut
         self._events, self._is_cut = [], False
@@ -87,12 +87,12 @@ class Tracer:
         """
         self._look = look
 
-    def take_changes(self) -> list[tuple[str, str, Statement]]:
+    def take_changes(self) -> list[tuple[str, str, SourceStatement]]:
         """Return what `watch` has found since the last call: name, file, and the statement after which it was found."""
         changes, self._changes = self._changes, []
         return changes
 
-    def take_evaluated(self) -> dict[int, list[Event]]:
+    def take_evaluated(self) -> dict[int, list[StatementEvent]]:
         """Return the events of evaluations since the last call, by batch: they are not among the others, because each
         worker evaluates other batches.
         """
@@ -130,7 +130,7 @@ class Tracer:
 
     # -- statements ----------------------------------------------------------------------------------
 
-    def _begin(self, frame: FrameType, statement: Statement) -> None:
+    def _begin(self, frame: FrameType, statement: SourceStatement) -> None:
         values = self._values(frame, statement.paths)
         self._open[frame] = statement, values
         self._add(frame, statement, {path: values[path] for path in statement.loads if path in values}, is_end=False)
@@ -150,7 +150,7 @@ class Tracer:
     def _add(
         self,
         frame: FrameType,
-        statement: Statement,
+        statement: SourceStatement,
         values: dict[str, str],
         changed: tuple[str, ...] = (),
         *,
@@ -162,7 +162,7 @@ class Tracer:
             self._is_cut = True
             return
         name = frame.f_code.co_filename
-        events.append(Event(is_end, name, statement.line, values, self._depth, changed))
+        events.append(StatementEvent(is_end, name, statement.line, values, self._depth, changed))
 
     def _values(self, frame: FrameType, paths: tuple[str, ...]) -> dict[str, str]:
         names, others = frame.f_locals, frame.f_globals

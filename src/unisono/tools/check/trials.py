@@ -19,10 +19,10 @@ from unisono.record.journal import JOURNAL, read
 from unisono.system.faults import ENVIRONMENT, Fault, encode
 from unisono.system.lifetime import NURSERY, started
 from unisono.system.process import tell
-from unisono.tools.check.records import Record, State, records_of
+from unisono.tools.check.records import Record, StateRecord, records_of
 from unisono.tools.trialrun import Script, trial_run
 
-__all__ = ["ALONE", "TRIALS", "Outcome", "Runner", "Trial"]
+__all__ = ["ALONE", "TRIALS", "Runner", "Trial", "TrialOutcome"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ TRIALS: Final = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What a trial has left."""
 
     trial: Trial
@@ -66,7 +66,7 @@ class Outcome:
     def num_steps(self) -> int:
         """The steps of the run that were done, by any of the workers."""
         records = (each for own in self.workers.values() for each in own)
-        return max((each.step for each in records if isinstance(each, State)), default=0)
+        return max((each.step for each in records if isinstance(each, StateRecord)), default=0)
 
     @property
     def has_joined(self) -> bool:
@@ -97,7 +97,7 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, trial: Trial, *, traces: bool = False, watches: bool = False) -> Outcome:
+    def run(self, trial: Trial, *, traces: bool = False, watches: bool = False) -> TrialOutcome:
         """Compute the first steps. Blocks until the trial is over.
 
         Args:
@@ -138,7 +138,7 @@ class Runner:
                 f"the first {self.steps} steps took longer than {self.timeout_s:.0f} s; give --timeout more, or "
                 "--steps fewer, or let the script's arguments make it smaller"
             ) from None
-        return Outcome(trial, code, output, records_of(records), list(_evaluations(run_dir / JOURNAL)))
+        return TrialOutcome(trial, code, output, records_of(records), list(_evaluations(run_dir / JOURNAL)))
 
     def _variables(self, trial: Trial) -> dict[str, str]:
         faults = [Fault(action="kill", worker=f"w{trial.workers - 1}", at="before_combine", step=0)]

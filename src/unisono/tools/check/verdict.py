@@ -12,13 +12,13 @@ from typing import Final
 from unisono.core.errors import UsageError
 from unisono.core.words import count, without_evidence
 from unisono.tools.check.blame import Culprit, FindStatements, blame
-from unisono.tools.check.comparing import Difference, first_difference, places_of, sections_of
-from unisono.tools.check.records import Changed, Leaf, Record, Section, State, Where
+from unisono.tools.check.comparing import TrialDifference, first_difference, places_of, sections_of
+from unisono.tools.check.records import Changed, LeafRecord, Record, Section, StateRecord, Where
 from unisono.tools.check.statements import Statements, read_scripts
 from unisono.tools.check.tracing import MAX_EVENTS
-from unisono.tools.check.trials import ALONE, TRIALS, Outcome, Runner, Trial
+from unisono.tools.check.trials import ALONE, TRIALS, Runner, Trial, TrialOutcome
 
-__all__ = ["Found", "Verdict", "check_script"]
+__all__ = ["CheckVerdict", "TrialFinding", "check_script"]
 
 LAST_LINES: Final = 12
 CUT: Final = f"statements beyond the first {MAX_EVENTS // 2:,} of a micro-batch or an update"
@@ -29,7 +29,7 @@ ATTEMPTS: Final = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class TrialFinding:
     """What a trial has shown.
 
     Attributes:
@@ -39,7 +39,7 @@ class Found:
     """
 
     trial: Trial
-    difference: Difference | None = None
+    difference: TrialDifference | None = None
     failure: str = ""
     culprit: Culprit | None = None
 
@@ -49,7 +49,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckVerdict:
     """Whether the promise is kept, as far as it was looked at.
 
     Attributes:
@@ -59,7 +59,7 @@ class Verdict:
 
     steps: int
     microbatches: int
-    found: list[Found] = field(default_factory=list)
+    found: list[TrialFinding] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
     @property
@@ -68,7 +68,7 @@ class Verdict:
         return all(each.is_same for each in self.found)
 
 
-def check_script(runner: Runner, say: Callable[[Found | Outcome], None]) -> Verdict:
+def check_script(runner: Runner, say: Callable[[TrialFinding | TrialOutcome], None]) -> CheckVerdict:
     """Compute the first steps of a script in all ways, and find the statements that make them differ.
 
     Args:
@@ -80,12 +80,12 @@ def check_script(runner: Runner, say: Callable[[Found | Outcome], None]) -> Verd
     alone = runner.run(ALONE)
     if (refused := _refused(runner, alone)) is not None:
         say(refused)
-        return Verdict(alone.num_steps, _microbatches(alone), [refused], [MORE])
+        return CheckVerdict(alone.num_steps, _microbatches(alone), [refused], [MORE])
     reference = _reference(alone)
-    verdict = Verdict(alone.num_steps, _microbatches(alone))
+    verdict = CheckVerdict(alone.num_steps, _microbatches(alone))
     tracing = _Tracing(runner, verdict)
     if alone.exit_code != 0:
-        found = tracing.explained(Found(ALONE, first_difference(reference, alone.workers)))
+        found = tracing.explained(TrialFinding(ALONE, first_difference(reference, alone.workers)))
         verdict.found.append(found)
         verdict.unchecked.append(TWICE)
         say(found)
@@ -111,13 +111,13 @@ class _Tracing:
         verdict: is told what could not be looked at.
     """
 
-    def __init__(self, runner: Runner, verdict: Verdict) -> None:
+    def __init__(self, runner: Runner, verdict: CheckVerdict) -> None:
         self._runner = runner
         self._verdict = verdict
-        self._alone: Outcome | None = None
+        self._alone: TrialOutcome | None = None
         self._known: dict[Where | None, Culprit] = {}  # by where trials differ: most often for the same reason
 
-    def explained(self, found: Found) -> Found:
+    def explained(self, found: TrialFinding) -> TrialFinding:
         """Return what a trial has shown with the statement that is the reason, if it can be found."""
         if found.is_same:
             return found
@@ -149,11 +149,11 @@ class _Tracing:
             self._verdict.unchecked.append(unchecked)
 
 
-def _refused(runner: Runner, alone: Outcome) -> Found | None:
+def _refused(runner: Runner, alone: TrialOutcome) -> TrialFinding | None:
     """Return the statement that changes a parameter within a micro-batch, if the script has failed for that; None: it
     has not.
     """
-    if alone.exit_code == 0 or not any(isinstance(each, State) for own in alone.workers.values() for each in own):
+    if alone.exit_code == 0 or not any(isinstance(each, StateRecord) for own in alone.workers.values() for each in own):
         return None
     again = runner.run(ALONE, traces=True, watches=True)
     records = (each for own in again.workers.values() for each in own)
@@ -161,30 +161,30 @@ def _refused(runner: Runner, alone: Outcome) -> Found | None:
     if found is None:
         return None
     culprit = Culprit("changes", found.file, found.line, found.text, found.parameter)
-    return Found(ALONE, failure=_last_lines(alone.output), culprit=culprit)
+    return TrialFinding(ALONE, failure=_last_lines(alone.output), culprit=culprit)
 
 
-def _microbatches(outcome: Outcome) -> int:
+def _microbatches(outcome: TrialOutcome) -> int:
     records = (each for own in outcome.workers.values() for each in own)
-    return sum(isinstance(each, Leaf) and not each.aside for each in records)
+    return sum(isinstance(each, LeafRecord) and not each.aside for each in records)
 
 
-def _reference(outcome: Outcome) -> list[Record]:
+def _reference(outcome: TrialOutcome) -> list[Record]:
     records = next(iter(outcome.workers.values()), [])
     if outcome.exit_code != 0 and first_difference(records, {"w0": records}) is None:
         raise UsageError(f"the script fails when it runs alone:\n{_last_lines(outcome.output)}")
-    if not any(isinstance(each, Leaf) for each in records):
+    if not any(isinstance(each, LeafRecord) for each in records):
         raise UsageError("the script has trained no step: run.steps (or run.local_steps) was not iterated")
     return records
 
 
-def _found(outcome: Outcome, alone: Outcome, reference: Sequence[Record]) -> Found:
+def _found(outcome: TrialOutcome, alone: TrialOutcome, reference: Sequence[Record]) -> TrialFinding:
     failure = _failure(outcome, alone)
     difference = first_difference(reference, outcome.workers) or _evaluations(alone, outcome, is_whole=not failure)
-    return Found(outcome.trial, difference, failure)
+    return TrialFinding(outcome.trial, difference, failure)
 
 
-def _evaluations(alone: Outcome, outcome: Outcome, *, is_whole: bool) -> Difference | None:
+def _evaluations(alone: TrialOutcome, outcome: TrialOutcome, *, is_whole: bool) -> TrialDifference | None:
     """Return the first evaluation that differs from that of the script alone; None: there is none.
 
     Args:
@@ -195,7 +195,7 @@ def _evaluations(alone: Outcome, outcome: Outcome, *, is_whole: bool) -> Differe
             continue
         step = min(each[0] for each in (ours, theirs) if each is not None)
         values = _totals(ours, step), _totals(theirs, step)
-        return Difference(Where(step, "evaluation", leaf=number), "w0", values=values)
+        return TrialDifference(Where(step, "evaluation", leaf=number), "w0", values=values)
     return None
 
 
@@ -206,7 +206,7 @@ def _totals(evaluation: tuple[int, str] | None, step: int) -> str:
     return totals if at == step else f"done after step {at - 1} ({totals})"
 
 
-def _failure(outcome: Outcome, alone: Outcome) -> str:
+def _failure(outcome: TrialOutcome, alone: TrialOutcome) -> str:
     """Return why a trial has not done what the script did alone; "" if it has."""
     if outcome.exit_code != 0:
         return _last_lines(outcome.output) or f"it ended with exit code {outcome.exit_code}"
@@ -215,7 +215,7 @@ def _failure(outcome: Outcome, alone: Outcome) -> str:
     return ""
 
 
-def _culprit(outcome: Outcome, alone: Outcome) -> Culprit | None:
+def _culprit(outcome: TrialOutcome, alone: TrialOutcome) -> Culprit | None:
     """Return the statement that is the reason of the first difference of two traced trials; None: it was not found."""
     reference = next(iter(alone.workers.values()), [])
     ours = sections_of(reference)
@@ -223,7 +223,7 @@ def _culprit(outcome: Outcome, alone: Outcome) -> Culprit | None:
     workers = [difference.worker] if difference is not None else list(outcome.workers)
     for worker in workers:
         theirs = sections_of(outcome.workers[worker])
-        looked = difference or Difference(Where(0, "evaluation"), worker)
+        looked = difference or TrialDifference(Where(0, "evaluation"), worker)
         script = _scripts([*ours, *theirs])
         culprit = blame(ours, theirs, places_of(looked, theirs), script, aside=looked.aside)
         if culprit is not None:
@@ -231,7 +231,7 @@ def _culprit(outcome: Outcome, alone: Outcome) -> Culprit | None:
     return None
 
 
-def _is_cut(outcome: Outcome) -> bool:
+def _is_cut(outcome: TrialOutcome) -> bool:
     return any(each.is_cut for records in outcome.workers.values() for each in sections_of(records))
 
 

@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from unisono.tools.doctor.orders import Order, carry_out
+from unisono.tools.doctor.orders import ProbeRequest, carry_out
 
 __all__ = ["MARK", "main"]
 
@@ -19,7 +19,7 @@ MARK = "unisono-doctor "
 
 def main() -> int:
     for line in sys.stdin:
-        answer = carry_out(msgspec.json.decode(line, type=Order))
+        answer = carry_out(msgspec.json.decode(line, type=ProbeRequest))
         print(MARK + msgspec.json.encode(answer).decode(), flush=True)
     return 0
 

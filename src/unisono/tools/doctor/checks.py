@@ -9,7 +9,7 @@ import msgspec
 
 from unisono.core.words import count
 from unisono.system.capacity import FILES_BESIDE, FILES_PER_WORKER
-from unisono.tools.doctor.facts import Asked, Facts
+from unisono.tools.doctor.facts import MachineFacts, Scope
 
 __all__ = ["CHECKS", "Finding", "check", "size"]
 
@@ -39,7 +39,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return not self.because
 
 
-def check(host: str, facts: Facts, asked: Asked) -> list[Finding]:
+def check(host: str, facts: MachineFacts, asked: Scope) -> list[Finding]:
     """Return the findings about one machine."""
     return [msgspec.structs.replace(test(facts, asked), check=name, host=host) for name, test in CHECKS.items()]
 
@@ -53,14 +53,14 @@ def _say(seen: str, because: str = "", do: str = "") -> Finding:
     return Finding(check="", seen=seen, because=because, do=do)
 
 
-def _versions(facts: Facts, asked: Asked) -> Finding:
+def _versions(facts: MachineFacts, asked: Scope) -> Finding:
     seen = ", ".join(f"{name} {version or 'missing'}" for name, version in facts.versions.items())
     if not facts.versions.get("torch"):
         return _say(seen, "workers need torch", "install it in the environment that runs unisono")
     return _say(seen)
 
 
-def _devices(facts: Facts, asked: Asked) -> Finding:
+def _devices(facts: MachineFacts, asked: Scope) -> Finding:
     kind = "GPU" if facts.num_gpus else "core"
     number = facts.num_gpus or facts.num_cores
     seen = f"{count(number, kind)} for workers, {facts.num_taken} taken by runs; {facts.arithmetic}"
@@ -70,7 +70,7 @@ def _devices(facts: Facts, asked: Asked) -> Finding:
     return _say(seen)
 
 
-def _load(facts: Facts, asked: Asked) -> Finding:
+def _load(facts: MachineFacts, asked: Scope) -> Finding:
     seen = f"{facts.load:.1f} processes want one of {count(facts.num_cores, 'core')}"
     if facts.load > max(1.0, facts.num_cores / 2):
         return _say(seen, "all workers wait for the slowest one, and those here share their cores",
@@ -78,7 +78,7 @@ def _load(facts: Facts, asked: Asked) -> Finding:
     return _say(seen)
 
 
-def _cores(facts: Facts, asked: Asked) -> Finding:
+def _cores(facts: MachineFacts, asked: Scope) -> Finding:
     if facts.core_limit is None:
         return _say("no limit of CPU time")
     seen = f"the control group has the time of {facts.core_limit:g} cores"
@@ -88,7 +88,7 @@ def _cores(facts: Facts, asked: Asked) -> Finding:
     return _say(f"{seen}; --workers auto starts {max(1, int(facts.core_limit))}")
 
 
-def _memory(facts: Facts, asked: Asked) -> Finding:
+def _memory(facts: MachineFacts, asked: Scope) -> Finding:
     seen = f"{size(facts.memory_free)} free of {size(facts.memory)}"
     workers = max(1, facts.num_gpus or facts.num_cores)
     if facts.memory_free < workers * MEMORY_PER_WORKER:
@@ -97,7 +97,7 @@ def _memory(facts: Facts, asked: Asked) -> Finding:
     return _say(seen)
 
 
-def _shared_memory(facts: Facts, asked: Asked) -> Finding:
+def _shared_memory(facts: MachineFacts, asked: Scope) -> Finding:
     seen = f"/dev/shm has {size(facts.shared_memory_free)} free of {size(facts.shared_memory)}"
     if facts.shared_memory_free < LEAST_SHARED:
         return _say(seen, "torch's DataLoader with num_workers= hands batches over there, and dies of a bus error when "
@@ -106,7 +106,7 @@ def _shared_memory(facts: Facts, asked: Asked) -> Finding:
     return _say(seen)
 
 
-def _open_files(facts: Facts, asked: Asked) -> Finding:
+def _open_files(facts: MachineFacts, asked: Scope) -> Finding:
     if facts.open_files < 0:
         return _say("no limit")
     workers = max(1, facts.num_gpus or facts.num_cores)
@@ -117,7 +117,7 @@ def _open_files(facts: Facts, asked: Asked) -> Finding:
     return _say(seen)
 
 
-def _disk(facts: Facts, asked: Asked) -> Finding:
+def _disk(facts: MachineFacts, asked: Scope) -> Finding:
     seen = f"{size(facts.disk_free)} free, {facts.disk or 'unknown file system'}, {facts.sync_s * 1e3:.1f} ms to write"
     if facts.disk_folder not in ("", asked.run_dir):
         seen += f"; {asked.run_dir} is not there yet: looked at {facts.disk_folder}"
@@ -136,7 +136,7 @@ def _disk(facts: Facts, asked: Asked) -> Finding:
     return _say(seen)
 
 
-def _ports(facts: Facts, asked: Asked) -> Finding:
+def _ports(facts: MachineFacts, asked: Scope) -> Finding:
     system = f"the system chooses from {facts.local_ports[0]} to {facts.local_ports[1]}"
     if asked.ports is None:
         return _say(system)
@@ -152,7 +152,7 @@ def _ports(facts: Facts, asked: Asked) -> Finding:
     return _say(seen)
 
 
-CHECKS: Final[Mapping[str, Callable[[Facts, Asked], Finding]]] = {
+CHECKS: Final[Mapping[str, Callable[[MachineFacts, Scope], Finding]]] = {
     "versions": _versions,
     "devices": _devices,
     "load": _load,

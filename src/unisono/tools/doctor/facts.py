@@ -23,13 +23,13 @@ from unisono.system.controlgroups import memory_of_groups
 from unisono.system.interfaces import interfaces, is_local
 from unisono.system.seats import holder
 
-__all__ = ["Asked", "Facts", "find_out"]
+__all__ = ["MachineFacts", "Scope", "find_out"]
 
 NUM_SYNCS: Final = 5
 NUM_BYTES_SYNCED: Final = 65536
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class Scope(msgspec.Struct, frozen=True, kw_only=True):
     """What to look at."""
 
     run_dir: str = "."
@@ -39,7 +39,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     ipv6: bool = False
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One machine. Sizes in bytes, times in seconds."""
 
     host: str = ""
@@ -78,23 +78,23 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """From which the system chooses, for connections between workers."""
 
 
-def find_out(asked: Asked) -> Facts:
+def find_out(asked: Scope) -> MachineFacts:
     """Return the facts of this machine."""
     found: dict[str, Any] = {}
     for find in FACTS:
         with contextlib.suppress(OSError, ValueError):
             found.update(find(asked))
-    return Facts(**found)
+    return MachineFacts(**found)
 
 
-def _addresses(asked: Asked) -> dict[str, Any]:
+def _addresses(asked: Scope) -> dict[str, Any]:
     by_ssh = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     found = [*by_ssh, reachable("::" if asked.ipv6 else "0.0.0.0"), *(each.address for each in interfaces())]
     usable = [address for address in found if not is_local(address)]
     return {"host": socket.gethostname(), "addresses": list(dict.fromkeys(usable or found))}
 
 
-def _versions(asked: Asked) -> dict[str, Any]:
+def _versions(asked: Scope) -> dict[str, Any]:
     versions = {"Python": platform.python_version()}
     for name in ("unisono", "torch", "numpy"):
         versions[name] = ""
@@ -103,7 +103,7 @@ def _versions(asked: Asked) -> dict[str, Any]:
     return {"versions": versions}
 
 
-def _processors(asked: Asked) -> dict[str, Any]:
+def _processors(asked: Scope) -> dict[str, Any]:
     gpus, cores = machine_gpus(), machine_cores()
     model = ""
     with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ def _processors(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _memory(asked: Asked) -> dict[str, Any]:
+def _memory(asked: Scope) -> dict[str, Any]:
     kilobytes = {
         line.split(":")[0]: int(line.split()[1])
         for line in Path("/proc/meminfo").read_text().splitlines()
@@ -130,7 +130,7 @@ def _memory(asked: Asked) -> dict[str, Any]:
     return {"memory": total, "memory_free": min(kilobytes["MemAvailable"] * 1024, total)}
 
 
-def _shared_memory(asked: Asked) -> dict[str, Any]:
+def _shared_memory(asked: Scope) -> dict[str, Any]:
     found = os.statvfs("/dev/shm")
     return {
         "shared_memory": found.f_frsize * found.f_blocks,
@@ -138,12 +138,12 @@ def _shared_memory(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _open_files(asked: Asked) -> dict[str, Any]:
+def _open_files(asked: Scope) -> dict[str, Any]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return {"open_files": -1 if limit == resource.RLIM_INFINITY else limit}
 
 
-def _disk(asked: Asked) -> dict[str, Any]:
+def _disk(asked: Scope) -> dict[str, Any]:
     folder = Path(asked.run_dir).absolute()
     folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     found = os.statvfs(folder)
@@ -179,7 +179,7 @@ def _sync_time(folder: Path) -> float:
     return statistics.median(times)
 
 
-def _ports(asked: Asked) -> dict[str, Any]:
+def _ports(asked: Scope) -> dict[str, Any]:
     first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     facts: dict[str, Any] = {"local_ports": (int(first), int(last))}
     if asked.ports is not None:
@@ -195,6 +195,6 @@ def _is_free(port: int) -> bool:
     return True
 
 
-FACTS: Final[tuple[Callable[[Asked], dict[str, Any]], ...]] = (
+FACTS: Final[tuple[Callable[[Scope], dict[str, Any]], ...]] = (
     *(_addresses, _versions, _processors, _memory, _shared_memory, _open_files, _disk, _ports),
 )

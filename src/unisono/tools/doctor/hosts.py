@@ -22,11 +22,11 @@ import msgspec
 
 from unisono.cluster.launchers.way import Unfit, Way, for_all
 from unisono.tools.doctor.__main__ import MARK
-from unisono.tools.doctor.facts import Asked, Facts
-from unisono.tools.doctor.orders import Answer, Order
+from unisono.tools.doctor.facts import MachineFacts, Scope
+from unisono.tools.doctor.orders import ProbeReply, ProbeRequest
 from unisono.tools.doctor.together import Known, Path
 
-__all__ = ["HERE", "Host", "examine", "hosts"]
+__all__ = ["HERE", "ProbedHost", "examine", "hosts"]
 
 HERE: Final = "here"
 PROGRAM: Final = "unisono.tools.doctor"
@@ -34,7 +34,7 @@ ANSWER_S: Final = 40.0
 NUM_CLOCKS: Final = 3
 
 
-class Host:
+class ProbedHost:
     """One machine, with the doctor's program on it.
 
     Args:
@@ -50,7 +50,7 @@ class Host:
         if error:
             return
         self._said: list[str] = []
-        self._answers: queue.Queue[Answer | None] = queue.Queue()
+        self._answers: queue.Queue[ProbeReply | None] = queue.Queue()
         try:
             self._process = subprocess.Popen(
                 [*command],
@@ -66,12 +66,12 @@ class Host:
             return
         threading.Thread(target=self._read, args=(self._process,), name=f"unisono-{name}", daemon=True).start()
 
-    def ask(self, order: Order) -> Answer:
+    def ask(self, order: ProbeRequest) -> ProbeReply:
         """Return the answer to an order; one with an error where the machine does not answer."""
         self.send(order)
         return self.answer()
 
-    def send(self, order: Order) -> None:
+    def send(self, order: ProbeRequest) -> None:
         process = self._process
         if self.error or process is None or process.stdin is None:
             return
@@ -79,18 +79,18 @@ class Host:
             process.stdin.write(msgspec.json.encode(order).decode() + "\n")
             process.stdin.flush()
 
-    def answer(self) -> Answer:
+    def answer(self) -> ProbeReply:
         """Return the answer to the oldest order that was sent and not answered yet."""
         if self.error:
-            return Answer(error=self.error)
+            return ProbeReply(error=self.error)
         try:
             found = self._answers.get(timeout=ANSWER_S)
         except queue.Empty:
             self.error = f"no answer within {ANSWER_S:.0f} s"
-            return Answer(error=self.error)
+            return ProbeReply(error=self.error)
         if found is None:
             self._is_gone()
-            return Answer(error=self.error)
+            return ProbeReply(error=self.error)
         return found
 
     def close(self) -> None:
@@ -113,37 +113,37 @@ class Host:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(MARK):
-                self._answers.put(msgspec.json.decode(line.removeprefix(MARK), type=Answer))
+                self._answers.put(msgspec.json.decode(line.removeprefix(MARK), type=ProbeReply))
             elif line.strip():
                 self._said.append(line.strip())
         self._answers.put(None)
 
 
 @contextlib.contextmanager
-def hosts(names: Mapping[str, bool], way: Way) -> Iterator[list[Host]]:
+def hosts(names: Mapping[str, bool], way: Way) -> Iterator[list[ProbedHost]]:
     """Start the program here, or on all of these machines, and end it.
 
     Args:
         names: of machines, each with whether it is this one, which needs no ssh.
     """
     found = for_all([name for name, is_here in names.items() if not is_here], way.ask)
-    started: list[Host] = []
+    started: list[ProbedHost] = []
     try:
         for name, is_here in (names or {HERE: True}).items():
             command = (sys.executable, "-P", "-m", PROGRAM) if is_here else way.to(name, PROGRAM)
             answer = found.get(name)
-            started.append(Host(name, command, str(answer) if isinstance(answer, Unfit) else ""))
+            started.append(ProbedHost(name, command, str(answer) if isinstance(answer, Unfit) else ""))
         yield started
     finally:
         for host in started:
             host.close()
 
 
-def examine(found: Sequence[Host], asked: Asked) -> Known:
+def examine(found: Sequence[ProbedHost], asked: Scope) -> Known:
     """Return what all machines say of themselves, and of each other. Those that do not answer have an ``error``."""
     for host in found:
-        host.send(Order(what="facts", asked=asked))
-    facts: dict[str, Facts] = {}
+        host.send(ProbeRequest(what="facts", asked=asked))
+    facts: dict[str, MachineFacts] = {}
     for host in found:
         answer = host.answer()
         if answer.facts is not None:
@@ -159,35 +159,35 @@ def examine(found: Sequence[Host], asked: Asked) -> Known:
     )
 
 
-def _clock(host: Host) -> float:
+def _clock(host: ProbedHost) -> float:
     """Return by how much the clock of a machine is ahead of the one here; of several looks the quickest counts."""
     looks = []
     for _ in range(NUM_CLOCKS):
         begun = time.time()
-        answer = host.ask(Order(what="clock"))
+        answer = host.ask(ProbeRequest(what="clock"))
         ended = time.time()
         looks.append((ended - begun, answer.time - (begun + ended) / 2))
     return min(looks)[1]
 
 
-def _who_sees(able: Sequence[Host], folder: str) -> Mapping[str, bool]:
+def _who_sees(able: Sequence[ProbedHost], folder: str) -> Mapping[str, bool]:
     """Return which machines see a file that the first one makes in a folder; nothing where it cannot."""
     file = str(PurePath(folder) / f".unisono-doctor-{secrets.token_hex(4)}")
     first, *others = able
-    if first.ask(Order(what="make", file=file)).error:
+    if first.ask(ProbeRequest(what="make", file=file)).error:
         return {}
     try:
-        return {host.name: host.ask(Order(what="see", file=file)).is_there for host in others}
+        return {host.name: host.ask(ProbeRequest(what="see", file=file)).is_there for host in others}
     finally:
-        first.ask(Order(what="remove", file=file))
+        first.ask(ProbeRequest(what="remove", file=file))
 
 
-def _path(source: Host, target: Host, facts: Mapping[str, Facts], asked: Asked) -> Path:
-    served = target.ask(Order(what="serve", asked=asked))
+def _path(source: ProbedHost, target: ProbedHost, facts: Mapping[str, MachineFacts], asked: Scope) -> Path:
+    served = target.ask(ProbeRequest(what="serve", asked=asked))
     if served.error:
         return Path(source=source.name, target=target.name, error=served.error)
     addresses = [each for each in facts[target.name].addresses if (":" in each) == asked.ipv6]
-    answer = source.ask(Order(what="measure", addresses=addresses, port=served.port, word=served.word))
+    answer = source.ask(ProbeRequest(what="measure", addresses=addresses, port=served.port, word=served.word))
     return Path(
         source=source.name,
         target=target.name,

@@ -10,7 +10,7 @@ import msgspec
 
 from unisono.core.words import listed
 from unisono.tools.doctor.checks import Finding
-from unisono.tools.doctor.facts import Facts
+from unisono.tools.doctor.facts import MachineFacts
 
 __all__ = ["Known", "Path", "check_together"]
 
@@ -38,7 +38,7 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
 class Known(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of all machines."""
 
-    facts: Mapping[str, Facts]
+    facts: Mapping[str, MachineFacts]
     """By name on the command line."""
     clocks: Mapping[str, float] = {}
     """Seconds by which a machine's clock is ahead of the one here."""

@@ -10,8 +10,8 @@ from typing import Final
 
 from unisono.core.words import count, shown_bytes
 from unisono.tools.plan.fitting import SPARE, Tried, expected_peak, fastest, largest, next_size, sizes_for
-from unisono.tools.plan.forecast import Facts, Roster, forecast
-from unisono.tools.plan.found import IN_A_ROW_ALONE, PROGRAM, Found, Settings
+from unisono.tools.plan.forecast import ForecastInputs, Roster, forecast
+from unisono.tools.plan.found import IN_A_ROW_ALONE, PROGRAM, ProbeSettings, WorkerFindings
 from unisono.tools.plan.plans import WORTH
 from unisono.tools.plan.probing import OutOfMemory, Script, TrialFailed, trial
 from unisono.tools.plan.told import shown_table, shown_time
@@ -41,7 +41,9 @@ class Search:
     """Why no larger size was tried, where that was not the memory."""
 
 
-def search(script: Script, found: Found, steps: int, what: Sequence[str], tell: Callable[[str], None]) -> Search:
+def search(
+    script: Script, found: WorkerFindings, steps: int, what: Sequence[str], tell: Callable[[str], None]
+) -> Search:
     """Try sizes of a micro-batch, each alone, in a process of its own. Blocks until enough is known.
 
     Args:
@@ -76,7 +78,7 @@ def search(script: Script, found: Found, steps: int, what: Sequence[str], tell: 
     while following is not None:
         size = following
         tell(f"tries micro-batches of {count(size, 'sample')}")
-        settings = Settings(steps=steps, seconds=1.0, microbatches=1, batch_size=size, room=room)
+        settings = ProbeSettings(steps=steps, seconds=1.0, microbatches=1, batch_size=size, room=room)
         try:
             done = trial(script, settings, least=IN_A_ROW_ALONE)  # larger batches: fewer steps
             tried = Tried(size=size, seconds=done.sample.pace, peak=done.found.peak)
@@ -95,7 +97,7 @@ def _reason(told: str) -> str:
     return f"the trial failed: {lines[-1].strip() if lines[0].endswith(':') else lines[0]}"
 
 
-def with_search(facts: Facts, made: Search) -> Facts:
+def with_search(facts: ForecastInputs, made: Search) -> ForecastInputs:
     """Return the facts with the paces that were found for other numbers of micro-batches of the same batch."""
     paces = {
         facts.batch_size // one.size: one.seconds for one in made.tried if one.fits and facts.batch_size % one.size == 0
@@ -103,7 +105,7 @@ def with_search(facts: Facts, made: Search) -> Facts:
     return dataclasses.replace(facts, paces=paces) if facts.microbatches in paces else facts
 
 
-def shown_search(made: Search, facts: Facts, roster: Roster, what: Sequence[str]) -> str:
+def shown_search(made: Search, facts: ForecastInputs, roster: Roster, what: Sequence[str]) -> str:
     """Return what was found, and what would have to be written, for people.
 
     Args:
@@ -170,7 +172,7 @@ def _limits(made: Search) -> list[str]:
     return said
 
 
-def _microbatches(made: Search, facts: Facts, roster: Roster) -> list[str]:
+def _microbatches(made: Search, facts: ForecastInputs, roster: Roster) -> list[str]:
     now = forecast(facts, roster).step
     steps = {number: forecast(facts, roster, number).step for number in facts.paces}
     workers = count(roster.workers, "worker")

@@ -34,9 +34,9 @@ from unisono.core.balance import in_units, num_nodes, weighed
 from unisono.core.plan import Plan, plan
 from unisono.core.tree import leaves
 from unisono.record.advice import shorter_pace
-from unisono.tools.plan.wires import Link, Traffic, seconds_of
+from unisono.tools.plan.wires import NetworkLink, Traffic, seconds_of
 
-__all__ = ["Facts", "Parts", "Roster", "Sample", "candidates", "expected_largest", "forecast", "shares_of"]
+__all__ = ["ForecastInputs", "Parts", "Roster", "Sample", "candidates", "expected_largest", "forecast", "shares_of"]
 
 MOST_EACH: Final = 16
 """Micro-batches for each worker, at most, that are considered."""
@@ -65,7 +65,7 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ForecastInputs:
     """What a forecast is made from."""
 
     samples: Sequence[Sample]
@@ -91,7 +91,7 @@ class Roster:
 
     workers: int
     per_host: int
-    link: Link | None = None
+    link: NetworkLink | None = None
     """Between two hosts; None: there is one host."""
     on_one_machine: bool = False
     """The hosts are simulated: all workers share the cores and the memory of one."""
@@ -156,7 +156,7 @@ class Parts:
 
 
 def forecast(
-    facts: Facts, roster: Roster, microbatches: int = 0, batches: float = 1.0, *, is_late: bool = False
+    facts: ForecastInputs, roster: Roster, microbatches: int = 0, batches: float = 1.0, *, is_late: bool = False
 ) -> Parts:
     """Return the step of these workers, all of which hold everything.
 
@@ -196,7 +196,7 @@ def shares_of(roster: Roster, microbatches: int, pace: float, node_seconds: floa
     return weighed(rounded, microbatches, hosts=hosts, node_cost=node_cost)
 
 
-def candidates(facts: Facts, workers: int) -> list[int]:
+def candidates(facts: ForecastInputs, workers: int) -> list[int]:
     """Return the numbers of micro-batches that the batch can be cut into, up to `MOST_EACH` for each worker."""
     most = min(facts.batch_size, max(MOST_EACH * workers, facts.microbatches))
     return [number for number in range(1, most + 1) if facts.batch_size % number == 0]
@@ -207,14 +207,14 @@ def expected_largest(number: int) -> float:
     return statistics.NormalDist().inv_cdf((number - 0.375) / (number + 0.25)) if number > 1 else 0.0
 
 
-def _pace(facts: Facts, pace: float, number: int, batches: float) -> float:
+def _pace(facts: ForecastInputs, pace: float, number: int, batches: float) -> float:
     """Return the pace with another number of micro-batches: as it was measured, or by the model of the advice."""
     if batches == 1.0 and number in facts.paces and facts.microbatches in facts.paces:
         return pace * facts.paces[number] / facts.paces[facts.microbatches]
     return shorter_pace(pace, facts.microbatches * batches / number)
 
 
-def _scatter(facts: Facts, workers: int) -> float:
+def _scatter(facts: ForecastInputs, workers: int) -> float:
     """Return the scatter of a worker's time, as the sample with the nearest number of several workers has it."""
     several = [one for one in facts.samples if one.workers > 1] or facts.samples
     return min(several, key=lambda one: abs(one.workers - workers)).scatter
@@ -234,7 +234,7 @@ def _complete(shares: Plan, host: range, pace: float) -> list[float]:
     return [pace * (longest - number + BACKWARD) for number in done] if own else []
 
 
-def _traffic(facts: Facts, roster: Roster) -> Traffic | None:
+def _traffic(facts: ForecastInputs, roster: Roster) -> Traffic | None:
     if roster.hosts < 2 or roster.link is None:
         return None
     traffic = Traffic(hosts=roster.hosts, nbytes=facts.gradient_bytes, link=roster.link)
@@ -251,7 +251,7 @@ def _traffic(facts: Facts, roster: Roster) -> Traffic | None:
     )
 
 
-def _remainder(facts: Facts, one: Sample) -> float:
+def _remainder(facts: ForecastInputs, one: Sample) -> float:
     """Return what a step that was measured took above its other parts."""
     shares = plan(one.workers, facts.microbatches)
     computing = max(len(own) for own in shares.ranges) * one.pace
@@ -259,7 +259,7 @@ def _remainder(facts: Facts, one: Sample) -> float:
     return max(0.0, one.step - computing - waiting - one.exchange - one.update)
 
 
-def _drawn(facts: Facts, part: Callable[[Sample], float], workers: int) -> float:
+def _drawn(facts: ForecastInputs, part: Callable[[Sample], float], workers: int) -> float:
     """Return a part of the step with so many workers on a machine, from the samples of one host.
 
     Between two samples on the line between them; beyond, on that of the last two, which is not followed downwards.
@@ -271,7 +271,7 @@ def _drawn(facts: Facts, part: Callable[[Sample], float], workers: int) -> float
     return value * max(1.0, workers / within)
 
 
-def _together(facts: Facts) -> list[Sample]:
+def _together(facts: ForecastInputs) -> list[Sample]:
     """Return the samples of one host, that of the fewest workers first."""
     return sorted((one for one in facts.samples if one.hosts == 1), key=lambda one: one.workers)
 

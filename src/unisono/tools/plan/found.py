@@ -11,7 +11,17 @@ import msgspec
 from unisono.core.checks import FIRST_STEPS
 from unisono.core.cursor import Recipe
 
-__all__ = ["FILE", "IN_A_ROW", "IN_A_ROW_ALONE", "NUM_COUNTED", "PROGRAM", "WARM_UP", "Found", "Settings", "found_in"]
+__all__ = [
+    "FILE",
+    "IN_A_ROW",
+    "IN_A_ROW_ALONE",
+    "NUM_COUNTED",
+    "PROGRAM",
+    "WARM_UP",
+    "ProbeSettings",
+    "WorkerFindings",
+    "found_in",
+]
 
 WARM_UP: Final = 3
 """Steps at the beginning of a number of workers that do not count: caches, page faults."""
@@ -28,7 +38,7 @@ FILE: Final = "probe.json"
 PROGRAM: Final = "the program, and data"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is measured. Of the arguments of ``run.steps``, zeros and "" leave the script's own."""
 
     steps: int
@@ -44,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Bytes by which the memory of a worker may grow from the beginning of its training; None: there is no limit."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker has found besides the times, which are among the run's own files."""
 
     first: int
@@ -68,8 +78,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the time for which the worker could have run, and had no core: other programs use the machine."""
 
 
-def found_in(directory: Path) -> Found | None:
+def found_in(directory: Path) -> WorkerFindings | None:
     """Return what the first worker of a run has found; None: it has not come so far."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((directory / FILE).read_bytes(), type=Found)
+        return msgspec.json.decode((directory / FILE).read_bytes(), type=WorkerFindings)
     return None

@@ -13,7 +13,7 @@ from unisono.core.errors import UsageError
 from unisono.record.history import History
 from unisono.record.journal.times import by_step
 from unisono.record.rundir import read_facts
-from unisono.tools.plan.forecast import Facts, Sample
+from unisono.tools.plan.forecast import ForecastInputs, Sample
 from unisono.tools.plan.found import IN_A_ROW, IN_A_ROW_ALONE, NUM_COUNTED, WARM_UP
 
 __all__ = [
@@ -66,7 +66,7 @@ def samples_in(directory: Path, first: int = 0) -> list[Sample]:
     ]
 
 
-def facts_of_run(directory: Path, samples: Sequence[Sample], room: int) -> Facts:
+def facts_of_run(directory: Path, samples: Sequence[Sample], room: int) -> ForecastInputs:
     """Return what a forecast is made from, of a run.
 
     Args:
@@ -103,14 +103,14 @@ def facts_from(
     gradient_bytes: int,
     parameter_bytes: int,
     is_sharded: bool,
-) -> Facts:
+) -> ForecastInputs:
     """Return what a forecast is made from, of a training with this recipe.
 
     Args:
         gradient_bytes: of one node of the summation tree, before it is rounded for its way.
     """
     is_rounded = recipe.get("wire") == "bf16"
-    return Facts(
+    return ForecastInputs(
         samples=tuple(samples),
         microbatches=int(recipe["microbatches"]),
         batch_size=int(recipe["batch_size"]),

@@ -11,15 +11,15 @@ import msgspec
 
 from unisono.core.errors import UsageError
 from unisono.core.words import listed
-from unisono.tools.plan.forecast import Facts, Parts, Roster, Sample, candidates, forecast
-from unisono.tools.plan.strategies import STRATEGIES, Memory, Options
-from unisono.tools.plan.wires import Link
+from unisono.tools.plan.forecast import ForecastInputs, Parts, Roster, Sample, candidates, forecast
+from unisono.tools.plan.strategies import STRATEGIES, StrategyOptions, WorkerMemory
+from unisono.tools.plan.wires import NetworkLink
 
 __all__ = [
     "PLAN",
     "Came",
     "Forecast",
-    "Plan",
+    "PlanRecord",
     "best_microbatches",
     "came",
     "differs",
@@ -61,7 +61,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     was_measured: bool
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What was planned, and when."""
 
     schema: int = SCHEMA
@@ -90,13 +90,17 @@ class Came(msgspec.Struct, frozen=True, kw_only=True):
         return self.expected_s / self.step_s - 1.0
 
 
-def roster_of(workers: int, per_host: int, link: Link | None) -> Roster:
+def roster_of(workers: int, per_host: int, link: NetworkLink | None) -> Roster:
     """Return so many workers, as many on each host as fit; where there is no link, all on one."""
     return Roster(workers=workers, per_host=per_host if link is not None else max(per_host, workers), link=link)
 
 
 def forecasts(
-    facts: Facts, memories: Mapping[int, Memory], rosters: Sequence[Roster], options: Options, price: float = 0.0
+    facts: ForecastInputs,
+    memories: Mapping[int, WorkerMemory],
+    rosters: Sequence[Roster],
+    options: StrategyOptions,
+    price: float = 0.0,
 ) -> list[Forecast]:
     """Return what is expected of each strategy on each of some rosters.
 
@@ -134,7 +138,7 @@ def forecasts(
     return made
 
 
-def best_microbatches(facts: Facts, roster: Roster) -> tuple[int, float]:
+def best_microbatches(facts: ForecastInputs, roster: Roster) -> tuple[int, float]:
     """Return the number of micro-batches with the shortest step, and the part of the step's time that it saves.
 
     The smallest number that brings nine tenths of the most is taken; the present one where nothing is worth it. Fewer
@@ -151,7 +155,7 @@ def best_microbatches(facts: Facts, roster: Roster) -> tuple[int, float]:
     return number, gains[number]
 
 
-def came(plan: Plan, samples: Sequence[Sample]) -> list[Came]:
+def came(plan: PlanRecord, samples: Sequence[Sample]) -> list[Came]:
     """Return each forecast of the plan of which a run has measured as many workers on as many hosts."""
     expected = {(one.workers, one.hosts): one.step_s for one in plan.forecasts if STRATEGIES[one.strategy].is_measured}
     return [
@@ -166,7 +170,7 @@ def came(plan: Plan, samples: Sequence[Sample]) -> list[Came]:
     ]
 
 
-def differs(plan: Plan, recipe: Mapping[str, object]) -> str:
+def differs(plan: PlanRecord, recipe: Mapping[str, object]) -> str:
     """Return in what a run with this recipe differs from what was planned, in words; "": in nothing."""
     planned = {"batch_size": plan.batch_size, "microbatches": plan.microbatches}
     other = {name: recipe.get(name) for name in planned if recipe.get(name) != planned[name]}
@@ -174,7 +178,7 @@ def differs(plan: Plan, recipe: Mapping[str, object]) -> str:
     return listed(told) if told else ""
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: Path, plan: PlanRecord) -> None:
     """Write the plan.
 
     Raises:
@@ -187,7 +191,7 @@ def write_plan(path: Path, plan: Plan) -> None:
         raise UsageError(f"the plan cannot be written to {path}: {error.strerror or error}") from error
 
 
-def read_plan(directory: Path) -> Plan | None:
+def read_plan(directory: Path) -> PlanRecord | None:
     """Return the plan that a run's directory holds; None: there is none.
 
     Raises:
@@ -196,7 +200,7 @@ def read_plan(directory: Path) -> Plan | None:
     path = directory / PLAN
     advice = f"remove it, or write another one with `unisono plan SCRIPT --run-dir {directory}`"
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+        plan = msgspec.json.decode(path.read_bytes(), type=PlanRecord)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -19,7 +19,7 @@ from unisono.core.events import StepResult
 from unisono.engine.rounds.taps import Loop
 from unisono.record.problems.limits import limit_growth, memory_limit, own_memory, own_peak, own_share, reset_peak
 from unisono.script.inspecting import Inspector
-from unisono.tools.plan.found import FILE, PROGRAM, Found, Settings
+from unisono.tools.plan.found import FILE, PROGRAM, ProbeSettings, WorkerFindings
 
 __all__ = ["probe"]
 
@@ -27,8 +27,8 @@ MOST_STEPS: Final = 400
 
 
 def probe(settings: str) -> Probe:
-    """Return the inspector of these settings (JSON of `Settings`)."""
-    return Probe(msgspec.json.decode(settings, type=Settings))
+    """Return the inspector of these settings (JSON of `ProbeSettings`)."""
+    return Probe(msgspec.json.decode(settings, type=ProbeSettings))
 
 
 class Probe(Inspector):
@@ -38,7 +38,7 @@ class Probe(Inspector):
     steps, `FILE` tells of the one with the most.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ProbeSettings) -> None:
         from unisono.cluster.worker import member
 
         self._settings = settings
@@ -46,7 +46,7 @@ class Probe(Inspector):
         self._loop: Loop | None = None
         self._first = 0  # step of the training
         self._done = 0
-        self._best: Found | None = None
+        self._best: WorkerFindings | None = None
         self._before = 0
         self._since = 0.0
         self._without_core = 0.0
@@ -100,7 +100,7 @@ class Probe(Inspector):
         if self._loop.worker_id in ("", "w0"):
             self._write(self._best)
 
-    def _look(self, loop: Loop, done: int) -> Found:
+    def _look(self, loop: Loop, done: int) -> WorkerFindings:
         tracked = loop.tracked
         device = loop.device
         held = {
@@ -127,7 +127,7 @@ class Probe(Inspector):
             if isinstance(value, torch.Tensor)
         )
         leaves = -(-int(loop.recipe.get("microbatches", 1)) // self._settings.workers)
-        return Found(
+        return WorkerFindings(
             first=self._first,
             done=done,
             device=str(device),
@@ -146,7 +146,7 @@ class Probe(Inspector):
             held_up=(without_core() - self._without_core) / max(1e-9, time.monotonic() - self._since),
         )
 
-    def _write(self, found: Found) -> None:
+    def _write(self, found: WorkerFindings) -> None:
         part = self._directory / f"{FILE}.{os.getpid()}"
         part.write_bytes(msgspec.json.encode(found))
         part.replace(self._directory / FILE)

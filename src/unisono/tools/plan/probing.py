@@ -14,10 +14,10 @@ import msgspec
 from unisono.core.errors import UsageError
 from unisono.core.words import count, without_evidence
 from unisono.record.history import History
-from unisono.tools.plan.forecast import Facts, Sample
-from unisono.tools.plan.found import IN_A_ROW, Found, Settings, found_in
+from unisono.tools.plan.forecast import ForecastInputs, Sample
+from unisono.tools.plan.found import IN_A_ROW, ProbeSettings, WorkerFindings, found_in
 from unisono.tools.plan.measuring import check_recipe, facts_from, samples_in
-from unisono.tools.plan.strategies import Memory
+from unisono.tools.plan.strategies import WorkerMemory
 from unisono.tools.trialrun import Script, trial_run
 
 __all__ = [
@@ -48,11 +48,11 @@ class Measurement:
     """What one trial has found."""
 
     sample: Sample
-    found: Found
+    found: WorkerFindings
 
 
 def trial(
-    script: Script, settings: Settings, *, workers: int = 1, hosts: int = 1, least: int = IN_A_ROW
+    script: Script, settings: ProbeSettings, *, workers: int = 1, hosts: int = 1, least: int = IN_A_ROW
 ) -> Measurement:
     """Let workers do the first steps of a script, and return what was measured. Blocks until they have ended.
 
@@ -93,7 +93,7 @@ def trial(
     return Measurement(sample=samples[0], found=found)
 
 
-def facts_of(trials: Sequence[Measurement], room: int) -> Facts:
+def facts_of(trials: Sequence[Measurement], room: int) -> ForecastInputs:
     """Return what a forecast is made from.
 
     Raises:
@@ -111,10 +111,10 @@ def facts_of(trials: Sequence[Measurement], room: int) -> Facts:
     )
 
 
-def memory_of(one: Measurement) -> Memory:
+def memory_of(one: Measurement) -> WorkerMemory:
     """Return the memory of a worker in a trial. Of what workers of a machine share, each counts its part."""
     found, number = one.found, int(one.found.recipe["microbatches"])
-    return Memory(
+    return WorkerMemory(
         parts=found.parts,
         activations=max(0, found.peak - sum(found.parts.values())),
         gradient_bytes=found.gradient_bytes,
@@ -122,7 +122,7 @@ def memory_of(one: Measurement) -> Memory:
     )
 
 
-def memories_of(trials: Sequence[Measurement]) -> dict[int, Memory]:
+def memories_of(trials: Sequence[Measurement]) -> dict[int, WorkerMemory]:
     """Return the memory of a worker by the number of workers of its machine."""
     return {one.sample.workers: memory_of(one) for one in trials if one.sample.hosts == 1}
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from unisono.tools.plan.forecast import Facts, Parts, Roster, forecast
+from unisono.tools.plan.forecast import ForecastInputs, Parts, Roster, forecast
 from unisono.tools.plan.wires import Traffic, seconds_of
 
-__all__ = ["STRATEGIES", "Memory", "Options", "Strategy"]
+__all__ = ["STRATEGIES", "StrategyModel", "StrategyOptions", "WorkerMemory"]
 
 ROUNDING_S: Final = 2e-10
 """For each parameter of a node that is rounded to bfloat16 and back (docs/network.md)."""
@@ -42,7 +42,7 @@ LATE_COPIES: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class StrategyOptions:
     """What a user may choose of the strategies."""
 
     copies: int = 2
@@ -52,7 +52,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class WorkerMemory:
     """Of one worker that trains alone, in bytes."""
 
     parts: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def _pending(leaves: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class StrategyModel:
     """One way to train."""
 
     name: str
@@ -90,13 +90,13 @@ class Strategy:
     """What a script would have to say."""
     learns: str
     """What it changes of what is learned."""
-    parts: Callable[[Facts, Roster, Options], Parts]
-    memory: Callable[[Memory, Roster, Options, int], float]
+    parts: Callable[[ForecastInputs, Roster, StrategyOptions], Parts]
+    memory: Callable[[WorkerMemory, Roster, StrategyOptions, int], float]
     """(memory of a worker alone, workers, options, micro-batches of the largest share) -> bytes of a worker."""
     is_measured: bool = False
     """It is what was measured; the others are reckoned from it."""
 
-    def refuses(self, facts: Facts, roster: Roster) -> str:
+    def refuses(self, facts: ForecastInputs, roster: Roster) -> str:
         """Return why it has no meaning for these workers; "": it has one."""
         if self.is_measured:
             return ""
@@ -115,15 +115,15 @@ class Strategy:
         return ""
 
 
-def _plain(facts: Facts, roster: Roster, options: Options) -> Parts:
+def _plain(facts: ForecastInputs, roster: Roster, options: StrategyOptions) -> Parts:
     return forecast(facts, roster)
 
 
-def _plain_memory(memory: Memory, roster: Roster, options: Options, leaves: int) -> float:
+def _plain_memory(memory: WorkerMemory, roster: Roster, options: StrategyOptions, leaves: int) -> float:
     return memory.total(leaves)
 
 
-def _shard(facts: Facts, roster: Roster, options: Options) -> Parts:
+def _shard(facts: ForecastInputs, roster: Roster, options: StrategyOptions) -> Parts:
     base = forecast(facts, roster)
     part = min(1.0, options.copies / roster.workers)
     handed_over = HANDING_OVER * base.exchange * (1 - part) if roster.workers > 1 else 0.0
@@ -134,19 +134,19 @@ def _shard(facts: Facts, roster: Roster, options: Options) -> Parts:
     return dataclasses.replace(base, update=base.update * part, exchange=base.exchange + handed_over, network=network)
 
 
-def _shard_memory(memory: Memory, roster: Roster, options: Options, leaves: int) -> float:
+def _shard_memory(memory: WorkerMemory, roster: Roster, options: StrategyOptions, leaves: int) -> float:
     saved = memory.of("optimizer state") * (1 - min(1.0, options.copies / roster.workers))
     return memory.total(leaves) - saved
 
 
-def _bf16(facts: Facts, roster: Roster, options: Options) -> Parts:
+def _bf16(facts: ForecastInputs, roster: Roster, options: StrategyOptions) -> Parts:
     halved = dataclasses.replace(facts, gradient_bytes=max(1, facts.gradient_bytes // 2))
     base = forecast(halved, roster)
     nodes = min(facts.microbatches, ROUNDED_NODES) / roster.workers
     return dataclasses.replace(base, compute=base.compute + max(1.0, nodes) * ROUNDING_S * facts.gradient_bytes / 4)
 
 
-def _delay(facts: Facts, roster: Roster, options: Options) -> Parts:
+def _delay(facts: ForecastInputs, roster: Roster, options: StrategyOptions) -> Parts:
     base = forecast(facts, roster)
     if roster.workers == 1:
         return base
@@ -156,11 +156,11 @@ def _delay(facts: Facts, roster: Roster, options: Options) -> Parts:
     return dataclasses.replace(base, waiting=0.0, exchange=base.exchange + copying, network=max(0.0, behind - own))
 
 
-def _delay_memory(memory: Memory, roster: Roster, options: Options, leaves: int) -> float:
+def _delay_memory(memory: WorkerMemory, roster: Roster, options: StrategyOptions, leaves: int) -> float:
     return memory.total(leaves) + LATE_SLOTS * memory.gradient_bytes
 
 
-def _local(facts: Facts, roster: Roster, options: Options) -> Parts:
+def _local(facts: ForecastInputs, roster: Roster, options: StrategyOptions) -> Parts:
     """A round of H steps, divided by H. As many replicas as workers, each with its part of the micro-batches."""
     if roster.workers == 1:
         return forecast(facts, roster)
@@ -175,7 +175,7 @@ def _local(facts: Facts, roster: Roster, options: Options) -> Parts:
     return dataclasses.replace(base, waiting=waiting, exchange=base.exchange / options.inner_steps, network=network)
 
 
-def _local_memory(memory: Memory, roster: Roster, options: Options, leaves: int) -> float:
+def _local_memory(memory: WorkerMemory, roster: Roster, options: StrategyOptions, leaves: int) -> float:
     states = memory.of("optimizer state") * (min(options.copies, roster.workers) - 1)
     return memory.total(leaves) + LOCAL_SLOTS * memory.gradient_bytes + states
 
@@ -183,20 +183,20 @@ def _local_memory(memory: Memory, roster: Roster, options: Options, leaves: int)
 STRATEGIES: Final = {
     one.name: one
     for one in (
-        Strategy(name="replicated", how="", learns="", parts=_plain, memory=_plain_memory,
+        StrategyModel(name="replicated", how="", learns="", parts=_plain, memory=_plain_memory,
                  is_measured=True),
-        Strategy(
+        StrategyModel(
             name="shard",
             how="optimizer = unisono.shard(optimizer, copies={copies})",
             learns="the same bits",
             parts=_shard,
             memory=_shard_memory,
         ),
-        Strategy(name="bf16", how='run.steps(..., wire="bf16")', learns="nearly the same", parts=_bf16,
+        StrategyModel(name="bf16", how='run.steps(..., wire="bf16")', learns="nearly the same", parts=_bf16,
                  memory=_plain_memory),
-        Strategy(name="delay", how="run.steps(..., delay=1)", learns="a little less from each step", parts=_delay,
+        StrategyModel(name="delay", how="run.steps(..., delay=1)", learns="a little less from each step", parts=_delay,
                  memory=_delay_memory),
-        Strategy(
+        StrategyModel(
             name="local",
             how="run.local_steps(..., replicas={workers}, inner_steps={inner_steps})",
             learns="less from each sample, the more replicas the less",

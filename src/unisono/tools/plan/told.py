@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 
 from unisono.core.words import count, short_duration, shown_bytes
-from unisono.tools.plan.forecast import Facts, Roster
-from unisono.tools.plan.plans import WORTH, Came, Forecast, Plan, best_microbatches
-from unisono.tools.plan.strategies import STRATEGIES, Options
+from unisono.tools.plan.forecast import ForecastInputs, Roster
+from unisono.tools.plan.plans import WORTH, Came, Forecast, PlanRecord, best_microbatches
+from unisono.tools.plan.strategies import STRATEGIES, StrategyOptions
 
 __all__ = [
     "shown_came",
@@ -27,7 +27,7 @@ HALF = 0.5
 """A worker that adds less than this part of what the first one does is not worth its price."""
 
 
-def shown_workers(plan: Plan, price: float) -> str:
+def shown_workers(plan: PlanRecord, price: float) -> str:
     """Return the table of the strategy that was measured, a line for each number of workers."""
     rows = [
         [
@@ -47,7 +47,7 @@ def shown_workers(plan: Plan, price: float) -> str:
     return shown_table([header, *rows], drop=() if price else (6,))
 
 
-def shown_strategies(plan: Plan, workers: int, options: Options) -> str:
+def shown_strategies(plan: PlanRecord, workers: int, options: StrategyOptions) -> str:
     """Return the strategies for one number of workers, the shortest step first."""
     found = sorted((one for one in plan.forecasts if one.workers == workers), key=lambda one: one.step_s)
     rows = [
@@ -67,14 +67,14 @@ def shown_strategies(plan: Plan, workers: int, options: Options) -> str:
     return shown_table([header, *rows])
 
 
-def shown_missing(facts: Facts, roster: Roster) -> str:
+def shown_missing(facts: ForecastInputs, roster: Roster) -> str:
     """Return why strategies have no row for these workers; "": all have one."""
     why = {one.name: one.refuses(facts, roster) for one in STRATEGIES.values()}
     told = "; ".join(f"{name} ({reason})" for name, reason in why.items() if reason)
     return f"Without a row: {told}." if told else ""
 
 
-def shown_conclusions(facts: Facts, plan: Plan, roster: Roster, room_bytes: int | None) -> list[str]:
+def shown_conclusions(facts: ForecastInputs, plan: PlanRecord, roster: Roster, room_bytes: int | None) -> list[str]:
     """Return what follows from a plan, in sentences.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Final
 
 from unisono.core.errors import UsageError
 
-__all__ = ["Link", "Traffic", "num_messages", "parse_link", "seconds_of", "sent_bytes"]
+__all__ = ["NetworkLink", "Traffic", "num_messages", "parse_link", "seconds_of", "sent_bytes"]
 
 OF_A_FRAME: Final = 1448 / 1514
 """Data in a full TCP segment, of the bytes that travel for it."""
@@ -36,7 +36,7 @@ _LINK: Final = re.compile(r"(\d+(?:\.\d+)?)([kmg])?bit(?:/s)?(?:\+(\d+(?:\.\d+)?
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class NetworkLink:
     """What lies between two hosts."""
 
     bits_per_s: float
@@ -60,7 +60,7 @@ class Link:
         return f"{number:g} {unit}{delay}"
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> NetworkLink:
     """Return the link that ``1gbit``, ``100mbit`` or ``100mbit+20ms`` names: its rate, and the time of a round trip.
 
     Raises:
@@ -70,7 +70,7 @@ def parse_link(text: str) -> Link:
     if found is None or float(found[1]) <= 0:
         raise UsageError(f"--link is a rate, with a round trip if that is long: 1gbit, 100mbit+20ms; got {text!r}")
     rate = float(found[1]) * _UNITS.get((found[2] or "").lower(), 1.0)
-    return Link(bits_per_s=rate, round_trip_s=float(found[3] or 0) / 1000)
+    return NetworkLink(bits_per_s=rate, round_trip_s=float(found[3] or 0) / 1000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Traffic:
     hosts: int
     nbytes: int
     """Of a node of the summation tree, as it travels."""
-    link: Link
+    link: NetworkLink
     own_seconds: float = 0.0
     """By which an exchange made a step longer between ``own_hosts`` hosts whose link was no limit."""
     own_hosts: int = 2

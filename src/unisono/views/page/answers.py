@@ -1,13 +1,14 @@
-"""Answers to the questions of a page, or of another program that watches: JSON in, JSON out.
+"""Answers to the questions of a page, or of another program that watches.
 
-A question is ``{"id": 1, "get": "series", "names": ["loss"], "points": 800}``, its answer ``{"id": 1, "series":
-{...}}`` or ``{"id": 1, "error": "a sentence"}``. ``run`` says of which run, where several are watched. Questions come
-from whoever may look at the run, so each is read strictly, and none can ask for more than a page can draw.
+A question is ``{"get": "series", "names": ["loss"], "points": 800}``, its answer ``{"series": {...}}`` or ``{"error":
+"a sentence"}``; `unisono.views.page.viewers` deals with the ``id`` that a viewer gives to its question. ``run`` says of
+which run, where several are watched. Questions come from whoever may look at the run, so each is read strictly, and
+none can ask for more than a page can draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, Final, Protocol
 
@@ -15,8 +16,10 @@ import msgspec
 
 from unisono.record.overview import Overview
 
-__all__ = ["MOST_EVENTS", "MOST_POINTS", "Readable", "answer", "encode"]
+__all__ = ["MOST_BYTES", "MOST_EVENTS", "MOST_POINTS", "Readable", "answer"]
 
+MOST_BYTES: Final = 16 * 2**20
+"""A head sends no longer answer."""
 MOST_POINTS: Final = 4_000
 MOST_NAMES: Final = 100
 MOST_EVENTS: Final = 5_000
@@ -42,7 +45,6 @@ class Readable(Protocol):
 
 
 class _Question(msgspec.Struct, forbid_unknown_fields=True, tag_field="get", kw_only=True):
-    id: int = 0
     run: int = 0
 
 
@@ -131,31 +133,24 @@ def _points(points: int) -> int:
     return points
 
 
-def answer(histories: Sequence[Readable], question: Mapping[str, Any]) -> dict[str, Any]:
+def answer(histories: Sequence[Readable], question: Any) -> dict[str, Any]:
     """Answer a question about one of the runs. Raises nothing: what is wrong is said in the answer.
 
     Args:
-        question: as it came out of JSON; anything.
+        question: as it came out of JSON, without its ``id``; anything.
     """
-    number = question.get("id") if isinstance(question, Mapping) else None
-    reply: dict[str, Any] = {"id": number if isinstance(number, int) else None}
     try:
         asked: _OfARun | _Runs = msgspec.convert(question, _OfARun | _Runs)
     except msgspec.ValidationError as error:
-        return {**reply, "error": f"this is no question that can be answered ({error}); `get` is one of {_TAGS}"}
+        return {"error": f"this is no question that can be answered ({error}); `get` is one of {_TAGS}"}
     try:
         if isinstance(asked, _Runs):
-            return {**reply, "runs": [_run(number, history) for number, history in enumerate(histories)]}
+            return {"runs": [_run(number, history) for number, history in enumerate(histories)]}
         if not 0 <= asked.run < len(histories):
             raise ValueError(f"there is no run {asked.run}: runs are numbered from 0 to {len(histories) - 1}")
-        return {**reply, str(type(asked).__struct_config__.tag): asked.of(histories[asked.run])}
+        return {str(type(asked).__struct_config__.tag): asked.of(histories[asked.run])}
     except Exception as error:
-        return {**reply, "error": str(error) or type(error).__name__}
-
-
-def encode(value: Any) -> str:
-    """Return an answer or an unasked message as JSON. Numbers that JSON does not know are null."""
-    return msgspec.json.encode(value).decode()
+        return {"error": str(error) or type(error).__name__}
 
 
 def _run(number: int, history: Readable) -> dict[str, Any]:

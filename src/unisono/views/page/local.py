@@ -11,54 +11,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
-import logging
 import os
 import secrets
 import signal
 import sys
 import time
 import webbrowser
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
-from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
-from websockets.exceptions import ConnectionClosed
+from msgspec.json import encode
+from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
 from unisono.record.history import History
 from unisono.system.tasks import is_for_person
 from unisono.views.page import site
-from unisono.views.page.answers import Readable, answer, encode
+from unisono.views.page.answers import answer
 from unisono.views.page.opening import redirecting
-from unisono.views.page.replies import file_of, host_of, is_from_elsewhere, say
+from unisono.views.page.replies import SILENT, file_of, host_of, is_from_elsewhere, say
+from unisono.views.page.viewers import MOST_EVENTS, Feed, Viewers
 
-__all__ = ["WRONG_TOKEN", "Directories", "Watched", "run"]
+__all__ = ["WRONG_TOKEN", "Directories", "run"]
 
 HOST: Final = "127.0.0.1"
 NAMES: Final = (HOST, "localhost")
-PUSH_EVERY_S: Final = 1.0
 SLOWEST: Final = 20
 """Looking at the runs may take one part in so many of the time."""
-MOST_EVENTS_PUSHED: Final = 200
-MOST_UNSENT_BYTES: Final = 1 << 20
-"""A viewer that has not taken so much yet is told nothing unasked."""
 MAX_QUESTION_BYTES: Final = 1 << 16
 CLOSE_S: Final = 1.0
 WRONG_TOKEN: Final = 4401
 """Code with which a connection without the token is closed: a browser shows a page no other answer."""
-
-
-class Watched(Readable, Protocol):
-    """A run that may still go on."""
-
-    def refresh(self) -> None: ...
-    def complete(self) -> None: ...
 
 
 class Directories:
@@ -70,15 +57,17 @@ class Directories:
         token: that questions need.
     """
 
-    def __init__(self, runs: Sequence[Watched], port: int, token: str) -> None:
+    def __init__(self, runs: Sequence[History], port: int, token: str) -> None:
         self._runs = runs
         self._port = port
         self._token = token
         self._reader = ThreadPoolExecutor(1, "unisono-reader")
-        self._viewers: set[ServerConnection] = set()
+        self._feeds = [Feed(number) for number in range(len(runs))]
+        self._viewers = Viewers(self._feeds, self._refresh, self._answer)
         self._told = [b""] * len(runs)
         self._next = [-1] * len(runs)
-        """The event of each run that was not pushed yet; -1: unknown."""
+        """The event of each run that was not told yet; -1: unknown."""
+        self._rests_until = 0.0
 
     @property
     def url(self) -> str:
@@ -100,14 +89,13 @@ class Directories:
             compression=None,
             max_size=MAX_QUESTION_BYTES,
             close_timeout=CLOSE_S,
-            logger=_SILENT,
+            logger=SILENT,
         )
         self._port = _port_of(server)
-        pushing = asyncio.create_task(self._push())
         try:
             yield self
         finally:
-            pushing.cancel()
+            self._viewers.end()
             server.close()
             await server.wait_closed()
             self._reader.shutdown(wait=False, cancel_futures=True)
@@ -129,77 +117,49 @@ class Directories:
         if not hmac.compare_digest(given[0].encode(errors="replace"), self._token.encode()):
             await connection.close(WRONG_TOKEN, "the token of the printed URL is needed")
             return
-        self._viewers.add(connection)
-        try:
-            async for text in connection:
-                await connection.send(await self._read(partial(self._answer, text)))
-        except ConnectionClosed:
-            pass
-        finally:
-            self._viewers.discard(connection)
+        await self._viewers.serve(connection)
 
-    def _answer(self, text: str | bytes) -> str:
-        try:
-            question = json.loads(text)
-        except (ValueError, RecursionError):
-            question = None
+    # -- the runs, in the thread that reads them -----------------------------------------------------
+
+    async def _answer(self, question: dict[str, Any]) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, self._answer_now, question)
+
+    def _answer_now(self, question: dict[str, Any]) -> bytes:
         for run in self._runs:
             run.complete()  # of a long run that nobody has looked at before, the first answer takes some seconds
         return encode(answer(self._runs, question))
 
-    async def _read(self, look: Callable[[], str]) -> str:
-        """Run ``look`` in the thread that reads the runs."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, look)
+    async def _refresh(self) -> None:
+        since = time.monotonic()
+        if since < self._rests_until:
+            return
+        for number, feed in enumerate(self._feeds):
+            present, events = await asyncio.get_running_loop().run_in_executor(self._reader, self._news, number)
+            for event in events:
+                feed.add(event)
+            if present:
+                feed.show(present)
+        now = time.monotonic()
+        self._rests_until = now + SLOWEST * (now - since)
 
-    # -- what is told unasked ------------------------------------------------------------------------
-
-    async def _push(self) -> None:
-        while True:
-            if not self._viewers:
-                await asyncio.sleep(PUSH_EVERY_S)
-                continue
-            since = time.monotonic()
-            for number in range(len(self._runs)):
-                message = await self._read(partial(self._news, number))
-                if message:
-                    broadcast([each for each in self._viewers if _takes(each)], message)
-            await asyncio.sleep(max(PUSH_EVERY_S, SLOWEST * (time.monotonic() - since)))
-
-    def _news(self, number: int) -> str:
-        """Return the message about a run; "": it is over, and nothing has changed."""
+    def _news(self, number: int) -> tuple[bytes, list[bytes]]:
+        """Return how a run is now, for its feed, and its new events; b"": it is over, and nothing has changed."""
         history = self._runs[number]
         try:
             history.refresh()
             overview = history.overview()
-            page = history.events(self._next[number], MOST_EVENTS_PUSHED)
+            page = history.events(self._next[number], MOST_EVENTS)
         except Exception as error:
-            return encode({"run": number, "error": f"the run cannot be read: {error}"})
+            return b'"error":%b' % encode(f"the run cannot be read: {error}"), []
         events = page["events"] if self._next[number] >= 0 else []
         self._next[number] = page["next"]
-        told = msgspec.json.encode(msgspec.structs.replace(overview, time=0.0))
-        is_new, self._told[number] = told != self._told[number], told
-        if not is_new and not events and overview.ended:
-            return ""
-        return encode({"run": number, "overview": overview, "events": events})
-
-
-def _takes(connection: ServerConnection) -> bool:
-    return connection.transport.get_write_buffer_size() < MOST_UNSENT_BYTES
+        before, self._told[number] = self._told[number], encode(msgspec.structs.replace(overview, time=0.0))
+        present = b"" if overview.ended and before == self._told[number] else b'"overview":%b' % encode(overview)
+        return present, [encode(event) for event in events]
 
 
 def _port_of(server: Server) -> int:
     return int(next(iter(server.sockets)).getsockname()[1])
-
-
-def _silent() -> logging.Logger:
-    """Return a logger that drops everything: websockets logs a traceback for whatever a stranger sends."""
-    logger = logging.getLogger("unisono.views.page.websockets")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    return logger
-
-
-_SILENT = _silent()
 
 
 def run(directories: Sequence[Path], port: int = 0, open_browser: bool = False) -> int:
@@ -212,7 +172,7 @@ def run(directories: Sequence[Path], port: int = 0, open_browser: bool = False) 
     return asyncio.run(_run([History(directory) for directory in directories], port, open_browser))
 
 
-async def _run(runs: Sequence[Watched], port: int, open_browser: bool) -> int:
+async def _run(runs: Sequence[History], port: int, open_browser: bool) -> int:
     over = asyncio.Event()
     page = Directories(runs, port, secrets.token_urlsafe(24))
     with _until_signal(over):

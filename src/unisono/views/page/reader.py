@@ -1,7 +1,7 @@
 """Process that answers a head's viewers from the run's directory: ``python -m unisono.views.page.reader RUN_ID``.
 
 Each line of its standard input is a list in JSON: a directory and a question; for each it writes one line, the answer
-in JSON without the question's number, or ``{}`` if the directory of the run is not to be seen here.
+in JSON, or ``{}`` if the directory of the run is not to be seen here.
 It has a low priority, so that workers and head come first, and ends with the head.
 """
 
@@ -18,8 +18,7 @@ import msgspec
 from unisono.record.history import History
 from unisono.record.rundir import PRIVATE, holder
 from unisono.system.lifetime import bind_to_parent, name_process
-from unisono.views.page.answers import answer
-from unisono.views.page.limits import MOST_BYTES
+from unisono.views.page.answers import MOST_BYTES, answer
 
 __all__ = ["main", "reply"]
 
@@ -54,11 +53,11 @@ class _Runs:
 
 
 def reply(history: History, question: Any) -> bytes:
-    """Return the answer to a question, without its number."""
-    found = answer([history], {**question, "id": 0} if isinstance(question, dict) else question)
+    """Return the answer to a question."""
+    found = answer([history], question)
     if isinstance(found.get("facts"), dict):
         found = {**found, "facts": {key: found["facts"][key] for key in found["facts"] if key not in PRIVATE}}
-    data = msgspec.json.encode({key: value for key, value in found.items() if key != "id"})
+    data = msgspec.json.encode(found)
     if len(data) > MOST_BYTES:
         text = f"this answer would have {len(data) / 1e6:.0f} MB, and one has {MOST_BYTES / 1e6:.0f} MB at most"
         return msgspec.json.encode({"error": f"{text}: ask for fewer names or points at once"})

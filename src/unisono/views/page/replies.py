@@ -7,6 +7,8 @@ has rules of its own for tokens and for the names that it goes by.
 from __future__ import annotations
 
 import http
+import logging
+from typing import Final
 from urllib.parse import urlsplit
 
 from websockets.datastructures import Headers
@@ -14,7 +16,12 @@ from websockets.http11 import Request, Response
 
 from unisono.views.page import site
 
-__all__ = ["file_of", "host_of", "is_from_elsewhere", "reply", "say"]
+__all__ = ["SILENT", "file_of", "host_of", "is_from_elsewhere", "reply", "say"]
+
+SILENT: Final = logging.getLogger("unisono.views.page.websockets")
+"""Drops everything: websockets logs a traceback for whatever a stranger sends."""
+SILENT.addHandler(logging.NullHandler())
+SILENT.propagate = False
 
 
 def reply(status: int, content_type: str, body: str | bytes, more: dict[str, str] | None = None) -> Response:

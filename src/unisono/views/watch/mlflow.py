@@ -17,7 +17,7 @@ from unisono.views.watch.apart import Apart
 from unisono.views.watch.charts import Charts
 from unisono.views.watch.queued import Queued
 from unisono.views.watch.scalars import scalars
-from unisono.views.watch.since import Memory
+from unisono.views.watch.since import ToolBookmark
 
 __all__ = ["MLflow"]
 
@@ -79,7 +79,7 @@ class _Client(Charts):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow would like a database instead
         self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=uri)
         self._make = importlib.import_module("mlflow.entities")
-        memory = Memory(started.directory, "mlflow")
+        memory = ToolBookmark(started.directory, "mlflow")
         recipe = {name: value for name, value in started.recipe.items() if name != "steps"}
         before, same = memory.read(), {"uri": uri, "experiment": self._experiment, "recipe": recipe}
         if {name: before.get(name) for name in same} == same:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from unisono.core.events import EvaluationFinished, Event, StepFinished
 from unisono.record.journal import JOURNAL, from_line
 
-__all__ = ["Memory", "Once", "since"]
+__all__ = ["Once", "ToolBookmark", "since"]
 
 BLOCK_BYTES: Final = 1 << 16
 TOOLS: Final = "tools"
@@ -106,7 +106,7 @@ class Once:
         return True
 
 
-class Memory:
+class ToolBookmark:
     """What a tool must remember of a run (its name for the run, how far it has got): a file in the run's directory.
 
     Where there is no directory, nothing is remembered.

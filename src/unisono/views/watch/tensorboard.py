@@ -18,7 +18,7 @@ from unisono.system.extras import need
 from unisono.views.watch.charts import Charts
 from unisono.views.watch.queued import Queued
 from unisono.views.watch.scalars import scalars
-from unisono.views.watch.since import Memory
+from unisono.views.watch.since import ToolBookmark
 
 __all__ = ["TensorBoard"]
 
@@ -54,7 +54,7 @@ class _EventFile(Charts):
         self._directory = Path()
         self._proto: Any = None
         self._writer: Any = None
-        self._memory: Memory | None = None
+        self._memory: ToolBookmark | None = None
 
     def close(self) -> None:
         if self._writer is not None:
@@ -77,7 +77,7 @@ class _EventFile(Charts):
         records = importlib.import_module("tensorboard.summary.writer.record_writer")
         directory.mkdir(parents=bool(self._chosen), exist_ok=True)
         before = [path.name for path in directory.glob(f"{PREFIX}.*")]
-        self._memory = Memory(started.directory, "tensorboard")
+        self._memory = ToolBookmark(started.directory, "tensorboard")
         first = self._first(started, has_files=bool(before))
         self._writer = records.RecordWriter((directory / _name(before)).open("xb"))
         self._write(step=first, file_version="brain.Event:2")

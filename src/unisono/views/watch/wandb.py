@@ -18,7 +18,7 @@ from unisono.views.watch.apart import Apart
 from unisono.views.watch.charts import Charts
 from unisono.views.watch.queued import Queued
 from unisono.views.watch.scalars import scalars
-from unisono.views.watch.since import Memory
+from unisono.views.watch.since import ToolBookmark
 
 __all__ = ["WandB"]
 
@@ -51,7 +51,7 @@ class _Client(Charts):
         super().__init__()
         self._project = project or os.environ.get("WANDB_PROJECT", "unisono")
         self._run: Any = None
-        self._memory: Memory | None = None
+        self._memory: ToolBookmark | None = None
         self._about: dict[str, Any] = {}
         self._evaluation: dict[str, float] = {}
         """Of the newest evaluation: a step can be logged once, so it goes with the step that follows."""
@@ -66,7 +66,7 @@ class _Client(Charts):
     def _begin(self, started: RunStarted) -> int:
         self._finish(0)
         wandb = importlib.import_module("wandb")
-        self._memory = Memory(started.directory, "wandb")
+        self._memory = ToolBookmark(started.directory, "wandb")
         recipe = {name: value for name, value in started.recipe.items() if name != "steps"}
         before, same = self._memory.read(), {"project": self._project, "recipe": recipe}
         if {name: before.get(name) for name in same} != same:

@@ -8,15 +8,15 @@ import sys
 from unisono.system.tasks import is_for_person
 from unisono.views.watch.terminal.base import BALANCE_EVERY_S, Terminal, summary
 from unisono.views.watch.terminal.canvas import is_drawable
-from unisono.views.watch.terminal.plain import Plain
+from unisono.views.watch.terminal.plain import PlainTerminal
 
-__all__ = ["BALANCE_EVERY_S", "Plain", "Terminal", "summary", "terminal"]
+__all__ = ["BALANCE_EVERY_S", "PlainTerminal", "Terminal", "summary", "terminal"]
 
 
 def terminal() -> Terminal:
-    """Make the sink that suits standard output: a live view for a terminal, else `Plain`."""
+    """Make the sink that suits standard output: a live view for a terminal, else `PlainTerminal`."""
     if not is_for_person(sys.stdout, os.environ) or not is_drawable(dict(os.environ)):
-        return Plain()
+        return PlainTerminal()
     from unisono.views.watch.terminal.live import Live
 
     return Live()

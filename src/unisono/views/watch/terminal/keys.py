@@ -9,7 +9,7 @@ import termios
 import tty
 from typing import Any, Final
 
-__all__ = ["Keys"]
+__all__ = ["Keyboard"]
 
 _NAMED: Final = {
     b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[C": "right", b"\x1b[D": "left",
@@ -18,7 +18,7 @@ _NAMED: Final = {
 }  # fmt: skip
 
 
-class Keys:
+class Keyboard:
     """The keyboard of a terminal, as long as the context lasts.
 
     Args:
@@ -30,7 +30,7 @@ class Keys:
         self._before: Any = None
         self._is_over = descriptor < 0 or not os.isatty(descriptor)
 
-    def __enter__(self) -> Keys:
+    def __enter__(self) -> Keyboard:
         if not self._is_over:
             self._before = termios.tcgetattr(self._descriptor)
             self._prepare()

@@ -15,13 +15,13 @@ from unisono.record.overview import Overview, Recent
 from unisono.views.watch.cadence import Cadence
 from unisono.views.watch.terminal.base import Terminal, progress_line, summary
 
-__all__ = ["Lines", "Plain"]
+__all__ = ["OverviewLines", "PlainTerminal"]
 
 _KNOWN: Final = 200
 """Sentences of a run that is looked at are told again with each overview: so many are known."""
 
 
-class Plain(Terminal):
+class PlainTerminal(Terminal):
     """Lines, for files and pipes: steps in the rhythm of `Cadence`, the last one, and at once whatever else happens.
 
     Lines about the run begin with the date and the time. What workers print stays as it is: scripts may say the time
@@ -102,7 +102,7 @@ def _turn_off(stream: TextIO) -> None:
     os.close(null)
 
 
-class Lines:
+class OverviewLines:
     """Lines about a run that is looked at: each sentence once, a new state at once, steps in the rhythm of `Cadence`.
 
     Args:

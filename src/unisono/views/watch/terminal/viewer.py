@@ -12,7 +12,7 @@ from typing import Final
 from unisono.record.overview import Overview
 from unisono.views.watch.terminal.canvas import colours_wanted, shows_unicode
 from unisono.views.watch.terminal.drawing import draw, in_short
-from unisono.views.watch.terminal.keys import Keys
+from unisono.views.watch.terminal.keys import Keyboard
 from unisono.views.watch.terminal.pages import Looked, draw_page, turned
 from unisono.views.watch.terminal.screen import Screen, rows_beside_output
 from unisono.views.watch.terminal.text import Line, plain
@@ -33,7 +33,7 @@ class Viewer:
         self._rows = 0
         self._is_over = self._has_left = False
         self._error: BaseException | None = None
-        self._keys = Keys(_keyboard())
+        self._keys = Keyboard(_keyboard())
         self._screen: Screen | None = None
 
     def __enter__(self) -> Viewer:
