@@ -258,11 +258,9 @@ class Agreement:
 
     def _compare(self, telemetry: Sequence[StepTelemetry]) -> None:
         compared = [rank for rank, each in enumerate(telemetry) if each.compared_step == self._step]
-        for group in self._members.state_layout().alike():
-            ranks = [rank for rank in compared if self._members.worker_ids[rank] in group]
-            states = {rank: telemetry[rank].state_digest for rank in ranks}
-            if len(set(states.values())) > 1:
-                self._states_differ(telemetry, states)
+        states = {rank: telemetry[rank].state_digest for rank in compared}
+        if len(set(states.values())) > 1:
+            self._states_differ(telemetry, states)
         if self._have_copies_that_differ(telemetry):
             self._copies_differ(telemetry)
         for owner in compared:

@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from unisono.core.errors import PeerLost, UsageError
-from unisono.core.layout import EVERYTHING
 from unisono.engine.exchange import Exchange, Parcel
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.standing import Report
@@ -83,10 +82,7 @@ def share_state(
         return list(reports), None
     if not any(report.fresh for report in reports):
         return list(reports), None
-    holders = [one for one, report in zip(team.worker_ids, reports, strict=True) if not report.fresh]
-    giver = members.state_layout().source(EVERYTHING, holders)
-    assert giver is not None
-    source = team.worker_ids.index(giver)
+    source = next(rank for rank, report in enumerate(reports) if not report.fresh)
     packed = None
     if team.rank == source:
         packed = pack({**tracked.state(), "lines": unwritten_lines()}, "tracked")
