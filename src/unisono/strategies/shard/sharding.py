@@ -72,7 +72,7 @@ class Shares:
     @property
     def is_whole(self) -> bool:
         """Whether all states are here."""
-        return all(map(self.held().__contains__, self.outlines))
+        return set(self.outlines).issubset(self.here())
 
     def update(self) -> None:
         """Make one step. Collective within a training loop.
@@ -212,6 +212,16 @@ class Shares:
             for index, parameter in enumerate(self.parameters())
             if parameter in state
         }
+
+    def here(self) -> list[int]:
+        """Return the parameters whose states are here."""
+        state = self._optimizer.state
+        return [index for index, parameter in enumerate(self.parameters()) if parameter in state]
+
+    def state(self, index: int) -> dict[str, Any]:
+        """Return a state that is here, with its keys in the order of its outline."""
+        held = self._optimizer.state[self.parameters()[index]]
+        return {key: held[key] for key in self.outlines[index]}
 
     def made(self, index: int) -> dict[str, Any]:
         """Return a state as its outline says, with tensors of arbitrary content."""
