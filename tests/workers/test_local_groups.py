@@ -33,17 +33,8 @@ pytestmark = pytest.mark.more
 ELSEWHERE = ("local.coded", "local.grouped", "local.ungrouped")
 AT = [
     *(at for at in POINTS if at.startswith("local.") and at not in ELSEWHERE),
-    *(
-        "states.delivering",
-        "before_backward",
-        "after_backward",
-        "before_combine",
-        "published",
-        "reduced",
-        "committed",
-        "in_sums",
-    ),
-    "after_step",
+    *("states.delivering", "before_backward", "after_backward", "before_combine", "published", "reduced", "committed"),
+    *("in_sums", "after_step"),
 ]
 
 

@@ -8,13 +8,16 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import functional as F
 
 import unisono
@@ -29,13 +32,14 @@ from unisono.engine.checkpoint import saving, snapshot
 from unisono.engine.checkpoint.loading import read
 from unisono.engine.checkpoint.snapshot import Layout, held_by_all, tensor_names
 from unisono.engine.state.packing import digest_of_state, pack, pack_held, unpack
-from unisono.engine.state.sharded import held_digests, states_in
+from unisono.engine.state.spread import held_digests, units_in
 from unisono.engine.state.tracked import Tracked
 from unisono.record import checkpoints as files
 from unisono.record.checkpoints import FileFacts
 from unisono.record.journal import read as read_journal
 from unisono.record.rundir import RunDirectory
 from unisono.script import run as running
+from unisono.strategies.shard.sharding import ShardedOptimizer
 
 pytestmark = pytest.mark.more
 
@@ -63,10 +67,22 @@ def held_by(worker_id: str, holders: Sequence[tuple[str, ...]]) -> dict[str, Any
     return state
 
 
+def shared(state: dict[str, Any]) -> Any:
+    """An optimizer of which one worker holds some states, as far as their digests need it."""
+    unit = partial(ShardedOptimizer.unit, cast(ShardedOptimizer, None))
+    return SimpleNamespace(state_dict=lambda: state, unit=unit)
+
+
+def held(optimizer: Any) -> dict[int, dict[str, Tensor]]:
+    """By parameter: the states that this worker holds."""
+    states = optimizer.state_dict()["state"]
+    return {index: state for index, state in states.items() if not any(one.is_meta for one in state.values())}
+
+
 def by_path(holders: Sequence[tuple[str, ...]]) -> snapshot.Holders:
     def find(paths: Sequence[str]) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = [()] * len(paths)
-        for number, index in states_in(paths, "tracked['objects']['optimizer']"):
+        for number, index in units_in(shared({}), paths, "tracked['objects']['optimizer']"):
             found[number] = holders[index]
         return found
 
@@ -211,7 +227,7 @@ def test_a_file_that_cannot_be_written_says_so_in_the_end(tmp_path: Path) -> Non
 
 def test_digests_of_all_holders_make_that_of_the_replicated_optimizer() -> None:
     optimizers = [held_by(me, PAIRS)["objects"]["optimizer"] for me in ("w0", "w1", "w2")]
-    others = {number: digest for one in optimizers for number, digest in held_digests(one).items()}
+    others = {number: digest for one in optimizers for number, digest in held_digests(shared(one)).items()}
     expected = digest_of_state(whole()["objects"]["optimizer"])
     assert [digest_of_state(one, others) for one in optimizers] == [expected] * 3
 
@@ -429,23 +445,23 @@ def _load(seat: Seat, place: Place, directory: str, reaching: Collection[int], r
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
-            held = {index: bool(state["exp_avg"].any()) for index, state in optimizer.held().items()}  # type: ignore[attr-defined]
+            having = {index: bool(state["exp_avg"].any()) for index, state in held(optimizer).items()}
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             break
         else:
             raise AssertionError("no step")
-    return held
+    return having
 
 
 @pytest.mark.parametrize("reaching", [[0], [0, 1, 2]])
 def test_each_member_loads_only_what_it_will_hold(
     reaching: Collection[int], halves: dict[str, Path], tmp_path: Path
 ) -> None:
-    held = train_on("shared", 3, _load, str(tmp_path / "run"), reaching, str(halves["sharded"]))
-    assert sorted(index for one in held for index in one) == list(range(len(list(Mlp().parameters()))))
-    assert all(len(one) > 0 for one in held)
-    assert all(all(one.values()) for one in held)
+    having = train_on("shared", 3, _load, str(tmp_path / "run"), reaching, str(halves["sharded"]))
+    assert sorted(index for one in having for index in one) == list(range(len(list(Mlp().parameters()))))
+    assert all(len(one) > 0 for one in having)
+    assert all(all(one.values()) for one in having)
 
 
 # -- newcomers ---------------------------------------------------------------------------------------
@@ -469,7 +485,7 @@ def test_a_newcomer_gets_no_state_and_knows_what_there_is() -> None:
     assert not [path for path in packed.paths if "exp_avg" in path]
     newcomer.load(unpack(packed.skeleton, packed.tensors))
     optimizer = newcomer.sharded["optimizer"]
-    assert optimizer.held() == {}
+    assert held(optimizer) == {}
     expected = members.objects["optimizer"].state_dict()["state"]
     found = optimizer.state_dict()["state"]
     assert list(found) == list(expected)
@@ -507,7 +523,7 @@ def _spoil(seat: Seat, place: Place, spoilt: int) -> str:
                     F.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 if step.number == 2 and seat.rank == spoilt:
-                    state = next(iter(optimizer.held().values()))  # type: ignore[attr-defined]
+                    state = next(iter(held(optimizer).values()))
                     state["exp_avg"].view(-1)[0] += 1.0
     except DivergenceError as error:
         return str(error)

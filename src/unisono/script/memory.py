@@ -164,9 +164,9 @@ def _state_to_come(tracked: Tracked, among: Among) -> int:
     found = 0
     for name, optimizer in tracked.optimizers.items():
         sharded = tracked.sharded.get(name)
-        if any(optimizer.state.values()) or (sharded is not None and any(sharded.holders)):
+        if any(optimizer.state.values()) or (sharded is not None and any(sharded.holders.values())):
             continue
-        owners = sharded.plan(among.members) if sharded is not None and among.members else ()
+        owners = sharded.plan(among.members) if sharded is not None and among.members else {}
         index = 0
         for group in optimizer.param_groups:
             copies = _copies(type(optimizer).__name__, group)

@@ -27,7 +27,7 @@ from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.microbatch.losses import Microbatch
 from unisono.engine.rounds.gradient import StepContext
-from unisono.engine.state.sharded import Sharded
+from unisono.engine.state.spread import Spread
 from unisono.engine.state.sums import plain
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.delay.arrived import Arrived
@@ -69,7 +69,7 @@ def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
                 "computed, when the scale may be another one. Use bfloat16, which needs no scaler "
                 "(torch.autocast(..., dtype=torch.bfloat16)), or delay=0"
             )
-        if isinstance(value, Sharded):
+        if isinstance(value, Spread):
             raise UsageError(
                 f"{name!r} is an optimizer of unisono.shard, whose update is common work of all workers: it waits for "
                 f"the slowest one in every step, so run.steps(delay={delay}) would gain nothing. Use one of the two"

@@ -210,13 +210,13 @@ class Replicas:
             dict(holders),
         )
 
-    def holders(self, path: str) -> tuple[str, ...]:
-        """Return the ids of the workers that hold the tensor at a path of `state_dict`, e.g. ``['held'][2]...``."""
-        replica = self.unit(path)
-        return self.now.holders.get(replica, ()) if replica is not None else ()
+    @property
+    def holders(self) -> dict[int, tuple[str, ...]]:
+        """By replica: the ids of the workers that hold its state."""
+        return self.now.holders
 
     def unit(self, path: str) -> int | None:
-        """Return the replica whose state has the tensor at a path of `state_dict`."""
+        """Return the replica whose state has the tensor at a path of `state_dict`, e.g. ``['held'][2]...``."""
         found = re.match(r"\['held'\]\[(\d+)\]", path)
         return int(found[1]) if found is not None else None
 
