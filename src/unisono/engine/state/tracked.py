@@ -22,7 +22,6 @@ from unisono.core.errors import StateLost, StepError, UsageError
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.carried import Carried
 from unisono.engine.state.packing import digest_of_state, is_same_state
-from unisono.engine.state.pending import Pending
 from unisono.engine.state.spread import Spread, digests_of_units, held_digests, units_in
 from unisono.engine.state.sums import Sums
 
@@ -78,8 +77,7 @@ class Tracked:
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
         self.sums = Sums()
-        self.pending = Pending()
-        self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
+        self._own: dict[str, OwnPart] = {"sums": self.sums}
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:
