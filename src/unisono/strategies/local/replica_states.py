@@ -20,7 +20,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from unisono.cluster.worker import member as members
 from unisono.core.errors import StepError, UsageError
 from unisono.core.holdings import copied as with_copies
 from unisono.core.holdings import holders_of
@@ -40,7 +39,6 @@ __all__ = [
     "common",
     "copied",
     "give",
-    "own_id",
     "restore",
     "take",
 ]
@@ -191,7 +189,7 @@ class Replicas:
         """Load what `outline`, or in a checkpoint `state_dict`, has returned."""
         self.before = Shelf()
         if "held" in state:
-            self.load_shares(state, dict.fromkeys(state["held"], (own_id(),)))
+            self.load_shares(state, {})  # who holds which state is known when all members have loaded theirs
         else:
             headers = msgspec.msgpack.decode(state["headers"], type=dict[int, Header])
             self.now = Shelf({}, headers, {replica: tuple(ids) for replica, ids in state["holders"].items()})
@@ -230,12 +228,6 @@ class Replicas:
         computed = holders_of(own)
         holders = with_copies(computed, hosts, self.num_copies)
         return {replica: tuple(members[rank].worker_id for rank in ranks) for replica, ranks in holders.items()}
-
-
-def own_id() -> str:
-    """Return the id of this worker."""
-    member = members.current()
-    return member.worker_id if member is not None else "w0"
 
 
 def take(optimizers: Mapping[str, torch.optim.Optimizer]) -> ReplicaState:
