@@ -76,7 +76,7 @@ def test_one_number_tells_whether_all_copies_are_equal(holders: list[list[str]],
     held = {worker: {n: d for n, d in digests.items() if worker in holders[n]} for worker in "abcde"}
 
     def total() -> int:
-        return sum(balance_of_copies(held[worker], dict(enumerate(holders)), worker) for worker in held) % 2**64
+        return sum(balance_of_copies(held[worker], holders, worker) for worker in held) % 2**64
 
     assert total() == 0
     number = data.draw(st.sampled_from(range(len(holders))))

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn import functional as F
 
 import unisono
@@ -71,12 +70,6 @@ def shared(state: dict[str, Any]) -> Any:
     """An optimizer of which one worker holds some states, as far as their digests need it."""
     unit = partial(ShardedOptimizer.unit, cast(ShardedOptimizer, None))
     return SimpleNamespace(state_dict=lambda: state, unit=unit)
-
-
-def held(optimizer: Any) -> dict[int, dict[str, Tensor]]:
-    """By parameter: the states that this worker holds."""
-    states = optimizer.state_dict()["state"]
-    return {index: state for index, state in states.items() if not any(one.is_meta for one in state.values())}
 
 
 def by_path(holders: Sequence[tuple[str, ...]]) -> snapshot.Holders:
@@ -445,23 +438,23 @@ def _load(seat: Seat, place: Place, directory: str, reaching: Collection[int], r
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         for step in run.steps(vectors(), batch_size=24, microbatches=6, epochs=2):
-            having = {index: bool(state["exp_avg"].any()) for index, state in held(optimizer).items()}
+            held = {index: bool(state["exp_avg"].any()) for index, state in optimizer.held().items()}  # type: ignore[attr-defined]
             for x, y in step:
                 F.cross_entropy(model(x), y).backward()
             break
         else:
             raise AssertionError("no step")
-    return having
+    return held
 
 
 @pytest.mark.parametrize("reaching", [[0], [0, 1, 2]])
 def test_each_member_loads_only_what_it_will_hold(
     reaching: Collection[int], halves: dict[str, Path], tmp_path: Path
 ) -> None:
-    having = train_on("shared", 3, _load, str(tmp_path / "run"), reaching, str(halves["sharded"]))
-    assert sorted(index for one in having for index in one) == list(range(len(list(Mlp().parameters()))))
-    assert all(len(one) > 0 for one in having)
-    assert all(all(one.values()) for one in having)
+    held = train_on("shared", 3, _load, str(tmp_path / "run"), reaching, str(halves["sharded"]))
+    assert sorted(index for one in held for index in one) == list(range(len(list(Mlp().parameters()))))
+    assert all(len(one) > 0 for one in held)
+    assert all(all(one.values()) for one in held)
 
 
 # -- newcomers ---------------------------------------------------------------------------------------
@@ -484,8 +477,8 @@ def test_a_newcomer_gets_no_state_and_knows_what_there_is() -> None:
     packed = pack(members.state(), "tracked")
     assert not [path for path in packed.paths if "exp_avg" in path]
     newcomer.load(unpack(packed.skeleton, packed.tensors))
-    optimizer = newcomer.sharded["optimizer"]
-    assert held(optimizer) == {}
+    optimizer = cast(ShardedOptimizer, newcomer.sharded["optimizer"])
+    assert optimizer.held() == {}
     expected = members.objects["optimizer"].state_dict()["state"]
     found = optimizer.state_dict()["state"]
     assert list(found) == list(expected)
@@ -523,7 +516,7 @@ def _spoil(seat: Seat, place: Place, spoilt: int) -> str:
                     F.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 if step.number == 2 and seat.rank == spoilt:
-                    state = next(iter(held(optimizer).values()))
+                    state = next(iter(optimizer.held().values()))  # type: ignore[attr-defined]
                     state["exp_avg"].view(-1)[0] += 1.0
     except DivergenceError as error:
         return str(error)

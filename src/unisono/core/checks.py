@@ -33,7 +33,7 @@ COMPARE_EVERY = 100
 REHEARSE_EVERY = 1000
 
 
-def balance_of_copies(digests: Mapping[int, int], holders: Mapping[int, Sequence[str]], worker_id: str) -> int:
+def balance_of_copies(digests: Mapping[int, int], holders: Sequence[Sequence[str]], worker_id: str) -> int:
     """Return one worker's part of a sum that is 0 modulo 2**64, over all workers, where all copies are equal.
 
     The first holder of a state counts its digest once for each other holder, and each of these takes its own away. So
@@ -41,7 +41,7 @@ def balance_of_copies(digests: Mapping[int, int], holders: Mapping[int, Sequence
 
     Args:
         digests: of the states that the worker holds, by number; 64 bits, well mixed.
-        holders: by such a number, the workers that hold the state.
+        holders: by number, the workers that hold the state.
     """
     total = 0
     for number, digest in digests.items():

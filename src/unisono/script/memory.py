@@ -164,7 +164,7 @@ def _state_to_come(tracked: Tracked, among: Among) -> int:
     found = 0
     for name, optimizer in tracked.optimizers.items():
         sharded = tracked.sharded.get(name)
-        if any(optimizer.state.values()) or (sharded is not None and any(sharded.holders.values())):
+        if any(optimizer.state.values()) or (sharded is not None and any(sharded.holders)):
             continue
         owners = sharded.plan(among.members) if sharded is not None and among.members else {}
         index = 0

@@ -28,7 +28,7 @@ class Spread(Protocol):
         """Whether it is so now; the same on all members."""
 
     @property
-    def holders(self) -> Mapping[int, tuple[str, ...]]:
+    def holders(self) -> Sequence[tuple[str, ...]]:
         """By unit: the ids of the workers that hold it. Equal on all members; () for a unit that has no state yet."""
 
     def unit(self, path: str) -> int | None:

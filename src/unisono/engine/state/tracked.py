@@ -320,7 +320,7 @@ class Tracked:
         found: list[tuple[str, ...]] = [()] * len(paths)
         known = {key: part.holders for key, part in self.spread.items()}
         for number, key, unit in self.units_in(paths):
-            found[number] = known[key].get(unit, ())
+            found[number] = known[key][unit]
         return found
 
     def units_in(self, paths: Sequence[str]) -> Iterator[tuple[int, tuple[str, str], int]]:

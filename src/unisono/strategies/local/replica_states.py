@@ -209,9 +209,9 @@ class Replicas:
         )
 
     @property
-    def holders(self) -> dict[int, tuple[str, ...]]:
+    def holders(self) -> list[tuple[str, ...]]:
         """By replica: the ids of the workers that hold its state."""
-        return self.now.holders
+        return [self.now.holders.get(replica, ()) for replica in range(len(self.now.headers))]
 
     def unit(self, path: str) -> int | None:
         """Return the replica whose state has the tensor at a path of `state_dict`, e.g. ``['held'][2]...``."""

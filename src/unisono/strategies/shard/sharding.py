@@ -205,6 +205,14 @@ class Shares:
         self.outlines.update(sorted(changes.items()))
         self.stateless -= changes.keys()
 
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """Return by parameter the tensors of the states that are here."""
+        state, parameters = self._optimizer.state, self.parameters()
+        return {
+            index: {key: value for key, value in state[parameters[index]].items() if isinstance(value, Tensor)}
+            for index in self.here()
+        }
+
     def here(self) -> list[int]:
         """Return the parameters whose states are here."""
         state = self._optimizer.state
@@ -263,9 +271,9 @@ class ShardedOptimizer(Optimizer):
         return True
 
     @property
-    def holders(self) -> dict[int, tuple[str, ...]]:
+    def holders(self) -> Owners:
         """By parameter: the ids of the members that hold its state; () where it has none yet."""
-        return dict(enumerate(self._shares.holders))
+        return self._shares.holders
 
     def unit(self, path: str) -> int | None:
         """Return the parameter whose state has the tensor at a path of `state_dict`."""
@@ -334,6 +342,10 @@ class ShardedOptimizer(Optimizer):
             "whole": shares.members_of(shares.whole) if shares.owners is None else (),
             "outlines": dict(shares.outlines),
         }
+
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """Return by parameter the tensors of the states that this worker holds."""
+        return self._shares.held()
 
     def _load_outline(self, outline: dict[str, Any]) -> None:
         super().load_state_dict({"param_groups": outline["param_groups"], "state": {}})
