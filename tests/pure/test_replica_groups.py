@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.copies import keepers
+from unisono.core.holdings import keepers
 from unisono.core.plan import Plan, plan, replan
 from unisono.core.tree import leaf, leaves
 from unisono.strategies.local.groups import Grouping, groups_of

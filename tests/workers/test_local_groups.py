@@ -29,11 +29,11 @@ from unisono.testing import Faults, Outcome
 
 pytestmark = pytest.mark.more
 
-ELSEWHERE = ("local.leaving", "local.coded", "local.grouped", "local.ungrouped")
+ELSEWHERE = ("local.coded", "local.grouped", "local.ungrouped")
 AT = [
     *(at for at in POINTS if at.startswith("local.") and at not in ELSEWHERE),
-    *("before_backward", "after_backward", "before_combine", "published", "reduced", "committed", "in_sums"),
-    "after_step",
+    *("states.delivering", "before_backward", "after_backward", "before_combine", "published", "reduced", "committed"),
+    *("in_sums", "after_step"),
 ]
 
 
@@ -71,7 +71,7 @@ def cases() -> list[tuple[str, int, int, str, int]]:
     if ALL:
         return every
     names = list(EXCHANGES)
-    chosen = ("local.inner_step", "published", "committed", "local.placed", "local.copied", "local.delivering")
+    chosen = ("local.inner_step", "published", "committed", "local.placed", "local.copied", "states.delivering")
     return [(names[number % 3], 4 + number % 2, 2, at, number % 3) for number, at in enumerate(chosen)]
 
 

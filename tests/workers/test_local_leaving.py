@@ -30,7 +30,7 @@ def test_all_workers_with_the_state_of_a_replica_may_leave_together(
     outcome = run_workers(SCRIPT, 1, directory=calm, arguments=arguments)
     assert outcome.exit_code == 0, outcome.output
     if lost:
-        for name, value in Faults().kill(lost, at="local.leaving").environment().items():
+        for name, value in Faults().kill(lost, at="states.moving").environment().items():
             monkeypatch.setenv(name, value)
     with Gates(tmp_path / "gates", (2,)) as gates:
         options = (*PATIENT, "-n", 3, "--run-dir", directory, "--max-restarts", 0)

@@ -39,7 +39,7 @@ ROUNDS = 5
 ROUND = 2
 """The round in which something happens."""
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
-ELSEWHERE = ("local.leaving", "local.delivering", "local.coded", "local.grouped", "local.ungrouped")
+ELSEWHERE = ("local.coded", "local.grouped", "local.ungrouped")
 AT = [
     *(at for at in POINTS if at.startswith("local.") and at not in ELSEWHERE),
     *("before_backward", "after_backward", "published", "reduced", "committed", "after_step", "step_head"),
@@ -426,7 +426,7 @@ def coded(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Ou
 @pytest.mark.parametrize(
     ("exchange", "workers", "at", "rank"),
     [
-        ("shared", 2, "local.delivering", 0),
+        ("shared", 2, "states.delivering", 0),
         ("gloo", 3, "local.coded", 0),
         ("two-level", 3, "committed", 2),
     ],

@@ -27,7 +27,7 @@ STEPS = 8
 STEP = 3
 UPDATE_POINTS = ["shard.updated", "shard.delivered", "shard.committed"]
 NEAR_POINTS = ["reduced", "committed", "after_step"]
-MOVE_POINTS = ["shard.moving", "shard.moved"]
+MOVE_POINTS = ["states.moving", "states.delivering", "states.moved"]
 DELIVERY_POINTS = {
     "shared": ["deliver.staged"],
     "gloo": ["deliver.sent", "deliver.received"],
@@ -61,7 +61,7 @@ SAMPLE = [
     ("gloo", 3, "deliver.sent", 1),
     ("two-level", 4, "deliver.staged", 3),
 ]
-MOVES = [("shared", 4, "shard.moving", 1), ("gloo", 4, "shard.moved", 2)]
+MOVES = [("shared", 4, "states.moving", 1), ("gloo", 4, "states.moved", 2)]
 if ALL:
     SAMPLE, MOVES = list(all_cases([*UPDATE_POINTS, *NEAR_POINTS], 2, 3)), list(all_cases(MOVE_POINTS, 4))
     SAMPLE += [
@@ -104,7 +104,7 @@ def assert_same_bits(directory: Path, hurt: Outcome, calm: tuple[Path, Outcome])
 
 
 def test_the_points_are_those_that_there_are() -> None:
-    assert sorted(at for at in POINTS if at.startswith("shard.")) == sorted(
+    assert sorted(at for at in POINTS if at.startswith(("shard.", "states."))) == sorted(
         [*UPDATE_POINTS, *MOVE_POINTS, *CHECKPOINT_POINTS]
     )
 

@@ -18,7 +18,7 @@ import unisono
 from tests.workers.models import Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
-from unisono.engine.state.sharded import Sharded
+from unisono.engine.state.spread import Spread
 
 pytestmark = pytest.mark.more
 
@@ -197,7 +197,7 @@ def test_outside_of_a_run_it_is_what_it_was(make: Callable[[Any], optim.Optimize
             (bits_of(trained), bits_of(optimizer.state_dict()), bits_of(again.state_dict()), repr(optimizer))
         )
     assert outcomes[0] == outcomes[1]
-    assert isinstance(optimizer, Sharded)
+    assert isinstance(optimizer, Spread)
 
 
 # -- within a run ------------------------------------------------------------------------------------

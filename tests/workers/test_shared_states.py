@@ -8,8 +8,10 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -29,12 +31,13 @@ from unisono.engine.checkpoint import saving, snapshot
 from unisono.engine.checkpoint.loading import read
 from unisono.engine.checkpoint.snapshot import Layout, held_by_all, tensor_names
 from unisono.engine.state.packing import digest_of_state, pack, pack_held, unpack
-from unisono.engine.state.sharded import held_digests, states_in
+from unisono.engine.state.spread import held_digests, units_in
 from unisono.engine.state.tracked import Tracked
 from unisono.record import checkpoints as files
 from unisono.record.checkpoints import FileFacts
 from unisono.record.journal import read as read_journal
 from unisono.record.rundir import RunDirectory
+from unisono.strategies.shard.sharding import ShardedOptimizer
 
 pytestmark = pytest.mark.more
 
@@ -62,10 +65,16 @@ def held_by(worker_id: str, holders: Sequence[tuple[str, ...]]) -> dict[str, Any
     return state
 
 
+def shared(state: dict[str, Any]) -> Any:
+    """An optimizer of which one worker holds some states, as far as their digests need it."""
+    unit = partial(ShardedOptimizer.unit, cast(ShardedOptimizer, None))
+    return SimpleNamespace(state_dict=lambda: state, unit=unit)
+
+
 def by_path(holders: Sequence[tuple[str, ...]]) -> snapshot.Holders:
     def find(paths: Sequence[str]) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = [()] * len(paths)
-        for number, index in states_in(paths, "tracked['objects']['optimizer']"):
+        for number, index in units_in(shared({}), paths, "tracked['objects']['optimizer']"):
             found[number] = holders[index]
         return found
 
@@ -210,7 +219,7 @@ def test_a_file_that_cannot_be_written_says_so_in_the_end(tmp_path: Path) -> Non
 
 def test_digests_of_all_holders_make_that_of_the_replicated_optimizer() -> None:
     optimizers = [held_by(me, PAIRS)["objects"]["optimizer"] for me in ("w0", "w1", "w2")]
-    others = {number: digest for one in optimizers for number, digest in held_digests(one).items()}
+    others = {number: digest for one in optimizers for number, digest in held_digests(shared(one)).items()}
     expected = digest_of_state(whole()["objects"]["optimizer"])
     assert [digest_of_state(one, others) for one in optimizers] == [expected] * 3
 
@@ -467,7 +476,7 @@ def test_a_newcomer_gets_no_state_and_knows_what_there_is() -> None:
     packed = pack(members.state(), "tracked")
     assert not [path for path in packed.paths if "exp_avg" in path]
     newcomer.load(unpack(packed.skeleton, packed.tensors))
-    optimizer = newcomer.sharded["optimizer"]
+    optimizer = cast(ShardedOptimizer, newcomer.sharded["optimizer"])
     assert optimizer.held() == {}
     expected = members.objects["optimizer"].state_dict()["state"]
     found = optimizer.state_dict()["state"]

@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -450,9 +450,8 @@ def test_a_viewer_that_floods_the_head_is_read_slowly(serve: Callable[..., Serve
 
 def most_read(served: Served) -> float:
     """What was read of the viewer that has said most, less what it might say meanwhile."""
-    return max(
-        (caller._allowance._used for caller in served.head._viewing._viewers._viewers if caller._allowance), default=0.0
-    )
+    viewers: Iterable[Any] = served.head._viewing._viewers._viewers
+    return max((caller._allowance._used for caller in viewers if caller._allowance), default=0.0)
 
 
 def test_a_viewer_that_does_not_read_is_told_nothing_more_and_dropped(

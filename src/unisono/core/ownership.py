@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Owners", "Place", "living", "lost", "owners", "senders", "shares"]
+__all__ = ["Owners", "Place", "living", "owners", "senders", "shares"]
 
 Owners = tuple[tuple[str, ...], ...]
 """By parameter: the ids of its owners. The first one sends the new values to those that own it not."""
@@ -29,11 +29,6 @@ class Place(NamedTuple):
 def living(table: Owners, worker_ids: Collection[str]) -> Owners:
     """Return the owners that are members."""
     return tuple(tuple(one for one in each if one in worker_ids) for each in table)
-
-
-def lost(table: Owners, worker_ids: Collection[str]) -> list[int]:
-    """Return the parameters of which no owner is a member."""
-    return [index for index, each in enumerate(table) if not any(one in worker_ids for one in each)]
 
 
 def shares(sizes: Sequence[int], table: Owners) -> dict[str, int]:

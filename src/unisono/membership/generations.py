@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from unisono.core.layout import replicated
 from unisono.core.messages import MemberInfo, Notice
 from unisono.core.words import count, listed
 from unisono.membership.admission import MAX_UNREACHED, send_away
@@ -72,9 +71,9 @@ def _state_is_lost(draft: Draft, survivors: list[str], fresh: list[Worker]) -> b
     Before the first step is done nothing is lost with the state: the newcomers begin (again).
     """
     state = draft.state
-    layout = replicated([*state.members, *state.before])
     can_begin = bool(fresh) and state.committed < 0
-    return state.held and not layout.survives(survivors) and not can_begin
+    holds = {*state.members, *state.before}.intersection(survivors)
+    return state.held and not holds and not can_begin
 
 
 def _go_on_without_state(draft: Draft, why: str) -> None:

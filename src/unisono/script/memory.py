@@ -166,7 +166,7 @@ def _state_to_come(tracked: Tracked, among: Among) -> int:
         sharded = tracked.sharded.get(name)
         if any(optimizer.state.values()) or (sharded is not None and any(sharded.holders)):
             continue
-        owners = sharded.plan(among.members) if sharded is not None and among.members else ()
+        owners = sharded.plan(among.members) if sharded is not None and among.members else {}
         index = 0
         for group in optimizer.param_groups:
             copies = _copies(type(optimizer).__name__, group)

@@ -28,6 +28,8 @@ from unisono.script.length import Length
 from unisono.script.loop import Wire, check_wire
 from unisono.script.schedule import Planned, check_first_step, schedule
 from unisono.script.streamed import Asked, StreamSchedule
+from unisono.strategies.delay.pending import NAME as PENDING
+from unisono.strategies.delay.pending import Pending
 from unisono.strategies.delay.prediction import NAME as PREDICTION
 from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.strategy import Delayed, check_delay
@@ -190,7 +192,11 @@ class Trainings(ABC):
         prediction = Prediction(delay) if predict else None
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
-        strategy = Delayed(delay, planned.num_steps, prediction) if delay else Synchronous()
+        strategy: Strategy = Synchronous()
+        if delay:
+            pending = Pending()
+            self._tracked.own(PENDING, pending)
+            strategy = Delayed(delay, planned.num_steps, pending, prediction)
         if isinstance(planned, StreamSchedule):
             self._tracked.own(STREAMS, self._asked.bookmarks)
             planned = dataclasses.replace(planned, delay=delay)

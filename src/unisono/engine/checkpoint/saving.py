@@ -25,7 +25,6 @@ import torch
 
 from unisono.core.cadence import CheckpointReport, Checkpoints, SnapshotDecision, Status, is_due, judge, may_begin
 from unisono.core.errors import CheckpointError
-from unisono.core.layout import EVERYTHING, replicated
 from unisono.engine.checkpoint.copies import Copies
 from unisono.engine.checkpoint.snapshot import Camera, Holders, Moment, Snapshot, held_by_all
 from unisono.engine.checkpoint.writer import Writer, read_facts
@@ -181,7 +180,7 @@ class Saver:
 
     def choose_publisher(self, worker_ids: Sequence[str]) -> str | None:
         """Return the member that writes for all members; None: no member sees the directory."""
-        return replicated(worker_ids).publisher(worker_ids if self.reaching is None else self.reaching)
+        return next(iter(_writers(worker_ids, worker_ids if self.reaching is None else self.reaching)), None)
 
     def news(self) -> dict[str, Any]:
         """Return the news of checkpoints since the last call, for the journal."""
@@ -364,11 +363,9 @@ class Saver:
         assert self.reaching is not None
         self._wanted = self._asked = False
         self._taken_at = time.monotonic()
-        members = replicated(moment.worker_ids)
-        publisher = members.publisher(self.reaching)
-        assert publisher is not None
-        snapshot = self._take(moment, members.writers(EVERYTHING, self.reaching), is_last=False)
-        self._start(moment, moment.worker_ids.index(publisher), snapshot)
+        writers = _writers(moment.worker_ids, self.reaching)
+        snapshot = self._take(moment, writers, is_last=False)
+        self._start(moment, moment.worker_ids.index(writers[0]), snapshot)
         return snapshot
 
     def _start(self, moment: Moment, publisher: int, snapshot: Snapshot) -> _UnderWay:
@@ -387,7 +384,7 @@ class Saver:
 
     def _prepare(self, worker_ids: Sequence[str]) -> None:
         """Have the memory for this member's part made before it is needed."""
-        writers = replicated(worker_ids).writers(EVERYTHING, self.reaching or ())
+        writers = _writers(worker_ids, self.reaching or ())
         if self._worker_id in writers:
             num_bytes = self._camera.num_bytes(writers, writers.index(self._worker_id))
             self._writer.prepare(partial(self._camera.reserve, num_bytes))
@@ -458,7 +455,7 @@ class Saver:
             reaching: the ids of the workers that see the directory.
         """
         self._give_up(is_final=False)
-        writers = [one for one in moment.worker_ids if one in reaching]
+        writers = _writers(moment.worker_ids, reaching)
         snapshot = self._take(moment, writers, is_last=True)
         self._last[moment.generation] = snapshot
         written = WrittenPart(moment.generation, len(snapshot.layout.headers), has_loans=bool(snapshot.loans))
@@ -483,10 +480,10 @@ class Saver:
         Returns:
             Why it could not be published; "": it is published; None: that is for another member to say.
         """
-        seeing = [one for one in worker_ids if one in reaching]
-        if not seeing:
+        writers = _writers(worker_ids, reaching)
+        if not writers:
             return UNSEEN
-        if self._worker_id != seeing[0]:
+        if self._worker_id != writers[0]:
             return None
         snapshot, rank = self._last[whole.generation], worker_ids.index(self._worker_id)
         if not snapshot.folder.exists():
@@ -602,6 +599,11 @@ class Saver:
                 "The disk is too slow for so many checkpoints; write them less often",
                 stacklevel=2,
             )
+
+
+def _writers(worker_ids: Sequence[str], reaching: Collection[str]) -> list[str]:
+    """Return the members that see the directory, in the order of ranks: each writes a part, the first one publishes."""
+    return [one for one in worker_ids if one in reaching]
 
 
 def _shown(error: BaseException) -> str:

@@ -261,11 +261,9 @@ class Agreement:
 
     def _compare(self, said: Sequence[Compared]) -> None:
         compared = [rank for rank, each in enumerate(said) if each.compared_step == self._step]
-        for group in self._members.state_layout().alike():
-            ranks = [rank for rank in compared if self._members.worker_ids[rank] in group]
-            states = {rank: said[rank].state_digest for rank in ranks}
-            if len(set(states.values())) > 1:
-                self._states_differ(said, states)
+        states = {rank: said[rank].state_digest for rank in compared}
+        if len(set(states.values())) > 1:
+            self._states_differ(said, states)
         if self._have_copies_that_differ(said):
             self._copies_differ(said)
         for owner in compared:

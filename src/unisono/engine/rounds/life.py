@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from unisono.core.cadence import Position
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StepError
-from unisono.core.layout import StateLayout, replicated
 from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
@@ -57,7 +56,6 @@ class Rounds:
     Args:
         tracked: the state that newcomers get.
         reporter: takes part in every combine.
-        layout: returns the layout of the state, from the ids of the members.
 
     Attributes:
         members: what a round exchanges with.
@@ -76,12 +74,11 @@ class Rounds:
         *,
         reporter: Reporter | None = None,
         balance: bool = True,
-        layout: Callable[[Sequence[str]], StateLayout] = replicated,
     ) -> None:
         self.team = team
         self.tracked = tracked
         self.reporter = reporter if reporter is not None else Nothing()
-        self.members = Members(team, self.reporter, balance=balance, layout=layout)
+        self.members = Members(team, self.reporter, balance=balance)
         self.position = Position(phase=0, step=0, number=0, total=0, lines=0)
         self.number = 0
         self.before_departure: Callable[[], None] | None = None

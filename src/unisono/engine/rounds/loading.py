@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into optimizers whose states are shared out: each member gets what it is to hold.
+"""Loading of what not all members hold (`engine.state.spread`) from a checkpoint: each gets what it is to hold.
 
 A member that sees the checkpoint reads its states itself; to the others they are sent, a few tensors at a time. So no
 member ever has all states.
@@ -6,7 +6,7 @@ member ever has all states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from unisono.engine.checkpoint.snapshot import tensor_names
 from unisono.engine.exchange import Parcel
 from unisono.engine.rounds.team import Team, places
 from unisono.engine.state.packing import Packed, grouped, pack_held, unpack
-from unisono.engine.state.sharded import states_in
-from unisono.engine.state.tracked import Tracked, units_in
+from unisono.engine.state.tracked import Tracked
 from unisono.record import checkpoints as files
 from unisono.record.checkpoints import Manifest
 from unisono.system.faults import point
@@ -62,7 +61,7 @@ def without_shares(state: dict[str, Any], tracked: Tracked) -> Packed:
 
 
 def load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
-    """Load the states of sharded optimizers, and of replicas, when all else of a checkpoint is loaded. Collective.
+    """Load what not all members hold, when all else of a checkpoint is loaded. Collective.
 
     When this returns, all members have what they are to hold. Until then a member that is lost takes nothing with it:
     the others begin from the checkpoint again.
@@ -73,7 +72,7 @@ def load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
     Raises:
         CheckpointError: the checkpoint was changed meanwhile. PeerLost, DeadlineExceeded: a member was lost.
     """
-    if not tracked.sharded and not any(part.is_spread for part in tracked.shared_parts.values()):
+    if not tracked.is_spread:
         return
     packed = without_shares(tracked.whole_state(), tracked)
     found, seen_by = _find(team, checkpoint)
@@ -91,10 +90,8 @@ def load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
     team.exchange.all_gather(b"")
     tensors = [here.get(number, tensor) for number, tensor in enumerate(packed.tensors)]
     whole = unpack(packed.skeleton, tensors)
-    for name, optimizer in tracked.sharded.items():
-        optimizer.load_state_dict(whole["objects"][name])
-    for name, part in tracked.shared_parts.items():
-        part.load_shares(whole["own"][name], part.plan(places(team)))
+    for (kind, name), part in tracked.spread.items():
+        part.load_shares(whole[kind][name], part.plan(places(team)))
 
 
 def _find(team: Team, checkpoint: Path | None) -> tuple[tuple[Path, Manifest] | None, set[int]]:
@@ -117,17 +114,11 @@ def _find(team: Team, checkpoint: Path | None) -> tuple[tuple[Path, Manifest] | 
 def _distribute(team: Team, tracked: Tracked, packed: Packed) -> list[_State]:
     """Return which member is to have which tensor; equal on all."""
     rank = {worker: number for number, worker in enumerate(team.worker_ids)}
-    found = []
-    for name, optimizer in tracked.sharded.items():
-        owners = optimizer.plan(places(team))
-        for number, parameter in _states(packed, name):
-            targets = tuple(sorted(rank[one] for one in owners[parameter]))
-            found.append(_State(number, targets, packed.tensors[number]))
-    for name, part in tracked.shared_parts.items():
-        holders = part.plan(places(team))
-        for number, unit in units_in(packed.paths, name, part):
-            found.append(_State(number, tuple(sorted(rank[one] for one in holders[unit])), packed.tensors[number]))
-    return found
+    holders = {key: part.plan(places(team)) for key, part in tracked.spread.items()}
+    return [
+        _State(number, tuple(sorted(rank[one] for one in holders[key][unit])), packed.tensors[number])
+        for number, key, unit in tracked.units_in(packed.paths)
+    ]
 
 
 def _send(
@@ -159,7 +150,3 @@ def _source(state: _State, seen_by: set[int]) -> int:
     each in turn.
     """
     return next((rank for rank in state.targets if rank in seen_by), sorted(seen_by)[state.number % len(seen_by)])
-
-
-def _states(packed: Packed, name: str) -> Iterator[tuple[int, int]]:
-    return states_in(packed.paths, f"tracked['objects'][{name!r}]")

@@ -10,7 +10,6 @@ from typing import Final
 
 import msgspec
 
-from unisono.core.layout import StateLayout
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
 from unisono.core.telemetry import Compared, StepTelemetry
@@ -68,12 +67,9 @@ class Members:
         team: the members of the current generation.
         reporter: takes part in every sum.
         balance: give faster members more leaves.
-        layout: who holds what of the state, from the ids of the members.
     """
 
-    def __init__(
-        self, team: Team, reporter: Reporter, *, balance: bool, layout: Callable[[Sequence[str]], StateLayout]
-    ) -> None:
+    def __init__(self, team: Team, reporter: Reporter, *, balance: bool) -> None:
         self.team = team
         self.balancing = Balancing(team, enabled=balance)
         self.slots = Slots()
@@ -84,7 +80,6 @@ class Members:
         self._title, self._step = "", 0
         self._committed_at, self._committed_in = 0.0, -1  # the last `sum`: when, and in which generation
         self._reporter = reporter
-        self._layout = layout
         self._delivered_bytes = 0
 
     @property
@@ -118,10 +113,6 @@ class Members:
     def exchange(self) -> Exchange:
         """The exchange of the current generation."""
         return self.team.exchange
-
-    def state_layout(self, worker_ids: Sequence[str] | None = None) -> StateLayout:
-        """Return who holds what of the state among these members; None: those of the current generation. Local."""
-        return self._layout(self.team.worker_ids if worker_ids is None else worker_ids)
 
     def departing(self) -> tuple[str, ...]:
         """Return the members that will leave at the next boundary, because all have agreed on it. Local."""

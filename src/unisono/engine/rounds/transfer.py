@@ -10,19 +10,15 @@ import msgspec
 import torch
 
 from unisono.core.errors import PeerLost, UsageError
-from unisono.core.layout import EVERYTHING
 from unisono.engine.exchange import Exchange, Parcel
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import Team
-from unisono.engine.state.packing import Packed, digest_of_tensor, grouped, pack, unpack
+from unisono.engine.state.packing import Packed, digest_of_tensor, pack, unpack
 from unisono.engine.state.tracked import Tracked
 from unisono.system.faults import point
 
 __all__ = ["StateHeader", "begin_alike", "send_state", "share_state"]
-
-TOGETHER_BYTES = 16 << 20
-"""Tensors up to this size together are sent at once."""
 
 
 class StateHeader(msgspec.Struct, frozen=True):
@@ -83,10 +79,7 @@ def share_state(
         return list(reports), None
     if not any(report.fresh for report in reports):
         return list(reports), None
-    holders = [one for one, report in zip(team.worker_ids, reports, strict=True) if not report.fresh]
-    giver = members.state_layout().source(EVERYTHING, holders)
-    assert giver is not None
-    source = team.worker_ids.index(giver)
+    source = next(rank for rank, report in enumerate(reports) if not report.fresh)
     packed = None
     if team.rank == source:
         packed = pack({**tracked.state(), "lines": unwritten_lines()}, "tracked")
@@ -141,10 +134,9 @@ def send_state(exchange: Exchange, source: int, targets: Sequence[int], packed: 
     header = msgspec.msgpack.decode(exchange.all_gather(own)[source], type=StateHeader)
     is_target = exchange.rank in targets
     tensors = mine.tensors if mine is not None else header.empty(is_target=is_target)
-    here = [tensor for number, tensor in enumerate(tensors) if number not in header.away]
-    for group in grouped(here, lambda tensor: tensor.nbytes, TOGETHER_BYTES):
-        point("in_admission")
-        views = [tensor.reshape(-1).view(torch.uint8) for tensor in group]
-        exchange.deliver([Parcel(source, tuple(targets), view) for view in views])
+    point("in_admission")
+    exchange.deliver(
+        [Parcel(source, tuple(targets), one) for number, one in enumerate(tensors) if number not in header.away]
+    )
     state: dict[str, Any] | None = unpack(header.skeleton, tensors) if is_target else None
     return state

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.core.checks import balance_of_copies
 from unisono.core.errors import StateLost, StepError, UsageError
-from unisono.core.ownership import Place
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.carried import Carried
-from unisono.engine.state.packing import digest_of_state, digest_of_tensors, is_same_state
-from unisono.engine.state.pending import Pending
-from unisono.engine.state.sharded import Sharded, held_digests, states_in
+from unisono.engine.state.packing import digest_of_state, is_same_state
+from unisono.engine.state.spread import Spread, digests_of_units, held_digests, units_in
 from unisono.engine.state.sums import Sums
 
-__all__ = ["Calls", "OwnPart", "SpreadPart", "Tracked"]
+__all__ = ["Calls", "OwnPart", "Tracked"]
 
 
 class OwnPart(Protocol):
@@ -37,39 +35,6 @@ class OwnPart(Protocol):
         """Return plain data and tensors."""
 
     def load_state_dict(self, state: Any) -> None: ...
-
-
-@runtime_checkable
-class SpreadPart(OwnPart, Protocol):
-    """A part of which each worker may hold some tensors; meta tensors stand for the others in its ``state_dict``."""
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether it is so now; the same on all members."""
-
-    def outline(self) -> Any:
-        """Return what ``load_state_dict`` needs on a newcomer, which holds no such tensor yet."""
-
-    def holders(self, path: str) -> tuple[str, ...]:
-        """Return the ids of the workers that hold the tensor at a path within ``state_dict``; () where all do."""
-
-
-@runtime_checkable
-class SharedPart(SpreadPart, Protocol):
-    """A part that is loaded from a checkpoint by those that are to hold it, as the states of `Sharded` optimizers."""
-
-    def unit(self, path: str) -> int | None:
-        """Return the number of what moves as a whole, for a path within ``state_dict``; None: all hold the tensor."""
-
-    def plan(self, members: Sequence[Place]) -> Mapping[int, tuple[str, ...]]:
-        """Return by such a number the ids of the workers that are to hold it when the next training loop begins.
-
-        Args:
-            members: in the order of their ranks.
-        """
-
-    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
-        """Load a ``state_dict`` in which meta tensors stand for what others hold."""
 
 
 @dataclass
@@ -112,8 +77,7 @@ class Tracked:
         """(id of a module, name of a buffer that is not persistent) -> the buffer when the module was tracked."""
         self.calls = Calls()
         self.sums = Sums()
-        self.pending = Pending()
-        self._own: dict[str, OwnPart] = {"sums": self.sums, "pending": self.pending}
+        self._own: dict[str, OwnPart] = {"sums": self.sums}
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
 
     def own(self, name: str, part: OwnPart) -> None:
@@ -173,9 +137,15 @@ class Tracked:
         return {name: value for name, value in self._objects.items() if isinstance(value, torch.optim.Optimizer)}
 
     @property
-    def sharded(self) -> dict[str, Sharded]:
+    def sharded(self) -> dict[str, Spread]:
         """The optimizers of which each worker holds some states."""
-        return {name: value for name, value in self.optimizers.items() if isinstance(value, Sharded)}
+        return {name: value for name, value in self.optimizers.items() if isinstance(value, Spread)}
+
+    @property
+    def spread(self) -> dict[tuple[str, str], Spread]:
+        """Everything of which each worker holds some units, by (part of the state, name): `sharded`, and own parts."""
+        own = {("own", name): part for name, part in self._own.items() if isinstance(part, Spread)}
+        return {**{("objects", name): value for name, value in self.sharded.items()}, **own}
 
     @property
     def carried(self) -> dict[str, Carried]:
@@ -333,17 +303,14 @@ class Tracked:
     # -- state ---------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return everything that the next step depends on, as a newcomer gets it: it holds no sharded state yet."""
-        outlines = {name: value.outline() for name, value in self.sharded.items()}
-        spread = {name: part.outline() for name, part in self._own.items() if isinstance(part, SpreadPart)}
-        state = self._state_but(outlines.keys(), spread.keys())
-        return {**state, "own": {**state["own"], **spread}, "outlines": outlines}
+        """Return everything that the next step depends on, as a newcomer gets it, which holds no unit yet."""
+        return {**self._state(_known_to_all), "sharded": sorted(self.sharded)}
 
     def whole_state(self) -> dict[str, Any]:
         """Return everything that the next step depends on, as a checkpoint has it; what it looks like is the same with
         and without sharding. A meta tensor stands for each that this worker does not hold.
         """
-        return self._state_but()
+        return self._state(lambda value: value.state_dict())
 
     def holders(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
         """Return by path, as `pack` gives them for `whole_state`, the ids of the workers that hold the tensor.
@@ -351,49 +318,37 @@ class Tracked:
         () where every worker holds it.
         """
         found: list[tuple[str, ...]] = [()] * len(paths)
-        for name, value in self.sharded.items():
-            known = value.holders
-            for number, parameter in states_in(paths, f"tracked['objects'][{name!r}]"):
-                found[number] = known[parameter]
-        for name, part in self._own.items():
-            if isinstance(part, SpreadPart):
-                start = f"tracked['own'][{name!r}]"
-                for number, path in enumerate(paths):
-                    if path.startswith(start):
-                        found[number] = part.holders(path.removeprefix(start))
+        known = {key: part.holders for key, part in self.spread.items()}
+        for number, key, unit in self.units_in(paths):
+            found[number] = known[key][unit]
         return found
 
-    def apart_in(self, paths: Sequence[str]) -> list[int]:
-        """Return the numbers of the tensors of a whole state that `rounds.loading` loads where they are to be.
+    def units_in(self, paths: Sequence[str]) -> Iterator[tuple[int, tuple[str, str], int]]:
+        """Yield the tensors of a whole state that not all members hold: (number of the path, key in `spread`, unit).
 
         Args:
-            paths: as `pack` gives them.
+            paths: as `pack` gives them for `whole_state`.
         """
-        found = [number for name in self.sharded for number, _ in states_in(paths, f"tracked['objects'][{name!r}]")]
-        for name, part in self.shared_parts.items():
-            found += [number for number, _ in units_in(paths, name, part)]
-        return found
+        for key, part in self.spread.items():
+            for number, unit in units_in(part, paths, "tracked[{!r}][{!r}]".format(*key)):
+                yield number, key, unit
 
-    @property
-    def shared_parts(self) -> dict[str, SharedPart]:
-        """The parts of the run's own state that are loaded by those that are to hold them, by name."""
-        return {name: part for name, part in self._own.items() if isinstance(part, SharedPart)}
+    def apart_in(self, paths: Sequence[str]) -> list[int]:
+        """Return the numbers of the tensors of a whole state that `rounds.loading` loads where they are to be."""
+        return [number for number, _, _ in self.units_in(paths)]
 
     @property
     def is_spread(self) -> bool:
         """Whether no worker holds the whole state; the same on all members."""
-        return bool(self.sharded) or any(isinstance(one, SpreadPart) and one.is_spread for one in self._own.values())
+        return any(part.is_spread for part in self.spread.values())
 
-    def _state_but(self, names: Collection[str] = (), parts: Collection[str] = ()) -> dict[str, Any]:
+    def _state(self, state_of: Callable[[Any], Any]) -> dict[str, Any]:
         return {
-            "objects": {name: value.state_dict() for name, value in self._objects.items() if name not in names},
+            "objects": {name: state_of(value) for name, value in self._objects.items()},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
-            "own": {
-                **self._early,
-                **{name: part.state_dict() for name, part in self._own.items() if name not in parts},
-            },
+            "own": {**self._early, **{name: state_of(part) for name, part in self._own.items()}},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -402,16 +357,16 @@ class Tracked:
         Raises:
             UsageError: the state is of other objects. StepError: an object differs from the state that it has loaded.
         """
-        outlines = state.get("outlines")
-        theirs, ours = state["objects"].keys() | (outlines or {}).keys(), self._objects.keys()
+        theirs, ours = state["objects"].keys(), self._objects.keys()
         if theirs != ours:
             raise UsageError(
                 f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; give run.track the same names"
             )
-        if outlines is not None and outlines.keys() != self.sharded.keys():
+        shards = state.get("sharded")  # None: this is the state of a checkpoint, and not that of a run under way
+        if shards is not None and shards != sorted(self.sharded):
             raise UsageError(
                 f"the script of this worker shards {sorted(self.sharded) or 'no optimizer'}, the run shards "
-                f"{sorted(outlines) or 'none'}; all workers must call unisono.shard alike"
+                f"{shards or 'none'}; all workers must call unisono.shard alike"
             )
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
@@ -423,22 +378,15 @@ class Tracked:
         for name, part in state["objects"].items():
             value = self._objects[name]
             value.load_state_dict(part)
-            loaded = value.state_dict()
+            loaded = value.state_dict() if shards is None else _known_to_all(value)
             if isinstance(value, LRScheduler):  # another version of torch may keep other notes beside these
                 loaded = {key: loaded[key] for key in loaded if key in part}
-            self._check_loaded(name, loaded, part)
-        for name, outline in (outlines or {}).items():
-            sharded = self.sharded[name]
-            sharded.load_outline(outline)
-            self._check_loaded(name, sharded.outline(), outline)
-
-    def _check_loaded(self, name: str, ours: Any, theirs: Any) -> None:
-        if not is_same_state(ours, theirs):
-            raise StepError(
-                f"{name} ({type(self._objects[name]).__qualname__}) is not the same after load_state_dict(), so a "
-                "worker that joins, or a run that resumes, would go on from another state: its state_dict() must hold "
-                "everything that changes"
-            )
+            if not is_same_state(loaded, part):
+                raise StepError(
+                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(), so a "
+                    "worker that joins, or a run that resumes, would go on from another state: its state_dict() must "
+                    "hold everything that changes"
+                )
 
     def load_own(self, state: dict[str, Any]) -> None:
         """Load the parts of a state that are Unisono's own."""
@@ -500,7 +448,7 @@ class Tracked:
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
         return {
-            **{name: _alike(value) for name, value in self._objects.items()},
+            **{name: _known_to_all(value) for name, value in self._objects.items()},
             "buffers that are not persistent": self._hidden_buffers(),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
@@ -527,25 +475,20 @@ class Tracked:
 
     def common_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
-        return {name: f"{digest_of_state(_alike(value)):016x}" for name, value in self._objects.items()}
+        return {name: f"{digest_of_state(_known_to_all(value)):016x}" for name, value in self._objects.items()}
 
     def balance_of_copies(self, worker_id: str) -> int:
         """Return a worker's part of a sum that is 0, over all workers, where all copies of shared states are equal."""
         total = 0
         for value in self.sharded.values():
-            digests = {
-                number: digest_of_tensors([*state.values(), torch.tensor(number)])
-                for number, state in value.held().items()
-                if state
-            }
-            total += balance_of_copies(digests, value.holders, worker_id)
+            total += balance_of_copies(digests_of_units(value), value.holders, worker_id)
         return total % (1 << 64)
 
     def held_digests(self) -> dict[str, dict[int, int]]:
         """Return by sharded optimizer the digests of the states that this worker holds, by the numbers of their tensors
         in the ``state_dict``.
         """
-        return {name: held_digests(value.state_dict()) for name, value in self.sharded.items()}
+        return {name: held_digests(value) for name, value in self.sharded.items()}
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
@@ -562,9 +505,9 @@ class Tracked:
         return found
 
 
-def _alike(value: Any) -> Any:
+def _known_to_all(value: Any) -> Any:
     """Return the state of an object, as far as it is on every worker."""
-    return value.outline() if isinstance(value, Sharded) else value.state_dict()
+    return value.outline() if isinstance(value, Spread) else value.state_dict()
 
 
 def _is_for_updates(value: object) -> bool:
@@ -577,11 +520,3 @@ def _is_cumulative(module: nn.Module) -> bool:
     """Return whether a module has running statistics that are means over all batches so far."""
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return is_batch_norm and module.training and module.momentum is None and module.running_mean is not None
-
-
-def units_in(paths: Sequence[str], name: str, part: SharedPart) -> Iterator[tuple[int, int]]:
-    """Yield the tensors of a part that not all members hold: (number of the path, what moves as a whole)."""
-    start = f"tracked['own'][{name!r}]"
-    for number, path in enumerate(paths):
-        if path.startswith(start) and (unit := part.unit(path.removeprefix(start))) is not None:
-            yield number, unit

@@ -46,10 +46,10 @@ from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.standing import Open, plain, plan_of
 from unisono.engine.rounds.sums import SumsRound
 from unisono.engine.rounds.team import LOST
-from unisono.engine.state.pending import Gradient
 from unisono.engine.state.values import Values
 from unisono.strategies.delay.arrived import Arrived, Committed, give
 from unisono.strategies.delay.delayed import DelayedRound
+from unisono.strategies.delay.pending import Gradient, Pending
 from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.underway import Spare, UnderWay
 from unisono.system.faults import point
@@ -90,6 +90,7 @@ class Pipeline(Book):
         delay: so many iterations after its own the sum of a step is applied.
         num_batches: global batches of the loop.
         first: iteration in which this member begins.
+        pending: tells newcomers and checkpoints of the gradients under way, and has those of the state that was loaded.
         prediction: of the parameters with which micro-batches are computed; None: with those that are in force.
 
     Attributes:
@@ -98,7 +99,13 @@ class Pipeline(Book):
     """
 
     def __init__(
-        self, context: StepContext, delay: int, num_batches: int, first: int, prediction: Prediction | None = None
+        self,
+        context: StepContext,
+        delay: int,
+        num_batches: int,
+        first: int,
+        pending: Pending,
+        prediction: Prediction | None = None,
     ) -> None:
         folder = context.folder()
         self._context = context
@@ -107,6 +114,7 @@ class Pipeline(Book):
         self._tracked = context.tracked
         self._delay = delay
         self._num_batches = num_batches
+        self._pending = pending
         self._prediction = prediction
         if prediction is not None and first == 0:
             prediction.clear()
@@ -135,10 +143,10 @@ class Pipeline(Book):
         self.met([report.open for report in self._rounds.reports()])
         self._rounds.book = self
         self._members.drain = self.drain
-        self._tracked.pending.current = self._pending
+        self._pending.current = self._gradients
 
     def _load(self, first: int) -> None:
-        loaded = self._tracked.pending.take()
+        loaded = self._pending.take()
         numbers = list(range(max(0, first - self._delay), self._first))
         if [each.number for each in loaded] != numbers:
             raise StepError(
@@ -150,7 +158,7 @@ class Pipeline(Book):
             arrived = Arrived(each.number, slot, each.digest, each.totals, each.has_new_sums)
             self._steps[each.number] = OpenStep(arrived=arrived)
 
-    def _pending(self) -> list[Gradient]:
+    def _gradients(self) -> list[Gradient]:
         return [
             Gradient.of(one.slot, one.number, one.digest, one.totals, has_new_sums=one.has_new_sums)
             for one in self._arrived()
@@ -588,7 +596,7 @@ class Pipeline(Book):
     def leave(self) -> None:
         """Note that the script has left the loop. Sums under way are waited for when something else follows."""
         self._mode = Mode.LEFT
-        self._tracked.pending.current = tuple
+        self._pending.current = tuple
         if self._prediction is not None:
             self._prediction.clear()
         self._shown = None

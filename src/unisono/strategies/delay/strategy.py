@@ -27,10 +27,11 @@ from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.microbatch.losses import Microbatch
 from unisono.engine.rounds.gradient import StepContext
-from unisono.engine.state.sharded import Sharded
+from unisono.engine.state.spread import Spread
 from unisono.engine.state.sums import plain
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.delay.arrived import Arrived
+from unisono.strategies.delay.pending import Pending
 from unisono.strategies.delay.pipeline import Pipeline
 from unisono.strategies.delay.prediction import Prediction
 from unisono.system.process import Process
@@ -69,7 +70,7 @@ def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
                 "computed, when the scale may be another one. Use bfloat16, which needs no scaler "
                 "(torch.autocast(..., dtype=torch.bfloat16)), or delay=0"
             )
-        if isinstance(value, Sharded):
+        if isinstance(value, Spread):
             raise UsageError(
                 f"{name!r} is an optimizer of unisono.shard, whose update is common work of all workers: it waits for "
                 f"the slowest one in every step, so run.steps(delay={delay}) would gain nothing. Use one of the two"
@@ -89,10 +90,11 @@ def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
 class Delayed:
     """The strategy of ``run.steps(delay=D)``, D > 0."""
 
-    def __init__(self, delay: int, num_steps: int, prediction: Prediction | None = None) -> None:
+    def __init__(self, delay: int, num_steps: int, pending: Pending, prediction: Prediction | None = None) -> None:
         self.num_more = delay if num_steps else 0
         self._delay = delay
         self._num_steps = num_steps
+        self._pending = pending
         self._prediction = prediction
         self._pipeline: Pipeline | None = None
 
@@ -119,7 +121,7 @@ class Delayed:
 
     def open(self, context: StepContext, first: int) -> None:
         self._context = context
-        self._pipeline = Pipeline(context, self._delay, self._num_steps, first, self._prediction)
+        self._pipeline = Pipeline(context, self._delay, self._num_steps, first, self._pending, self._prediction)
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
         assert self._pipeline is not None

@@ -20,9 +20,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from unisono.cluster.worker import member as members
-from unisono.core.copies import copies, holders_after
 from unisono.core.errors import StepError, UsageError
+from unisono.core.holdings import copied as with_copies
+from unisono.core.holdings import holders_of
 from unisono.core.ownership import Place
 from unisono.core.plan import plan as even_plan
 from unisono.engine.state.packing import Packed, digest_of_state, from_bytes, pack, pack_held, to_bytes, unpack
@@ -39,7 +39,6 @@ __all__ = [
     "common",
     "copied",
     "give",
-    "own_id",
     "restore",
     "take",
 ]
@@ -74,10 +73,11 @@ class Header(msgspec.Struct, frozen=True):
             packed.skeleton, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in packed.tensors]
         )
 
-    def placeholder(self) -> Any:
-        """Return the state with a meta tensor in the place of each tensor."""
-        tensors = [torch.empty(shape, dtype=getattr(torch, kind), device="meta") for kind, shape in self.kinds]
-        return unpack(self.skeleton, tensors)
+    def made(self, device: str) -> ReplicaState:
+        """Return the state with tensors of arbitrary content; meta tensors, on "meta"."""
+        tensors = [torch.empty(shape, dtype=getattr(torch, kind), device=device) for kind, shape in self.kinds]
+        state: ReplicaState = unpack(self.skeleton, tensors)
+        return state
 
 
 @dataclass
@@ -101,6 +101,23 @@ class Shelf:
         if keeps:
             self.held[replica] = state
         return copied(state) if any(state is other for other in self.held.values()) else state
+
+    # -- as `engine.rounds.moving.Holding` ------------------------------------------------------------
+
+    def here(self) -> list[int]:
+        return sorted(self.held)
+
+    def state(self, replica: int) -> ReplicaState:
+        return self.held[replica]
+
+    def made(self, replica: int) -> ReplicaState:
+        return self.headers[replica].made("cpu")
+
+    def placeholder(self, replica: int) -> ReplicaState:
+        return self.headers[replica].made("meta")
+
+    def put(self, replica: int, state: ReplicaState) -> None:
+        self.held[replica] = state
 
 
 class Replicas:
@@ -156,8 +173,8 @@ class Replicas:
         """Return the whole; a meta tensor stands for each that this worker does not hold."""
         now = self.now
         held = {
-            replica: now.held[replica] if replica in now.held else header.placeholder()
-            for replica, header in sorted(now.headers.items())
+            replica: now.held[replica] if replica in now.held else now.placeholder(replica)
+            for replica in sorted(now.headers)
         }
         return {"held": held}
 
@@ -172,7 +189,7 @@ class Replicas:
         """Load what `outline`, or in a checkpoint `state_dict`, has returned."""
         self.before = Shelf()
         if "held" in state:
-            self.load_shares(state, dict.fromkeys(state["held"], (own_id(),)))
+            self.load_shares(state, {})  # who holds which state is known when all members have loaded theirs
         else:
             headers = msgspec.msgpack.decode(state["headers"], type=dict[int, Header])
             self.now = Shelf({}, headers, {replica: tuple(ids) for replica, ids in state["holders"].items()})
@@ -191,13 +208,13 @@ class Replicas:
             dict(holders),
         )
 
-    def holders(self, path: str) -> tuple[str, ...]:
-        """Return the ids of the workers that hold the tensor at a path of `state_dict`, e.g. ``['held'][2]...``."""
-        replica = self.unit(path)
-        return self.now.holders.get(replica, ()) if replica is not None else ()
+    @property
+    def holders(self) -> list[tuple[str, ...]]:
+        """By replica: the ids of the workers that hold its state."""
+        return [self.now.holders.get(replica, ()) for replica in range(len(self.now.headers))]
 
     def unit(self, path: str) -> int | None:
-        """Return the replica whose state has the tensor at a path of `state_dict`."""
+        """Return the replica whose state has the tensor at a path of `state_dict`, e.g. ``['held'][2]...``."""
         found = re.match(r"\['held'\]\[(\d+)\]", path)
         return int(found[1]) if found is not None else None
 
@@ -208,15 +225,9 @@ class Replicas:
             return {}
         grouping = groups_of(even_plan(len(members), number), hosts)
         own = [grouping.replicas(rank) for rank in range(len(members))]
-        computed = {replica: [rank for rank, each in enumerate(own) if replica in each] for replica in range(number)}
-        holders = holders_after(computed, copies(computed, hosts, self.num_copies))
+        computed = holders_of(own)
+        holders = with_copies(computed, hosts, self.num_copies)
         return {replica: tuple(members[rank].worker_id for rank in ranks) for replica, ranks in holders.items()}
-
-
-def own_id() -> str:
-    """Return the id of this worker."""
-    member = members.current()
-    return member.worker_id if member is not None else "w0"
 
 
 def take(optimizers: Mapping[str, torch.optim.Optimizer]) -> ReplicaState:

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from unisono.core.checks import Twice
-from unisono.core.copies import deliveries, holders_after, keepers
 from unisono.core.errors import DivergenceError, StateLost, StepError
 from unisono.core.events import Seconds
+from unisono.core.holdings import Holders, computed, holders_of, keepers
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
 from unisono.core.telemetry import StepTelemetry
@@ -43,9 +43,10 @@ from unisono.engine.microbatch.folding import Fingerprint, GradientFolder
 from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.members import Members, Summed
+from unisono.engine.rounds.moving import move
 from unisono.engine.state.packing import from_bytes
 from unisono.strategies.local.changes import ERROR, Changes
-from unisono.strategies.local.copying import by_replica, copy_states, deliver
+from unisono.strategies.local.copying import copy_states
 from unisono.strategies.local.grouping import Groups, Seat
 from unisono.strategies.local.groups import Grouping, groups_of
 from unisono.strategies.local.replica_states import Header, Replicas, ReplicaState, Shelf, check_alike
@@ -227,7 +228,6 @@ class ReplicaRound:
         self._placed = placed = _place(self._members, shelf, plan, self._groups, able=True)
         if self._copies:
             self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
-            self._replicas.now.held.update(placed.arrived)
         point("local.placed")
         rank = self._members.rank
         keepers = placed.keepers(self._copies)
@@ -407,10 +407,8 @@ class _Placed:
     """Who computes what in a round, and has the states for that."""
 
     grouping: Grouping
-    holders: Mapping[int, Sequence[int]]
+    holders: Holders
     """By replica, the ranks that have its state at the boundary; empty where replicas keep no states."""
-    arrived: dict[int, ReplicaState]
-    """What this member has got."""
 
     @property
     def plan(self) -> Plan:
@@ -446,14 +444,15 @@ def _place(members: Members, shelf: Shelf | None, plan: Plan, groups: Groups, *,
     grouping = groups_of(plan, members.team.hosts, [seat.able for seat in seats]) if seats else Grouping(plan)
     groups.take(members, grouping, seats)
     if shelf is None:
-        return _Placed(grouping, {}, {})
-    holders = by_replica([seat.held for seat in seats])
-    check_held(members, holders, shelf, todo)
-    moves = deliveries(holders, [grouping.replicas(rank) for rank in range(members.size)])
-    return _Placed(grouping, holders_after(holders, moves), deliver(members, shelf, moves))
+        return _Placed(grouping, {})
+    now = holders_of([seat.held for seat in seats])
+    check_held(members, now, shelf, todo)
+    wanted = computed(now, [grouping.replicas(rank) for rank in range(members.size)])
+    move(members, shelf, now, wanted)
+    return _Placed(grouping, wanted)
 
 
-def check_held(members: Members, holders: Mapping[int, Sequence[int]], shelf: Shelf, todo: Sequence[int]) -> None:
+def check_held(members: Members, holders: Holders, shelf: Shelf, todo: Sequence[int]) -> None:
     """Check that the states of the replicas that are to be computed are held by somebody.
 
     Args:

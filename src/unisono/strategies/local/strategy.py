@@ -43,13 +43,13 @@ from unisono.engine.state.packing import pack, to_bytes
 from unisono.engine.state.sums import Sums, as_sum
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.local.changes import ERROR, Changes, Coded, Plain
+from unisono.strategies.local.copying import LeavingRound
 from unisono.strategies.local.grouping import Groups
 from unisono.strategies.local.groups import groups_of
 from unisono.strategies.local.localround import InnerStep, LocalRound, ReplicaSamples, Replication, check_count
 from unisono.strategies.local.looking import InReplica
 from unisono.strategies.local.replica_states import Header, Replicas, ReplicaState, common, give, restore, take
 from unisono.strategies.local.replicas import Ended, ReplicaRound, Trained
-from unisono.strategies.shard.leaving import LeavingRound
 from unisono.system.faults import point
 from unisono.system.process import Process
 
@@ -208,9 +208,10 @@ class LocalSteps:
 
     def _hand_over(self) -> None:
         """Give the states of members that leave to those that stay. Collective."""
-        rounds = self._context.rounds
-        for _ in rounds.play(LeavingRound(rounds.members, self._replicas, self._num_copies)):
+        rounds, clock = self._context.rounds, self._context.clock
+        for _ in rounds.play(LeavingRound(rounds.members, self._replicas, self._num_copies, clock)):
             pass
+        clock.switch("other")
 
     def _warn_of(self, team: Team) -> None:
         """Say where workers exchange more than they would with other replicas."""

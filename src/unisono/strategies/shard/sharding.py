@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
 
@@ -72,7 +73,7 @@ class Shares:
     @property
     def is_whole(self) -> bool:
         """Whether all states are here."""
-        return all(map(self.held().__contains__, self.outlines))
+        return set(self.outlines).issubset(self.here())
 
     def update(self) -> None:
         """Make one step. Collective within a training loop.
@@ -206,12 +207,21 @@ class Shares:
 
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Return by parameter the tensors of the states that are here."""
-        state = self._optimizer.state
+        state, parameters = self._optimizer.state, self.parameters()
         return {
-            index: {key: value for key, value in state[parameter].items() if isinstance(value, Tensor)}
-            for index, parameter in enumerate(self.parameters())
-            if parameter in state
+            index: {key: value for key, value in state[parameters[index]].items() if isinstance(value, Tensor)}
+            for index in self.here()
         }
+
+    def here(self) -> list[int]:
+        """Return the parameters whose states are here."""
+        state = self._optimizer.state
+        return [index for index, parameter in enumerate(self.parameters()) if parameter in state]
+
+    def state(self, index: int) -> dict[str, Any]:
+        """Return a state that is here, with its keys in the order of its outline."""
+        held = self._optimizer.state[self.parameters()[index]]
+        return {key: held[key] for key in self.outlines[index]}
 
     def made(self, index: int) -> dict[str, Any]:
         """Return a state as its outline says, with tensors of arbitrary content."""
@@ -235,7 +245,7 @@ class Shares:
 
 
 class ShardedOptimizer(Optimizer):
-    """Mixin: a tracked optimizer of which this worker holds some states; see `unisono.engine.state.sharded.Sharded`."""
+    """Mixin: a tracked optimizer of which this worker holds some states; see `unisono.engine.state.spread.Spread`."""
 
     _base: ClassVar[type[Optimizer]]
     _shares: Shares
@@ -257,9 +267,18 @@ class ShardedOptimizer(Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     @property
+    def is_spread(self) -> bool:
+        return True
+
+    @property
     def holders(self) -> Owners:
         """By parameter: the ids of the members that hold its state; () where it has none yet."""
         return self._shares.holders
+
+    def unit(self, path: str) -> int | None:
+        """Return the parameter whose state has the tensor at a path of `state_dict`."""
+        found = re.match(r"\['state'\]\[(\d+)\]", path)
+        return int(found[1]) if found is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ``state_dict`` of the replicated optimizer; what this worker does not hold is a meta tensor."""
@@ -274,8 +293,12 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the ``state_dict`` of a replicated or a sharded optimizer; a meta tensor stands for a state elsewhere.
 
-        Then nothing is shared out yet: whoever has a state holds it, until the next update or training loop.
+        Then nothing is shared out yet: whoever has a state holds it, until the next update or training loop. With what
+        `outline` has returned, take part as a member that holds no state yet.
         """
+        if "outlines" in state_dict:
+            self._load_outline(state_dict)
+            return
         states = state_dict["state"]
         away = {index for index, state in states.items() if any(_is_meta(value) for value in state.values())}
         super().load_state_dict(
@@ -298,13 +321,17 @@ class ShardedOptimizer(Optimizer):
             )
         return _new, (self._base,), self.__getstate__()
 
-    def plan(self, members: Sequence[Place]) -> Owners:
+    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
+        """Load a `state_dict`; the next training loop finds out who has which state. Local."""
+        self.load_state_dict(state)
+
+    def plan(self, members: Sequence[Place]) -> dict[int, tuple[str, ...]]:
         """Return who is to hold which state when the next training loop begins, where nobody holds any yet. Local.
 
         Args:
             members: in the order of their ranks.
         """
-        return owners(self._shares.sizes(), members, self._shares.copies)
+        return dict(enumerate(owners(self._shares.sizes(), members, self._shares.copies)))
 
     def outline(self) -> dict[str, Any]:
         """Return all but the content of tensors: what a newcomer needs to take part."""
@@ -316,15 +343,14 @@ class ShardedOptimizer(Optimizer):
             "outlines": dict(shares.outlines),
         }
 
-    def load_outline(self, outline: dict[str, Any]) -> None:
-        """Take part as a member that holds no state yet."""
-        super().load_state_dict({"param_groups": outline["param_groups"], "state": {}})
-        self._shares.owners, self._shares.whole = outline["owners"], outline["whole"]
-        self._shares.outlines = dict(outline["outlines"])
-
     def held(self) -> dict[int, dict[str, Tensor]]:
         """Return by parameter the tensors of the states that this worker holds."""
         return self._shares.held()
+
+    def _load_outline(self, outline: dict[str, Any]) -> None:
+        super().load_state_dict({"param_groups": outline["param_groups"], "state": {}})
+        self._shares.owners, self._shares.whole = outline["owners"], outline["whole"]
+        self._shares.outlines = dict(outline["outlines"])
 
 
 def shard(optimizer: O, *, copies: int = 2) -> O:

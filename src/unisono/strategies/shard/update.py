@@ -1,15 +1,15 @@
 """The update of an optimizer whose states are shared out (`unisono.strategies.shard.sharding`), as rounds.
 
 `UpdateRound`: each member updates the parameters that it owns; the first owner of each sends the new values to those
-that do not own it. `MovingRound`: states move, because members were lost or have come. Both decide by what all members
+that do not own it. `StatesRound`: states move, because members were lost or have come. Both decide by what all members
 know (the table of owners, a part of the optimizer's state), never by the members of the moment: a member that is in an
 earlier round may see others than one that is ahead.
 
-A round ends with an exchange in which each member says that it has all that it gets. Whoever has passed it knows that
-nobody needs anything more of this round but the words of that exchange, which it keeps (`Gathered`): so the script may
-change parameters at once, and old states can be dropped. Until then every new value stays where it is, and is sent
-again after a loss. New values are never mixed with old ones in a computation: a member that has a part of them takes no
-part in the sum of gradients before it has all.
+An update ends with an exchange in which each member says that it has all that it gets. A member that has passed it
+knows that nobody needs anything more of this round but the words of that exchange, which it keeps (`Gathered`): so the
+script may change parameters at once. Until then every new value stays where it is, and is sent again after a loss. New
+values are never mixed with old ones in a computation: a member that has a part of them takes no part in the sum of
+gradients before it has all.
 """
 
 from __future__ import annotations
@@ -21,96 +21,66 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from torch import Tensor
 
 from unisono.core.errors import DivergenceError, StateLost
+from unisono.core.holdings import Holders
 from unisono.core.ownership import Owners, Place, living, owners, senders
 from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange import Parcel
 from unisono.engine.rounds.clock import Clock
-from unisono.engine.rounds.life import MOVING, Rounds
+from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Gathered, Members, Undivided
+from unisono.engine.rounds.moving import MovingRound
 from unisono.engine.rounds.team import places
 from unisono.engine.state.packing import from_bytes, quick_digest, to_bytes
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.shard.sharding import Outline, ShardedOptimizer, Shares
 from unisono.system.faults import point
 
-__all__ = ["MovingRound", "UpdateRound", "shared_updates"]
-
-MOVE_BYTES: Final = 64 << 20
-"""States move in portions of this size, or of one state."""
+__all__ = ["StatesRound", "UpdateRound", "shared_updates"]
 
 
 class _Having(msgspec.Struct, frozen=True):
-    """What a member says before parameters or states are sent (again)."""
+    """What a member says before new values are sent again."""
 
     have: list[int] = []
-    """The parameters of which it has the new values, or the states that it holds."""
+    """The parameters of which it has the new values."""
     known: list[int] = []
     """The parameters that it has updated itself, and so has their new states, or that are known to have none."""
-    departs: bool = False
-    """It leaves at the next boundary."""
 
 
-class _Round(Undivided):
-    """What both rounds have in common.
+def state_lost(members: Members, shares: Shares, name: str, index: int, what: str) -> StateLost:
+    """Return the error that nobody has something of a parameter any more."""
+    table, copies = shares.owners, shares.copies
+    had = " and ".join(table[index]) if table is not None and index < len(table) else "nobody"
+    return StateLost(
+        f"{what} of parameter {index} of {name} was held by {had} (unisono.shard with copies={copies}), and "
+        f"all of them are lost: the run cannot go on from here. Go on from {members.newest()}; with more "
+        "copies it survives more losses at the same time"
+    )
+
+
+class UpdateRound(Undivided):
+    """One step() of a sharded optimizer.
 
     Args:
         name: of the tracked optimizer.
     """
 
-    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
-        super().__init__(members)
-        self._clock = clock
-        self._shares = shares
-        self._name = name
-        self._departing: set[str] = set()
-        self._known: set[int] = set()
-        """What all members together know, as they have said last."""
-        self._is_first = False
-
-    def first_plan(self) -> Plan:
-        self._is_first = True  # no member has anything of this round yet
-        return super().first_plan()
-
-    def interrupt(self) -> Collection[Node]:
-        self._clock.switch("waiting")
-        self._is_first = False
-        return super().interrupt()
-
-    def _hear(self, have: Collection[int], known: Collection[int] = ()) -> tuple[list[set[int]], bytes | None]:
-        """Return what each member has, by rank, and what all have said if some have finished the round. Collective."""
-        departs = self._members.worker_ids[self._members.rank] in self._members.departing()
-        letters = self._members.letters(msgspec.msgpack.encode(_Having(sorted(have), sorted(known), departs)))
-        if (said := next((letter.payload for letter in letters if letter.is_final), None)) is not None:
-            return [], said
-        heard = [msgspec.msgpack.decode(letter.payload, type=_Having) for letter in letters]
-        self._departing = {worker for worker, one in zip(self._members.worker_ids, heard, strict=True) if one.departs}
-        self._known = {index for one in heard for index in one.known}
-        return [set(one.have) for one in heard], None
-
-    def _lost(self, index: int, what: str) -> StateLost:
-        table, copies = self._shares.owners, self._shares.copies
-        had = " and ".join(table[index]) if table is not None and index < len(table) else "nobody"
-        return StateLost(
-            f"{what} of parameter {index} of {self._name} was held by {had} (unisono.shard with copies={copies}), and "
-            f"all of them are lost: the run cannot go on from here. Go on from {self._members.newest()}; with more "
-            "copies it survives more losses at the same time"
-        )
-
-
-class UpdateRound(_Round):
-    """One step() of a sharded optimizer."""
-
     kind: Final = "update"
 
     def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
-        super().__init__(members, shares, name, clock)
+        super().__init__(members)
         assert shares.owners is not None
         self.members_then: list[Place] = []
         """The members that have finished the round, equal on all."""
+        self._clock = clock
+        self._shares = shares
+        self._name = name
+        self._known: set[int] = set()
+        """What all members together know, as they have said last."""
+        self._is_first = False
         self._owners = shares.owners
         self._parameters = shares.parameters()
         self._todo = shares.to_update()
@@ -123,6 +93,15 @@ class UpdateRound(_Round):
     @property
     def title(self) -> str:
         return f"{self._name}.step()"
+
+    def first_plan(self) -> Plan:
+        self._is_first = True  # no member has anything of this round yet
+        return super().first_plan()
+
+    def interrupt(self) -> Collection[Node]:
+        self._clock.switch("waiting")
+        self._is_first = False
+        return super().interrupt()
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Update what this member owns; once, but for what has lost its owners meanwhile."""
@@ -142,7 +121,7 @@ class UpdateRound(_Round):
         if self._is_first:
             having = [self._own(worker_id) for worker_id in self._members.worker_ids]
         else:
-            having, said = self._hear(self._new, self._made | self._shares.stateless)
+            having, said = self._hear()
             if said is None:
                 self._check_states(having)
         if said is None:
@@ -157,6 +136,19 @@ class UpdateRound(_Round):
         point("shard.committed")
         self._shares.note(self._changes)
         self._shares.stateless.update(index for index in self._todo if index not in self._shares.outlines)
+
+    def _hear(self) -> tuple[list[set[int]], bytes | None]:
+        """Return what each member has, by rank, and what all have said if some have finished the round. Collective."""
+        own = _Having(sorted(self._new), sorted(self._made | self._shares.stateless))
+        letters = self._members.letters(msgspec.msgpack.encode(own))
+        if (said := next((letter.payload for letter in letters if letter.is_final), None)) is not None:
+            return [], said
+        heard = [msgspec.msgpack.decode(letter.payload, type=_Having) for letter in letters]
+        self._known = {index for one in heard for index in one.known}
+        return [set(one.have) for one in heard], None
+
+    def _lost(self, index: int, what: str) -> StateLost:
+        return state_lost(self._members, self._shares, self._name, index, what)
 
     def _check_states(self, having: Sequence[set[int]]) -> None:
         """Raise StateLost if a new value is here whose first state was with its owners only."""
@@ -218,94 +210,36 @@ class UpdateRound(_Round):
         self.members_then = [Place(*one) for one in heard["members"]]
 
 
-class MovingRound(_Round):
+class StatesRound(MovingRound):
     """States move to those that are to own them from now on."""
 
-    kind: Final = MOVING
-
     def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
-        super().__init__(members, shares, name, clock)
-        self._parameters = shares.parameters()
-        self._wanted: Owners = ()
+        super().__init__(members, shares, f"the states of {name} moving between workers", clock)
+        self._shares = shares
+        self._name = name
 
-    @property
-    def title(self) -> str:
-        return f"the states of {self._name} moving between workers"
-
-    def compute(self, plan: Plan) -> Iterator[object]:
-        point("shard.moving")
-        yield from ()
-
-    def combine(self, plan: Plan) -> Gathered:
-        self._clock.switch("exchange")
-        having, said = self._hear(self._shares.held())
-        if said is None:
-            wanted = self._plan(having)
-            self._move(having, wanted)
-            point("shard.moved")
-            self._members.gather(b"")
-            said = to_bytes(wanted)
-        self._wanted = from_bytes(said)
-        return Gathered(self._members, said)
+    def choose(self, now: Holders, staying: Sequence[int]) -> Mapping[int, tuple[str, ...]]:
+        shares, ids = self._shares, self._members.worker_ids
+        number, table = len(shares.parameters()), shares.owners or ()
+        living_owners = living((*table, *((),) * (number - len(table))), ids)
+        held = tuple(
+            tuple(ids[rank] for rank in now.get(index, ())) if index in shares.outlines else living_owners[index]
+            for index in range(number)
+        )
+        for index, outline in shares.outlines.items():
+            if not held[index] and any(part[0] == "tensor" for part in outline.values()):
+                raise state_lost(self._members, shares, self._name, index, "the state")
+        everyone = places(self._members.team)
+        found = owners(shares.sizes(), [everyone[rank] for rank in staying], shares.copies, held)
+        return dict(enumerate(found))
 
     def finish(self) -> None:
         own_id = self._members.worker_ids[self._members.rank]
-        self._shares.owners = self._wanted
-        self._shares.keep({index for index, each in enumerate(self._wanted) if own_id in each})
-
-    def _plan(self, having: Sequence[set[int]]) -> Owners:
-        """Return who is to own what; equal on all members of this generation."""
-        ids, table = self._members.worker_ids, self._shares.owners or ()
-        now = living((*table, *((),) * (len(self._parameters) - len(table))), ids)
-        held = tuple(
-            tuple(one for one, have in zip(ids, having, strict=True) if index in have)
-            if index in self._shares.outlines
-            else now[index]
-            for index in range(len(self._parameters))
-        )
-        for index in self._shares.outlines:
-            if not held[index] and any(part[0] == "tensor" for part in self._shares.outlines[index].values()):
-                raise self._lost(index, "the state")
-        everyone = places(self._members.team)
-        staying = [one for one in everyone if one.worker_id not in self._departing]
-        return owners(self._shares.sizes(), staying or everyone, self._shares.copies, held)
-
-    def _move(self, having: Sequence[set[int]], wanted: Owners) -> None:
-        ids, rank, sent = self._members.worker_ids, self._members.rank, [0] * len(having)
-        parcels: list[Parcel] = []
-        arriving: dict[int, dict[str, Any]] = {}
-        nbytes = 0
-        for index in self._shares.outlines:
-            targets = tuple(ids.index(one) for one in sorted(wanted[index], key=ids.index))
-            targets = tuple(one for one in targets if index not in having[one])
-            if not targets:
-                continue
-            able = [one for one, have in enumerate(having) if index in have]  # none, if it has no tensors
-            source = min(able, key=lambda one: (sent[one], one), default=targets[0])
-            state = self._state(index, is_source=rank in able and rank == source, is_target=rank in targets)
-            if rank in targets:
-                arriving[index] = state
-            tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            parcels += [Parcel(source, targets, tensor) for tensor in tensors]
-            size = sum(tensor.nbytes for tensor in tensors)
-            sent[source] += size
-            nbytes += size
-            if nbytes > MOVE_BYTES:
-                self._send(parcels, arriving)
-                parcels, arriving, nbytes = [], {}, 0
-        self._send(parcels, arriving)
-
-    def _state(self, index: int, *, is_source: bool, is_target: bool) -> dict[str, Any]:
-        """Return a state: that of this member, one to be filled, or one of meta tensors; with the same keys."""
-        if is_source:
-            held = self._shares.held()[index]
-            return {key: held.get(key, value) for key, value in self._shares.placeholder(index).items()}
-        return self._shares.made(index) if is_target else self._shares.placeholder(index)
-
-    def _send(self, parcels: Sequence[Parcel], arriving: dict[int, dict[str, Any]]) -> None:
-        self._members.deliver(parcels)
-        for index, state in arriving.items():
-            self._shares.put(index, state)
+        own = {index for index, each in self.wanted.items() if own_id in each}
+        self._shares.owners = tuple(self.wanted.values())
+        for index in own.intersection(self._shares.outlines).difference(self._shares.here()):
+            self._shares.put(index, self._shares.made(index))  # plain values, which all members know
+        self._shares.keep(own)
 
 
 @contextmanager
@@ -370,9 +304,9 @@ class _Update:
 
     def move(self) -> None:
         """Move states to where they are to be, with the members that there are and those that leave. Collective."""
-        self._play(MovingRound(*self._what))
+        self._play(StatesRound(*self._what))
 
-    def _play(self, round_: UpdateRound | MovingRound) -> None:
+    def _play(self, round_: UpdateRound | StatesRound) -> None:
         with torch.no_grad():
             for _ in self._rounds.play(round_):
                 pass

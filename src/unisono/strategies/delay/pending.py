@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from torch import Tensor
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.state.sums import Total
 
-__all__ = ["Gradient", "Pending"]
+__all__ = ["NAME", "Gradient", "Pending"]
+
+NAME: Final = "pending"
+"""Of this part of the run's state."""
 
 
 @dataclass
