@@ -31,7 +31,7 @@ from unisono.engine.loop.settings import Arithmetic, choose_device, choose_threa
 from unisono.engine.loop.step import Iteration, numbers
 from unisono.engine.loop.steps import Steps
 from unisono.engine.loop.strategies import Strategy
-from unisono.engine.microbatch.data import MakeFetcher, Samples
+from unisono.engine.microbatch.data import MakeFetcher
 from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Round
@@ -506,8 +506,6 @@ class Run(Calls, Evaluating, Trainings):
         strategy: Strategy,
         reduction: Reduction,
         *,
-        samples: Samples | None = None,
-        num_iterations: int | None = None,
         wire: Wire = "fp32",
         first_step: int = 0,
         is_limited: bool = False,
@@ -516,8 +514,6 @@ class Run(Calls, Evaluating, Trainings):
 
         Args:
             is_limited: the script says for how many epochs, or steps, it trains.
-            samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
-            num_iterations: how many there are; None: one for each global batch.
             first_step: how many of them count as done when the run begins.
         """
         if reduction not in ("mean", "sum"):
@@ -528,7 +524,7 @@ class Run(Calls, Evaluating, Trainings):
         planned.begins()
         rounds, _ = self._in_rounds()
         self._troubles.begins(planned.dataset)
-        num_steps = planned.num_steps if num_iterations is None else num_iterations
+        num_steps = planned.num_iterations
         loop = TrainingLoop(
             rounds=rounds,
             tracked=self._tracked,
@@ -551,7 +547,7 @@ class Run(Calls, Evaluating, Trainings):
             audits=self._audits,
         )
         # The loop's checks come here, and not with its first step.
-        fetcher = planned.fetcher(self.device, samples)
+        fetcher = planned.fetcher(self.device)
         steps = Steps(self._train(loop, fetcher, first_step), num_steps + strategy.num_more)
         self._training = weakref.ref(steps)
         return steps

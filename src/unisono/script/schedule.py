@@ -29,6 +29,10 @@ class Schedule:
     source: Source
     cursor: Cursor
     num_steps: int
+    inner_steps: int = 1
+    """Steps of an iteration: those of a replica in a round of local steps."""
+    samples: Samples | None = None
+    """Of each micro-batch, where a strategy cuts the data in another way than the cursor."""
 
     @property
     def dataset(self) -> MapDataset:
@@ -39,23 +43,24 @@ class Schedule:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
 
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the training loop: one for each step, or for each round of several."""
+        return -(-self.num_steps // self.inner_steps)
+
     def begins(self) -> None:
         """Note that the training loop begins: nothing depends on it, as each epoch has its own order."""
 
     def before_step(self, number: int, rounds: Rounds) -> None:
         """Do nothing: samples are found by their index on each worker."""
 
-    def fetcher(self, device: torch.device, samples: Samples | None = None) -> MakeFetcher:
-        """Return what makes the `Fetcher` of these data.
-
-        Args:
-            samples: of each micro-batch, where a strategy cuts the data in another way than the cursor.
-        """
+    def fetcher(self, device: torch.device) -> MakeFetcher:
+        """Return what makes the `Fetcher` of these data."""
 
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
             return Fetcher(
                 self.source.dataset,
-                samples if samples is not None else self.cursor,
+                self.samples if self.samples is not None else self.cursor,
                 device=device,
                 loading=self.source.loading,
                 upcoming=upcoming,

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.core.errors import RecipeError, UsageError
 from unisono.core.orders import digest
-from unisono.core.streams import StreamCursor, StreamOrder
+from unisono.core.streams import StreamCursor, StreamOrder, StreamSamples
 from unisono.engine.microbatch.bookmarks import Bookmarks
 from unisono.engine.microbatch.data import Loader, Loading, MakeFetcher, Request
 from unisono.engine.microbatch.iterables import StreamSource
@@ -83,6 +83,8 @@ class StreamSchedule:
     """Of the data and how they are cut, the same on all workers."""
     inner_steps: int = 1
     """Steps of an iteration: those of a replica in a round of local steps."""
+    samples: StreamSamples | None = None
+    """Of each micro-batch, where a strategy cuts the data in another way than the cursor."""
     delay: int = 0
     """Iterations of which the results are under way."""
 
@@ -90,6 +92,11 @@ class StreamSchedule:
     def num_epochs(self) -> int:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the training loop: one for each step, or for each round of several."""
+        return -(-self.num_steps // self.inner_steps)
 
     @cached_property
     def bookmarking(self) -> Bookmarking:
@@ -102,17 +109,13 @@ class StreamSchedule:
         if not self.cursor.lengths:
             self.asked.add(self.given, self.cursor.microbatches, self.num_steps * self.cursor.share)
 
-    def fetcher(self, device: torch.device, samples: Any = None) -> MakeFetcher:
-        """Return what makes the `StreamFetcher` of these data.
-
-        Args:
-            samples: of each micro-batch (`StreamSamples`), where a strategy cuts the data in another way.
-        """
+    def fetcher(self, device: torch.device) -> MakeFetcher:
+        """Return what makes the `StreamFetcher` of these data."""
 
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
             reading = StreamFetcher(
                 self.dataset,
-                self.cursor if samples is None else samples,
+                self.samples if self.samples is not None else self.cursor,
                 device=device,
                 loading=self.loading,
                 upcoming=upcoming,

@@ -19,7 +19,6 @@ from unisono.engine.loop.step import Step
 from unisono.engine.loop.steps import Steps
 from unisono.engine.loop.strategies import Strategy, Synchronous
 from unisono.engine.microbatch.bookmarks import NAME as STREAMS
-from unisono.engine.microbatch.data import Samples
 from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.rounds.inspecting import Inspector
@@ -60,8 +59,6 @@ class Trainings(ABC):
         strategy: Strategy,
         reduction: Reduction,
         *,
-        samples: Samples | None = None,
-        num_iterations: int | None = None,
         wire: Wire = "fp32",
         first_step: int = 0,
         is_limited: bool = False,
@@ -70,8 +67,6 @@ class Trainings(ABC):
 
         Args:
             is_limited: the script says for how many epochs, or steps, it trains.
-            samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
-            num_iterations: how many there are; None: one for each global batch.
             first_step: how many of them count as done when the run begins.
         """
 
@@ -296,10 +291,12 @@ class Trainings(ABC):
         )
         if isinstance(planned, StreamSchedule):
             self._tracked.own(STREAMS, self._asked.bookmarks)
-            planned = dataclasses.replace(planned, inner_steps=inner_steps)
-            samples: ReplicaSamples = ReplicaStreams(planned.cursor, replication)
+            streams = ReplicaStreams(planned.cursor, replication)
+            samples: ReplicaSamples = streams
+            planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=streams)
         else:
             samples = ReplicaSamples(planned.cursor, replication)
+            planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=samples)
         if self._replicas is None:
             self._replicas = Replicas()
             self._tracked.own(NAME, self._replicas)
@@ -321,7 +318,5 @@ class Trainings(ABC):
             planned,
             strategy,
             reduction,
-            samples=samples,
-            num_iterations=replication.num_rounds(planned.num_steps),
             is_limited=epochs is not None or max_steps is not None,
         )
