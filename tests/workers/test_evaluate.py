@@ -108,7 +108,7 @@ def test_an_evaluation_in_which_nobody_is_found_wrong_is_done_again(monkeypatch:
     monkeypatch.setattr(evaluation, "has_minority", lambda digests: not asked)
     with AloneRun(seed=1) as run:
         train(run, Mlp(), vectors())
-        monkeypatch.setattr(run._evaluations.requests, "_audits", Undecided())
+        monkeypatch.setattr(run._requests, "audits", Undecided())
         totals = run.evaluate(list(range(10)), lambda batch: {"sum": batch.sum()}, batch_size=2)
     assert (asked, totals) == ([1], {"sum": 45})
 

@@ -78,7 +78,6 @@ def schedule(
     *,
     microbatches: int,
     seed: int,
-    first_epoch: int,
     asked: Asked,
     batch_size: int | None = None,
     resized: int | None = None,
@@ -95,8 +94,7 @@ def schedule(
     Args:
         caller: the method that got them, for errors.
         seed: of the run.
-        first_epoch: epochs of the run before.
-        asked: what calls of the run before have asked of data without a length.
+        asked: what calls of the run before have asked for.
         resized: for a trial, the batch size that counts instead of the script's, from wherever the script has it.
 
     Raises:
@@ -122,7 +120,6 @@ def schedule(
             caller,
             microbatches=microbatches,
             seed=seed,
-            first_epoch=first_epoch,
             epochs=epochs,
             max_steps=max_steps,
             asked=asked,
@@ -136,7 +133,7 @@ def schedule(
         microbatches=microbatches,
         seed=seed,
         drop_last=source.drop_last,
-        first_epoch=first_epoch,
+        first_epoch=asked.num_epochs,
     )
     if epochs < 1:
         raise UsageError(f"epochs must be at least 1, got {epochs}")

@@ -25,15 +25,17 @@ __all__ = ["Asked", "StreamSchedule", "stream_schedule"]
 
 
 class Asked:
-    """What the calls of ``run.steps`` of one run have asked of streams.
+    """What the calls of ``run.steps`` of one run have asked for: epochs, and samples of streams.
 
     It counts what the script asks for, not what was done: a worker that skips a call must count alike.
 
     Attributes:
+        num_epochs: of all calls.
         bookmarks: the states of streams that all workers know.
     """
 
     def __init__(self) -> None:
+        self.num_epochs = 0
         self.bookmarks = Bookmarks()
         self._numbers = WeakIdKeyDictionary()  # by dataset
         self._num_datasets = 0
@@ -141,7 +143,6 @@ def stream_schedule(
     *,
     microbatches: int,
     seed: int,
-    first_epoch: int,
     epochs: int,
     max_steps: int | None,
     asked: Asked,
@@ -151,8 +152,7 @@ def stream_schedule(
     Args:
         caller: the method that got them, for errors.
         seed: of the run.
-        first_epoch: epochs of the run before.
-        asked: what calls of the run before have asked of such data.
+        asked: what calls of the run before have asked for.
 
     Raises:
         RecipeError: batch, micro-batches and streams do not fit together, or nothing says when the training ends.
@@ -182,7 +182,7 @@ def stream_schedule(
         microbatches=microbatches,
         seed=seed,
         drop_last=source.drop_last,
-        first_epoch=first_epoch,
+        first_epoch=asked.num_epochs,
         lengths=lengths or (),
         num_steps=max_steps or 0,
         first_sample=first_sample,
