@@ -88,7 +88,7 @@ class StaticRun(Run):
         self._exchange, self._connect = exchange, connect  # before the run begins
         super().__init__(directory, device="cpu", **options)
 
-    def _make_team(self, member: Member | None) -> RunTeam:
+    def _make_team(self, member: Member | None, *, checks: bool) -> RunTeam:
         return StaticTeam(self._exchange, self._connect)
 
 

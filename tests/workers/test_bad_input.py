@@ -313,7 +313,7 @@ def test_losses_that_cannot_be_trained_on(loop: Loop, spoil: Callable[[Tensor], 
 def test_a_loss_that_is_not_a_number_names_its_samples(loop: Loop) -> None:
     with pytest.raises(LossError) as caught:
         loop.train(lambda step, batch: step.backward(loop.loss(batch) * torch.nan))
-    first = loop.run._loop.step.sample_indices(0)
+    first = loop.run._training.loop.step.sample_indices(0)
     assert len(first) == 6
     assert f"(samples {first})" in str(caught.value)
 
@@ -600,7 +600,7 @@ def test_an_error_of_user_code_says_where_it_came_from(loop: Loop) -> None:
             loop = Loop(run)
             loop.train(backward)
     (note,) = caught.value.__notes__
-    samples = ", ".join(map(str, run._loop.step.sample_indices(1)))
+    samples = ", ".join(map(str, run._training.loop.step.sample_indices(1)))
     assert note == f"(in step 0, micro-batch 1, samples {samples})"
 
 

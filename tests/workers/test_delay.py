@@ -226,7 +226,7 @@ def test_a_call_in_an_iteration_has_the_place_that_the_script_reads() -> None:
             for step in run.steps(vectors(), batch_size=16, microbatches=4, delay=2):
                 for inputs, labels in step:
                     F.cross_entropy(model(inputs), labels).backward()
-                assert run._place("run.evaluate").step == step.number
+                assert run._training.place("run.evaluate").step == step.number
                 places.append(step.number)
     assert places == [*range(6), *range(4, 10)]
 

@@ -218,7 +218,7 @@ def test_a_subset_is_shuffled() -> None:
 def test_a_trial_has_batches_of_another_size_wherever_the_script_has_said_its_own() -> None:
     sampler = unisono.BucketSampler(LENGTHS, batch_size=6, pool=3)
     loader = DataLoader(Images(21), batch_size=6, sampler=sampler)
-    made = schedule(loader, "run.steps", microbatches=1, seed=5, first_epoch=0, resized=4, asked=Asked())
+    made = schedule(loader, "run.steps", microbatches=1, seed=5, resized=4, asked=Asked())
     assert (made.cursor.batch_size, made.num_steps) == (4, 6)
     own = unisono.BucketSampler(LENGTHS, batch_size=4, pool=3).order
     assert [*made.cursor.order.epoch(5, 0)] == [*own.epoch(5, 0)]

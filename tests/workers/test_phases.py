@@ -251,8 +251,8 @@ def test_a_loop_that_was_left_by_break_is_over_at_once() -> None:
                 step.backward(F.cross_entropy(model(x), y))
             if step.index == 1:
                 break
-        assert run._loop is not None
-        assert not run._loop.is_open
+        assert run._training.loop is not None
+        assert not run._training.loop.is_open
         run.track(values={"best": 0.5})
 
 

@@ -26,11 +26,11 @@ def test_an_evaluator_reads_what_the_members_read(delay: int) -> None:
         for step in run.steps(data, batch_size=24, microbatches=4, epochs=2, drop_last=False, delay=delay):
             for inputs, labels in step:
                 F.cross_entropy(model(inputs), labels).backward()
-            assert run._loop is not None
+            assert run._training.loop is not None
             order = Order(
                 number=0, phases=1, step=step.number, samples=56, batch_size=8, number_in_loop=step.number_in_loop
             )
-            seen = visited(run._loop, order, Process())
+            seen = visited(run._training.loop, order, Process())
             assert {name: getattr(seen, name) for name in READ} == {name: getattr(step, name) for name in READ}
             if step.num_samples:
                 assert seen.sample_indices(1) == step.sample_indices(1)
@@ -51,11 +51,11 @@ def test_an_evaluator_reads_of_a_round_what_the_members_read() -> None:
                 for inputs, labels in step:
                     F.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
-            assert run._loop is not None
+            assert run._training.loop is not None
             order = Order(
                 number=0, phases=1, step=round_.number, samples=56, batch_size=8, number_in_loop=round_.number_in_loop
             )
-            seen = visited(run._loop, order, Process())
+            seen = visited(run._training.loop, order, Process())
             for name in ("number", "number_in_loop", "epoch", "num_samples", "steps", "is_complete"):
                 assert getattr(seen, name) == getattr(round_, name), name
             assert isinstance(seen, VisitedRound)

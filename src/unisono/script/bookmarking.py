@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
 from unisono.core.streams import Wanted
-from unisono.engine.microbatch.bookmarks import Bookmark, Bookmarks, Taken
+from unisono.engine.microbatch.bookmarks import Bookmark, Bookmarks
+from unisono.engine.microbatch.streamfetcher import StreamFetcher
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
 
@@ -17,15 +16,6 @@ EVERY = 1024
 """Samples of each stream between two exchanges."""
 RARELY = 16
 """Delays between two exchanges, at least: each exchange waits for what is under way, which a delay is to hide."""
-
-
-class Reading(Protocol):
-    """Reads streams, and takes bookmarks (`unisono.engine.microbatch.streamfetcher.StreamFetcher`)."""
-
-    taken: Taken
-
-    def bookmarks(self) -> dict[int, Bookmark]:
-        """Return the newest bookmark of each stream that was read, up to what was fetched."""
 
 
 class _Letter(msgspec.Struct, frozen=True):
@@ -51,7 +41,7 @@ class Bookmarking:
         self._key = key
         self._share, self._first = share, first
         self._every = max(EVERY, RARELY * delay * share)
-        self._reading: Reading | None = None
+        self._reading: StreamFetcher | None = None
 
     def is_of_use(self) -> bool:
         """Return whether these data may have bookmarks. Local, equal on all workers."""
@@ -61,7 +51,7 @@ class Bookmarking:
         """Return the bookmark from which a reader comes to these samples, if there is one. Local."""
         return self._bookmarks.find(self._key, wanted)
 
-    def reads_with(self, reading: Reading) -> None:
+    def reads_with(self, reading: StreamFetcher) -> None:
         """Note what reads the streams in this loop. Local."""
         self._reading = reading
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,28 +15,15 @@ from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.engine.rounds.gathering import together
 from unisono.engine.rounds.life import Rounds
 from unisono.script import life
+from unisono.script.course import Course
 from unisono.script.keeping import Keeper
-from unisono.script.loop import TrainingLoop
-from unisono.script.notes import Beginning, note_beginning, note_idle, note_microbatch
-from unisono.script.recording import Recorder, Role
+from unisono.script.notes import note_beginning, note_idle, note_microbatch
+from unisono.script.recording import Recorder
+from unisono.script.training import Training
 from unisono.script.troubles import OwnTroubles
 from unisono.system.process import Process, tell
 
-__all__ = ["Ending", "Reached"]
-
-
-@dataclass(frozen=True)
-class Reached:
-    """How far the script has got."""
-
-    loop: TrainingLoop | None
-    """The training loop that has begun last."""
-    training: Steps[Any] | None
-    """The steps that the script iterates over."""
-    has_joined: bool
-    num_steps: int
-    """Of the run, that are done."""
-    beginning: Beginning | None
+__all__ = ["Ending"]
 
 
 class Ending:
@@ -45,7 +31,6 @@ class Ending:
 
     Args:
         before_end: called before the members end the run together, where all is well. Collective for members.
-        reached: returns how far the script has got.
         begun: what is taken back at the end.
         is_alone: there are no other workers, and no head that knows how the script ends.
     """
@@ -56,30 +41,29 @@ class Ending:
         keeper: Keeper,
         recorder: Recorder,
         process: Process,
+        training: Training,
+        course: Course,
+        troubles: OwnTroubles,
         *,
-        role: Callable[[], Role],
         before_end: Callable[[], None],
-        reached: Callable[[], Reached],
         begun: ExitStack,
         is_alone: bool,
-        troubles: OwnTroubles,
     ) -> None:
         self._rounds = rounds
         self._keeper = keeper
         self._recorder = recorder
         self._process = process
-        self._role = role
+        self._training = training
+        self._course = course
+        self._troubles = troubles
         self._before_end = before_end
-        self._reached = reached
         self._begun: ExitStack | None = begun
         self._is_alone = is_alone
-        self._troubles = troubles
 
     @property
     def is_training(self) -> bool:
         """Whether the script is between the first step of a training loop and its end."""
-        loop = self._reached().loop
-        return loop is not None and loop.is_open
+        return self._training.is_open
 
     def end(self, error: BaseException | None, how: str = "the script, or another run in it, has ended it") -> None:
         """End the run, as the script has been left by ``error``. Does nothing the second time, and in a fork.
@@ -98,61 +82,63 @@ class Ending:
         if begun is None:
             return
         life.ended(self)
-        reached, error = self._reached(), error or self._keeper.left_by
+        error = error or self._keeper.left_by
         try:
             with begun:
-                if reached.training is not None:
-                    begun.callback(reached.training.close)
-                if error is None or self._is_good_exit(error, reached.loop):
-                    self._end_well(reached)
+                if (steps := self._training.steps) is not None:
+                    begun.callback(steps.close)
+                if error is None or self._is_good_exit(error):
+                    self._end_well(steps)
                 else:
-                    self._end_badly(error, reached)
+                    self._end_badly(error)
         finally:
             self._process.end(how)
 
     def explain(self, error: BaseException) -> bool:
         """Add to an exception of the script where it was raised; returns whether that was in a micro-batch."""
-        reached = self._reached()
-        if (beginning := reached.beginning) is not None:
-            note_beginning(error, beginning, reached.num_steps - beginning.step)
-        step = reached.loop.step if reached.loop is not None else None
+        if (beginning := self._course.beginning) is not None:
+            note_beginning(error, beginning, self._course.num_steps - beginning.step)
+        step = self._training.loop.step if self._training.loop is not None else None
         note_idle(error, step)
         return note_microbatch(error, step)
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _end_well(self, reached: Reached) -> None:
+    def _end_well(self, steps: Steps[Any] | None) -> None:
+        course = self._course
         try:
-            if reached.training is not None:
-                reached.training.close()
-            if reached.loop is not None:
-                reached.loop.leave()
+            if steps is not None:
+                steps.close()
+            if self._training.loop is not None:
+                self._training.loop.leave()
             own, held = self._own_digests(), {}
             self._before_end()
-            if reached.has_joined:
+            if course.has_joined:
                 held = self._end_together(own)
             digests = self._rounds.tracked.digests(held) if self._rounds.tracked.sharded else dict(own.objects)
         except UnisonoError as failure:
             self._append_failure(failure)
             raise
-        if reached.has_joined and reached.beginning is not None and reached.beginning.step == reached.num_steps:
-            self._say_nothing_left(reached.num_steps)
-        self._recorder.last_checkpoint(self._keeper.news(), self._role())
-        self._recorder.run_ended(self._role(), ok=True, digests=digests)
+        if course.beginning is not None and course.beginning.step == course.num_steps:
+            self._say_nothing_left(course.num_steps)
+        self._recorder.last_checkpoint(self._keeper.news(), course.role())
+        self._recorder.run_ended(course.role(), ok=True, digests=digests)
 
     def _say_nothing_left(self, num_steps: int) -> None:
         if self._rounds.team.rank == 0:
             tell(f"unisono: nothing is left to do: {progress(num_steps, num_steps)} are done")
 
-    def _end_badly(self, error: BaseException, reached: Reached) -> None:
+    def _end_badly(self, error: BaseException) -> None:
+        loop = self._training.loop
         is_tried_again = self.explain(error) and self._rounds.team.size > 1
-        if _code_of(error) == 0 and reached.loop is not None and reached.loop.has_gradient():
-            reached.loop.leave()
+        if _code_of(error) == 0 and loop is not None and loop.has_gradient():
+            loop.leave()
         # Asked to leave, or tried again by another worker: the run does not end with this worker.
         goes_on = isinstance(error, RunStopped) or is_tried_again or self._says_nothing(error)
-        is_end = reached.has_joined and not goes_on
+        is_end = self._course.has_joined and not goes_on
         if isinstance(error, Exception) and not isinstance(error, RunStopped):
-            self._troubles.explain(error, self._rounds, reached.loop, is_end=is_end)
+            step, cursor = (loop.step, loop.cursor) if loop is not None else (None, None)
+            self._troubles.explain(error, self._rounds, step, cursor, is_end=is_end)
         if is_end:
             self._append_failure(error)
 
@@ -184,15 +170,16 @@ class Ending:
         held = held_by_all(by_worker)
         self._keeper.reached([worker for worker, each in by_worker.items() if each.reaches])
         self._keeper.save_together(rounds)
-        self._recorder.tell_again(self._role())
+        self._recorder.tell_again(self._course.role())
         team.in_loop(None)
         return held
 
     def _append_failure(self, error: BaseException) -> None:
-        self._recorder.run_ended(self._role(), ok=False, reason=f"{type(error).__name__}: {error}")
+        self._recorder.run_ended(self._course.role(), ok=False, reason=f"{type(error).__name__}: {error}")
 
-    def _is_good_exit(self, error: BaseException, loop: TrainingLoop | None) -> bool:
+    def _is_good_exit(self, error: BaseException) -> bool:
         """Return whether this is ``sys.exit(0)`` of a script that runs alone, between two steps or at the end."""
+        loop = self._training.loop
         is_between = loop is None or loop.step is None or not loop.step.has_begun or loop.has_gradient()
         return _code_of(error) == 0 and self._is_alone and is_between and not self._keeper.is_leaving
 

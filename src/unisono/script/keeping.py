@@ -97,7 +97,7 @@ class Keeper:
         path = directory / JOURNAL if directory is not None and IS_WATCHED else None
         self.journal = Journal(path, self._directory.look)
         self._process = Process()
-        self._run_id, self._worker_id, self._is_alone = "", "", True
+        self.run_id, self._worker_id, self._is_alone = "", "", True
         self._metrics: dict[str, float] = {}
         self._leaving = False
         self.left_by: SystemExit | None = None
@@ -120,7 +120,7 @@ class Keeper:
         Raises:
             RunDirectoryError: the directory is another run's.
         """
-        self._run_id, self._is_alone = run_id, alone
+        self.run_id, self._is_alone = run_id, alone
         if alone and self._directory.path is not None:
             self._resumption.claim(run_id)
             code = self.policy.on_signal if self.policy is not None else None
@@ -132,7 +132,7 @@ class Keeper:
 
         See `Resumption.begin`.
         """
-        return self._resumption.begin(self._run_id, phase, recipe, is_restart=not self._is_alone)
+        return self._resumption.begin(self.run_id, phase, recipe, is_restart=not self._is_alone)
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint that the run goes on from, on the member that has loaded it."""
@@ -148,7 +148,7 @@ class Keeper:
         self._worker_id = team.worker_ids[team.rank]
         self._metrics = dict(self._resumption.metrics)
         self.journal.go_on_at(rounds.position.lines, lines)
-        self._directory.enter(self._run_id)
+        self._directory.enter(self.run_id)
         if not self._directory.is_seen:
             self.journal.keep_for_copy()
         whole, fingerprint = self._resumption.whole_recipe(recipe), self._resumption.fingerprint()

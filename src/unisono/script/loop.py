@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,110 +34,107 @@ from unisono.engine.microbatch.plain import taken_backward
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.clock import Clock
-from unisono.engine.rounds.finite import Finiteness
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.taps import Loop
 from unisono.engine.state.tracked import Tracked
-from unisono.record.journal import Journal
+from unisono.script.course import Course
 from unisono.script.keeping import Keeper
 from unisono.script.modes import check_begun, check_unchanged, modes, unusual
+from unisono.script.schedule import Planned
 from unisono.strategies.shard.update import shared_updates
 from unisono.system.faults import at_step, point
 from unisono.system.process import Process
 
-__all__ = ["TrainingLoop", "Wire", "check_wire"]
-
-OnStep = Callable[[Iteration, dict[str, float], int], None]
-"""Callback: (finished iteration, seconds by part, steps of the run at the end of this loop)."""
+__all__ = ["Summing", "TrainingLoop", "Wire"]
 
 Wire = Literal["fp32", "bf16"]
 """As what the sums of gradients in float32 travel between hosts."""
 
 
-def check_wire(wire: str, tracked: Tracked) -> None:
-    """Raise UsageError unless it is a `Wire` that does something for what is tracked."""
-    if wire not in ("fp32", "bf16"):
-        raise UsageError(f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {wire!r}')
-    dtypes = {parameter.dtype for _, parameter in tracked.parameters()}
-    if wire == "bf16" and dtypes and not any(SUM_DTYPE.get(dtype, dtype) == torch.float32 for dtype in dtypes):
-        names = listed(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise UsageError(
-            f'wire="bf16" rounds sums of gradients in float32, and the parameters of this model are {names}, whose '
-            "sums are wider: it would change nothing. Leave it out, or train in float32"
-        )
+@dataclass(frozen=True)
+class Summing:
+    """How the gradients of a step are summed, as the script says it."""
+
+    reduction: Reduction = "mean"
+    """What the script's losses are, over the samples of a micro-batch."""
+    wire: Wire = "fp32"
+    """As what sums travel; "bf16": they are rounded to it, from a fixed level of the tree on."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it adds to the recipe of the phase."""
+        return {"wire": "bf16"} if self.wire == "bf16" else {}
+
+    def check(self, tracked: Tracked) -> None:
+        """Raise UsageError unless both have a meaning, and the wire does something for what is tracked."""
+        if self.wire not in ("fp32", "bf16"):
+            raise UsageError(
+                f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {self.wire!r}'
+            )
+        if self.reduction not in ("mean", "sum"):
+            raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {self.reduction!r}')
+        dtypes = {parameter.dtype for _, parameter in tracked.parameters()}
+        if self.wire == "bf16" and dtypes and not any(SUM_DTYPE.get(one, one) == torch.float32 for one in dtypes):
+            names = listed(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise UsageError(
+                f'wire="bf16" rounds sums of gradients in float32, and the parameters of this model are {names}, whose '
+                "sums are wider: it would change nothing. Leave it out, or train in float32"
+            )
 
 
 class TrainingLoop:
     """One call of ``run.steps``.
 
     Args:
-        on_step: called once for every step that the script has finished.
-        finiteness: looks at the gradient of each step.
-        on_head: called before the script gets a step, with its number in the run and the clock of its parts.
+        course: is told of each step, before and after the script has it.
+        planned: the data, how they are cut, and for how many steps.
         strategy: what a step is.
-        reduction: what the script's losses are, over the samples of a micro-batch.
-        wire: as what sums of gradients travel; "bf16": they are rounded to it, from a fixed level of the tree on.
-        num_done: returns the steps of the run that are done.
 
     Attributes:
+        cursor: of the data.
+        num_steps: iterations that have data.
         step: the one that the script got last; None before the first and after the last.
         is_open: whether the script is between the first step and the end of the loop.
     """
 
     def __init__(
         self,
-        *,
         rounds: Rounds,
-        tracked: Tracked,
         keeper: Keeper,
-        journal: Journal,
         process: Process,
-        cursor: Cursor,
-        num_steps: int,
-        seed: int,
+        course: Course,
         arithmetic: Arithmetic,
-        num_done: Callable[[], int],
-        on_step: OnStep,
-        finiteness: Finiteness,
-        on_head: Callable[[int, Clock], None],
-        before_step: Callable[[int, Rounds], None],
+        *,
+        planned: Planned,
         strategy: Strategy,
-        reduction: Reduction = "mean",
-        wire: Wire = "fp32",
+        summing: Summing,
     ) -> None:
-        self.cursor = cursor
-        self.num_steps = num_steps
+        self.cursor: Cursor = planned.cursor
+        self.num_steps = planned.num_iterations
         self.step: Iteration | None = None
         self.is_open = False
         self._rounds = rounds
-        self._tracked = tracked
+        self._tracked = rounds.tracked
         self._keeper = keeper
-        self._journal = journal
         self._process = process
-        self._seed = seed
+        self._course = course
         self._arithmetic = arithmetic
-        self._num_done = num_done
-        self._on_step = on_step
-        self._finiteness = finiteness
-        self._on_head = on_head
-        self._before_step = before_step
+        self._planned = planned
         self._strategy = strategy
-        self._reduction = reduction
-        self._rounds_sums = wire == "bf16"
+        self._summing = summing
         self._phase = 0
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
         self._folder: GradientFolder | None = None
-        self._unused = UnusedGradients(tracked)
+        self._unused = UnusedGradients(rounds.tracked)
 
     @property
     def recipe(self) -> Recipe:
         """What the bits of its steps depend on: the data, the strategy, whether sums are rounded, modes of torch."""
-        wire: Recipe = {"wire": "bf16"} if self._rounds_sums else {}
         found = unusual(modes(), threads=self._arithmetic.threads)
         chosen: Recipe = {"modes": found} if found else {}
-        return {**self.cursor.recipe, **self._strategy.recipe, **wire, **chosen}
+        return {**self.cursor.recipe, **self._strategy.recipe, **self._summing.recipe, **chosen}
 
     def round_of(self, number: int) -> range | None:
         """Return the global batches of an iteration, where it is a round of several steps; None: it is one. Local."""
@@ -158,7 +156,7 @@ class TrainingLoop:
         rounds, team = self._rounds, self._rounds.team
         check_begun(self._arithmetic.floating_point, threads=torch.get_num_threads())
         at_begin = modes()
-        self._phase, self._base = phase, self._num_done() - self._strategy.num_done(first)
+        self._phase, self._base = phase, self._course.num_steps - self._strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
         agreement = Agreement(
             rounds,
@@ -183,7 +181,7 @@ class TrainingLoop:
             folder=self._current_folder,
             fetcher=fetcher,
             cursor=self.cursor,
-            seed=self._seed,
+            seed=self.cursor.seed,
             phase=phase,
             first_number=self._base,
             note_plan=upcoming.note,
@@ -191,8 +189,8 @@ class TrainingLoop:
             agreement=agreement,
             clock=self._clock,
             tracked=self._tracked,
-            finiteness=self._finiteness,
-            reduction=self._reduction,
+            finiteness=self._course.finiteness,
+            reduction=self._summing.reduction,
         )
         self._strategy.open(context, first)
         self._tell_loop(first)
@@ -216,10 +214,10 @@ class TrainingLoop:
                     if self._keeper.acts(rounds, may_save=self._strategy.may_save(number)):
                         self._strategy.settle()
                     self._keeper.boundary(rounds, may_save=self._strategy.may_save(number))
-                    seed_at(self._seed, "step", *self._place_of(number))
-                    self._on_head(self._base + number, self._clock)
+                    seed_at(self.cursor.seed, "step", *self._place_of(number))
+                    self._course.step_begins(self._base + number, self._clock)
                     with self.apart():
-                        self._before_step(number, rounds)
+                        self._planned.before_step(number, rounds)
                     for tap in rounds.taps:
                         tap.before_step(self._base + number)
                     self.step = self._strategy.make_step(number, self._unused, self._process)
@@ -231,7 +229,7 @@ class TrainingLoop:
             self._move_to(end := max(first, self.num_steps + self._strategy.num_more))
             if self.step is not None:
                 with self.apart():
-                    self._before_step(end, rounds)
+                    self._planned.before_step(end, rounds)
             self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)
@@ -291,14 +289,14 @@ class TrainingLoop:
     # -- inside --------------------------------------------------------------------------------------
 
     def _end_step(self, step: Iteration) -> None:
-        """Close a step that the script has finished, and report it to `on_step`. Once for each step."""
+        """Close a step that the script has finished, and tell the course of it. Once for each step."""
         if step.state in (State.CLOSED, State.FAILED):
             return
         step.close()
         point("after_step")
         seconds = self._clock.reset()
         self._clock.switch("other")
-        self._on_step(step, seconds, self._base + self.num_steps)
+        self._course.step_ends(step, seconds, self.cursor, self._base + self.num_steps)
 
     def _tell_loop(self, first: int) -> None:
         """Tell the taps which loop begins."""
@@ -306,7 +304,7 @@ class TrainingLoop:
         loop = Loop(
             worker_id=members.worker_ids[members.rank],
             tracked=self._tracked,
-            seed=self._seed,
+            seed=self.cursor.seed,
             phase=self._phase,
             steps=range(self._base + first, self._base + self.num_steps),
             recipe=self.recipe,
@@ -326,8 +324,8 @@ class TrainingLoop:
             phase=self._phase,
             step=number,
             number=self._base + number,
-            total=self._num_done(),
-            lines=self._journal.number,
+            total=self._course.num_steps,
+            lines=self._keeper.journal.number,
         )
         self._rounds.move_to(position)
 
@@ -350,8 +348,8 @@ class TrainingLoop:
             self._tracked.calls,
             self._rounds.slots,
             extras=extras,
-            means=self._reduction == "mean",
-            rounds=self._rounds_sums,
+            means=self._summing.reduction == "mean",
+            rounds=self._summing.wire == "bf16",
         )
         self._rounds.use_layout(self._strategy.layout(self._folder))
         return self._folder
@@ -371,7 +369,7 @@ class TrainingLoop:
     def _trained(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
         return self._folder.trained if self._folder is not None else ()
 
-    def _take_backward(self, loss: Tensor, scaler: Any, *, retain_graph: bool) -> None:
+    def _take_backward(self, loss: Tensor, scaler: Any, retain_graph: bool) -> None:
         """Do for ``loss.backward()`` what ``step.backward(loss)`` does."""
         assert self.step is not None
         self.step.backward(loss, scaler=scaler, retain_graph=retain_graph)

@@ -1,73 +1,83 @@
-"""`Run`: the interface of the user's script."""
+"""`Run`: the interface of the user's script. Each call is checked here, and done by an object that the run owns:
+
+==============  ================================================================================
+`Training`      the training loops, one after the other, and the places of calls
+`Course`        how many steps are done; who is told of each: journal, sinks, profile, inspector
+`Evaluations`   totals over datasets, at once or beside the training
+`Talk`          barriers, values that workers exchange
+`Keeper`        checkpoints and journal
+`Ending`        the end of the run
+==============  ================================================================================
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import json
 import os
-import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
-import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
-from unisono.core.audits import too_few
-from unisono.core.cadence import Checkpoints, Position
+from unisono.core.cadence import Checkpoints
 from unisono.core.errors import StepError, UsageError
-from unisono.core.events import RunStarted
-from unisono.core.messages import RunDirectory
 from unisono.core.spec import AuditThen
 from unisono.engine.loop.settings import Arithmetic, choose_device, choose_threads
-from unisono.engine.loop.step import Iteration, numbers
+from unisono.engine.loop.step import Step, numbers
 from unisono.engine.loop.steps import Steps
-from unisono.engine.loop.strategies import Strategy
-from unisono.engine.microbatch.data import MakeFetcher, Samples
+from unisono.engine.loop.strategies import Strategy, Synchronous
+from unisono.engine.microbatch.bookmarks import NAME as STREAMS
+from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Round
-from unisono.engine.rounds.admission import Admission
-from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.connect import build_exchange, build_part, open_wire
 from unisono.engine.rounds.evaluation import Totals
-from unisono.engine.rounds.finite import Finiteness
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import AloneTeam, HeadTeam, Team
 from unisono.engine.state.packing import from_bytes, to_bytes
-from unisono.engine.state.sums import plain
 from unisono.engine.state.tracked import Tracked
-from unisono.record.rundir import read_facts
 from unisono.script import life
-from unisono.script.batches import RunTotal
-from unisono.script.calls import Calls
-from unisono.script.ending import Ending, Reached
-from unisono.script.evaluating import About, Evaluating, Evaluations
+from unisono.script.batches import Batches, RunTotal
+from unisono.script.course import Course
+from unisono.script.ending import Ending
+from unisono.script.evaluating import Evaluations
 from unisono.script.evaluator import Visiting
 from unisono.script.inspecting import inspector_of
 from unisono.script.keeping import Keeper
-from unisono.script.length import Length
-from unisono.script.loop import TrainingLoop, Wire
-from unisono.script.notes import Beginning
+from unisono.script.loop import Summing, Wire
 from unisono.script.profiling import Profiling
-from unisono.script.recording import OUTSIDE, Recorder, Role, Unwatched
-from unisono.script.schedule import Planned
-from unisono.script.streamed import Asked
-from unisono.script.talking import Place, Talk
-from unisono.script.trainings import Trainings
+from unisono.script.recording import Recorder, Unwatched
+from unisono.script.schedule import check_first_step, schedule
+from unisono.script.streamed import StreamSchedule
+from unisono.script.talking import Talk
+from unisono.script.training import Training
 from unisono.script.troubles import OwnTroubles
-from unisono.strategies.audit.audited import make_audits, spoil
-from unisono.strategies.evaluators.requests import drive
+from unisono.strategies.audit.audited import make_audits
+from unisono.strategies.audit.audits import Audits
+from unisono.strategies.delay.pending import NAME as PENDING
+from unisono.strategies.delay.pending import Pending
+from unisono.strategies.delay.prediction import NAME as PREDICTION
+from unisono.strategies.delay.prediction import Prediction
+from unisono.strategies.delay.strategy import Delayed, check_delay
+from unisono.strategies.evaluators.begun import Evaluation
+from unisono.strategies.evaluators.requests import Requests, drive
+from unisono.strategies.local.localround import LocalRound, ReplicaSamples, ReplicaStreams, Replication, check_count
+from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
+from unisono.strategies.local.strategy import Delta, InnerState, LocalSteps
 from unisono.system import tasks
 from unisono.system.process import Process
 from unisono.system.unwatched import IS_WATCHED
@@ -76,7 +86,7 @@ from unisono.views.watch import Sink, named
 __all__ = ["Run"]
 
 
-class Run(Calls, Evaluating, Trainings):
+class Run:
     """One training job, which begins here and ends with the script::
 
         run = unisono.Run("runs/digits", seed=7)
@@ -155,7 +165,6 @@ class Run(Calls, Evaluating, Trainings):
         self.seed = seed
         self.device = choose_device(device, worker.gpu_number)
         self._arithmetic = Arithmetic(choose_threads(threads, spec.threads), deterministic)
-        self._balance = balance
         self._tracked = Tracked()
         self._keeper = Keeper(
             self.directory,
@@ -170,77 +179,87 @@ class Run(Calls, Evaluating, Trainings):
             device=self.device,
             threads=self._arithmetic.threads,
         )
-        self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
-        self._audits = make_audits(spec, audit, audit_then, seed, members.current())
-        self._evaluations = Evaluations(
-            self._tracked,
-            self._talk,
-            self._keeper,
-            seed=seed,
-            device=self.device,
-            deterministic=deterministic,
-            find_place=self._place,
-            record=self._record_evaluation,
-            lines=lambda: self._journal.number,
-            apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
-            patience_s=spec.timeout_s,
-            visiting=self._visiting,
-        )
+        audits = make_audits(spec, audit, audit_then, seed, members.current())
+        self._requests = Requests(self._tracked, seed=seed, device=self.device, deterministic=deterministic)
         self._recorder = (Recorder if IS_WATCHED else Unwatched)(
-            self._journal, [*sinks, *_named(spec.sinks)], members.current()
+            self._keeper.journal, [*sinks, *_named(spec.sinks)], members.current()
         )
         steps = range(*spec.profile) if spec.profile[1] else profile
-        self._profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
-        self._phases = 0
-        self._num_steps = 0  # of the run, that are done
-        self._num_epochs = 0  # of the calls of `steps` so far
-        self._length = Length()
-        self._asked = Asked()  # the same for data without a length
-        self._loop: TrainingLoop | None = None  # the one that has begun last
-        self._training: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
+        profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._replicas: Replicas | None = None
-        self._team: Team | None = None
-        self._rounds: Rounds | None = None
-        self._joined = False
-        self._beginning: Beginning | None = None
         self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._begin(members.current())
+        self._begin(members.current(), audits, profiling, balance=balance, patience_s=spec.timeout_s)
 
     # -- life ----------------------------------------------------------------------------------------
 
-    def _begin(self, member: members.Member | None) -> None:
+    def _begin(
+        self,
+        member: members.Member | None,
+        audits: Audits | None,
+        profiling: Profiling | None,
+        *,
+        balance: bool,
+        patience_s: float,
+    ) -> None:
         if member is not None:
             member.begin_run()
         else:
             tasks.refuse_others(os.environ)
             life.end_forgotten()
-        self._run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
+        run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
         with ExitStack() as begun:  # what the end takes back, or an error on the way
             self._arithmetic.enter()
             begun.callback(self._arithmetic.leave)
-            self._keeper.enter(self._run_id, alone=member is None)
+            self._keeper.enter(run_id, alone=member is None)
             begun.callback(self._keeper.close)
-            self._team = self._make_team(member)
-            begun.callback(self._team.close)
+            team = self._make_team(member, checks=audits is not None)
+            begun.callback(team.close)
             begun.callback(self._recorder.close)
             kept = self.directory if self._inspector is None else None
-            self._troubles = OwnTroubles(kept, self._run_id, self.device, member, self._recorder.problem)
-            self._finiteness = Finiteness(self._troubles.not_finite)
-            if self._profiling is not None:
-                begun.callback(self._profiling.close)
+            troubles = OwnTroubles(kept, run_id, self.device, member, self._recorder.problem)
+            if profiling is not None:
+                begun.callback(profiling.close)
             if self._inspector is not None:
                 begun.callback(self._inspector.close)
-            self._rounds = Rounds(self._team, self._tracked, reporter=self._keeper, balance=self._balance)
+            self._rounds = Rounds(team, self._tracked, reporter=self._keeper, balance=balance)
             if self._inspector is not None:
                 self._rounds.taps.append(self._inspector)
-            if self._audits is not None:
-                self._audits.enter(self._rounds)
+            if audits is not None:
+                audits.enter(self._rounds)
             if member is not None:
                 self._rounds.note_round = member.in_round
-            self._admission = Admission(self._rounds, self._keeper.checkpoint)
             begun.callback(self._rounds.abandon)
+            self._course = Course(
+                self._rounds,
+                self._keeper,
+                self._recorder,
+                troubles,
+                inspector=self._inspector,
+                audits=audits,
+                profiling=profiling,
+            )
+            self._training = Training(
+                self._rounds,
+                self._keeper,
+                self._process,
+                self._course,
+                self._arithmetic,
+                device=self.device,
+                visiting=self._visiting,
+            )
+            self._evaluations = Evaluations(
+                self._tracked,
+                self._talk,
+                self._keeper,
+                self._training,
+                self._course,
+                seed=self.seed,
+                device=self.device,
+                patience_s=patience_s,
+                visiting=self._visiting,
+            )
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
             self._ending = Ending(
@@ -248,14 +267,22 @@ class Run(Calls, Evaluating, Trainings):
                 self._keeper,
                 self._recorder,
                 self._process,
-                role=self._role,
+                self._training,
+                self._course,
+                troubles,
                 before_end=self._before_end,
-                reached=lambda: Reached(self._loop, self._steps(), self._joined, self._num_steps, self._beginning),
                 begun=begun.pop_all(),
                 is_alone=member is None,
-                troubles=self._troubles,
             )
         life.begun(self._ending, is_alone=member is None)
+
+    def _before_end(self) -> None:
+        self._course.check_not_in_batches("the end of the run was reached")
+        if self._inspector is not None:
+            self._inspector.at_end()
+        if self._course.has_joined:
+            self._evaluations.end(self._rounds)
+            self._course.ends()
 
     def __enter__(self) -> Run:
         self._process.check("with run")
@@ -274,7 +301,7 @@ class Run(Calls, Evaluating, Trainings):
         """
         self._ending.end(None, "run.close() was called")
 
-    def _make_team(self, member: members.Member | None) -> Team:
+    def _make_team(self, member: members.Member | None, *, checks: bool) -> Team:
         if member is None:
             return AloneTeam(self.device)
         spec = member.spec.run
@@ -287,7 +314,7 @@ class Run(Calls, Evaluating, Trainings):
                 device=self.device,
                 wanted=spec.exchange,
                 timeout_s=spec.timeout_s,
-                checks=self._audits is not None,
+                checks=checks,
             ),
             partial(open_wire, member=member, device=self.device, timeout_s=spec.timeout_s),
             partial(build_part, member=member, device=self.device, wanted=spec.exchange, timeout_s=spec.timeout_s),
@@ -304,14 +331,14 @@ class Run(Calls, Evaluating, Trainings):
         member = members.current()
         if self._visiting is not None:
             return -1
-        if not self._joined and member is not None:
+        if not self._course.has_joined and member is not None:
             return int(member.worker_id.removeprefix("w"))
-        return self._team.rank if self._team is not None else 0
+        return self._rounds.team.rank
 
     @property
     def num_workers(self) -> int:
         """Number of members right now."""
-        return self._team.size if self._team is not None else 1
+        return self._rounds.team.size
 
     @property
     def is_main(self) -> bool:
@@ -328,14 +355,14 @@ class Run(Calls, Evaluating, Trainings):
             if run.is_catching_up:
                 continue
         """
-        if self._visiting is not None and self._visiting.is_at(self._phases):
+        if self._visiting is not None and self._visiting.is_at(self._training.phases):
             return False  # an evaluator, at what it is to evaluate
-        return self._phases > 0 and not self._joined
+        return self._training.phases > 0 and not self._course.has_joined
 
     @property
     def has_begun(self) -> bool:
         """Whether the script has come to a training loop: before it each worker evaluates alone, and then together."""
-        return self._phases > 0
+        return self._training.phases > 0
 
     @property
     def loss(self) -> float:
@@ -345,7 +372,7 @@ class Run(Calls, Evaluating, Trainings):
         mean over the steps; of several passes over a batch, that of the first counts.) As `totals`, it is known also
         where the steps were skipped. NaN before the first step.
         """
-        return self._tracked.sums.loss(self._phases - 1)
+        return self._tracked.sums.loss(self._training.phases - 1)
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -354,7 +381,7 @@ class Run(Calls, Evaluating, Trainings):
         By name; exact, and equal on all workers. Also on a worker that has skipped that ``run.steps`` because it came
         later.
         """
-        return self._tracked.sums.totals(self._phases - 1)
+        return self._tracked.sums.totals(self._training.phases - 1)
 
     def total(self, name: str) -> RunTotal:
         """Return a number that is added up over all workers: for a variable that a loop counts up. Local.
@@ -380,7 +407,7 @@ class Run(Calls, Evaluating, Trainings):
         return RunTotal(name, self._add_up, self._added_up)
 
     def _add_up(self, name: str, value: float | Tensor) -> None:
-        loop, batches = self._loop, self._evaluations.in_loop
+        loop, batches = self._training.loop, self._course.in_batches
         if batches is not None:
             self._refuse_two(name, self.totals)
             batches.add(**{name: value})
@@ -401,8 +428,8 @@ class Run(Calls, Evaluating, Trainings):
             )
 
     def _added_up(self, name: str) -> Any:
-        self._refuse_in_batches(f"the value of run.total({name!r}) was read")
-        if self._loop is not None and self._loop.is_apart():
+        self._course.check_not_in_batches(f"the value of run.total({name!r}) was read")
+        if self._training.is_apart():
             raise StepError(f"the value of run.total({name!r}) is known after the inner loop `for batch in step`")
         newest = self._evaluations.newest
         return newest[name] if name in newest else self.totals.get(name, 0)
@@ -425,7 +452,7 @@ class Run(Calls, Evaluating, Trainings):
         Raises:
             UsageError: no step of the run has begun, or a value is no number; called within the inner loop.
         """
-        place = self._place("run.log")
+        place = self._training.place("run.log")
         own, is_new = numbers(values, named, "run.log"), False
         if place.is_early:
             raise UsageError("run.log writes into the journal of a training: call it after the first step of the run")
@@ -444,16 +471,11 @@ class Run(Calls, Evaluating, Trainings):
         if place.is_skipped:
             return
         self._keeper.note(found)
-        self._recorder.evaluation_finished(self._num_steps, {}, self._role(), logs=found)
+        self._course.evaluated(self._course.num_steps, {}, logs=found)
         policy = self._keeper.policy
         if is_new and place.step is None and policy is not None and policy.keep_best in found:
             self._keeper.request()  # the checkpoint of this step was written without the figure
             self._keeper.save_together(place.rounds)
-
-    def _refuse_in_batches(self, what: str) -> None:
-        """Raise StepError if the script is in a loop over ``run.batches``, or has left one before its end."""
-        if self._evaluations.in_loop is not None:
-            self._evaluations.in_loop.check_not_open(what)
 
     def track(self, **objects: Any) -> None:
         """Name the objects of the run: modules, optimizers, schedulers, and anything with ``state_dict`` and
@@ -467,7 +489,7 @@ class Run(Calls, Evaluating, Trainings):
             UsageError: an object has no ``state_dict``, its name is taken, or this is called inside of `steps`.
         """
         self._process.check("run.track")
-        if self._loop is not None and self._loop.is_open:
+        if self._training.is_open:
             raise UsageError("run.track was called inside of run.steps; track everything before the loop")
         self._tracked.add(objects)
         for name, value in objects.items():
@@ -503,59 +525,258 @@ class Run(Calls, Evaluating, Trainings):
         if self._inspector is None:
             self._recorder.add_sink(sink)
 
-    def _begin_loop(
+    # -- training ------------------------------------------------------------------------------------
+
+    def epochs(self, num: int) -> Iterator[int]:
+        """Yield the numbers 0 to ``num - 1``: the outer loop of a training with a ``run.steps`` for each epoch.
+
+        ::
+
+            for epoch in run.epochs(10):
+                for step in run.steps(loader, microbatches=8):
+                    ...
+
+        It is ``range(num)`` for the script, and says how long the run is: for the progress and the time left that the
+        terminal, the page and ``unisono watch --once`` show. It skips nothing: a worker that joins later, or a run
+        that is resumed, goes through all epochs, and ``run.steps`` skips what is over. Changes no bit.
+
+        Raises:
+            UsageError: ``num`` is no whole number, or less than 1.
+        """
+        check_count("epochs", num)
+        return self._training.length.epochs(num)
+
+    def steps(
         self,
-        planned: Planned,
-        strategy: Strategy,
-        reduction: Reduction,
+        dataset: Dataset,
         *,
-        samples: Samples | None = None,
-        num_iterations: int | None = None,
+        microbatches: int,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+        reduction: Reduction = "mean",
         wire: Wire = "fp32",
+        delay: int = 0,
+        predict: bool = False,
         first_step: int = 0,
-        is_limited: bool = False,
-    ) -> Steps[Any]:
-        """Return the iterations of a training loop, which begins with the first of them.
+    ) -> Steps[Step]:
+        """Return an iterator over the steps of a training, each to be iterated over its micro-batches. Collective.
+
+        The epochs of a run are counted over all calls: each call goes on where the one before has ended, with the next
+        order of the data and the next augmentation. ``len()`` of the iterator is its number of steps.
 
         Args:
-            is_limited: the script says for how many epochs, or steps, it trains.
-            samples: of each micro-batch, where the strategy cuts the data in another way than the cursor.
-            num_iterations: how many there are; None: one for each global batch.
-            first_step: how many of them count as done when the run begins.
+            dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
+                own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
+                Data without a length: `unisono.Streams`, `unisono.TarShards`, an ``IterableDataset`` (docs/streams.md).
+            batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
+                DataLoader or of the `unisono.BucketSampler`.
+            microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
+                bits, the number of workers does not. Choose it as the largest number of workers you expect, or a
+                small multiple where workers differ in speed (docs/choosing_m.md).
+            epochs: passes over the data; default: one. A training with more than one ``run.steps`` says its length with
+                `epochs`.
+            max_steps: end earlier.
+            sampler: a sampler of torch, `unisono.BucketSampler`, or anything that gives the sample indices of an epoch
+                (``__iter__`` and ``__len__``) and draws from the global generators only.
+            shuffle: a new order in every epoch. Default: True; a DataLoader or a sampler decides by itself.
+            drop_last: leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly.
+            collate: list of samples -> batch; default: that of ``DataLoader``.
+            loader_workers: processes per worker that load data ahead; 0, the default, loads in this process.
+            reduction: what the losses of the script are over the samples of a micro-batch. "mean": the gradients of a
+                step are the weighted means over the global batch. "sum": their sums, and ``step.loss`` is a sum, too.
+            wire: as what sums of float32 gradients travel between hosts. "bf16" halves the bytes, for slow links:
+                the sums of a fixed level of the tree (the lowest one with 8 nodes at most), and all above it, are
+                rounded to bfloat16 wherever they are formed, and added in float32. Part of the recipe: it changes the
+                bits, and the number of workers does not. With up to 8 micro-batches, the gradient of each is rounded.
+            delay: D; the gradient of step s is applied after the inner loop of step s + D, so that sending it, summing
+                it and waiting for slow workers are hidden behind the computation of up to D steps. Part of the recipe:
+                the gradient is that of parameters which are D updates old. There are D more steps: after the inner loop
+                of the first D there is no gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no
+                micro-batches. Read docs/delay.md before you use it.
+            predict: with a delay, compute micro-batches with the parameters that are expected when their gradient is
+                applied: those in force, and D times the newest update. Between two steps the parameters are the true
+                ones. Part of the recipe.
+            first_step: a run that begins, begins with this step, and the steps before it count as done: the script has
+                loaded models and optimizers from a snapshot of its own, as they were before that step. Then the data,
+                the random numbers and so the bits are those of a run that has done all steps. In the first training
+                loop only, and the same on all workers (``run.broadcast``).
+
+        Raises:
+            RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known
+                in advance. Nothing was trained.
+            UsageError: nothing is tracked that could be trained.
         """
-        if reduction not in ("mean", "sum"):
-            raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {reduction!r}')
-        self._tracked.check(self.device)
-        # By what the script asks for, not by what was done: a worker that skips this call must count alike.
-        self._num_epochs += planned.num_epochs
-        planned.begins()
-        rounds, _ = self._in_rounds()
-        self._troubles.begins(planned.dataset)
-        num_steps = planned.num_steps if num_iterations is None else num_iterations
-        loop = TrainingLoop(
-            rounds=rounds,
-            tracked=self._tracked,
-            keeper=self._keeper,
-            journal=self._journal,
-            process=self._process,
-            cursor=planned.cursor,
-            num_steps=num_steps,
+        self._process.check("run.steps")
+        asked, resized = self._training.asked, None
+        if self._inspector is not None:
+            given = {"microbatches": microbatches, "batch_size": batch_size, "wire": wire, "delay": delay}
+            microbatches, wanted, wire, delay = self._inspector.arguments(given).values()
+            resized = wanted if wanted != batch_size else None
+        summing = Summing(reduction, wire)
+        summing.check(self._tracked)
+        check_delay(delay, predict, self._tracked)
+        planned = schedule(
+            dataset,
+            "run.steps",
+            microbatches=microbatches,
             seed=self.seed,
-            arithmetic=self._arithmetic,
-            num_done=lambda: self._num_steps,
-            on_step=partial(self._finish, more=self._length.steps_after(num_steps, is_limited=is_limited)),
-            finiteness=self._finiteness,
-            on_head=self._begin_step,
-            before_step=planned.before_step,
-            strategy=strategy,
-            reduction=reduction,
-            wire=wire,
+            asked=asked,
+            batch_size=batch_size,
+            resized=resized,
+            epochs=1 if epochs is None else epochs,
+            max_steps=max_steps,
+            sampler=sampler,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+            loader_workers=loader_workers,
         )
-        # The loop's checks come here, and not with its first step.
-        fetcher = planned.fetcher(self.device, samples)
-        steps = Steps(self._train(loop, fetcher, first_step), num_steps + strategy.num_more)
-        self._training = weakref.ref(steps)
-        return steps
+        is_limited = epochs is not None or max_steps is not None
+        check_first_step(first_step, planned.num_steps, is_first_loop=asked.num_epochs == 0, delay=delay)
+        prediction = Prediction(delay) if predict else None
+        if prediction is not None:
+            self._tracked.own(PREDICTION, prediction)
+        strategy: Strategy = Synchronous()
+        if delay:
+            pending = Pending()
+            self._tracked.own(PENDING, pending)
+            strategy = Delayed(delay, planned.num_steps, pending, prediction)
+        if isinstance(planned, StreamSchedule):
+            self._tracked.own(STREAMS, asked.bookmarks)
+            planned = dataclasses.replace(planned, delay=delay)
+        return self._training.begin(planned, strategy, summing, first_step=first_step, is_limited=is_limited)
+
+    def local_steps(
+        self,
+        dataset: Dataset,
+        *,
+        microbatches: int,
+        replicas: int,
+        inner_steps: int,
+        outer: torch.optim.Optimizer | None = None,
+        inner_state: InnerState = "kept",
+        delta: Delta = "fp32",
+        copies: int = 2,
+        delay: int = 0,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+        reduction: Reduction = "mean",
+        wire: Wire = "fp32",
+    ) -> Steps[LocalRound]:
+        """Return an iterator over rounds in which replicas of the model train by themselves and are then averaged:
+        local SGD, or with an outer optimizer DiLoCo. Collective.
+
+        ::
+
+            outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            run.track(model=model, optimizer=optimizer, outer=outer)
+            for round in run.local_steps(data, batch_size=64, microbatches=8, replicas=4, inner_steps=50, outer=outer):
+                for step in round:
+                    for batch in step:
+                        loss_of(model, batch).backward()
+                    optimizer.step()
+                round.log(loss=round.loss)
+
+        ``for step in round`` gives the steps of the replicas that this worker computes; after it the model is the new
+        global one on all workers. Replicas and inner steps are part of the recipe, the number of workers is not: with
+        fewer workers than replicas a worker computes several in turn, and a replica of a worker that is lost is
+        computed again by another one. A round counts as one step of the run: in the journal, and for checkpoints, which
+        are written between two rounds. See docs/local_steps.md.
+
+        Args:
+            dataset, batch_size, microbatches, sampler, shuffle, drop_last, collate, loader_workers, reduction: as of
+                `steps`. A batch is that of all replicas together; each gets an equal part of it, next to each other, of
+                ``microbatches / replicas`` micro-batches.
+            replicas: K, the number of replicas.
+            inner_steps: H, the steps of each replica in a round; the last round may have fewer.
+            outer: a tracked optimizer over the model's parameters, which gets their mean change as gradient, with the
+                sign of a gradient; None: each parameter becomes the weighted mean of the replicas' (local SGD).
+            inner_state: "kept": a replica keeps the state of its own optimizer from round to round, as in DiLoCo;
+                "fresh": it begins each round without.
+            delta: what the changes of the replicas travel as. "int8": 3 bytes for each parameter instead of 8, with
+                error feedback for each replica. Part of the recipe.
+            copies: how many workers hold the state of each replica between two rounds, on different machines where
+                there are several; the run survives the loss of all but one of them within a round. Changes no bit.
+            delay: only 0; a delay is one of `steps`.
+            epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
+                together use up one by one.
+            wire: only "fp32"; what travels in a round are changes, see ``delta``.
+
+        Raises:
+            RecipeError: batch, micro-batches, replicas and dataset do not fit together. UsageError: something that is
+                tracked, or ``outer``, has no meaning in rounds; nothing was trained.
+        """
+        self._process.check("run.local_steps")
+        if delay != 0:
+            raise UsageError(
+                f"run.local_steps(delay={delay!r}): local steps have no delay any more. In version 0.2.0 delay=1 "
+                "applied the mean change of a round at the end of the next one, and sent it meanwhile. Leave delay= "
+                "out, and give more inner_steps=, so that the workers exchange less often; or train with "
+                "run.steps(delay=1), which sends gradients while the next step is computed. A run that was begun with "
+                "delay=1 is gone on with by version 0.2.0 (pip install unisono==0.2.0)"
+            )
+        replication = Replication(replicas, inner_steps)
+        check_count("copies", copies)
+        if wire != "fp32":
+            raise UsageError(
+                f"wire={wire!r} is for run.steps, whose gradients travel in each step. In run.local_steps the changes "
+                'of the replicas travel, once in a round: delta="int8" makes those smaller. Leave wire= out'
+            )
+        summing, asked = Summing(reduction), self._training.asked
+        summing.check(self._tracked)
+        planned = schedule(
+            dataset,
+            "run.local_steps",
+            microbatches=microbatches,
+            seed=self.seed,
+            asked=asked,
+            batch_size=batch_size,
+            epochs=1 if epochs is None else epochs,
+            max_steps=max_steps,
+            sampler=sampler,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+            loader_workers=loader_workers,
+        )
+        if isinstance(planned, StreamSchedule):
+            self._tracked.own(STREAMS, asked.bookmarks)
+            streams = ReplicaStreams(planned.cursor, replication)
+            samples: ReplicaSamples = streams
+            planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=streams)
+        else:
+            samples = ReplicaSamples(planned.cursor, replication)
+            planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=samples)
+        if self._replicas is None:
+            self._replicas = Replicas()
+            self._tracked.own(REPLICAS, self._replicas)
+        strategy = LocalSteps(
+            replication,
+            samples,
+            planned.num_steps,
+            tracked=self._tracked,
+            replicas=self._replicas,
+            device=self.device,
+            outer=outer,
+            inner_state=inner_state,
+            copies=copies,
+            delta=delta,
+            reduction=reduction,
+            rehearses=self._arithmetic.deterministic,
+        )
+        return self._training.begin(planned, strategy, summing, is_limited=epochs is not None or max_steps is not None)
 
     def save(self) -> None:
         """Write a checkpoint now, whatever the policy says.
@@ -568,37 +789,14 @@ class Run(Calls, Evaluating, Trainings):
             UsageError: the run has no directory, or has not begun.
         """
         self._process.check("run.save")
-        self._refuse_in_batches("run.save was called")
+        self._course.check_not_in_batches("run.save was called")
         if self.directory is None:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
-        if self._rounds is None or not self._joined:
+        if not self._course.has_joined:
             raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
         self._keeper.request()
-        if self._loop is None or not self._loop.is_open:
+        if not self._training.is_open:
             self._keeper.save_together(self._rounds)
-
-    def _place(self, what: str) -> Place:
-        """Return the place of a call in which all workers take part, in the script."""
-        self._process.check(what)
-        self._refuse_in_batches(f"{what} was called")
-        if self._rounds is None:
-            raise UsageError(f"{what} works inside `with unisono.Run(...) as run:`")
-        loop = self._loop
-        if self._visiting is not None:
-            visited = self._visiting.step
-            at = visited.number if visited is not None else None
-            return Place(rounds=self._rounds, phases=self._phases, step=at, has_joined=False)
-        if loop is not None and loop.is_apart():
-            where = "`for batch in step`, where each worker is at another micro-batch"
-            if not loop.is_in_microbatch():
-                where = "`for step in round`, where each worker is at another replica"
-            raise UsageError(f"{what} was called inside of {where}: call it after that loop")
-        return Place(
-            rounds=self._rounds,
-            phases=self._phases,
-            step=loop.step.number if loop is not None and loop.is_open and loop.step is not None else None,
-            has_joined=self._joined,
-        )
 
     def play(self, make: Callable[[Rounds], Round]) -> Round:
         """Take part in a round of a kind of one's own, between two steps. Collective.
@@ -613,9 +811,9 @@ class Run(Calls, Evaluating, Trainings):
             UsageError: no step of the run has begun yet, or it was called within the inner loop.
         """
         self._process.check("run.play")
-        if self._rounds is None or not self._joined:
+        if not self._course.has_joined:
             raise UsageError("run.play needs the members of a training; call it inside of run.steps, or after it")
-        if self._loop is not None and self._loop.is_apart():
+        if self._training.is_apart():
             raise UsageError(
                 "run.play was called inside of a loop in which each worker is elsewhere: call it after that loop"
             )
@@ -624,182 +822,196 @@ class Run(Calls, Evaluating, Trainings):
             pass
         return round_
 
-    # -- the outer loop ------------------------------------------------------------------------------
+    # -- evaluation ----------------------------------------------------------------------------------
 
-    def _train(
-        self, loop: TrainingLoop, make_fetcher: MakeFetcher, first_step: int
-    ) -> Generator[Iteration, None, None]:
-        """The generator behind `steps`."""
-        rounds, team = self._in_rounds()
-        self._refuse_in_batches("run.steps was called")
-        self._evaluations.newest = {}
-        if self._visiting is not None:
-            phase, self._phases = self._phases, self._phases + 1
-            yield from self._visiting.visit(phase, loop, self._tracked, self.device)
-            seed_at(self.seed, "after loop", phase)
-            return
-        if self._loop is not None and self._loop.is_open:
-            raise UsageError(
-                "run.steps was called inside of another run.steps, which is not finished. For another pass over the "
-                "same global batch: `for batch in step.again()`. For two data sets in one loop: one run.steps over a "
-                "data set that gives a sample of each, e.g. torch.utils.data.StackDataset(a, b)"
-            )
-        if self._loop is not None and self._loop.step is not None:
-            self._loop.leave()
-            if self._joined:
-                team.leaving(rounds.position.phase, rounds.position.number, goes_on=True)
-        phase, self._phases = self._phases, self._phases + 1
-        first = self._join(phase, loop, first_step)
-        if first is not None:
-            self._loop = loop
-            try:
-                yield from loop.run(phase, first, make_fetcher)
-            except GeneratorExit:  # the script has left the loop by `break`
-                if self._phases == phase + 1:
-                    seed_at(self.seed, "after loop", phase)
-                raise
-        # A worker that skips this loop, now or when the run is resumed, draws what the others draw after it.
-        seed_at(self.seed, "after loop", phase)
+    @overload
+    def evaluate(
+        self,
+        dataset: Dataset,
+        function: Callable[[Any], Mapping[str, Any]],
+        *,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+        wait: Literal[True] = True,
+    ) -> Totals: ...
 
-    def _steps(self) -> Steps[Any] | None:
-        """Return the iterator of the newest training loop, if the script has not left it."""
-        return self._training() if self._training is not None else None
+    @overload
+    def evaluate(
+        self,
+        dataset: Dataset,
+        function: Callable[[Any], Mapping[str, Any]],
+        *,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+        wait: Literal[False],
+    ) -> Evaluation: ...
 
-    def _in_rounds(self) -> tuple[Rounds, Team]:
-        assert self._rounds is not None
-        assert self._team is not None
-        return self._rounds, self._team
+    def evaluate(
+        self,
+        dataset: Dataset,
+        function: Callable[[Any], Mapping[str, Any]],
+        *,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+        wait: bool = True,
+    ) -> Totals | Evaluation:
+        """Return exact totals over a dataset, e.g. of correct answers and samples: no padding, no duplicates, the same
+        bits. Collective.
 
-    def _load(self, phase: int, loop: TrainingLoop) -> Position | None:
-        """Load what the run goes on from, on the one worker that begins it; returns its position."""
-        if (position := self._keeper.begin(phase, loop.recipe)) is not None:
-            self._asked.bookmarks.try_again()  # the script may have been corrected
-        return position
-
-    def _join(self, phase: int, loop: TrainingLoop, first_step: int) -> int | None:
-        """Join the run; returns the step to begin with, None if the run is past this phase."""
-        assert self._rounds is not None
-        assert self._team is not None
-        rounds, cursor = self._rounds, loop.cursor
-        recipe = self._keeper.recipe(loop.recipe, loop.num_steps)
-        if self._joined:
-            rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
-            self._keeper.enter_phase(loop.recipe)
-            return 0
-        if not self._admission.join(phase, recipe, partial(self._load, phase, loop), first_step):
-            return None
-        self._joined = True
-        self._num_steps = total = rounds.position.total
-        self._beginning = Beginning(total, is_newcomer=rounds.number > 0) if total > 0 else None
-        self._keeper.joined(loop.recipe, rounds, self._admission.lines)
-        if self._audits is not None and rounds.number == 0:
-            self._audits.record.begins = total
-        # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
-        if self._keeper.reaches and self.directory is not None and (member := members.current()) is not None:
-            policy = self._keeper.policy
-            on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
-            facts = json.dumps(read_facts(self.directory))
-            member.send(RunDirectory(path=str(self.directory.resolve()), on_signal=on_signal, facts=facts))
-        if self._team.size > cursor.microbatches and self.is_main:
-            warnings.warn(
-                f"{self._team.size} workers share {cursor.microbatches} micro-batches: "
-                f"{self._team.size - cursor.microbatches} of them "
-                "have nothing to compute; use more micro-batches or fewer workers",
-                stacklevel=4,
-            )
-        if self._audits is not None and self.is_main and (words := too_few(self._team.size)):
-            warnings.warn(f"audit: {words}", stacklevel=4)
-        started = RunStarted(
-            time=round(time.time(), 3),
-            run_id=self._run_id,
-            directory=str(self.directory or ""),
-            step=rounds.position.total,
-            recipe=recipe,
-        )
-        self._recorder.run_started(started, self._role(), is_newcomer=rounds.number > 0)
-        return rounds.position.step
-
-    def _begin_step(self, step: int, clock: Clock) -> None:
-        spoil(self._tracked)
-        if self._profiling is not None:
-            self._profiling.step_begins(step, clock)
-
-    def _before_end(self) -> None:
-        self._refuse_in_batches("the end of the run was reached")
-        if self._inspector is not None:
-            self._inspector.at_end()
-        if not self._joined:
-            return
-        self._evaluations.end(self._in_rounds()[0])
-        if self._profiling is not None:
-            self._profiling.run_ends(self._num_steps, self._in_rounds()[0], sees=self._keeper.reaches)
-
-    def _about(self) -> About:
-        loop = self._loop
-        if loop is None or not loop.is_open or loop.step is None or not loop.step.is_complete:
-            return About(num_steps=self._num_steps)
-        step = loop.step
-        return About(
-            num_steps=self._num_steps, number_in_loop=step.number_in_loop, loss=step.loss, totals=to_bytes(step.totals)
-        )
-
-    def _record_evaluation(self, num_steps: int, totals: Totals) -> None:
-        self._recorder.evaluation_finished(num_steps, plain(totals), self._role())
-
-    def _finish(self, step: Iteration, seconds: dict[str, float], end: int, *, more: int | None) -> None:
-        """Record a step that the script has left.
+        Tracked modules are in ``eval()`` mode meanwhile, without gradients.
 
         Args:
-            end: steps of the run at the end of the training loop.
-            more: steps of the run after it; None: nobody knows.
+            dataset: anything with ``len`` and ``[i]``; data without a length (`TarShards`, an ``IterableDataset``); or
+                a ``DataLoader``, whose sampler and ``drop_last`` decide which samples count.
+            function: batch -> totals of that batch by name (numbers or tensors), which are added up in float64 or as
+                integers.
+            batch_size: samples given to ``function`` at a time; every worker evaluates some of the batches. Default:
+                that of the DataLoader.
+            collate: list of samples -> batch; default: that of ``DataLoader``.
+            loader_workers: processes per worker that load data ahead; default: 0, or the DataLoader's.
+            wait: False: write a snapshot of the models, and let an evaluator (``unisono run --evaluators N``, ``unisono
+                evaluate RUN``) compute the totals while the training goes on. Without an evaluator the workers compute
+                them now. The bits are the same.
+
+        Returns:
+            The totals by name; int, float, or a CPU tensor of the shape that ``function`` gives. With ``wait=False`` an
+            `Evaluation`, whose `result` gives them. Equal on all workers.
+
+        Raises:
+            RecipeError: the dataset and the options do not fit together. UsageError: called within the inner loop, or
+                ``function`` returns no totals. StepError: ``function`` has made or replaced parameters.
+            DivergenceError: the models of the workers, or two results of one batch, are not the same.
         """
-        self._refuse_in_batches("the step was ended")
-        if step.has_result:
-            self._record(step, seconds, end + more if more is not None else 0)
-        if self._rounds is not None and self._loop is not None:
-            self._troubles.tell_memory(self._rounds, self._loop)
-            own_work = self._rounds.members.balancing.own_work
-            if self.is_main and (words := own_work.advice(self._loop.cursor.microbatches, self.num_workers)):
-                warnings.warn(words, stacklevel=6)
-        if self._profiling is not None:
-            self._profiling.step_ends(step.number, self._in_rounds()[0], sees=self._keeper.reaches)
-
-    def _record(self, step: Iteration, seconds: dict[str, float], num_steps: int) -> None:
-        rounds, team = self._in_rounds()
-        self._num_steps += 1
-        result = step.result()
-        self._keeper.note({"loss": result.loss, **step.logs})
-        if self._inspector is not None:
-            self._inspector.after_step(result)
-        self._recorder.step_finished(
-            result,
-            self._role(),
-            num_steps=num_steps,
-            seconds=seconds,
-            telemetry=step.telemetry,
-            logs=step.logs,
-            checkpoint=self._keeper.news(),
-            balance=step.news,
-            audits=self._audits.take_digests() if self._audits is not None else {},
-            warnings=team.take_warnings(),
-            sent_bytes=step.sent_bytes + rounds.members.take_delivered_bytes(),
+        place = self._training.place("run.evaluate")
+        request = self._requests.make(
+            dataset, function, batch_size=batch_size, collate=collate, loader_workers=loader_workers
         )
+        return self._evaluations.now(place, request) if wait else self._evaluations.begin(place, request)
 
-    def _role(self) -> Role:
-        team, is_alone = self._team, members.current() is None
-        # In a team no worker has a rank before it has joined; the first writer writes the events until then.
-        # A worker that was evicted is not the writer any more, whatever its rank was.
-        if team is None or not (self._joined or is_alone):
-            return OUTSIDE
-        writes = self._keeper.writes(team) if self.directory is not None else team.rank == 0
-        return Role(
-            rank=team.rank,
-            generation=team.generation,
-            worker_ids=team.worker_ids,
-            hosts=team.hosts,
-            is_writer=writes and not team.is_evicted(),
-            reason=team.reason,
+    def batches(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int | None = None,
+    ) -> Batches:
+        """Return the batches of a dataset for a loop that evaluates, shared out over the workers. Collective.
+
+        ::
+
+            loss, right = run.total("loss"), run.total("right")
+            for images, labels in run.batches(test_loader):
+                logits = model(images)
+                loss += F.cross_entropy(logits, labels, reduction="sum")
+                right += (logits.argmax(1) == labels).sum()
+            print(loss / len(test_set), right / len(test_set))
+
+        As `evaluate`: exact totals, no padding, no duplicates, the same bits; tracked modules are in ``eval()`` mode
+        meanwhile, without gradients. In a part of the run that is over the loop gives no batch, and the totals are
+        those that the run had there. See docs/evaluation.md.
+
+        Args:
+            dataset, batch_size, collate, loader_workers: as of `evaluate`.
+
+        Returns:
+            An iterable with `add`, `totals`, `index` and a length. To leave its loop by ``break`` is an error.
+
+        Raises:
+            RecipeError: the dataset and the options do not fit together.
+        """
+        request = self._requests.make(
+            dataset, None, batch_size=batch_size, collate=collate, loader_workers=loader_workers
         )
+        return Batches(request.num_batches, partial(self._evaluations.loop, request))
+
+    @property
+    def pending(self) -> list[Evaluation]:
+        """The evaluations that were begun with ``wait=False`` and whose result was not asked for, the oldest first.
+        Local.
+
+        Equal on all workers, also on one that has come later, and in a run that has resumed: their scripts have no
+        variable with the handle. So ask for results by it::
+
+            if step.number % 100 == 50:
+                for evaluation in run.pending:
+                    print(evaluation.step, evaluation.result())
+        """
+        return self._evaluations.pending
+
+    # -- talking -------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until all workers have come to this call. Collective.
+
+        A worker that is lost is not waited for, and one that comes later passes at once.
+
+        Raises:
+            UsageError: called within the inner loop. StepError: the workers are at different calls.
+        """
+        self._talk.barrier(self._training.place("run.barrier"))
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the main worker's value on all workers, also on those that come to this call later. Collective.
+
+        Args:
+            value: numbers, strings, bytes, None, tensors (they arrive on the CPU), numpy arrays, and lists, tuples,
+                sets and dicts of them. Only that of the main worker counts; the others may give None. Before the first
+                step of the run give it on each: when the first worker is lost, the value of the next one counts.
+
+        Raises:
+            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
+                different calls.
+        """
+        return self._talk.broadcast(self._training.place("run.broadcast"), value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by rank, on all workers. Collective.
+
+        The list is as long as there were workers. **A script whose training depends on it has other bits with another
+        number of workers**; use `evaluate` or ``step.add`` for sums that have not.
+
+        Args:
+            value: as of `broadcast`.
+
+        Raises:
+            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
+                different calls.
+        """
+        return self._talk.gather(self._training.place("run.gather"), value)
+
+    def main_first(self) -> AbstractContextManager[bool]:
+        """Return a context whose block the main worker runs before all others, e.g. to download data. Collective.
+
+        ::
+
+            with run.main_first() as is_first:
+                dataset = MNIST("data", download=is_first)
+
+        Each worker runs the block once, and leaves it when all have run it. The value of the context is True on the
+        worker that runs it first. If that worker is lost in the block, the next one runs it first. No other collective
+        call may be in it. After it the generators have the same state on all workers, whatever it has drawn.
+
+        Raises:
+            UsageError: used within the inner loop. StepError: the workers are at different calls.
+        """
+        return self._talk.main_first(partial(self._training.place, "run.main_first"))
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Return a group of ``torch.distributed`` that connects the members of the current generation. Collective.
+
+        For experts. What is exchanged through it is the script's own: the bits may depend on the number of workers, and
+        no loss is repaired. Ask for it at every step: as long as the members are the same, that costs one small
+        exchange and gives the same group. When the members have changed it gives a new group, and when a member is
+        lost, collectives of the old one raise ``RuntimeError``.
+
+        Raises:
+            UsageError: called outside of ``run.steps``, where members may not have joined yet, or in the inner loop.
+        """
+        return self._talk.process_group(self._training.place("run.process_group"))
 
 
 def _named(texts: Sequence[str]) -> list[Sink]:

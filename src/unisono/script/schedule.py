@@ -29,6 +29,10 @@ class Schedule:
     source: Source
     cursor: Cursor
     num_steps: int
+    inner_steps: int = 1
+    """Steps of an iteration: those of a replica in a round of local steps."""
+    samples: Samples | None = None
+    """Of each micro-batch, where a strategy cuts the data in another way than the cursor."""
 
     @property
     def dataset(self) -> MapDataset:
@@ -39,23 +43,24 @@ class Schedule:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
 
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the training loop: one for each step, or for each round of several."""
+        return -(-self.num_steps // self.inner_steps)
+
     def begins(self) -> None:
         """Note that the training loop begins: nothing depends on it, as each epoch has its own order."""
 
     def before_step(self, number: int, rounds: Rounds) -> None:
         """Do nothing: samples are found by their index on each worker."""
 
-    def fetcher(self, device: torch.device, samples: Samples | None = None) -> MakeFetcher:
-        """Return what makes the `Fetcher` of these data.
-
-        Args:
-            samples: of each micro-batch, where a strategy cuts the data in another way than the cursor.
-        """
+    def fetcher(self, device: torch.device) -> MakeFetcher:
+        """Return what makes the `Fetcher` of these data."""
 
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
             return Fetcher(
                 self.source.dataset,
-                samples if samples is not None else self.cursor,
+                self.samples if self.samples is not None else self.cursor,
                 device=device,
                 loading=self.source.loading,
                 upcoming=upcoming,
@@ -73,7 +78,6 @@ def schedule(
     *,
     microbatches: int,
     seed: int,
-    first_epoch: int,
     asked: Asked,
     batch_size: int | None = None,
     resized: int | None = None,
@@ -90,8 +94,7 @@ def schedule(
     Args:
         caller: the method that got them, for errors.
         seed: of the run.
-        first_epoch: epochs of the run before.
-        asked: what calls of the run before have asked of data without a length.
+        asked: what calls of the run before have asked for.
         resized: for a trial, the batch size that counts instead of the script's, from wherever the script has it.
 
     Raises:
@@ -117,7 +120,6 @@ def schedule(
             caller,
             microbatches=microbatches,
             seed=seed,
-            first_epoch=first_epoch,
             epochs=epochs,
             max_steps=max_steps,
             asked=asked,
@@ -131,7 +133,7 @@ def schedule(
         microbatches=microbatches,
         seed=seed,
         drop_last=source.drop_last,
-        first_epoch=first_epoch,
+        first_epoch=asked.num_epochs,
     )
     if epochs < 1:
         raise UsageError(f"epochs must be at least 1, got {epochs}")

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.core.errors import RecipeError, UsageError
 from unisono.core.orders import digest
-from unisono.core.streams import StreamCursor, StreamOrder
+from unisono.core.streams import StreamCursor, StreamOrder, StreamSamples
 from unisono.engine.microbatch.bookmarks import Bookmarks
 from unisono.engine.microbatch.data import Loader, Loading, MakeFetcher, Request
 from unisono.engine.microbatch.iterables import StreamSource
@@ -25,15 +25,17 @@ __all__ = ["Asked", "StreamSchedule", "stream_schedule"]
 
 
 class Asked:
-    """What the calls of ``run.steps`` of one run have asked of streams.
+    """What the calls of ``run.steps`` of one run have asked for: epochs, and samples of streams.
 
     It counts what the script asks for, not what was done: a worker that skips a call must count alike.
 
     Attributes:
+        num_epochs: of all calls.
         bookmarks: the states of streams that all workers know.
     """
 
     def __init__(self) -> None:
+        self.num_epochs = 0
         self.bookmarks = Bookmarks()
         self._numbers = WeakIdKeyDictionary()  # by dataset
         self._num_datasets = 0
@@ -83,6 +85,8 @@ class StreamSchedule:
     """Of the data and how they are cut, the same on all workers."""
     inner_steps: int = 1
     """Steps of an iteration: those of a replica in a round of local steps."""
+    samples: StreamSamples | None = None
+    """Of each micro-batch, where a strategy cuts the data in another way than the cursor."""
     delay: int = 0
     """Iterations of which the results are under way."""
 
@@ -90,6 +94,11 @@ class StreamSchedule:
     def num_epochs(self) -> int:
         """Epochs that are begun."""
         return -(-self.num_steps // self.cursor.steps_per_epoch)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the training loop: one for each step, or for each round of several."""
+        return -(-self.num_steps // self.inner_steps)
 
     @cached_property
     def bookmarking(self) -> Bookmarking:
@@ -102,17 +111,13 @@ class StreamSchedule:
         if not self.cursor.lengths:
             self.asked.add(self.given, self.cursor.microbatches, self.num_steps * self.cursor.share)
 
-    def fetcher(self, device: torch.device, samples: Any = None) -> MakeFetcher:
-        """Return what makes the `StreamFetcher` of these data.
-
-        Args:
-            samples: of each micro-batch (`StreamSamples`), where a strategy cuts the data in another way.
-        """
+    def fetcher(self, device: torch.device) -> MakeFetcher:
+        """Return what makes the `StreamFetcher` of these data."""
 
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
             reading = StreamFetcher(
                 self.dataset,
-                self.cursor if samples is None else samples,
+                self.samples if self.samples is not None else self.cursor,
                 device=device,
                 loading=self.loading,
                 upcoming=upcoming,
@@ -138,7 +143,6 @@ def stream_schedule(
     *,
     microbatches: int,
     seed: int,
-    first_epoch: int,
     epochs: int,
     max_steps: int | None,
     asked: Asked,
@@ -148,8 +152,7 @@ def stream_schedule(
     Args:
         caller: the method that got them, for errors.
         seed: of the run.
-        first_epoch: epochs of the run before.
-        asked: what calls of the run before have asked of such data.
+        asked: what calls of the run before have asked for.
 
     Raises:
         RecipeError: batch, micro-batches and streams do not fit together, or nothing says when the training ends.
@@ -179,7 +182,7 @@ def stream_schedule(
         microbatches=microbatches,
         seed=seed,
         drop_last=source.drop_last,
-        first_epoch=first_epoch,
+        first_epoch=asked.num_epochs,
         lengths=lengths or (),
         num_steps=max_steps or 0,
         first_sample=first_sample,

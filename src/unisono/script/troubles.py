@@ -19,9 +19,11 @@ from typing import Final
 import torch
 
 from unisono.cluster.worker.member import Member
+from unisono.core.cursor import Cursor
 from unisono.core.events import Problem
 from unisono.core.messages import Ailing, Holds
 from unisono.core.words import evidence_words, listed, position_words
+from unisono.engine.loop.step import Iteration
 from unisono.engine.rounds.finite import NotFinite
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import places
@@ -33,7 +35,6 @@ from unisono.record.problems.limits import memory_limit, own_memory
 from unisono.record.problems.witness import about_machine, about_process, own_stacks, versions
 from unisono.record.problems.writing import FOLDER, stamp, write
 from unisono.record.rundir import read_facts
-from unisono.script.loop import TrainingLoop
 from unisono.script.memory import Among, Beginning, data_bytes, held_now, kinds
 from unisono.system.process import tell
 from unisono.system.stacks import in_one_line, trimmed_traceback
@@ -98,23 +99,26 @@ class OwnTroubles:
         trouble = Trouble.of_gradient(found.step, found.microbatch, samples, detail)
         self._keep(trouble, in_thread=True)
 
-    def tell_memory(self, rounds: Rounds, loop: TrainingLoop) -> None:
+    def tell_memory(self, rounds: Rounds, cursor: Cursor) -> None:
         """Tell the head once what holds the memory: a process that is killed for it cannot. Cheap."""
         if self._member is None or self._has_told:
             return
         self._has_told = True
         if self._device.type != "cpu":
             return  # what the kernel kills a process for is the memory of the host
-        beginning, cursor = self._beginning or Beginning(), loop.cursor
-        held = kinds(rounds.tracked, rounds.slots, beginning, _among(rounds))
+        held = kinds(rounds.tracked, rounds.slots, self._beginning or Beginning(), _among(rounds))
         self._member.send(Holds(kinds=held, batch_size=cursor.batch_size, microbatches=cursor.microbatches))
 
     # -- at the end ----------------------------------------------------------------------------------
 
-    def explain(self, error: BaseException, rounds: Rounds, loop: TrainingLoop | None, *, is_end: bool) -> None:
+    def explain(
+        self, error: BaseException, rounds: Rounds, step: Iteration | None, cursor: Cursor | None, *, is_end: bool
+    ) -> None:
         """Find out what can be known of an error that ends the script; alone, keep the evidence.
 
         Args:
+            step: the one that the script got last.
+            cursor: of the training loop that has begun last.
             is_end: the run ends with it.
         """
         kind = kind_of(error)
@@ -123,13 +127,12 @@ class OwnTroubles:
             if kind == "nan":
                 detail = _about_parameters(rounds)
             elif kind == "out-of-memory":
-                detail, advised = self._about_memory(error, rounds, loop)
+                detail, advised = self._about_memory(error, rounds, cursor)
         except Exception as failure:  # e.g. no memory is left even for this
             detail = f"(nothing more could be found out: {in_one_line(failure)})"
         if self._member is not None:
             self._member.explained(error, kind, detail, advised)
         elif is_end:
-            step = loop.step if loop is not None else None
             at = step.number if step is not None else -1
             index = step.microbatch if step is not None else None
             samples = step.sample_indices(index) if step is not None and index is not None else []
@@ -148,8 +151,7 @@ class OwnTroubles:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _about_memory(self, error: BaseException, rounds: Rounds, loop: TrainingLoop | None) -> tuple[str, str]:
-        cursor = loop.cursor if loop is not None else None
+    def _about_memory(self, error: BaseException, rounds: Rounds, cursor: Cursor | None) -> tuple[str, str]:
         own = self._member.info.host if self._member is not None else ""
         notice = self._member.latest() if self._member is not None else None
         here = [each for each in notice.members if each.host == own] if notice is not None else []

@@ -38,6 +38,7 @@ from torch import Tensor
 from unisono.core.telemetry import TELEMETRY_BYTES
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.exchange.helping import HostWork
 from unisono.system.faults import point
 
 __all__ = [
@@ -48,7 +49,6 @@ __all__ = [
     "Exchange",
     "Parcel",
     "Share",
-    "Work",
     "combine",
 ]
 
@@ -143,39 +143,6 @@ class Combine(Protocol):
         """
 
 
-class Work(Protocol):
-    """Leaves that the members of one host still have to compute: a member that is done takes some of a late one.
-
-    All methods are local. See `unisono.engine.exchange.host` for why no leaf is lost, or counted twice.
-    """
-
-    def show_work(self, todo: Sequence[int]) -> None:
-        """Publish the leaves that this member is going to compute, in this order, before its next `Combine.publish`.
-
-        The first leaf counts as started, so every member computes at least one leaf and its pace can be measured.
-        """
-
-    def start(self, index: int, leaf: int) -> bool:
-        """Start the leaf at ``index`` of this member's list. False: another member has taken the leaf; leave it out."""
-
-    def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
-        """Take a leaf of a late member for this one, which is done; None if helping would not save time.
-
-        This member **must** compute the leaf, and publish a node that covers the leaf in its next combine.
-
-        Args:
-            paces: by local rank, known seconds for a leaf.
-            elapsed_s: seconds since the members have published their work.
-        """
-
-    def pause(self, seconds: float) -> bool:
-        """Wait for a moment, if another member has leaves that it has not started, or has not published its work yet.
-        False: there is nothing to wait for.
-
-        Beginning the combine earlier would gain nothing, because the combine needs that member anyway.
-        """
-
-
 class Exchange(Protocol):
     """The complete interface between a step and its peers; one conformance suite holds all implementations.
 
@@ -204,8 +171,8 @@ class Exchange(Protocol):
     def release(self, slot: Slot) -> None:
         """Give a slot back. One that was given back or forgotten already is left alone. Local."""
 
-    def work(self) -> tuple[Work, Sequence[int]] | None:
-        """Return the `Work` of this host and the ranks of its members; None if members cannot help each other. Local.
+    def work(self) -> tuple[HostWork, Sequence[int]] | None:
+        """Return the `HostWork` and the ranks of the members of this host; None: they cannot help each other. Local.
 
         With helping, the nodes of one member in a combine may differ from the plan; those of a host together do not.
         """

@@ -13,8 +13,9 @@ __all__ = ["HostWork"]
 
 
 class HostWork:
-    """The `unisono.engine.exchange.Work` of one host; `unisono.engine.exchange.host` says why no leaf is lost or
-    counted twice.
+    """Leaves that the members of one host still have to compute: a member that is done takes some of a late one.
+
+    All methods are local. See `unisono.engine.exchange.host` for why no leaf is lost, or counted twice.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -29,6 +30,10 @@ class HostWork:
         self._coming = (self._coming + 1) & 0xFFFFFFFF
 
     def show_work(self, todo: Sequence[int]) -> None:
+        """Publish the leaves that this member is going to compute, in this order, before its next `Combine.publish`.
+
+        The first leaf counts as started, so every member computes at least one leaf and its pace can be measured.
+        """
         fields = self._fields
         fields.work[0] = 0
         fence()
@@ -43,6 +48,7 @@ class HostWork:
         futex_wake(self._own.work)
 
     def start(self, index: int, leaf: int) -> bool:
+        """Start the leaf at ``index`` of this member's list. False: another member has taken the leaf; leave it out."""
         if index:
             self._fields.started[0] = index + 1
             fence()
@@ -50,6 +56,14 @@ class HostWork:
         return leaf not in self._taken()
 
     def take(self, paces: Sequence[float], elapsed_s: float) -> int | None:
+        """Take a leaf of a late member for this one, which is done; None if helping would not save time.
+
+        This member **must** compute the leaf, and publish a node that covers the leaf in its next combine.
+
+        Args:
+            paces: by local rank, known seconds for a leaf.
+            elapsed_s: seconds since the members have published their work.
+        """
         number = self._fields.num_taken[0]
         if self._own.left.value or number >= MAX_WORK:
             return None
@@ -76,6 +90,11 @@ class HostWork:
         return best[1]
 
     def pause(self, seconds: float) -> bool:
+        """Wait for a moment, if another member has leaves that it has not started, or has not published its work yet.
+        False: there is nothing to wait for.
+
+        Beginning the combine earlier would gain nothing, because the combine needs that member anyway.
+        """
         if self._counters.error is not None or self._own.left.value or time.perf_counter() > self._deadline:
             return False
         taken = self._taken()

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from unisono.engine.exchange import Share, Work
+from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.pool import Pool
 
 __all__ = ["PrivateSlots"]
@@ -46,7 +47,7 @@ class PrivateSlots:
     def release(self, slot: Slot) -> None:
         self.pool.release(slot)
 
-    def work(self) -> tuple[Work, Sequence[int]] | None:
+    def work(self) -> tuple[HostWork, Sequence[int]] | None:
         return None
 
     def offer(self, share: Share, rows_ready: int) -> None:

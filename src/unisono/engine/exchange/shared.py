@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.engine.exchange import Combine, Committed, Parcel, Share, Work
+from unisono.engine.exchange import Combine, Committed, Parcel, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
 from unisono.engine.exchange.flat import fold_rows, split_rows
+from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.host import Host, HostCombine, HostSlots
 
 __all__ = ["SharedMemory", "build"]
@@ -31,7 +32,7 @@ class SharedMemory(HostSlots):
         self.size = host.size
         self._courier = Courier(host.rank, [range(host.size)], host=host)
 
-    def work(self) -> tuple[Work, Sequence[int]] | None:
+    def work(self) -> tuple[HostWork, Sequence[int]] | None:
         return self._host.work, range(self.size)
 
     def begin(self, share: Share) -> Combine:

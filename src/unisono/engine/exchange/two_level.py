@@ -16,10 +16,11 @@ import torch
 
 from unisono.core.errors import UsageError
 from unisono.core.tree import schedule
-from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Parcel, Share, Work
+from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Parcel, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
+from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.host import Host, HostCombine, HostSlots
 from unisono.engine.exchange.pages import MAX_TEAM
 from unisono.engine.exchange.stream import Ballot, Stream, cut
@@ -62,7 +63,7 @@ class TwoLevel(HostSlots):
         if self.size > MAX_TEAM:
             raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that this exchange can connect")
 
-    def work(self) -> tuple[Work, Sequence[int]] | None:
+    def work(self) -> tuple[HostWork, Sequence[int]] | None:
         # The nodes of a host's members together are the same, whichever member has computed a leaf.
         return self._host.work, self._ranks
 

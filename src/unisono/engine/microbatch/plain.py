@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,8 @@ from unisono.engine.microbatch.losses import Microbatch
 __all__ = ["taken_backward"]
 
 Trained = Sequence[tuple[str, nn.Parameter]]
-
-
-class Take(Protocol):
-    """``step.backward`` of the current step."""
-
-    def __call__(self, loss: Tensor, scaler: Any, *, retain_graph: bool) -> None: ...
+Take = Callable[[Tensor, Any, bool], None]
+"""``step.backward`` of the current step: (loss, scaler, retain_graph)."""
 
 
 @contextmanager
@@ -86,7 +82,7 @@ class _Taker:
                 "first are added to the step already. For gradients that are not trained with (of the inputs, say), "
                 "use torch.autograd.grad; for another pass over the batch, `for ... in step.again()`"
             )
-        self._take(loss, scaler, retain_graph=retain_graph)
+        self._take(loss, scaler, retain_graph)
         self._has_taken = microbatch
         return True
 

@@ -9,7 +9,8 @@ from unisono.core.balance import Balance
 from unisono.core.plan import Plan, plan
 from unisono.core.small import OwnWork
 from unisono.core.telemetry import StepTelemetry
-from unisono.engine.exchange import Share, Work
+from unisono.engine.exchange import Share
+from unisono.engine.exchange.helping import HostWork
 from unisono.engine.rounds.team import Team
 
 __all__ = ["Balancing", "Helping"]
@@ -22,7 +23,7 @@ MOST_PAUSE_S = 0.02
 class Helping:
     """Within one step: leave out leaves that others have claimed, and claim leaves of members that are late."""
 
-    def __init__(self, team: Team, work: Work, paces: Sequence[float], todo: Sequence[int]) -> None:
+    def __init__(self, team: Team, work: HostWork, paces: Sequence[float], todo: Sequence[int]) -> None:
         self._team = team
         self._work = work
         self._paces = paces

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -24,21 +24,6 @@ __all__ = ["Request", "Requests", "drive"]
 
 T = TypeVar("T")
 Function = Callable[[Any], Mapping[str, Any]]
-
-
-class Play(Protocol):
-    """Yields batches, and returns the totals of all. Collective where there are rounds."""
-
-    def __call__(
-        self, rounds: Rounds | None, number: int, sums: BatchSums, at: Callable[[int], None] = ...
-    ) -> Generator[Any, None, Totals]:
-        """
-        Args:
-            rounds: None: this worker alone.
-            number: of the evaluation, for rehearsals.
-            sums: where the script adds up what it finds in a batch.
-            at: called before each batch, where this worker is alone.
-        """
 
 
 def drive(playing: Generator[Any, None, T], work: Callable[[Any], object]) -> T:
@@ -60,9 +45,33 @@ class Request:
     samples: int
     batch_size: int
     num_batches: int
-    play: Play
-    function: Function | None = None
+    make_fetcher: MakeFetcher
+    function: Function | None
     """batch -> totals of that batch by name; None: the script has a loop of its own."""
+    made_by: Requests
+
+    def play(
+        self, rounds: Rounds | None, number: int, sums: BatchSums, at: Callable[[int], None] = lambda batch: None
+    ) -> Generator[Any, None, Totals]:
+        """Yield batches, and return the totals of all. Collective where there are rounds.
+
+        Args:
+            rounds: None: this worker alone.
+            number: of the evaluation, for rehearsals.
+            sums: where the script adds up what it finds in a batch.
+            at: called before each batch, where this worker is alone.
+        """
+        return evaluate(
+            rounds,
+            self.made_by.tracked,
+            sums,
+            self.make_fetcher,
+            num_batches=self.num_batches,
+            seed=self.made_by.seed,
+            rehearses=self.made_by.deterministic,
+            number=number,
+            at=at,
+        )
 
     def compute(self, rounds: Rounds | None, number: int, at: Callable[[int], None] = lambda batch: None) -> Totals:
         """Return the totals that the function gives, over all batches. Collective where there are rounds.
@@ -93,10 +102,10 @@ class Requests:
     """
 
     def __init__(self, tracked: Tracked, *, seed: int, device: torch.device, deterministic: bool) -> None:
-        self._tracked = tracked
-        self._seed = seed
+        self.tracked = tracked
+        self.seed = seed
+        self.deterministic = deterministic
         self._device = device
-        self._deterministic = deterministic
 
     def make(
         self,
@@ -107,7 +116,7 @@ class Requests:
         collate: Callable[[list[Any]], Any] | None,
         loader_workers: int | None,
     ) -> Request:
-        """Return what a call asks for; the arguments are those of `unisono.script.evaluating.Evaluating.evaluate`.
+        """Return what a call asks for; the arguments are those of `unisono.Run.evaluate`.
 
         Args:
             function: None: a call of ``run.batches``.
@@ -118,54 +127,28 @@ class Requests:
         options: dict[str, Any] = {"batch_size": batch_size, "collate": collate, "loader_workers": loader_workers}
         what = "run.evaluate" if function is not None else "run.batches"
         if (streams := stream_source_of(dataset, what, **options)) is not None:
-            samples = batches_of(streams, self._seed)
-            return self._request(
-                lambda upcoming: StreamFetcher(
+            samples = batches_of(streams, self.seed)
+            return Request(
+                samples=samples.num_samples,
+                batch_size=streams.batch_size,
+                num_batches=samples.num_batches,
+                make_fetcher=lambda upcoming: StreamFetcher(
                     streams.data, samples, device=self._device, loading=streams.loading, upcoming=upcoming
                 ),
-                function,
-                num_samples=samples.num_samples,
-                num_batches=samples.num_batches,
-                batch_size=streams.batch_size,
+                function=function,
+                made_by=self,
             )
         source = source_of(cast("MapDataset | DataLoader[Any]", dataset), what, shuffles=False, **options)
         num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
         whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
-        cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self._seed)
-        return self._request(
-            lambda upcoming: Fetcher(
+        cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self.seed)
+        return Request(
+            samples=source.order.num_samples,
+            batch_size=source.batch_size,
+            num_batches=num_batches,
+            make_fetcher=lambda upcoming: Fetcher(
                 source.dataset, cursor, device=self._device, loading=source.loading, upcoming=upcoming
             ),
-            function,
-            num_samples=source.order.num_samples,
-            num_batches=num_batches,
-            batch_size=source.batch_size,
-        )
-
-    def _request(
-        self,
-        make_fetcher: MakeFetcher,
-        function: Function | None,
-        *,
-        num_samples: int,
-        num_batches: int,
-        batch_size: int,
-    ) -> Request:
-        def play(
-            rounds: Rounds | None, number: int, sums: BatchSums, at: Callable[[int], None] = lambda batch: None
-        ) -> Generator[Any, None, Totals]:
-            return evaluate(
-                rounds,
-                self._tracked,
-                sums,
-                make_fetcher,
-                num_batches=num_batches,
-                seed=self._seed,
-                rehearses=self._deterministic,
-                number=number,
-                at=at,
-            )
-
-        return Request(
-            samples=num_samples, batch_size=batch_size, num_batches=num_batches, play=play, function=function
+            function=function,
+            made_by=self,
         )

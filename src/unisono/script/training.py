@@ -1,0 +1,245 @@
+"""The training loops of a run on one worker, one after the other, and the places of calls within and between them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from unisono.cluster.worker import member as members
+from unisono.core.audits import too_few
+from unisono.core.cadence import Position
+from unisono.core.errors import UsageError
+from unisono.core.messages import RunDirectory
+from unisono.engine.loop.settings import Arithmetic
+from unisono.engine.loop.step import Iteration
+from unisono.engine.loop.steps import Steps
+from unisono.engine.loop.strategies import Strategy
+from unisono.engine.microbatch.data import MakeFetcher
+from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.rounds.admission import Admission
+from unisono.engine.rounds.life import Rounds
+from unisono.record.rundir import read_facts
+from unisono.script.course import Course
+from unisono.script.evaluator import Visiting
+from unisono.script.keeping import Keeper
+from unisono.script.length import Length
+from unisono.script.loop import Summing, TrainingLoop
+from unisono.script.schedule import Planned
+from unisono.script.streamed import Asked
+from unisono.script.talking import Place
+from unisono.system.process import Process
+
+__all__ = ["Training"]
+
+
+class Training:
+    """The training loops of a run on this worker, one after the other.
+
+    Attributes:
+        loop: the training loop that has begun last.
+        phases: the number of those that have begun.
+        asked: what the calls of the script have asked for, whatever was done of it.
+        length: the same, as a number of steps.
+
+    Args:
+        device: of this worker.
+        visiting: not None: this process is an evaluator.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        keeper: Keeper,
+        process: Process,
+        course: Course,
+        arithmetic: Arithmetic,
+        device: torch.device,
+        visiting: Visiting | None,
+    ) -> None:
+        self.loop: TrainingLoop | None = None
+        self.phases = 0
+        self.asked = Asked()
+        self.length = Length()
+        self._rounds = rounds
+        self._keeper = keeper
+        self._process = process
+        self._course = course
+        self._arithmetic = arithmetic
+        self._device = device
+        self._visiting = visiting
+        self._admission = Admission(rounds, keeper.checkpoint)
+        self._steps: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
+
+    def begin(
+        self, planned: Planned, strategy: Strategy, summing: Summing, *, first_step: int = 0, is_limited: bool
+    ) -> Steps[Any]:
+        """Return the iterations of a training loop, which begins with the first of them.
+
+        Args:
+            first_step: how many of them count as done when the run begins.
+            is_limited: the script says for how many epochs, or steps, it trains.
+
+        Raises:
+            UsageError: nothing is tracked that could be trained.
+        """
+        self._rounds.tracked.check(self._device)
+        # By what the script asks for, not by what was done: a worker that skips this call must count alike.
+        self.asked.num_epochs += planned.num_epochs
+        planned.begins()
+        self._course.begins(planned.dataset)
+        more = self.length.steps_after(planned.num_iterations, is_limited=is_limited)
+        loop = TrainingLoop(
+            self._rounds,
+            self._keeper,
+            self._process,
+            self._course,
+            self._arithmetic,
+            planned=planned,
+            strategy=strategy,
+            summing=summing,
+        )
+        # The loop's checks come here, and not with its first step.
+        train = self._train(loop, planned.fetcher(self._device), first_step, more)
+        steps = Steps(train, planned.num_iterations + strategy.num_more)
+        self._steps = weakref.ref(steps)
+        return steps
+
+    @property
+    def steps(self) -> Steps[Any] | None:
+        """The iterations of the newest training loop, if the script has not left it."""
+        return self._steps() if self._steps is not None else None
+
+    @property
+    def step(self) -> Iteration | None:
+        """The iteration that the script is in; None: it is in none."""
+        return self.loop.step if self.loop is not None and self.is_open else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the script is between the first step of a training loop and its end."""
+        return self.loop is not None and self.loop.is_open
+
+    def is_apart(self) -> bool:
+        """Return whether the script is within a loop in which each worker is at a part of its own.
+
+        Raises:
+            StepError: the script has left such a loop before its end.
+        """
+        return self.loop is not None and self.loop.is_apart()
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Return a context for what is done together between two steps, which is no update of the script's."""
+        return self.loop.apart() if self.loop is not None else nullcontext()
+
+    def place(self, what: str) -> Place:
+        """Return the place of a call in which all workers take part, in the script.
+
+        Args:
+            what: the call, for errors: "run.barrier".
+
+        Raises:
+            UsageError: the run has ended, or the call stands where each worker is at a part of its own. StepError: the
+                script has left such a loop before its end.
+        """
+        self._process.check(what)
+        self._course.check_not_in_batches(f"{what} was called")
+        if self._visiting is not None:
+            visited = self._visiting.step
+            at = visited.number if visited is not None else None
+            return Place(rounds=self._rounds, phases=self.phases, step=at, has_joined=False)
+        if self.loop is not None and self.loop.is_apart():
+            where = "`for batch in step`, where each worker is at another micro-batch"
+            if not self.loop.is_in_microbatch():
+                where = "`for step in round`, where each worker is at another replica"
+            raise UsageError(f"{what} was called inside of {where}: call it after that loop")
+        return Place(
+            rounds=self._rounds,
+            phases=self.phases,
+            step=self.step.number if self.step is not None else None,
+            has_joined=self._course.has_joined,
+        )
+
+    # -- the outer loop ------------------------------------------------------------------------------
+
+    def _train(
+        self, loop: TrainingLoop, make_fetcher: MakeFetcher, first_step: int, more: int | None
+    ) -> Generator[Iteration, None, None]:
+        """Yield the iterations of a training loop. Collective.
+
+        Args:
+            more: steps of the run after it; None: nobody knows.
+        """
+        rounds = self._rounds
+        self._course.check_not_in_batches("run.steps was called")
+        if self._visiting is not None:
+            phase, self.phases = self.phases, self.phases + 1
+            yield from self._visiting.visit(phase, loop, rounds.tracked, self._device)
+            seed_at(loop.cursor.seed, "after loop", phase)
+            return
+        if self.is_open:
+            raise UsageError(
+                "run.steps was called inside of another run.steps, which is not finished. For another pass over the "
+                "same global batch: `for batch in step.again()`. For two data sets in one loop: one run.steps over a "
+                "data set that gives a sample of each, e.g. torch.utils.data.StackDataset(a, b)"
+            )
+        if self.loop is not None and self.loop.step is not None:
+            self.loop.leave()
+            if self._course.has_joined:
+                rounds.team.leaving(rounds.position.phase, rounds.position.number, goes_on=True)
+        phase, self.phases = self.phases, self.phases + 1
+        first = self._join(phase, loop, first_step)
+        if first is not None:
+            self.loop, self._course.num_more = loop, more
+            try:
+                yield from loop.run(phase, first, make_fetcher)
+            except GeneratorExit:  # the script has left the loop by `break`
+                if self.phases == phase + 1:
+                    seed_at(loop.cursor.seed, "after loop", phase)
+                raise
+        # A worker that skips this loop, now or when the run is resumed, draws what the others draw after it.
+        seed_at(loop.cursor.seed, "after loop", phase)
+
+    def _join(self, phase: int, loop: TrainingLoop, first_step: int) -> int | None:
+        """Join the run; returns the step to begin with, None if the run is past this phase."""
+        rounds, keeper = self._rounds, self._keeper
+        recipe = keeper.recipe(loop.recipe, loop.num_steps)
+        if self._course.has_joined:
+            rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
+            keeper.enter_phase(loop.recipe)
+            return 0
+        if not self._admission.join(phase, recipe, partial(self._load, phase, loop), first_step):
+            return None
+        self._course.joins()
+        keeper.joined(loop.recipe, rounds, self._admission.lines)
+        # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
+        directory, member = keeper.directory, members.current()
+        if keeper.reaches and directory is not None and member is not None:
+            policy = keeper.policy
+            on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
+            facts = json.dumps(read_facts(directory))
+            member.send(RunDirectory(path=str(directory.resolve()), on_signal=on_signal, facts=facts))
+        size, microbatches = rounds.team.size, loop.cursor.microbatches
+        if size > microbatches and rounds.team.rank == 0:
+            warnings.warn(
+                f"{size} workers share {microbatches} micro-batches: {size - microbatches} of them "
+                "have nothing to compute; use more micro-batches or fewer workers",
+                stacklevel=4,
+            )
+        if self._course.audits is not None and rounds.team.rank == 0 and (words := too_few(size)):
+            warnings.warn(f"audit: {words}", stacklevel=4)
+        self._course.started(keeper.run_id, recipe)
+        return rounds.position.step
+
+    def _load(self, phase: int, loop: TrainingLoop) -> Position | None:
+        """Load what the run goes on from, on the one worker that begins it; returns its position."""
+        if (position := self._keeper.begin(phase, loop.recipe)) is not None:
+            self.asked.bookmarks.try_again()  # the script may have been corrected
+        return position
