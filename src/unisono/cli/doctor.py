@@ -47,7 +47,7 @@ def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool,
     chosen = {host.name: is_this_machine(host.name) for host in parse_hosts(names)} if names else {}
     asked = Asked(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
     findings = [_head(run)] if run else []
-    with hosts(chosen, Way.parse(ssh)) as found:
+    with hosts(chosen, Way.parse(ssh, option="--ssh")) as found:
         known = examine(found, asked)
         for host in found:
             if host.error:

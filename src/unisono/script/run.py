@@ -116,7 +116,7 @@ class Run(Calls, Evaluating, Trainings):
         audit: share of the micro-batches that a second worker computes as well, from 0 to 0.5, to find a machine that
             computes wrong values; see docs/audit.md. ``--audit`` wins over it. It changes no bit.
         audit_then: what follows when a worker was found to be wrong: "go-back" to the newest checkpoint from before
-            what it may have spoilt, or "go-on". ``--audit-then`` wins over it.
+            what it may have spoilt, or "go-on". ``--set audit-then`` wins over it.
         profile: steps of the run that torch.profiler records on all workers, e.g. ``range(100, 105)``, for one trace in
             the directory. ``--profile`` wins over it.
 

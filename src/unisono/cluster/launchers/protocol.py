@@ -153,9 +153,9 @@ class Launcher(ABC):
 
         Args:
             num_workers: for a launcher that is elastic, how many workers the run wants in all, those of `HERE`
-                included. ``unisono scale`` and ``--efficiency`` change it. What is too much need not be ended: agents
-                without wanted workers end by themselves, with exit code 0. A request for machines that have not come
-                yet is to be taken back here. Further machines have names that were not used before.
+                included. ``unisono scale`` and ``--set efficiency`` change it. What is too much need not be ended:
+                agents without wanted workers end by themselves, with exit code 0. A request for machines that have not
+                come yet is to be taken back here. Further machines have names that were not used before.
             lost: machines whose agent was lost, and whose pause is over.
         """
         return lost
