@@ -40,6 +40,7 @@ from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core.events import StepFinished
 from unisono.core.messages import AgentHello, Ended, Happened, Message
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.system.lifetime import Memory
 
@@ -111,7 +112,7 @@ class Bench:
         secret = Memory("unisono-token", token.encode())
         listener = listen(Service(policy=policy))
         url = str(HeadUrl("127.0.0.1", listener.getsockname()[1]))
-        spec = RunSpec(heartbeat_s=options.heartbeat_s, timeout_s=600.0)
+        spec = RunSpec(settings=RunSettings(heartbeat_s=options.heartbeat_s, timeout_s=600.0))
         settings = {"policy": policy, "run_id": "bench", "spec": spec}
         if options.profile:
             headprocess.spawn = partial(profiled, headprocess.spawn, options.profile)  # type: ignore[attr-defined]

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 import msgspec
 
-from unisono.cli.given import port_range
 from unisono.cli.reach import ask_status, find
 from unisono.cli.saying import say, say_json
 from unisono.cluster.launchers.hosts import is_this_machine, parse_hosts
 from unisono.cluster.launchers.way import Way
 from unisono.core.errors import UsageError
+from unisono.core.settings import port_range
 from unisono.core.words import count
 from unisono.tools.doctor.checks import Finding, check
 from unisono.tools.doctor.facts import Asked

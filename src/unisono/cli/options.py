@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.cli.given import address_of, port_range
+from unisono.cli.given import address_of
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.trust.secret import is_reader
 from unisono.core.errors import UsageError
-from unisono.core.settings import FILE, SETTINGS, RunSettings, StartMethod, gathered, pairs
+from unisono.core.settings import FILE, SETTINGS, RunSettings, gathered, pairs
 from unisono.core.spec import MOST_AUDITED, RunSpec
 from unisono.system.capacity import Workers
 
@@ -32,7 +31,11 @@ BY_FIELD: Final = {setting.field: setting for setting in SETTINGS.values()}
 
 
 class Options(RunSettings, frozen=True, kw_only=True, dict=True):
-    """The settings of a run, checked, and what the parts of a run need of them."""
+    """A command line: the script and the settings of the run, checked, and what the parts of a run need of them."""
+
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    module: str | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -54,7 +57,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             self._check_plain()
         if self.bind == "":
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
-        _ = self.head_ports
+        _ = self.ports, self.profiled
         if self.interface and self.bind:
             raise UsageError(
                 f"--set interface={self.interface} and --bind {self.bind} both name an address; give one of them"
@@ -78,11 +81,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(f"--hosts and --set hostfile are for the launcher ssh, got --launcher {self.launcher}")
         if not self.names_hosts:
             self._refuse(("ship", "remote-python", "pass-env"), "is for machines that --hosts or --set hostfile name")
-
-    @property
-    def start_method(self) -> StartMethod:
-        """How workers are started."""
-        return self.start or ("fork" if sys.platform == "linux" else "spawn")
 
     @property
     def names_hosts(self) -> bool:
@@ -110,15 +108,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         return self.address or self.bind or ""
 
     @cached_property
-    def head_ports(self) -> tuple[int, int]:
-        """The first and the last port that the head may take; 0: any."""
-        if ":" in self.port:
-            return port_range(self.port)
-        if not (self.port.isdecimal() and int(self.port) <= 65535):
-            raise UsageError(f"a port is a number from 0 (any) to 65535, got --set port={self.port}")
-        return int(self.port), int(self.port)
-
-    @cached_property
     def token(self) -> str:
         """The token in the file that was named; "" where none was."""
         from unisono.cli.reach import read_token
@@ -142,8 +131,8 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         return token
 
     def check_head(self) -> None:
-        """Raise a `UsageError` if the head's interface, ports or token are not there: before any machine is asked."""
-        _ = self.address, self.head_ports, self.token
+        """Raise a `UsageError` if the head's interface or token are not there: before any machine is asked."""
+        _ = self.address, self.token
 
     def _check_plain(self) -> None:
         names = (
@@ -164,9 +153,8 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             workers=workers,
             environment=dict(os.environ),
             spec=spec,
-            settings=self,
             bind=self.bound,
-            port=self.head_ports[0],
+            port=self.ports[0],
         )
 
     def service(self, workers: Workers, bind: str) -> Service:
@@ -199,7 +187,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         return Service(
             policy=policy,
             bind=self.bound or bind or LOOPBACK,
-            ports=self.head_ports,
+            ports=self.ports,
             advertise=self.advertise.strip("[]"),
             tls=self.tls,
             certificate=self.certificate,

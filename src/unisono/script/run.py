@@ -26,7 +26,7 @@ from unisono.core.cadence import Checkpoints, Position
 from unisono.core.errors import StepError, UsageError
 from unisono.core.events import RunStarted
 from unisono.core.messages import RunDirectory
-from unisono.core.spec import AuditThen
+from unisono.core.settings import AuditThen
 from unisono.engine.loop.settings import Arithmetic, choose_device, choose_threads
 from unisono.engine.loop.step import Iteration, numbers
 from unisono.engine.loop.steps import Steps
@@ -145,8 +145,8 @@ class Run(Calls, Evaluating, Trainings):
         profile: range | None = None,
     ) -> None:
         worker = members.spec()
-        spec = worker.run
-        chosen = spec.run_dir or directory
+        spec, settings = worker.run, worker.run.settings
+        chosen = settings.run_dir or directory
         self.directory = Path(chosen) if chosen is not None else None
         self._inspector = inspector_of(spec)
         if self._inspector is not None:
@@ -161,19 +161,19 @@ class Run(Calls, Evaluating, Trainings):
             self.directory,
             tracked=self._tracked,
             policy=checkpoint,
-            resume=spec.resume or os.fspath(resume or ""),
+            resume=settings.resume or os.fspath(resume or ""),
             anyway=resume_anyway,
-            also_anyway=spec.resume_anyway,
+            also_anyway=settings.resume_anyway,
             command=spec.command(),
-            copies=spec.copies,
-            overwrite=overwrite or spec.overwrite,
+            copies=settings.copies_to,
+            overwrite=overwrite or settings.overwrite,
             device=self.device,
             threads=self._arithmetic.threads,
         )
         self._journal = self._keeper.journal
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
-        self._audits = make_audits(spec, audit, audit_then, seed, members.current())
+        self._audits = make_audits(settings, audit, audit_then, seed, members.current())
         self._evaluations = Evaluations(
             self._tracked,
             self._talk,
@@ -185,14 +185,14 @@ class Run(Calls, Evaluating, Trainings):
             record=self._record_evaluation,
             lines=lambda: self._journal.number,
             apart=lambda: self._loop.apart() if self._loop is not None else nullcontext(),
-            patience_s=spec.timeout_s,
+            patience_s=settings.timeout_s,
             visiting=self._visiting,
             audits=self._audits,
         )
         self._recorder = (Recorder if IS_WATCHED else Unwatched)(
-            self._journal, [*sinks, *_named(spec.sinks)], members.current()
+            self._journal, [*sinks, *_named(settings.sinks)], members.current()
         )
-        steps = range(*spec.profile) if spec.profile[1] else profile
+        steps = settings.profiled or profile
         self._profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._phases = 0
         self._num_steps = 0  # of the run, that are done
@@ -274,7 +274,7 @@ class Run(Calls, Evaluating, Trainings):
     def _make_team(self, member: members.Member | None) -> Team:
         if member is None:
             return AloneTeam(self.device)
-        spec = member.spec.run
+        settings = member.spec.run.settings
         return HeadTeam(
             member,
             lambda notice, rank: build_exchange(
@@ -282,12 +282,14 @@ class Run(Calls, Evaluating, Trainings):
                 rank,
                 member=member,
                 device=self.device,
-                wanted=spec.exchange,
-                timeout_s=spec.timeout_s,
+                wanted=settings.exchange,
+                timeout_s=settings.timeout_s,
                 checks=self._audits is not None,
             ),
-            partial(open_wire, member=member, device=self.device, timeout_s=spec.timeout_s),
-            partial(build_part, member=member, device=self.device, wanted=spec.exchange, timeout_s=spec.timeout_s),
+            partial(open_wire, member=member, device=self.device, timeout_s=settings.timeout_s),
+            partial(
+                build_part, member=member, device=self.device, wanted=settings.exchange, timeout_s=settings.timeout_s
+            ),
         )
 
     # -- what the script asks ------------------------------------------------------------------------

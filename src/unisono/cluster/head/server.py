@@ -127,7 +127,10 @@ class Head:
         if snapshot:
             state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
         state = msgspec.structs.replace(
-            state, term=term, head=name, policy=msgspec.structs.replace(state.policy, heartbeat_s=spec.heartbeat_s)
+            state,
+            term=term,
+            head=name,
+            policy=msgspec.structs.replace(state.policy, heartbeat_s=spec.settings.heartbeat_s),
         )
         self._token = token
         self._run_id = run_id
@@ -142,7 +145,7 @@ class Head:
             self._announce,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        run_dir = spec.run_dir or memory.run_dir
+        run_dir = spec.settings.run_dir or memory.run_dir
         self._address = AddressFiles(run_id, local_url or url, token, made=run_dir if snapshot else "")
         self._directory = Directory(
             run_id,
@@ -169,7 +172,7 @@ class Head:
             directory=self._directory,
             story=self._story,
             send=self._delivery.send,
-            heartbeat_s=spec.heartbeat_s,
+            heartbeat_s=spec.settings.heartbeat_s,
         )
         self._meeting = Meeting(self, run_id, url, self._directory)
         self.has_given_way = False
@@ -388,7 +391,7 @@ class Head:
         self._lines[name] = line
         welcome = Welcome(
             run_id=self._run_id,
-            heartbeat_s=self._spec.heartbeat_s,
+            heartbeat_s=self._spec.settings.heartbeat_s,
             term=self.state.term,
             warnings=warnings,
             agent_id=name if isinstance(first, AgentHello) else "",

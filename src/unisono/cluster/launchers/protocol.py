@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from unisono.core.settings import DEFAULTS, RunSettings
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.system.capacity import Workers
 
@@ -47,12 +47,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str]
     """That of the command: a batch system says there what it has given to the job."""
     spec: RunSpec = RunSpec()
-    settings: RunSettings = DEFAULTS
-    """All settings of the run, as its user has given them."""
     bind: str = ""
     """The address at which the head is to listen; "" where the user has not said it (`Launcher.bind`)."""
     port: int = 0
     """The head's port; 0 for any."""
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the run."""
+        return self.spec.settings
 
     @property
     def takes_all(self) -> bool:

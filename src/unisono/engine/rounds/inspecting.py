@@ -1,7 +1,7 @@
 """Inspection of a run: what is told, step by step and micro-batch by micro-batch, to an `Inspector`.
 
-A run is inspected when its settings name an inspector (`unisono.core.spec.RunSpec.inspect`). The training loop then
-calls the inspector's methods; without one, a step costs one comparison with None for each micro-batch.
+A run is inspected when its settings name an inspector (`unisono.core.settings.RunSettings.inspect`). The training loop
+then calls the inspector's methods; without one, a step costs one comparison with None for each micro-batch.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Probe(Inspector):
         from unisono.cluster.worker import member
 
         self._settings = settings
-        self._directory = Path(member.spec().run.run_dir)
+        self._directory = Path(member.spec().run.settings.run_dir)
         self._loop: Inspected | None = None
         self._first = 0  # step of the training
         self._done = 0
