@@ -101,7 +101,7 @@ FOLLOW = """
 class Served:
     """A real head on a real port, in a thread of this process."""
 
-    def __init__(self, policy: Policy, heartbeat_s: float = 0.1, run_dir: str = "") -> None:
+    def __init__(self, policy: Policy, run_dir: str = "", heartbeat_s: float = 0.1, **settings: float) -> None:
         self.token = "secret"
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=256, reuse_port=True)
         self.port = self.listener.getsockname()[1]
@@ -115,7 +115,7 @@ class Served:
                 policy,
                 token=self.token,
                 run_id="r1",
-                spec=RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s, run_dir=run_dir)),
+                spec=RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s, run_dir=run_dir, **settings)),
                 url=self.url,
             )
             self.loop = asyncio.get_running_loop()
@@ -179,8 +179,8 @@ def begin(*members: Member) -> None:
 def serve() -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start(start: int = 1, heartbeat_s: float = 0.1, **policy: float) -> Served:
-        served = Served(Policy(**{"start": start, "maximum": start, **policy}), heartbeat_s)  # type: ignore[arg-type]
+    def start(start: int = 1, reconnect_s: float = 1.0, **settings: float) -> Served:
+        served = Served(Policy(start=start, maximum=start, reconnect_s=reconnect_s), **settings)  # type: ignore[arg-type]
         started.append(served)
         return served
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["BY_FIELD", "Options", "options_of"]
 
 LOOPBACK: Final = "127.0.0.1"
-RESTARTS: Final = 10
 SHORTEST_TOKEN: Final = 20
 COMMAND_LINE: Final = "command line"
 """Source of settings."""
@@ -44,6 +43,10 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(f"a run has 0 or more evaluators, got --evaluators {self.evaluators}")
         if self.wait_for < 0:
             raise UsageError(f"a run waits for 0 or more workers, got --wait-for {self.wait_for}")
+        if not 0.0 <= self.efficiency < 1.0:
+            raise UsageError(f"an efficiency is above 0 and below 1, got {self.efficiency}")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
                 f"a heartbeat comes more often than its timeout: --set heartbeat={self.heartbeat_s:g}s is not shorter "
@@ -174,15 +177,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             minimum=workers.minimum,
             maximum=workers.start if self.efficiency else workers.maximum,
             grows=workers.grows,
-            max_restarts=RESTARTS if self.max_restarts is None else self.max_restarts,
-            strict=self.strict,
-            allow_different_script=self.allow_different_script,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
-            late_s=self.late_s,
-            aside_s=self.aside_s,
-            hang_s=self.hang_s,
-            away_s=self.head_away_s,
-            partition=self.when_cut,
         )
         return Service(
             policy=policy,

@@ -415,6 +415,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 # fmt: on
 
     @property
+    def restarts(self) -> int:
+        """How many lost workers of a machine are replaced; the membership forgives one now and then."""
+        return 10 if self.max_restarts is None else self.max_restarts
+
+    @property
     def ports(self) -> tuple[int, int]:
         """The first and the last port that the head may take; 0: any.
 

@@ -119,19 +119,14 @@ class Head:
         branch: str = "",
         is_gone: bool = False,
     ) -> None:
-        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
+        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec)
         now = time.monotonic()
         since = now if memory.clock is None else memory.clock
         state = memory.state
         self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
         if snapshot:
             state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
-        state = msgspec.structs.replace(
-            state,
-            term=term,
-            head=name,
-            policy=msgspec.structs.replace(state.policy, heartbeat_s=spec.settings.heartbeat_s),
-        )
+        state = msgspec.structs.replace(state, term=term, head=name)
         self._token = token
         self._run_id = run_id
         self._spec = spec
