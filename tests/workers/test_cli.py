@@ -33,7 +33,7 @@ from unisono.cluster.machine.headprocess import Service, listen, reserve
 from unisono.core.errors import CheckpointError, RunDirectoryError, UsageError
 from unisono.core.events import Announcement, Problem, RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.core.policy import Policy
-from unisono.core.settings import port_range
+from unisono.core.settings import RunSettings, port_range
 from unisono.record import rundir
 from unisono.record.journal import JOURNAL
 from unisono.system.capacity import free_workers, parse_workers
@@ -351,8 +351,8 @@ def test_the_head_takes_the_first_free_port_of_a_range() -> None:
     with listen(Service(policy=policy)) as taken:
         first = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {first}"):
-            listen(Service(policy=policy, ports=(first, first)))
-        with listen(Service(policy=policy, ports=(first, first + 50))) as listener:
+            listen(Service(policy=policy, settings=RunSettings(port=f"{first}:{first}")))
+        with listen(Service(policy=policy, settings=RunSettings(port=f"{first}:{first + 50}"))) as listener:
             assert first < listener.getsockname()[1] <= first + 50
 
 

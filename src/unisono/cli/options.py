@@ -161,7 +161,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         )
 
     def service(self, workers: Workers, bind: str) -> Service:
-        """Return the settings of the head of a run that begins with so many workers.
+        """Return the head of a run that begins with so many workers.
 
         Args:
             bind: where it listens if the user has not said it; "": on the loopback interface.
@@ -178,16 +178,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             maximum=workers.start if self.efficiency else workers.maximum,
             grows=workers.grows,
         )
-        return Service(
-            policy=policy,
-            bind=self.bound or bind or LOOPBACK,
-            ports=self.ports,
-            advertise=self.advertise.strip("[]"),
-            tls=self.tls,
-            certificate=self.certificate,
-            private_key=self.private_key,
-            token=self.token,
-        )
+        return Service(policy=policy, settings=self, bind=self.bound or bind or LOOPBACK, token=self.token)
 
 
 def options_of(given: dict[str, Any]) -> Options:
