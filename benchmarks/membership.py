@@ -40,6 +40,7 @@ from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core.events import StepFinished
 from unisono.core.messages import AgentHello, Ended, Happened, Message
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.system.lifetime import Memory
 
@@ -107,15 +108,13 @@ class Bench:
 
     async def run(self) -> None:
         options = self._options
-        policy = Policy(
-            start=options.workers, maximum=options.workers, grows=False, max_restarts=0, heartbeat_s=options.heartbeat_s
-        )
+        policy = Policy(start=options.workers, maximum=options.workers, grows=False)
         token = secrets.token_urlsafe(32)
         secret = Memory("unisono-token", token.encode())
         listener = listen(Service(policy=policy))
         url = str(HeadUrl("127.0.0.1", listener.getsockname()[1]))
-        spec = RunSpec(heartbeat_s=options.heartbeat_s, timeout_s=600.0)
-        settings = {"policy": policy, "run_id": "bench", "spec": spec}
+        known = RunSettings(heartbeat_s=options.heartbeat_s, timeout_s=600.0, max_restarts=0)
+        settings = {"policy": policy, "run_id": "bench", "spec": RunSpec(settings=known)}
         if options.profile:
             headprocess.spawn = partial(profiled, headprocess.spawn, options.profile)  # type: ignore[attr-defined]
             headprocess.TERMINATE_S = 60.0  # type: ignore[attr-defined]

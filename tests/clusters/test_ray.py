@@ -34,6 +34,7 @@ from unisono.cluster.launchers.asked import RAY_JOB, in_ray_job
 from unisono.cluster.launchers.protocol import Machine
 from unisono.cluster.launchers.ray import Ray, _Place
 from unisono.core.settings import RunSettings
+from unisono.core.spec import RunSpec
 from unisono.record.journal import compare
 from unisono.system.capacity import parse_workers
 
@@ -271,9 +272,10 @@ GROWS = """
     from unisono.cluster.launchers import Request
     from unisono.cluster.launchers.ray import Ray
     from unisono.core.settings import RunSettings
+    from unisono.core.spec import RunSpec
 
     settings = RunSettings(workers="2:6", ray_address=sys.argv[1])
-    launcher = Ray(Request(workers=parse_workers("2:6", 1), environment={}, settings=settings))
+    launcher = Ray(Request(workers=parse_workers("2:6", 1), environment={}, spec=RunSpec(settings=settings)))
     def say(machines):
         print(json.dumps([machine.num_workers for machine in machines]), flush=True)
     say(launcher.machines())
@@ -345,7 +347,8 @@ def test_places_may_come_and_go_while_a_launcher_closes(monkeypatch: pytest.Monk
     """`ensure` runs in a thread, and whoever closes the launcher waits for it for a short time only."""
     ray = SimpleNamespace(remote=lambda kind: kind, shutdown=lambda: None, exceptions=SimpleNamespace(RayError=OSError))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    launcher = Ray(Request(workers=parse_workers("1:4", 1), environment={}, settings=RunSettings(workers="1:4")))
+    spec = RunSpec(settings=RunSettings(workers="1:4"))
+    launcher = Ray(Request(workers=parse_workers("1:4", 1), environment={}, spec=spec))
     killed = []
 
     def kill(actor: str) -> None:

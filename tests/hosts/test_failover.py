@@ -46,8 +46,8 @@ CUTS: Final = (
     if ALL
     else [(seconds, 1, False) for seconds in (6, 7, 8)]
 )
-"""How long the cable is out, `--head-away-s`, and whether a program takes all cores. A connection breaks after 5 s, so
-the cable is back about when the machine that is cut off gets a head of its own.
+"""How long the cable is out, `--set head-away`, and whether a program takes all cores. A connection breaks after 5 s,
+so the cable is back about when the machine that is cut off gets a head of its own.
 """
 QUICK: Final = ("--set", "head-away=1s", "--set", "heartbeat-timeout=4s")
 """Where machines are cut off: who is silent is lost soon, and who has lost the head goes on soon."""

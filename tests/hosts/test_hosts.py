@@ -227,6 +227,8 @@ class Hosts:
             "heartbeat=0.3s",
             "--set",
             f"exchange-timeout={EXCHANGE_TIMEOUT_S}s",
+            "--set",
+            f"head-away={away_s}s",
         )
         self.left: Command = unisono(
             *("run", SCRIPT, "-n", 2, "--run-dir", run_dir, *options),
@@ -236,7 +238,7 @@ class Hosts:
         gates.wait(3)
         url = json.loads((run_dir / "head.json").read_text())["url"]
         self.right: Command = unisono(
-            *("join", url, "--token-file", run_dir / "token", "-n", 2, "--head-away", f"{away_s}s"),
+            *("join", url, "--token-file", run_dir / "token", "-n", 2),
             before=cable.inside(1),
         )
         gates.open(3, self.left.generation("; generation 2 with"))

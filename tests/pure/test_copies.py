@@ -8,6 +8,7 @@ import pytest
 
 import unisono
 from unisono.core.errors import UsageError
+from unisono.core.words import without_password
 from unisono.engine.checkpoint import copies
 from unisono.engine.checkpoint.copies import Copy
 from unisono.record import checkpoints as files
@@ -74,9 +75,9 @@ def test_a_run_is_all_that_it_was_resumed_from() -> None:
 
 
 def test_a_password_is_not_shown() -> None:
-    assert copies.shown("sftp://me:secret@host/path") == "sftp://me:***@host/path"
-    assert copies.shown("s3://bucket/a:b@c") == "s3://bucket/a:b@c"
-    assert copies.shown("/mnt/disk") == "/mnt/disk"
+    assert without_password("sftp://me:secret@host/path") == "sftp://me:***@host/path"
+    assert without_password("s3://bucket/a:b@c") == "s3://bucket/a:b@c"
+    assert without_password("/mnt/disk") == "/mnt/disk"
 
 
 def test_what_is_a_place_of_copies(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from unisono.core.messages import (
     StepDone,
 )
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.sides import Rank, Standpoint, merged
 from unisono.core.sides import verdict as answer_to
 from unisono.membership import Event, Lags, Send, State, Tick, TookOver, agent_name, heirs, holders, seat_of, step
@@ -116,8 +117,8 @@ class World:
         self.blocked: set[tuple[int, int]] = set()
         self.heads: list[Head] = []
         self.num_takeovers = self.num_merges = 0
-        policy = Policy(start=1, maximum=1, away_s=AWAY_S, heartbeat_timeout_s=NEVER_S, hang_s=NEVER_S)
-        first = Head(0, State(policy=policy, head="h0"))
+        settings = RunSettings(head_away_s=AWAY_S, heartbeat_timeout_s=NEVER_S, hang_s=NEVER_S)
+        first = Head(0, State(policy=Policy(start=1, maximum=1), settings=settings, head="h0"))
         self.heads.append(first)
         self.machines[0].known = [0]
         for machine in self.machines:

@@ -19,8 +19,8 @@ from unisono.core.following import (
     learn_term,
 )
 from unisono.core.messages import AgentHello, Foreign, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
+from unisono.core.settings import Partition
 from unisono.core.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
-from unisono.core.spec import Partition
 from unisono.membership import Lags, TookOver, heirs, holders, is_first_elsewhere, keepers, successor
 from unisono.membership.roster import WorkerState, resumed
 

@@ -24,6 +24,7 @@ from unisono.cluster.trust.secret import is_reader, reader_token
 from unisono.core.errors import UsageError
 from unisono.core.messages import Stop
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.system.interfaces import Interface, interfaces, is_local
 from unisono.system.tasks import TAKEN
 from unisono.views.watch.terminal import PlainTerminal, terminal
@@ -254,7 +255,7 @@ def test_where_an_address_was_chosen_the_others_are_named(
     bind: str, advertise: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(headprocess, "interfaces", lambda: [Interface("ib0", "10.9.9.9"), Interface("ib0", "fd00::9")])
-    service = Service(policy=POLICY, bind=bind, advertise=advertise)
+    service = Service(policy=POLICY, bind=bind, settings=RunSettings(advertise=advertise))
     (words,) = welcome_words(Invitation("ws://10.0.0.1:4000", "token"), service, "")
     assert ("--set advertise=HOST names another" in words) is bool(named)
     assert named in words
@@ -297,7 +298,7 @@ def test_the_interfaces_of_this_machine_are_those_that_the_system_lists() -> Non
     ],
 )
 def test_a_head_that_others_can_reach_speaks_tls(bind: str, tls: bool | None, expected: bool) -> None:
-    service = Service(policy=POLICY, bind=bind, tls=tls)
+    service = Service(policy=POLICY, bind=bind, settings=RunSettings(tls=tls))
     with headprocess.listen(service) as listener:
         identity = service.identity(listener, "token")
         assert (identity is not None) is expected

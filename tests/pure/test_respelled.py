@@ -31,7 +31,9 @@ def test_an_old_spelling_is_refused_with_the_new_one(
     with pytest.raises(SystemExit) as leaving:
         cli.main()
     assert leaving.value.code == 2
-    assert new in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert new in error
+    assert "Did you mean" not in error, "one answer"
 
 
 @pytest.mark.parametrize(("command", "word"), [(command, word) for command, words in WORDS.items() for word in words])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec, WorkerSpec
 
-RUN = RunSpec(arguments=("träin.py", "--lr", "1"), folder="/data", threads=2, resume_anyway=("microbatches",))
+GIVEN = RunSettings(threads=2, resume_anyway=("microbatches",), sources={"threads": "command line"})
+RUN = RunSpec(arguments=("träin.py", "--lr", "1"), folder="/data", settings=GIVEN)
 SPEC = WorkerSpec(run=RUN, head="ws://lab:1", worker_id="w3", host="lab", agent=7, local_rank=1, token="hidden")
 
 
@@ -29,6 +31,9 @@ def test_settings_of_another_version_are_refused() -> None:
 
 
 def test_the_command_that_a_resumed_run_starts_again() -> None:
-    assert msgspec.json.decode(RUN.command()) == {"folder": "/data", "arguments": ["träin.py", "--lr", "1"]}
+    found = msgspec.json.decode(RUN.command())
+    settings = found.pop("settings")
+    assert found == {"folder": "/data", "arguments": ["träin.py", "--lr", "1"]}
+    assert settings["threads"] == ["2", "command line"]
     assert RunSpec().command() == ""
     assert RunSpec(arguments=("--callable", "/proc/1/fd/3", "/proc/1/fd/4")).command() == ""

@@ -232,7 +232,7 @@ def test_tasks_learn_the_address_from_a_file_that_only_their_user_can_read(tmp_p
 
 def test_the_file_of_another_job_is_not_taken(tmp_path: Path) -> None:
     Rendezvous(tmp_path, "other").publish("ws://10.0.0.1:4711", "secret")
-    with pytest.raises(UsageError, match=r"task 0 has not written the address .*--rendezvous DIR"):
+    with pytest.raises(UsageError, match=r"task 0 has not written the address .*--set rendezvous=DIR"):
         Rendezvous(tmp_path, "job").wait(0.0, lambda text: None)
 
 
@@ -281,7 +281,7 @@ def test_a_link_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written_to_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be written to .*missing .*No such file.*--rendezvous DIR"):
+    with pytest.raises(UsageError, match=r"cannot be written to .*missing .*No such file.*--set rendezvous=DIR"):
         Rendezvous(tmp_path / "missing", "job").publish("ws://10.0.0.1:4711", "secret")
 
 

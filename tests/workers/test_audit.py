@@ -24,7 +24,7 @@ from tests.workers.trainings import Training
 from unisono.core.checks import key_of
 from unisono.core.errors import CheckpointError, DivergenceError, UsageError
 from unisono.core.plan import plan
-from unisono.core.spec import RunSpec
+from unisono.core.settings import DEFAULTS, RunSettings
 from unisono.core.telemetry import Compared
 from unisono.engine.rounds.life import Rounds
 from unisono.record.journal import compare
@@ -314,11 +314,11 @@ def test_a_share_that_cannot_be_audited_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "then"),
-    [(RunSpec(), "go-back"), (RunSpec(audit_then="go-on"), "go-on"), (RunSpec(audit=0.1), "go-back")],
+    ("settings", "then"),
+    [(DEFAULTS, "go-back"), (RunSettings(audit_then="go-on"), "go-on"), (RunSettings(audit=0.1), "go-back")],
 )
-def test_each_option_of_the_command_line_wins_over_its_argument_by_itself(spec: RunSpec, then: str) -> None:
-    audits = make_audits(spec, 0.2, "go-back", 0, None)
+def test_each_option_of_the_command_line_wins_over_its_argument_by_itself(settings: RunSettings, then: str) -> None:
+    audits = make_audits(settings, 0.2, "go-back", 0, None)
     assert audits is not None
     assert audits.then == then
 

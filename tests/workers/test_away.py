@@ -15,6 +15,7 @@ from unisono.cluster.machine import agent, following
 from unisono.cluster.machine.following import Following
 from unisono.core.events import RunEnded
 from unisono.core.messages import Ended, Message, Welcome, encode
+from unisono.core.settings import RunSettings
 from unisono.core.spec import MachineSpec, RunSpec
 from unisono.record.journal import JOURNAL
 from unisono.record.journal.lines import text_of, to_line
@@ -67,9 +68,8 @@ def outcome(
         return Connection(said)
 
     async def work() -> Ended:
-        spec = MachineSpec(
-            run=RunSpec(arguments=("train.py",), head_away_s=HEAD_AWAY_S, run_dir=run_dir), num_workers=1
-        )
+        settings = RunSettings(head_away_s=HEAD_AWAY_S, run_dir=run_dir)
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",), settings=settings), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
             guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Stream([PlainTerminal()]), None)
         talk = asyncio.create_task(guest._following.run())

@@ -33,6 +33,7 @@ from unisono.cluster.machine.headprocess import Service, listen, reserve
 from unisono.core.errors import CheckpointError, RunDirectoryError, UsageError
 from unisono.core.events import Announcement, Problem, RunEnded, Seconds, StepFinished, WorkerOutput, WorkerTimes
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings, port_range
 from unisono.record import rundir
 from unisono.record.journal import JOURNAL
 from unisono.system.capacity import free_workers, parse_workers
@@ -115,7 +116,7 @@ BEGIN = """
             ["join", "ws://x:99999", "--token-file", "here.py"],
             "the address of a run is ws://HOST:PORT or wss://HOST:PORT#FINGERPRINT, got 'ws://x:99999'",
         ),
-        (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--head-away", "nans"], "--head-away is a time"),
+        (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--wait", "nans"], "--wait is a time"),
         (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing holds no token"),
         (["join", "ws://127.0.0.1:1", "--token-file", "missing"], "there is no --token-file missing"),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py"], "no head answers at ws://127.0.0.1:1"),
@@ -339,10 +340,10 @@ def test_an_interface_is_named_by_its_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_range_of_ports_is_read() -> None:
-    assert given.port_range("47000:47100") == (47000, 47100)
+    assert port_range("47000:47100") == (47000, 47100)
     for wrong in ("47000", "5:4", "0:9", "1:65536", "a:b", ":"):
         with pytest.raises(UsageError, match="a range of ports is A:B"):
-            given.port_range(wrong)
+            port_range(wrong)
 
 
 def test_the_head_takes_the_first_free_port_of_a_range() -> None:
@@ -350,8 +351,8 @@ def test_the_head_takes_the_first_free_port_of_a_range() -> None:
     with listen(Service(policy=policy)) as taken:
         first = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1 port {first}"):
-            listen(Service(policy=policy, ports=(first, first)))
-        with listen(Service(policy=policy, ports=(first, first + 50))) as listener:
+            listen(Service(policy=policy, settings=RunSettings(port=f"{first}:{first}")))
+        with listen(Service(policy=policy, settings=RunSettings(port=f"{first}:{first + 50}"))) as listener:
             assert first < listener.getsockname()[1] <= first + 50
 
 

@@ -31,6 +31,7 @@ from unisono.cluster.machine.workers import Workers, _Delayed, _Started
 from unisono.core.errors import UsageError
 from unisono.core.messages import AgentHello, Ended, RunDirectory, Welcome, WorkerExit, decode, encode
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.spec import MachineSpec, RunSpec, WorkerSpec
 from unisono.record import checkpoints as files
 from unisono.record import rundir
@@ -101,7 +102,7 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
         await connection.wait_closed()
 
     async def interrupt() -> None:
-        spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1, start="spawn")
+        spec = MachineSpec(run=RunSpec(arguments=("train.py",), settings=RunSettings(start="spawn")), num_workers=1)
         head = cast(headprocess.HeadProcess, SimpleNamespace(start=lambda *_, **__: None, url="ws://lab:1"))
         with contextlib.closing(Memory("unisono-token")) as secret:
             async with serve(stand_still, "127.0.0.1", 0) as server:

@@ -31,6 +31,7 @@ from unisono.core.messages import (
     Told,
     decode,
 )
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.membership import Lags
 from unisono.membership.roster import WorkerState
@@ -38,7 +39,7 @@ from unisono.membership.roster import WorkerState
 
 def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue[bytes]]:
     """A head that knows what a story's does, and what it sends to the agent that has started it."""
-    head = Head(story.state.policy, token="", run_id="x", spec=RunSpec(heartbeat_s=heartbeat_s))
+    head = Head(story.state.policy, token="", run_id="x", spec=RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s)))
     head.table.state = story.state
     said = asyncio.Queue[bytes]()
     head._lines[AGENT] = cast("Any", SimpleNamespace(queue=said, put=said.put_nowait))

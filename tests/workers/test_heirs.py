@@ -44,7 +44,7 @@ from unisono.core.messages import (
     encode,
 )
 from unisono.core.policy import Policy
-from unisono.core.spec import Partition, RunSpec
+from unisono.core.settings import Partition, RunSpec
 from unisono.membership import Lags, heirs
 from unisono.membership.roster import ALIVE, State, WorkerState
 

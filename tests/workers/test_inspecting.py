@@ -17,6 +17,7 @@ import unisono
 from unisono.cluster.worker import member
 from unisono.core.errors import StopInspection, UsageError
 from unisono.core.events import StepResult
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.core.tree import leaf as leaf_node
 from unisono.core.tree import level_of, schedule
@@ -83,8 +84,12 @@ def inspected(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     member.settle(RunSpec())
 
 
+def with_inspector(name: str, settings: str, directory: Path | str = "") -> RunSpec:
+    return RunSpec(settings=RunSettings(run_dir=str(directory), inspect=f"{name}:{settings}"))
+
+
 def inspect_in(directory: Path, **settings: Any) -> None:
-    member.settle(RunSpec(run_dir=str(directory), inspect=("notebook", json.dumps(settings))))
+    member.settle(with_inspector("notebook", json.dumps(settings), directory))
 
 
 def train(directory: Path, *, steps: int = 3, passes: int = 1, **arguments: Any) -> None:
@@ -186,10 +191,10 @@ def test_an_inspector_may_end_the_run(inspected: pytest.MonkeyPatch, tmp_path: P
 
 def test_an_inspector_must_be_known_and_the_directory_its_own(tmp_path: Path) -> None:
     try:
-        member.settle(RunSpec(inspect=("replay", "{}")))
+        member.settle(with_inspector("replay", "{}"))
         with pytest.raises(UsageError, match="a directory of its own"):
             unisono.Run(tmp_path)
-        member.settle(RunSpec(run_dir=str(tmp_path), inspect=("nobody", "{}")))
+        member.settle(with_inspector("nobody", "{}", tmp_path))
         with pytest.raises(UsageError, match="no inspector 'nobody'"):
             unisono.Run(tmp_path)
     finally:

@@ -21,7 +21,6 @@ from tests.workers.gates import Gates
 from unisono.cluster.launchers import LAUNCHERS, AgentCommand, Handle, Launcher, Machine, Request, fleet, relaunching
 from unisono.cluster.launchers.fleet import Fleet
 from unisono.core.errors import UsageError
-from unisono.core.spec import RunSpec
 from unisono.record.journal import compare
 from unisono.system.capacity import parse_workers
 from unisono.system.lifetime import PARENT
@@ -108,7 +107,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
     rented, seen = Rented(Agent(["[w0] hello", "no route to host"]), Agent([])), Seen()
 
     async def work() -> list[str]:
-        agents = Fleet(rented, [LEFT, RIGHT], RunSpec(head_away_s=7.0), "ws://head:1", "secret")
+        agents = Fleet(rented, [LEFT, RIGHT], "ws://head:1", "secret")
         agents.start(seen, seen.on_lost, seen.on_gone)
         said = [await seen.said.get(), await seen.said.get()]
         rented.agents["left"].end(255)
@@ -133,7 +132,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
     command = rented.commands["right"]
     assert command.secret == "ws://secret@head:1"
     assert "secret" not in " ".join(command.words) + repr(command)
-    assert command.words[-4:] == ("--workers", "2", "--head-away", "7s")
+    assert command.words[-2:] == ("--workers", "2")
 
 
 class Growing(Rented):
@@ -161,7 +160,7 @@ def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch
     growing, seen = Growing(), Seen()
 
     async def work() -> list[str]:
-        agents = Fleet(growing, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
+        agents = Fleet(growing, [LEFT, RIGHT], "ws://head:1", "secret")
         agents.start(seen, seen.on_lost, seen.on_gone)
         agents.keep(4, ())
         said = [await seen.said.get(), await seen.said.get()]
@@ -209,7 +208,7 @@ ELASTIC = """
             codes = [process.exit_code for process in self._started]
             print("exit codes of the agents:", codes, flush=True)
 
-    spec = RunSpec(arguments=tuple(sys.argv[2:]), run_dir=sys.argv[1])
+    spec = RunSpec(arguments=tuple(sys.argv[2:]), settings=RunSettings(run_dir=sys.argv[1]))
     sys.exit(launchers.run(spec, Cluster()))
     """
 
@@ -247,7 +246,7 @@ def test_the_agent_of_a_lost_machine_is_started_again(monkeypatch: pytest.Monkey
     rented, seen = Rented(Agent([]), Agent([])), Seen()
 
     async def work() -> list[str]:
-        agents = Fleet(rented, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
+        agents = Fleet(rented, [LEFT, RIGHT], "ws://head:1", "secret")
         agents.start(seen, seen.on_lost, seen.on_gone)
         agents.keep(3, ["left"])
         rented.agents["left"].end(255)
@@ -273,7 +272,7 @@ def test_an_agent_that_does_not_end_with_the_run_is_asked_and_then_ended(monkeyp
     rented, seen = Rented(Agent([]), Agent([])), Seen()
 
     async def work() -> None:
-        agents = Fleet(rented, [LEFT, RIGHT], RunSpec(), "ws://head:1", "secret")
+        agents = Fleet(rented, [LEFT, RIGHT], "ws://head:1", "secret")
         agents.start(seen, seen.on_lost, seen.on_gone)
         rented.agents["left"].end(0)
         await agents.close(0.01)

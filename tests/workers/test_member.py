@@ -33,6 +33,7 @@ from unisono.core.messages import (
     decode,
     encode,
 )
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec, WorkerSpec
 from unisono.engine.rounds.team import HeadTeam
 
@@ -231,7 +232,9 @@ def test_what_takes_connections_and_says_nothing_is_no_head(
     connections: Connections,
 ) -> None:
     """A relay, for example, that is still there when the machine behind it is not."""
-    spec = WorkerSpec(head="ws://nowhere:1", worker_id="w0", host="lab", run=RunSpec(head_away_s=0.3))
+    spec = WorkerSpec(
+        head="ws://nowhere:1", worker_id="w0", host="lab", run=RunSpec(settings=RunSettings(head_away_s=0.3))
+    )
     with contextlib.closing(Member(spec, INFO, {}).connect()) as member:
         connections.answer = None
         connections.get(timeout=WAIT_S).tell(None)

@@ -20,6 +20,7 @@ from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core.following import MAX_HEIRS
 from unisono.core.messages import AgentHello
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.system.lifetime import Memory
 
@@ -58,20 +59,18 @@ class Run:
 
 @asynccontextmanager
 async def run() -> AsyncIterator[Run]:
-    policy = Policy(
-        start=WORKERS, maximum=WORKERS, grows=False, max_restarts=0, heartbeat_timeout_s=WAIT_S, hang_s=WAIT_S
-    )
+    policy = Policy(start=WORKERS, maximum=WORKERS, grows=False)
     token = secrets.token_urlsafe(8)
     with listen(Service(policy=policy)) as listener, Memory("unisono-token", token.encode()) as secret:
         url = str(HeadUrl("127.0.0.1", listener.getsockname()[1]))
-        spec = RunSpec(heartbeat_s=0.1)
-        settings = {"policy": policy, "run_id": "x", "spec": spec}
+        known = RunSettings(heartbeat_s=0.1, max_restarts=0, heartbeat_timeout_s=WAIT_S, hang_s=WAIT_S)
+        settings = {"policy": policy, "run_id": "x", "spec": RunSpec(settings=known)}
         head, command = HeadProcess(settings, listener, secret, url), Command()
         hello = AgentHello(host="command", pid=1, num_workers=0, primary=True)
         following = Following(url, token, hello, command, away_s=WAIT_S, head=head)
         following.start_head()
         talk = asyncio.create_task(following.run())
-        population = Process(Site(url, token, range(AGENTS), EACH, AGENTS, spec.heartbeat_s))
+        population = Process(Site(url, token, range(AGENTS), EACH, AGENTS, known.heartbeat_s))
         try:
             while not following.agent_id:
                 await asyncio.sleep(0)

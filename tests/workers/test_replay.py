@@ -31,6 +31,7 @@ from unisono.cli.replay import replay
 from unisono.cluster.worker import member
 from unisono.core.errors import LossError, StopInspection, UsageError
 from unisono.core.replaying import Replay
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.core.words import without_evidence
 from unisono.record.journal import JOURNAL
@@ -475,7 +476,9 @@ def trained(tmp_path: Path, name: str, text: str) -> Path:
     """Train by a script of this text, alone; returns the run's directory."""
     script = tmp_path / f"{name}.py"
     script.write_text(text)
-    member.settle(RunSpec(run_dir=str(tmp_path / name), arguments=(str(script),), folder=str(tmp_path)))
+    member.settle(
+        RunSpec(settings=RunSettings(run_dir=str(tmp_path / name)), arguments=(str(script),), folder=str(tmp_path))
+    )
     life.end_all(None)
     exec(compile(text, str(script), "exec"), {"__name__": "__main__"})
     return tmp_path / name

@@ -59,6 +59,7 @@ from unisono.core.messages import (
     encode,
 )
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec, WorkerSpec
 from unisono.membership import Tick
 from unisono.record.rundir import Lock
@@ -100,7 +101,7 @@ FOLLOW = """
 class Served:
     """A real head on a real port, in a thread of this process."""
 
-    def __init__(self, policy: Policy, heartbeat_s: float = 0.1, run_dir: str = "") -> None:
+    def __init__(self, policy: Policy, run_dir: str = "", heartbeat_s: float = 0.1, **settings: float) -> None:
         self.token = "secret"
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=256, reuse_port=True)
         self.port = self.listener.getsockname()[1]
@@ -114,7 +115,7 @@ class Served:
                 policy,
                 token=self.token,
                 run_id="r1",
-                spec=RunSpec(heartbeat_s=heartbeat_s, run_dir=run_dir),
+                spec=RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s, run_dir=run_dir, **settings)),
                 url=self.url,
             )
             self.loop = asyncio.get_running_loop()
@@ -126,7 +127,7 @@ class Served:
         assert started.wait(WAIT_S)
 
     def member(self, worker_id: str, *, head_away_s: float = 5.0) -> Member:
-        run = RunSpec(head_away_s=head_away_s)
+        run = RunSpec(settings=RunSettings(head_away_s=head_away_s))
         spec = WorkerSpec(head=self.url, token=self.token, worker_id=worker_id, host="lab", run=run)
         info = MemberInfo(worker_id=worker_id, host="lab", pid=os.getpid(), device="cpu")
         member = Member(spec, info, {"torch": "2"})
@@ -178,8 +179,8 @@ def begin(*members: Member) -> None:
 def serve() -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start(start: int = 1, heartbeat_s: float = 0.1, **policy: float) -> Served:
-        served = Served(Policy(**{"start": start, "maximum": start, **policy}), heartbeat_s)  # type: ignore[arg-type]
+    def start(start: int = 1, reconnect_s: float = 1.0, **settings: float) -> Served:
+        served = Served(Policy(start=start, maximum=start, reconnect_s=reconnect_s), **settings)  # type: ignore[arg-type]
         started.append(served)
         return served
 
@@ -564,7 +565,8 @@ def test_a_head_that_is_about_to_end_is_away_and_does_not_refuse(monkeypatch: py
     with http.server.HTTPServer(("127.0.0.1", 0), Ending) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"ws://127.0.0.1:{server.server_port}"
-        spec = WorkerSpec(head=url, token="t", worker_id="w0", host="lab", run=RunSpec(head_away_s=3.0))
+        run = RunSpec(settings=RunSettings(head_away_s=3.0))
+        spec = WorkerSpec(head=url, token="t", worker_id="w0", host="lab", run=run)
         member = Member(spec, MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu"), {})
         clock = SimpleNamespace(monotonic=lambda: 2.0 * len(asked), sleep=time.sleep)  # it asks every two seconds
         monkeypatch.setattr("unisono.cluster.worker.connection.time", clock)

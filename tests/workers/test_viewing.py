@@ -39,6 +39,7 @@ from unisono.cluster.worker.member import Member
 from unisono.core.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
 from unisono.core.messages import Happened, MemberInfo, Stop
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec, WorkerSpec
 from unisono.record.journal import to_line
 from unisono.record.rundir import describe
@@ -68,7 +69,7 @@ class Served:
         started = threading.Event()
 
         async def serve() -> None:
-            spec = RunSpec(heartbeat_s=0.1, run_dir=run_dir)
+            spec = RunSpec(settings=RunSettings(heartbeat_s=0.1, run_dir=run_dir))
             self.head = Head(Policy(start=1, maximum=1), token=TOKEN, run_id=RUN_ID, spec=spec, url=str(self.url))
             self.loop = asyncio.get_running_loop()
             tls = None

@@ -89,15 +89,19 @@ def _group() -> None:
     """Many workers, one result: PyTorch training with the same bits at any number of workers."""
 
 
-def _hint(error: click.NoSuchOption) -> str:
-    """Return the new spelling of an option, or where an option of the script belongs; "" where neither is known."""
+def _show_unknown(error: click.NoSuchOption) -> None:
+    """Print that there is no such option; and its new spelling, or else where an option of the script belongs."""
     from unisono.cli.respelled import respelled
+    from unisono.cli.saying import say
 
     if error.ctx is not None and (new := respelled([error.ctx.command.name or "", error.option_name])):
-        return f"{error.option_name} is {new} now"
-    if error.ctx is None or not any(each.nargs == -1 for each in error.ctx.command.params):
-        return ""
-    return f"An option of the script stands after `--`: {error.ctx.command_path} SCRIPT -- {error.option_name}"
+        click.NoSuchOption(error.option_name, ctx=error.ctx).show()  # without a guess
+        say(f"{error.option_name} is {new} now", err=True)
+        return
+    error.show()
+    if error.ctx is not None and any(each.nargs == -1 for each in error.ctx.command.params):
+        path = error.ctx.command_path
+        say(f"An option of the script stands after `--`: {path} SCRIPT -- {error.option_name}", err=True)
 
 
 def main() -> None:
@@ -109,10 +113,11 @@ def main() -> None:
 
     try:
         sys.exit(_group(standalone_mode=False) or 0)
+    except click.NoSuchOption as error:
+        _show_unknown(error)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
-        if isinstance(error, click.NoSuchOption) and (hint := _hint(error)):
-            say(hint, err=True)
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)

@@ -14,6 +14,7 @@ from unisono.cli.resume import checked, command_of, own_command, threads_of
 from unisono.cli.saying import say
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.core.replaying import ReplayStart, starts
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.record import checkpoints as files
 from unisono.record.journal import summary
@@ -133,10 +134,12 @@ class PastRun:
         return RunSpec(
             arguments=tuple(self.arguments),
             folder=self.folder,
-            threads=threads_of(self.facts),
-            run_dir=directory,
-            resume=start.path if start is not None else "",
-            inspect=(name, settings),
+            settings=RunSettings(
+                threads=threads_of(self.facts),
+                run_dir=directory,
+                resume=start.path if start is not None else "",
+                inspect=f"{name}:{settings}",
+            ),
         )
 
 

@@ -12,7 +12,7 @@ import click
 from unisono.cli.respelled import respelled
 from unisono.cli.saying import say
 from unisono.core.errors import CheckpointError, UsageError
-from unisono.core.words import count, shown_bytes
+from unisono.core.words import count, shown_bytes, without_password
 from unisono.record import checkpoints as files
 from unisono.record.checkpoints import Manifest
 
@@ -100,7 +100,7 @@ def _list_copies(place: str, step: int | None, *, check: bool) -> int:
     found = [one for one in reversed([*copies.find([place])]) if step is None or one[1].step == step]
     if not found:
         which = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{copies.shown(place)} holds no whole copy of a checkpoint{which}")
+        raise CheckpointError(f"{without_password(place)} holds no whole copy of a checkpoint{which}")
     num_broken = 0
     for store, copy in found:
         try:

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 import msgspec
 
-from unisono.cli.given import port_range
 from unisono.cli.reach import ask_status, find
 from unisono.cli.saying import say, say_json
 from unisono.cluster.launchers.hosts import is_this_machine, parse_hosts
 from unisono.cluster.launchers.way import Way
 from unisono.core.errors import UsageError
+from unisono.core.settings import port_range
 from unisono.core.words import count
 from unisono.tools.doctor.checks import Finding, check
 from unisono.tools.doctor.facts import Scope
@@ -47,7 +47,7 @@ def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool,
     chosen = {host.name: is_this_machine(host.name) for host in parse_hosts(names)} if names else {}
     asked = Scope(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
     findings = [_head(run)] if run else []
-    with hosts(chosen, Way.parse(ssh)) as found:
+    with hosts(chosen, Way.parse(ssh, option="--ssh")) as found:
         known = examine(found, asked)
         for host in found:
             if host.error:

@@ -22,7 +22,6 @@ __all__ = [
     "check_directory",
     "check_text",
     "directory_of_new_run",
-    "port_range",
     "script_arguments",
     "seconds",
 ]
@@ -82,18 +81,6 @@ def _name(called: ast.expr) -> str:
     if isinstance(called, ast.Attribute):
         return called.attr
     return called.id if isinstance(called, ast.Name) else ""
-
-
-def port_range(text: str) -> tuple[int, int]:
-    """Return the first and the last port of ``A:B``.
-
-    Raises:
-        UsageError: it is not a range of ports.
-    """
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
-        raise UsageError(f"a range of ports is A:B with 1 <= A <= B <= 65535, got {text!r}")
-    return int(first), int(last)
 
 
 def address_of(interface: str, *, ipv6: bool = False) -> str:

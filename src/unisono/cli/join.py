@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import msgspec
+from msgspec.structs import replace
 
 from unisono.cli.given import address_of, check_text, seconds
 from unisono.cli.reach import RUN, NotGoing, await_status, find, may_act, read_token
@@ -39,7 +40,6 @@ __all__ = ["join", "settled", "spec_of"]
     metavar="NAME",
     help="The network interface over which workers exchange gradients; default: the one that reaches the head.",
 )
-@seconds("--head-away", None, "How long this machine waits for a head that is out of reach. [default: as the run]")
 @click.option(
     "--while",
     "condition",
@@ -50,7 +50,6 @@ __all__ = ["join", "settled", "spec_of"]
 )
 @seconds("--wait", None, "How long to wait for the head, if it is not there yet. [default: not]")
 @click.option("--no-head", is_flag=True, help="This machine never has the head, also if the one that has it is lost.")
-@click.option("--simulate-hosts", default=1, hidden=True)
 @click.option("--launched", default="", metavar="NAME", hidden=True)
 def join(
     run: str,
@@ -59,11 +58,9 @@ def join(
     folder: str,
     run_dir: str,
     interface: str,
-    head_away: float | None,
     condition: str | None,
     wait: float | None,
     no_head: bool,
-    simulate_hosts: int,
     launched: str,
 ) -> int:
     """Add this machine's workers to a run that is going.
@@ -85,14 +82,13 @@ def join(
     number = parse_workers(workers, spec.threads).start
     check_workers(number)
     check_open_files(number)
-    spec = settled(spec, folder=folder, run_dir=run_dir, head_away_s=head_away)
+    spec = settled(spec, folder=folder, run_dir=run_dir)
     if not launched:
         for line in _what_begins(invitation, str(status.get("run_id", "")), spec, number):
             say(f"unisono: {line}", err=True)
     machine = MachineSpec(
         run=spec,
         num_workers=number,
-        simulate_hosts=simulate_hosts,
         launched=launched,
         held=bool(launched),
         may_have_head=not no_head,
@@ -102,8 +98,8 @@ def join(
     return agent.join(machine, invitation.url, invitation.token)
 
 
-def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: float | None = None) -> RunSpec:
-    """Go to the folder of the script on this machine; return the settings of the run here.
+def settled(run: RunSpec, *, folder: str = "", run_dir: str = "") -> RunSpec:
+    """Go to the folder of the script on this machine; return the run as it is here.
 
     Raises:
         UsageError: the folder or the script is not on this machine.
@@ -119,8 +115,8 @@ def settled(run: RunSpec, *, folder: str = "", run_dir: str = "", head_away_s: f
     if run.arguments[0] != "-m" and not (there / script).is_file():
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
     os.chdir(there)
-    away_s = run.head_away_s if head_away_s is None else head_away_s
-    return msgspec.structs.replace(run, folder=os.getcwd(), run_dir=run_dir or run.run_dir, head_away_s=away_s)
+    settings = replace(run.settings, run_dir=run_dir or run.settings.run_dir)
+    return replace(run, folder=os.getcwd(), settings=settings)
 
 
 def _from_token_file(url: str, token_file: str) -> Invitation:

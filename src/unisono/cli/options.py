@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from unisono.cli.given import address_of, port_range
+from unisono.cli.given import address_of
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.trust.secret import is_reader
 from unisono.core.errors import UsageError
-from unisono.core.settings import FILE, SETTINGS, RunSettings, StartMethod, gathered, pairs
+from unisono.core.settings import FILE, SETTINGS, RunSettings, gathered, pairs
 from unisono.core.spec import MOST_AUDITED, RunSpec
 from unisono.system.capacity import Workers
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["BY_FIELD", "Options", "options_of"]
 
 LOOPBACK: Final = "127.0.0.1"
-RESTARTS: Final = 10
 SHORTEST_TOKEN: Final = 20
 COMMAND_LINE: Final = "command line"
 """Source of settings."""
@@ -32,7 +30,11 @@ BY_FIELD: Final = {setting.field: setting for setting in SETTINGS.values()}
 
 
 class Options(RunSettings, frozen=True, kw_only=True, dict=True):
-    """The settings of a run, checked, and what the parts of a run need of them."""
+    """A command line: the script and the settings of the run, checked, and what the parts of a run need of them."""
+
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    module: str | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -41,6 +43,10 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(f"a run has 0 or more evaluators, got --evaluators {self.evaluators}")
         if self.wait_for < 0:
             raise UsageError(f"a run waits for 0 or more workers, got --wait-for {self.wait_for}")
+        if not 0.0 <= self.efficiency < 1.0:
+            raise UsageError(f"an efficiency is above 0 and below 1, got {self.efficiency}")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
                 f"a heartbeat comes more often than its timeout: --set heartbeat={self.heartbeat_s:g}s is not shorter "
@@ -54,7 +60,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             self._check_plain()
         if self.bind == "":
             raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
-        _ = self.head_ports
+        _ = self.ports, self.profiled
         if self.interface and self.bind:
             raise UsageError(
                 f"--set interface={self.interface} and --bind {self.bind} both name an address; give one of them"
@@ -78,11 +84,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(f"--hosts and --set hostfile are for the launcher ssh, got --launcher {self.launcher}")
         if not self.names_hosts:
             self._refuse(("ship", "remote-python", "pass-env"), "is for machines that --hosts or --set hostfile name")
-
-    @property
-    def start_method(self) -> StartMethod:
-        """How workers are started."""
-        return self.start or ("fork" if sys.platform == "linux" else "spawn")
 
     @property
     def names_hosts(self) -> bool:
@@ -110,15 +111,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         return self.address or self.bind or ""
 
     @cached_property
-    def head_ports(self) -> tuple[int, int]:
-        """The first and the last port that the head may take; 0: any."""
-        if ":" in self.port:
-            return port_range(self.port)
-        if not (self.port.isdecimal() and int(self.port) <= 65535):
-            raise UsageError(f"a port is a number from 0 (any) to 65535, got --set port={self.port}")
-        return int(self.port), int(self.port)
-
-    @cached_property
     def token(self) -> str:
         """The token in the file that was named; "" where none was."""
         from unisono.cli.reach import read_token
@@ -142,8 +134,8 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         return token
 
     def check_head(self) -> None:
-        """Raise a `UsageError` if the head's interface, ports or token are not there: before any machine is asked."""
-        _ = self.address, self.head_ports, self.token
+        """Raise a `UsageError` if the head's interface or token are not there: before any machine is asked."""
+        _ = self.address, self.token
 
     def _check_plain(self) -> None:
         names = (
@@ -164,13 +156,12 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             workers=workers,
             environment=dict(os.environ),
             spec=spec,
-            settings=self,
             bind=self.bound,
-            port=self.head_ports[0],
+            port=self.ports[0],
         )
 
     def service(self, workers: Workers, bind: str) -> Service:
-        """Return the settings of the head of a run that begins with so many workers.
+        """Return the head of a run that begins with so many workers.
 
         Args:
             bind: where it listens if the user has not said it; "": on the loopback interface.
@@ -186,26 +177,8 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             minimum=workers.minimum,
             maximum=workers.start if self.efficiency else workers.maximum,
             grows=workers.grows,
-            max_restarts=RESTARTS if self.max_restarts is None else self.max_restarts,
-            strict=self.strict,
-            allow_different_script=self.allow_different_script,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
-            late_s=self.late_s,
-            aside_s=self.aside_s,
-            hang_s=self.hang_s,
-            away_s=self.head_away_s,
-            partition=self.when_cut,
         )
-        return Service(
-            policy=policy,
-            bind=self.bound or bind or LOOPBACK,
-            ports=self.head_ports,
-            advertise=self.advertise.strip("[]"),
-            tls=self.tls,
-            certificate=self.certificate,
-            private_key=self.private_key,
-            token=self.token,
-        )
+        return Service(policy=policy, settings=self, bind=self.bound or bind or LOOPBACK, token=self.token)
 
 
 def options_of(given: dict[str, Any]) -> Options:

@@ -85,9 +85,6 @@ def _lead(options: Options, task: Task, meeting: Rendezvous, read: Callable[[], 
         run=spec,
         num_workers=own,
         num_evaluators=options.evaluators,
-        start=options.start_method,
-        simulate_hosts=options.simulate_hosts,
-        outcome=options.outcome,
         engine=task.engine,
     )
     return agent.run(here, service, partial(_Others, meeting))
@@ -104,10 +101,8 @@ def _follow(options: Options, task: Task, meeting: Rendezvous) -> int:
     found = meeting.wait(WAIT_S, partial(_say, task))
     run = settings(Invitation(found.url, found.token))
     machine = MachineSpec(
-        run=settled(run, head_away_s=options.head_away_s),
+        run=settled(run),
         num_workers=own,
-        start=options.start_method,
-        simulate_hosts=options.simulate_hosts,
         launched=f"task{task.rank}",
         engine=task.engine,
     )

@@ -23,7 +23,10 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
         "--tensorboard": "--sink tensorboard",
         "--no-tls": "--set tls=no",
     },
-    "join": {"--head-away-s": "--head-away TIME", "--wait-s": "--wait TIME"},
+    "join": {
+        **dict.fromkeys(("--head-away-s", "--head-away"), "--set head-away=TIME of unisono run, for all machines"),
+        "--wait-s": "--wait TIME",
+    },
     "slurm": {"--warn-s": "--warn TIME"},
     "check": {"--timeout-s": "--timeout TIME"},
     "replay": {"--microbatch": "--micro-batch", "--leaf": "--micro-batch"},

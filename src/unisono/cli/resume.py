@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from unisono.cli.given import script_arguments
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
+from unisono.core.words import without_password
 from unisono.record.rundir import RUN_FILE
 
 __all__ = ["AUTO", "Resumed", "checked", "command_of", "own_command", "resumed", "threads_of"]
@@ -142,14 +143,14 @@ def _facts_of_copy(place: str) -> tuple[dict[str, Any], Path | None]:
         UsageError: the place cannot be read, or holds no copy.
     """
     from unisono.core.errors import CheckpointError
-    from unisono.engine.checkpoint.copies import check, find, shown
+    from unisono.engine.checkpoint.copies import check, find
 
     check([place])
     try:
         newest = next(find([place]), None)
     except CheckpointError as error:
-        raise UsageError(f"--resume {shown(place)}: {error}") from error
+        raise UsageError(f"--resume {without_password(place)}: {error}") from error
     if newest is None:
-        raise UsageError(f"--resume {shown(place)}: there is no whole copy of a checkpoint")
+        raise UsageError(f"--resume {without_password(place)}: there is no whole copy of a checkpoint")
     store, copy = newest
     return dict(copy.facts), store.folder_of(copy)

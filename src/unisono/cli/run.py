@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click import argument, option
+from msgspec import convert
 from msgspec.structs import replace
 
 from unisono.cli.back import again, by_hand
@@ -24,7 +25,7 @@ from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.cli.saying import say
 from unisono.core.errors import RunGoesBack, UsageError
-from unisono.core.settings import GROUPS, SETTINGS, Setting, table
+from unisono.core.settings import GROUPS, SETTINGS, RunSettings, Setting, table
 from unisono.core.spec import RunSpec
 from unisono.system import faults, tasks
 from unisono.system.capacity import Workers, parse_workers
@@ -145,7 +146,7 @@ def _refuse_used(options: Options, spec: RunSpec) -> None:
     from unisono.record.rundir import refuse_used
 
     if options.script and not (options.overwrite or options.resume or options.inspect):
-        new = directory_of_new_run(Path(options.script), spec.run_dir)
+        new = directory_of_new_run(Path(options.script), spec.settings.run_dir)
         if new is not None:
             refuse_used(new)
 
@@ -165,16 +166,12 @@ def _run(options: Options, spec: RunSpec, workers: Workers, launcher: Launcher, 
         launcher,
         options.service(workers, launcher.bind()),
         machines=machines,
-        start=options.start_method,
-        num_evaluators=options.evaluators,
-        simulate_hosts=options.simulate_hosts,
-        outcome=options.outcome,
         address=options.address,
     )
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:
-    """Return the settings of the run, and the numbers of workers that the command line asks for.
+    """Return the run, and the numbers of workers that the command line asks for.
 
     Raises:
         UsageError: something is wrong with them. Nothing was started.
@@ -193,6 +190,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     if run_dir:
         check_directory(Path(run_dir), resumes=bool(options.resume))
     copies = _places(options.copies_to)
+    _check_sinks(options.sinks)
     options.check_head()
     arguments = _arguments(options, before)
     threads = options.threads or (_plain_threads() if options.plain else before.threads())
@@ -200,28 +198,14 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     workers = parse_workers("1" if takes_all else options.workers, threads)
     if options.efficiency and workers.grows:
         raise UsageError("--set efficiency decides between A and B workers: give --workers A:B as well")
-    spec = RunSpec(
-        arguments=tuple(arguments),
+    settings = replace(
+        convert(options, RunSettings, from_attributes=True),
         threads=threads,
         run_dir=run_dir,
-        overwrite=options.overwrite,
         resume=before.path,
-        resume_anyway=options.resume_anyway,
-        copies=copies,
-        sinks=_sinks(options.sinks),
-        profile=_profile(options.profile),
-        inspect=_pair(options.inspect),
-        audit=options.audit,
-        audit_then=options.audit_then,
-        exchange=options.exchange,
-        timeout_s=options.timeout_s,
-        heartbeat_s=options.heartbeat_s,
-        head_away_s=options.head_away_s,
-        ports=options.head_ports if ":" in options.port else (0, 0),
-        settings=_kept(options),
-        partition=options.when_cut,
+        copies_to=copies,
     )
-    return spec, workers
+    return RunSpec(arguments=tuple(arguments), settings=settings), workers
 
 
 def _places(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -242,49 +226,14 @@ def _places(urls: tuple[str, ...]) -> tuple[str, ...]:
     return places
 
 
-def _kept(options: Options) -> dict[str, tuple[str, str]]:
-    """Return the settings as run.json keeps them: without the passwords that the places of copies may have."""
-    found = dict(table(options))
-    if options.copies_to:
-        from unisono.engine.checkpoint.copies import shown
-
-        found["copies-to"] = (", ".join(map(shown, options.copies_to)), found["copies-to"][1])
-    return found
-
-
-def _pair(text: str) -> tuple[str, str]:
-    """Return the name of an inspector and its settings; two empty texts where there is none."""
-    name, _, settings = text.partition(":")
-    return name, settings
-
-
-def _sinks(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the sinks that the workers make.
-
-    Raises:
-        UsageError: one of them is not known, or needs a package that is missing here.
-    """
+def _check_sinks(texts: tuple[str, ...]) -> None:
+    """Raise UsageError if one of the sinks is not known, or needs a package that is missing here."""
     if texts:
         from unisono.views.watch import named
 
         check_text("a sink", *texts)
         for text in texts:
             named(text, is_here=False)
-    return texts
-
-
-def _profile(text: str) -> tuple[int, int]:
-    """Return the steps of ``--profile``; (0, 0) where there are none.
-
-    Raises:
-        UsageError: they are not A:B.
-    """
-    if not text:
-        return 0, 0
-    first, _, stop = text.partition(":")
-    if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
-        raise UsageError(f"steps to profile are A:B, e.g. 100:105 for the steps 100 to 104; got --profile {text}")
-    return int(first), int(stop)
 
 
 def _plain_threads() -> int:

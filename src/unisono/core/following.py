@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from unisono.core.messages import Kept, Snapshot
-from unisono.core.spec import Partition
+from unisono.core.settings import Partition
 
 __all__ = [
     "GONE_S",

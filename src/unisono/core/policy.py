@@ -1,6 +1,6 @@
-"""The settings of a run's membership: how many workers, and how long who is waited for.
+"""How many workers a run has: first as its command line says, then as the run has been told, or has found out.
 
-The command that starts a run makes them; `unisono.membership`, in the head, goes by them.
+The command that starts a run makes the first one; `unisono.membership`, in the head, goes by it and by the settings.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import msgspec
 
 from unisono.core.errors import UsageError
-from unisono.core.settings import DEFAULTS, Partition
 
 __all__ = ["Policy"]
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the membership. Times in seconds."""
+    """How many workers. Times in seconds."""
 
     start: int
     """Generation 1 waits for this many workers."""
@@ -29,38 +28,17 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """A machine that joins raises ``maximum`` by its number of workers, as long as it is connected."""
     machines: int = 0
     """The command starts agents on so many other machines; generation 1 waits for those that may still come."""
-    efficiency: float = DEFAULTS.efficiency
+    efficiency: float = 0.0
     """``maximum`` changes by itself, up to ``most``, while the next worker has this efficiency; 0: it does not."""
     most: int = 0
     elastic: bool = False
     """The command can get more machines, and give machines back (`unisono.cluster.launchers.Launcher.ensure`)."""
-    max_restarts: int = 10
-    """How many lost workers of a machine are replaced; every `FORGIVE_STEPS` steps forgive one."""
-    strict: bool = DEFAULTS.strict
-    """Refuse a worker whose arithmetic may differ."""
-    allow_different_script: bool = DEFAULTS.allow_different_script
-    """Admit, with a warning, a worker whose script has another text than the run's."""
-    heartbeat_s: float = DEFAULTS.heartbeat_s
-    """Time between two heartbeats of a worker."""
-    heartbeat_timeout_s: float = DEFAULTS.heartbeat_timeout_s
-    """A member that sends nothing for this long, while others do, is lost."""
-    late_s: float = DEFAULTS.late_s
-    """A member that others wait for and that makes no progress for this long is reported."""
-    aside_s: float = DEFAULTS.aside_s
-    """A member that others wait for and that makes no progress for this long is left aside: the others compute
-    its micro-batches."""
-    hang_s: float = DEFAULTS.hang_s
-    """... and for this long is ended."""
     grace_s: float = 0.05
     """A worker that no agent watches is lost so long after its connection closed."""
     reconnect_s: float = 1.0
     """A worker that an agent watches may connect again for so long after its connection closed."""
-    away_s: float = 60.0
-    """Time for a machine to connect to a head that has taken over."""
     suspect_s: float = 1.0
     """Time in which a loss may explain a broken exchange, before the same members try again."""
-    partition: Partition = DEFAULTS.when_cut
-    """What machines do that are cut off from others."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.start <= self.maximum:
@@ -78,13 +56,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 f"the run would wait for ever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
                 "--workers admits at most"
             )
-        if not 0.0 <= self.efficiency < 1.0:
-            raise UsageError(f"an efficiency is above 0 and below 1, got {self.efficiency}")
-        if self.max_restarts < 0:
-            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
-        for name in ("heartbeat_timeout_s", "late_s", "aside_s", "hang_s"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} is a time in seconds above 0, got {getattr(self, name)}")
 
     @property
     def begins_with(self) -> int:

@@ -1,8 +1,8 @@
 """The settings of a run, each declared once: its name, type, default, help, group and who may give it.
 
 Made from this declaration: the options of ``unisono run`` and its ``--set NAME=VALUE``, the arguments of
-`unisono.launch`, the entries of ``unisono.toml``, what ``--dry-run`` prints, the table of docs/settings.md, and the
-defaults of `unisono.core.spec.RunSpec` and `unisono.core.policy.Policy`.
+`unisono.launch`, the entries of ``unisono.toml``, what ``--dry-run`` prints, and the table of docs/settings.md. The
+value itself goes to all processes of the run (`unisono.core.spec.RunSpec.settings`).
 
 The name of a setting is that of its field, with dashes; a field whose name ends with ``_s`` is a time in seconds, which
 is written with its unit: ``--set heartbeat=500ms``.
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, 
 import msgspec
 
 from unisono.core.errors import UsageError
+from unisono.core.words import without_password
 
 __all__ = [
     "DEFAULTS",
@@ -35,6 +36,7 @@ __all__ = [
     "gathered",
     "pairs",
     "parse_time",
+    "port_range",
     "setting_named",
     "table",
 ]
@@ -227,12 +229,9 @@ def _of(
 
 
 # fmt: off
-class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings of a run, as its user gives them."""
 
-    script: str | None = None
-    arguments: tuple[str, ...] = ()
-    module: str | None = None
     sources: dict[str, str] = {}
     """Where the settings that were given come from, by name; the others have their default."""
 
@@ -410,9 +409,56 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     inspect: Annotated[str, _of("The inspector of a trial run, and its settings.", "internal", in_file=False)] = ""
     function: Annotated[str, _of("The function that `launch` calls.", "internal", in_file=False)] = ""
     result: Annotated[str, _of("The file for what the function returns.", "internal", in_file=False)] = ""
-    outcome: Annotated[str, _of("The file for how the run ended.", "internal", in_file=False)] = ""
+    outcome: Annotated[str, _of(
+        "The file for how the run ended (JSON); the command prints no traceback then.", "internal", in_file=False)] = ""
     beside: Annotated[str, _of("The folder of `unisono.toml`, for a function.", "internal", in_file=False)] = ""
 # fmt: on
+
+    @property
+    def restarts(self) -> int:
+        """How many lost workers of a machine are replaced; the membership forgives one now and then."""
+        return 10 if self.max_restarts is None else self.max_restarts
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """The first and the last port that the head may take; 0: any.
+
+        Raises:
+            UsageError: `port` says none.
+        """
+        if ":" in self.port:
+            return port_range(self.port)
+        if not (self.port.isdecimal() and int(self.port) <= 65535):
+            raise UsageError(f"a port is a number from 0 (any) to 65535, got --set port={self.port}")
+        return int(self.port), int(self.port)
+
+    @property
+    def profiled(self) -> range | None:
+        """The steps that torch.profiler records on all workers; None: the command line names none.
+
+        Raises:
+            UsageError: `profile` says none.
+        """
+        if not self.profile:
+            return None
+        first, _, stop = self.profile.partition(":")
+        if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+            raise UsageError(
+                f"steps to profile are A:B, e.g. 100:105 for the steps 100 to 104; got --profile {self.profile}"
+            )
+        return range(int(first), int(stop))
+
+
+def port_range(text: str) -> tuple[int, int]:
+    """Return the first and the last port of ``A:B``.
+
+    Raises:
+        UsageError: it is not a range of ports.
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65535):
+        raise UsageError(f"a range of ports is A:B with 1 <= A <= B <= 65535, got {text!r}")
+    return int(first), int(last)
 
 
 def _declared() -> Iterable[Setting]:
@@ -477,11 +523,12 @@ def gathered(given: Sequence[tuple[Setting, Any]]) -> dict[str, Any]:
 
 
 def table(settings: RunSettings) -> Mapping[str, tuple[str, str]]:
-    """Return each setting's value as text, and where it comes from, by name."""
+    """Return each setting's value as text, and where it comes from, by name. No URL in it has a password."""
     found = {}
     for setting in SETTINGS.values():
         source = settings.sources.get(setting.name, "default")
         value = getattr(settings, setting.field)
         if setting.group != "internal":
-            found[setting.name] = (setting.words_of_default if source == "default" else setting.text(value), source)
+            words = setting.words_of_default if source == "default" else without_password(setting.text(value))
+            found[setting.name] = (words, source)
     return found

@@ -1,8 +1,9 @@
-"""Settings of a run, made once from the command line, handed down once, read once.
+"""A run, as the one who starts it describes it to the machines and workers: made once, handed down once, read once.
 
-Three values, each inside of the next: `RunSpec` (equal for the whole run), `MachineSpec` (one machine's part of the
-run), `WorkerSpec` (one worker's). The agent puts a worker's `WorkerSpec` into memory that one environment variable
-names. The worker takes both away, so that no process that the script starts takes part in the run.
+Three values, each inside of the next: `RunSpec` (equal for the whole run, with its settings), `MachineSpec` (one
+machine's part of the run), `WorkerSpec` (one worker's). The agent puts a worker's `WorkerSpec` into memory that one
+environment variable names. The worker takes both away, so that no process that the script starts takes part in the
+run.
 """
 
 from __future__ import annotations
@@ -12,16 +13,13 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.settings import DEFAULTS, AuditThen, Partition, StartMethod
+from unisono.core.settings import DEFAULTS, RunSettings, table
 
 __all__ = [
     "MOST_AUDITED",
     "WORKER",
-    "AuditThen",
     "MachineSpec",
-    "Partition",
     "RunSpec",
-    "StartMethod",
     "WorkerSpec",
 ]
 
@@ -33,7 +31,7 @@ MOST_AUDITED: Final = 0.5
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that are equal for the whole run. The defaults are those of a script that runs alone."""
+    """What is equal for the whole run. The defaults are those of a script that runs alone."""
 
     arguments: tuple[str, ...] = ()
     """Script and its arguments, after ``python -m unisono.script.worker``."""
@@ -41,50 +39,27 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Working directory of the command and of the workers."""
     script: str = ""
     """Checksum of the script's text (`unisono.system.fingerprint.script_checksum`); "" where it is not one file."""
-    threads: int = 1
-    """CPU threads of a worker."""
-    run_dir: str = ""
-    """Run directory of the command line, which wins over the script's; "" where none was given."""
-    overwrite: bool = False
-    """Replace another run that the run directory holds."""
-    resume: str = ""
-    """Run or checkpoint to resume from; "auto": what the run directory holds."""
-    resume_anyway: tuple[str, ...] = ()
-    """Names of the recipe's entries that may differ from the checkpoint's."""
-    copies: tuple[str, ...] = ()
-    """Where checkpoints are copied to; wins over the script's `Checkpoints.copies`."""
-    sinks: tuple[str, ...] = ()
-    """Sinks of the worker that writes the journal, besides the script's own: NAME or NAME=ARGUMENT."""
-    profile: tuple[int, int] = (0, 0)
-    """Steps of the run that torch.profiler records on all workers: from the first, up to but without the second."""
-    inspect: tuple[str, str] = ("", "")
-    """Name of the inspector that the run tells about its steps, and the inspector's own settings as JSON
-    (`unisono.script.inspecting`); "": there is none. Such a run needs a `run_dir` of its own."""
-    audit: float = 0.0
-    """Share of the micro-batches that a second worker computes as well (`unisono.core.audits`); wins over the
-    script's."""
-    audit_then: AuditThen | None = None
-    """What the run does when a worker was found to be wrong; None: what the script says."""
-    exchange: str = DEFAULTS.exchange
-    timeout_s: float = DEFAULTS.timeout_s
-    """Longest time of one exchange."""
-    heartbeat_s: float = DEFAULTS.heartbeat_s
-    """Time between two heartbeats of a worker."""
-    ports: tuple[int, int] = (0, 0)
-    """First and last port that heads listen on, also those on machines that have joined; 0: any."""
-    head_away_s: float = DEFAULTS.head_away_s
-    """How long machines wait for a head that is out of reach."""
-    partition: Partition = DEFAULTS.when_cut
-    """What they do then."""
-    settings: dict[str, tuple[str, str]] = {}
-    """Value and source of each setting, as run.json keeps them."""
+    settings: RunSettings = DEFAULTS
+    """Paths and places in it are absolute. Where it and an argument of the script's `Run` say something else, it
+    counts."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of a worker."""
+        return self.settings.threads or 1
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """First and last port that heads listen on, also those on machines that have joined; 0: any."""
+        return self.settings.ports if ":" in self.settings.port else (0, 0)
 
     def command(self) -> str:
-        """Return what ``unisono run --resume`` needs to start the script again (JSON); "" for a function."""
+        """Return what ``unisono run --resume`` needs to start the script again, and the settings with their sources, as
+        run.json keeps them (JSON); "" for a function.
+        """
         if not self.arguments or self.arguments[0] == "--callable":
             return ""
-        known = {"settings": self.settings} if self.settings else {}
-        return json.dumps({"folder": self.folder, "arguments": self.arguments, **known})
+        return json.dumps({"folder": self.folder, "arguments": self.arguments, "settings": table(self.settings)})
 
 
 class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,9 +70,6 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of workers that the agent offers to start."""
     num_evaluators: int = 0
     """Number of evaluators that it offers to start besides (`unisono.cli.evaluate`)."""
-    start: StartMethod = "fork"
-    simulate_hosts: int = 1
-    """For tests: workers get this many different host labels."""
     address: str = ""
     """At which workers of other machines reach those of this one; "": the one by which they reach the head."""
     launched: str = ""
@@ -111,8 +83,6 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A launcher holds the agent's standard input open: the agent ends with it."""
     engine: str = ""
     """What has started this agent as one of several tasks, and signals and ends all of them; "": the agent is alone."""
-    outcome: str = ""
-    """File for a description of how the run ended (JSON); the traceback is then not printed."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

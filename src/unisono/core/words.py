@@ -26,6 +26,7 @@ __all__ = [
     "silent_exit_words",
     "stopping_words",
     "without_evidence",
+    "without_password",
 ]
 
 
@@ -91,6 +92,11 @@ def number(value: float) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
     return f"{value:.3e}"
+
+
+def without_password(url: str) -> str:
+    """Return a URL without its password; any other text as it is."""
+    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
 
 
 def shown_bytes(number: float) -> str:

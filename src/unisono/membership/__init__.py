@@ -28,12 +28,12 @@ has sent `Holding` for it, the planned generation counts, otherwise the one befo
 have let go still hold nodes of the step.
 
 Signs of a loss, fastest first: the agent has seen the process end (milliseconds); the worker's connection has
-closed and did not come back; no message of the worker arrived for `Policy.heartbeat_timeout_s`; the worker makes no
-progress while others wait for it for `Policy.hang_s`; its own report.
+closed and did not come back; no message of the worker arrived for `RunSettings.heartbeat_timeout_s`; the worker makes
+no progress while others wait for it for `RunSettings.hang_s`; its own report.
 
 A silent worker is only lost while others send messages. When all are silent, the machine is overloaded or stands still,
-or all are in the same long call: no worker is lost before `Policy.hang_s`, and when messages arrive again that time
-counts against no worker.
+or all are in the same long call: no worker is lost before `RunSettings.hang_s`, and when messages arrive again that
+time counts against no worker.
 """
 
 from __future__ import annotations

@@ -95,4 +95,4 @@ def _calm_s(state: State) -> float:
     `State.due_at` counts all workers that may turn out to be silent alone, except those that are silent for longer than
     that would take; then all witnesses have been silent for longer than this time.
     """
-    return state.policy.heartbeat_timeout_s - state.quiet_s
+    return state.settings.heartbeat_timeout_s - state.quiet_s

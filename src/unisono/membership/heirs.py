@@ -70,7 +70,7 @@ def is_first_elsewhere(before: State, after: State, worker_id: str) -> bool:
 
 def is_cut_off(state: State) -> bool:
     """Return whether these machines are to wait for others, from which they are cut off."""
-    if state.policy.partition != "majority":
+    if state.settings.when_cut != "majority":
         return False
     gone = {agent_id for agent_id, agent in state.absent.items() if agent.wanted}
     return not is_majority(state.agents.keys(), state.agents.keys() | gone)

@@ -21,13 +21,13 @@ def differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]
 
 def refusal(state: State, hello: Hello) -> str:
     """Return why this worker may not take part and what to do about it; "" if it may."""
-    if not state.policy.allow_different_script and (text := _other_script(state, hello)):
+    if not state.settings.allow_different_script and (text := _other_script(state, hello)):
         return (
             f"{text}, so it would compute other gradients, and is refused; was the script edited after the run had "
             "begun? Put back the text that the run was started with, or start the run with --set "
             "allow-different-script=yes"
         )
-    if state.policy.strict and (text := objection(state, hello)):
+    if state.settings.strict and (text := objection(state, hello)):
         return f"{text}; refused (--strict)"
     return ""
 

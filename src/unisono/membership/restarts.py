@@ -62,25 +62,24 @@ def lose(draft: Draft, worker_id: str, why: str, *, replace: bool = True, how: H
 
 
 def _replace(draft: Draft, worker: Worker) -> None:
-    state, policy = draft.state, draft.state.policy
+    state, most = draft.state, draft.state.settings.restarts
     if worker.draining or state.finishing or state.stopping:
         return
     alive = draft.staying()
-    if len(alive) >= policy.maximum:
+    if len(alive) >= state.policy.maximum:
         return
     agent = state.agents.get(worker.agent)
     if agent is None or agent.is_sent_away:
         draft.reasons.append("it is not replaced: its agent has ended")
-    elif agent.used_restarts >= policy.max_restarts:
+    elif agent.used_restarts >= most:
         where = f"on {agent.host} " if len(state.agents) > 1 else ""
-        number = policy.max_restarts
-        draft.reasons.append(f"it is not replaced: {where}all {number} restarts are used (--max-restarts)")
+        draft.reasons.append(f"it is not replaced: {where}all {most} restarts are used (--max-restarts)")
     else:
         used = agent.used_restarts
         delay_s = 0.0 if used == 0 else min(MAX_DELAY_S, 2.0 ** (used - 1))
         draft.put_agent(worker.agent, used_restarts=used + 1)
         soon = "now" if delay_s == 0 else f"in {delay_s:.0f} s"
-        reason = f"worker w{state.next_number} replaces it {soon} (restart {used + 1} of {policy.max_restarts})"
+        reason = f"worker w{state.next_number} replaces it {soon} (restart {used + 1} of {most})"
         draft.reasons.append(reason)
         order(draft, worker.agent, 1, delay_s, reason, came=f"replaces {worker.worker_id}")
 

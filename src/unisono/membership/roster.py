@@ -23,6 +23,7 @@ import msgspec
 from unisono.core.efficiency import Measured
 from unisono.core.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 from unisono.core.policy import Policy
+from unisono.core.settings import DEFAULTS, RunSettings
 from unisono.membership.begun import BegunRound
 from unisono.membership.calls import EarlyCall
 from unisono.membership.hangs import Hang, Limits
@@ -50,7 +51,7 @@ __all__ = [
 KEPT_BRANCHES: Final = 100
 """So many branches back a machine may come back to with its workers."""
 START_HANGS: Final = 10
-"""So many times `Policy.hang_s` may pass from the start of a process to its hello: it may load over a network."""
+"""So many times `RunSettings.hang_s` may pass from the start of a process to its hello: it may load over a network."""
 
 
 class WorkerState(enum.Enum):
@@ -167,6 +168,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the membership table knows."""
 
     policy: Policy
+    settings: RunSettings = DEFAULTS
     term: int = 1
     """Of the head: one more than that of the head before it."""
     seat: str = ""
@@ -287,7 +289,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gone_at(self) -> dict[str, float]:
         """When each machine that has not connected yet to a head that has taken over counts as gone, by its agent."""
-        waited = self.policy.away_s
+        waited = self.settings.head_away_s
         return {i: agent.away_at + waited for i, agent in self.agents.items() if agent.away_at is not None}
 
     def silent_at(self, now: float = math.inf) -> dict[str, float]:
@@ -302,17 +304,17 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limits(self) -> Limits:
         """Times after which a worker without progress is late, or hangs; longer where steps are slow."""
-        policy, step_s = self.policy, self.step_seconds
+        settings, step_s = self.settings, self.step_seconds
         return Limits(
-            late_s=max(policy.late_s, 5 * step_s),
-            aside_s=max(policy.aside_s, 10 * step_s),
-            hang_s=max(policy.hang_s, 10 * step_s),
+            late_s=max(settings.late_s, 5 * step_s),
+            aside_s=max(settings.aside_s, 10 * step_s),
+            hang_s=max(settings.hang_s, 10 * step_s),
         )
 
     @property
     def quiet_s(self) -> float:
         """Time without a message of any witness after which all are silent; longer than between two heartbeats."""
-        return (self.policy.heartbeat_s + self.policy.heartbeat_timeout_s) / 2
+        return (self.settings.heartbeat_s + self.settings.heartbeat_timeout_s) / 2
 
 
 def excused(state: State, seconds: float, now: float) -> State:
@@ -413,6 +415,7 @@ class _Silence(msgspec.Struct, frozen=True):
 
     agents: Mapping[str, Agent]
     policy: Policy
+    settings: RunSettings
     alone_at: float
     """A worker whose last message is older was silent while others were not."""
     together_s: float
@@ -420,14 +423,14 @@ class _Silence(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(state: State, now: float) -> _Silence:
-        policy = state.policy
-        together_s = max(policy.heartbeat_timeout_s, policy.hang_s)
-        return _Silence(state.agents, policy, state.witnessed_at - state.quiet_s, together_s, now)
+        settings = state.settings
+        together_s = max(settings.heartbeat_timeout_s, settings.hang_s)
+        return _Silence(state.agents, state.policy, settings, state.witnessed_at - state.quiet_s, together_s, now)
 
     def at(self, worker: Worker) -> float:
         policy = self.policy
         if worker.state is WorkerState.ORDERED:
-            return worker.heard_at + START_HANGS * policy.hang_s
+            return worker.heard_at + START_HANGS * self.settings.hang_s
         if worker.closed_at is not None:
             return worker.closed_at + (policy.reconnect_s if worker.agent in self.agents else policy.grace_s)
         # Before it is a member nobody waits for it, and a long import may well hold its heartbeat up.
@@ -441,7 +444,7 @@ class _Silence(msgspec.Struct, frozen=True):
         members = [worker.heard_at for worker in connected if worker.state is _HOLDING]
         times = []
         if members:
-            first = min(members) + self.policy.heartbeat_timeout_s
+            first = min(members) + self.settings.heartbeat_timeout_s
             # As long as the first one is not overdue, none is, and each counts by the same time.
             times = [first] if first > self.now else [self._of_member(heard_at) for heard_at in members]
         newcomers = [worker.heard_at for worker in connected if worker.state is _STARTING or worker.state is _READY]
@@ -453,7 +456,7 @@ class _Silence(msgspec.Struct, frozen=True):
         return min(times, default=math.inf)
 
     def _of_member(self, heard_at: float) -> float:
-        alone = heard_at + self.policy.heartbeat_timeout_s
+        alone = heard_at + self.settings.heartbeat_timeout_s
         return alone if heard_at <= self.alone_at or alone > self.now else heard_at + self.together_s
 
 

@@ -1,7 +1,7 @@
 """A script that runs alone and is inspected, in a process of its own: ``python -m unisono.script.inspected``.
 
-`run_inspected` starts the process with the settings of a run (`unisono.core.spec.RunSpec`), of which `RunSpec.inspect`
-names the inspector; there is no head and no agent, and the process has the terminal of its caller, e.g. for a debugger.
+`run_inspected` starts the process with a run (`unisono.core.spec.RunSpec`), whose setting `RunSettings.inspect` names
+the inspector; there is no head and no agent, and the process has the terminal of its caller, e.g. for a debugger.
 The process ends with its caller.
 """
 
@@ -47,7 +47,7 @@ def run_inspected(
     """Run a script alone, with an inspector, in a child process; returns its exit code: that of a `StopInspection`.
 
     Args:
-        spec: with ``arguments``, ``folder``, ``inspect`` and a ``run_dir`` of its own.
+        spec: with ``arguments``, ``folder``, and the settings ``inspect`` and a ``run_dir`` of its own.
         variables: more of its environment; a library's switch (`unisono.system.fingerprint.SWITCHES`) that is not in it
             is not set.
         stdout: a file descriptor for what the script prints; None: that of this process.

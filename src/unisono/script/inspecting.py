@@ -70,10 +70,10 @@ def inspector_of(spec: RunSpec) -> Inspector | None:
     """
     if _begun:
         return _begun.pop()
-    name, settings = spec.inspect
+    name, _, settings = spec.settings.inspect.partition(":")
     if not name:
         return None
-    if not spec.run_dir:
+    if not spec.settings.run_dir:
         raise UsageError("a run that is inspected needs a directory of its own, so that it writes into no other run's")
     if name not in INSPECTORS:
         raise UsageError(f"there is no inspector {name!r}; there are {', '.join(sorted(INSPECTORS)) or 'none'}")

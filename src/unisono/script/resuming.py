@@ -17,8 +17,8 @@ import torch
 from unisono.core.cadence import Position, differences, table
 from unisono.core.cursor import Recipe
 from unisono.core.errors import CheckpointError, RecipeError, UsageError
-from unisono.core.words import count, listed
-from unisono.engine.checkpoint.copies import Copy, Store, find, is_copy, lineage, shown
+from unisono.core.words import count, listed, without_password
+from unisono.engine.checkpoint.copies import Copy, Store, find, is_copy, lineage
 from unisono.engine.checkpoint.evaluations import Snapshots
 from unisono.engine.checkpoint.loading import Loaded, newest
 from unisono.engine.state.tracked import Tracked
@@ -295,15 +295,19 @@ class Resumption:
             except Exception as error:  # of any library that stands behind fsspec
                 shutil.rmtree(partial, ignore_errors=True)
                 why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                raise CheckpointError(f"{copy.name} of {shown(store.url)} cannot be fetched: {why}") from error
+                raise CheckpointError(
+                    f"{copy.name} of {without_password(store.url)} cannot be fetched: {why}"
+                ) from error
             for why in broken:
                 warnings.warn(f"{why}; {copy.name} is used instead", stacklevel=2)
             tell(
-                f"unisono: fetched {copy.name} ({copy.manifest.num_bytes / 1e6:,.1f} MB) from {shown(store.url)} in "
-                f"{time.monotonic() - began:.1f} s"
+                f"unisono: fetched {copy.name} ({copy.manifest.num_bytes / 1e6:,.1f} MB) from "
+                f"{without_password(store.url)} in {time.monotonic() - began:.1f} s"
             )
             return self._take_in(copy, partial, directory)
-        where = shown(self._resume) if is_copy(self._resume) else ", ".join(map(shown, self._copies))
+        where = (
+            without_password(self._resume) if is_copy(self._resume) else ", ".join(map(without_password, self._copies))
+        )
         if broken:
             raise CheckpointError(f"no copy in {where} can be used: {'; '.join(broken)}")
         raise CheckpointError(f"{where} holds no whole copy of a checkpoint")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from unisono.cluster.worker import member as members
 from unisono.core.cadence import Checkpoints
 from unisono.core.errors import StepError, UsageError
-from unisono.core.spec import AuditThen
+from unisono.core.settings import AuditThen
 from unisono.engine.loop.settings import Arithmetic, choose_device, choose_threads
 from unisono.engine.loop.step import Step, numbers
 from unisono.engine.loop.steps import Steps
@@ -126,7 +126,7 @@ class Run:
         audit: share of the micro-batches that a second worker computes as well, from 0 to 0.5, to find a machine that
             computes wrong values; see docs/audit.md. ``--audit`` wins over it. It changes no bit.
         audit_then: what follows when a worker was found to be wrong: "go-back" to the newest checkpoint from before
-            what it may have spoilt, or "go-on". ``--audit-then`` wins over it.
+            what it may have spoilt, or "go-on". ``--set audit-then`` wins over it.
         profile: steps of the run that torch.profiler records on all workers, e.g. ``range(100, 105)``, for one trace in
             the directory. ``--profile`` wins over it.
 
@@ -155,8 +155,8 @@ class Run:
         profile: range | None = None,
     ) -> None:
         worker = members.spec()
-        spec = worker.run
-        chosen = spec.run_dir or directory
+        spec, settings = worker.run, worker.run.settings
+        chosen = settings.run_dir or directory
         self.directory = Path(chosen) if chosen is not None else None
         self._inspector = inspector_of(spec)
         if self._inspector is not None:
@@ -170,27 +170,27 @@ class Run:
             self.directory,
             tracked=self._tracked,
             policy=checkpoint,
-            resume=spec.resume or os.fspath(resume or ""),
+            resume=settings.resume or os.fspath(resume or ""),
             anyway=resume_anyway,
-            also_anyway=spec.resume_anyway,
+            also_anyway=settings.resume_anyway,
             command=spec.command(),
-            copies=spec.copies,
-            overwrite=overwrite or spec.overwrite,
+            copies=settings.copies_to,
+            overwrite=overwrite or settings.overwrite,
             device=self.device,
             threads=self._arithmetic.threads,
         )
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
-        audits = make_audits(spec, audit, audit_then, seed, members.current())
+        audits = make_audits(settings, audit, audit_then, seed, members.current())
         self._requests = Requests(self._tracked, seed=seed, device=self.device, deterministic=deterministic)
         self._recorder = (Recorder if IS_WATCHED else Unwatched)(
-            self._keeper.journal, [*sinks, *_named(spec.sinks)], members.current()
+            self._keeper.journal, [*sinks, *_named(settings.sinks)], members.current()
         )
-        steps = range(*spec.profile) if spec.profile[1] else profile
+        steps = settings.profiled or profile
         profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._replicas: Replicas | None = None
         self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._begin(members.current(), audits, profiling, balance=balance, patience_s=spec.timeout_s)
+        self._begin(members.current(), audits, profiling, balance=balance, patience_s=settings.timeout_s)
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ class Run:
     def _make_team(self, member: members.Member | None, *, checks: bool) -> Team:
         if member is None:
             return AloneTeam(self.device)
-        spec = member.spec.run
+        settings = member.spec.run.settings
         return HeadTeam(
             member,
             lambda notice, rank: build_exchange(
@@ -312,12 +312,14 @@ class Run:
                 rank,
                 member=member,
                 device=self.device,
-                wanted=spec.exchange,
-                timeout_s=spec.timeout_s,
+                wanted=settings.exchange,
+                timeout_s=settings.timeout_s,
                 checks=checks,
             ),
-            partial(open_wire, member=member, device=self.device, timeout_s=spec.timeout_s),
-            partial(build_part, member=member, device=self.device, wanted=spec.exchange, timeout_s=spec.timeout_s),
+            partial(open_wire, member=member, device=self.device, timeout_s=settings.timeout_s),
+            partial(
+                build_part, member=member, device=self.device, wanted=settings.exchange, timeout_s=settings.timeout_s
+            ),
         )
 
     # -- what the script asks ------------------------------------------------------------------------

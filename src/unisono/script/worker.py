@@ -160,7 +160,7 @@ def _run_and_report(member: Member, arguments: list[str]) -> int:
     own = os.getpid()
     error: BaseException | None = None
     try:
-        if member.spec.run.inspect[0]:
+        if member.spec.run.settings.inspect:
             from unisono.script.inspecting import begin
 
             begin(member.spec.run)

@@ -15,6 +15,7 @@ import pytest
 from tests.waiting import WAIT_S
 from unisono.cluster import launchers
 from unisono.cluster.launchers import AgentCommand, AgentProcess, Handle, Launcher, Machine, Policy, RunSpec, Service
+from unisono.core.settings import RunSettings
 from unisono.record.journal import compare
 from unisono.record.journal.times import by_step
 from unisono.system.lifetime import PARENT
@@ -50,6 +51,7 @@ def test_a_launcher_of_two_machines_trains_the_same_bits(tmp_path: Path) -> None
 
 
 if __name__ == "__main__":
-    spec = RunSpec(arguments=(str(TRAINING), "--steps", sys.argv[2]), run_dir=sys.argv[1], exchange="gloo")
+    settings = RunSettings(run_dir=sys.argv[1], exchange="gloo")
+    spec = RunSpec(arguments=(str(TRAINING), "--steps", sys.argv[2]), settings=settings)
     together = Service(policy=Policy(start=3, minimum=3, maximum=3))
     sys.exit(launchers.run(spec, TwoMachines(), together))

@@ -9,6 +9,7 @@ import msgspec
 from unisono.cluster.head.story import NOTHING, StoryState
 from unisono.core.messages import Failed
 from unisono.core.policy import Policy
+from unisono.core.spec import RunSpec
 from unisono.membership import State
 
 __all__ = ["Memory"]
@@ -34,9 +35,9 @@ class Memory(msgspec.Struct, frozen=True):
     """`State.tried` as a list, because MessagePack has no tuples as keys."""
 
     @staticmethod
-    def first(policy: Policy, script: str) -> Memory:
+    def first(policy: Policy, run: RunSpec) -> Memory:
         """Return the memory of the first head of a run."""
-        return Memory(State(policy=policy, script=script), time.time(), "starting")
+        return Memory(State(policy=policy, settings=run.settings, script=run.script), time.time(), "starting")
 
     def encode(self) -> bytes:
         flat = msgspec.structs.replace(self.state, tried={})

@@ -118,16 +118,14 @@ class Head:
         branch: str = "",
         is_gone: bool = False,
     ) -> None:
-        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec.script)
+        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec)
         now = time.monotonic()
         since = now if memory.clock is None else memory.clock
         state = memory.state
         self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
         if snapshot:
             state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
-        state = msgspec.structs.replace(
-            state, term=term, head=name, policy=msgspec.structs.replace(state.policy, heartbeat_s=spec.heartbeat_s)
-        )
+        state = msgspec.structs.replace(state, term=term, head=name)
         self._token = token
         self._run_id = run_id
         self._spec = spec
@@ -141,7 +139,7 @@ class Head:
             self._announce,
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        run_dir = spec.run_dir or memory.run_dir
+        run_dir = spec.settings.run_dir or memory.run_dir
         self._address = AddressFiles(run_id, local_url or url, token, made=run_dir if snapshot else "")
         self._directory = Directory(
             run_id,
@@ -171,7 +169,7 @@ class Head:
             follow=self._follow,
             alarm=lambda trouble: self._telling.take_trouble(trouble),
             send=lambda message: self._delivery.send(message),
-            heartbeat_s=spec.heartbeat_s,
+            heartbeat_s=spec.settings.heartbeat_s,
         )
         self._telling = Telling(
             self.table,
@@ -403,7 +401,7 @@ class Head:
         self._lines[name] = line
         welcome = Welcome(
             run_id=self._run_id,
-            heartbeat_s=self._spec.heartbeat_s,
+            heartbeat_s=self._spec.settings.heartbeat_s,
             term=self.state.term,
             warnings=warnings,
             agent_id=name if isinstance(first, AgentHello) else "",

@@ -21,7 +21,7 @@ from unisono.cluster.machine import agent
 from unisono.cluster.machine.headprocess import Service
 from unisono.core.errors import UsageError
 from unisono.core.policy import Policy
-from unisono.core.spec import MachineSpec, RunSpec, StartMethod
+from unisono.core.spec import MachineSpec, RunSpec
 from unisono.system.fingerprint import script_checksum
 
 __all__ = [
@@ -72,10 +72,6 @@ def run(
     service: Service | None = None,
     *,
     machines: Sequence[Machine] | None = None,
-    start: StartMethod = "fork",
-    num_evaluators: int = 0,
-    simulate_hosts: int = 1,
-    outcome: str = "",
     address: str = "",
 ) -> int:
     """Train on the launcher's machines. Blocks until the run is over; returns the exit code.
@@ -86,7 +82,7 @@ def run(
         spec: settings of the run. The process goes to its ``folder``; default: the current one.
         machines: what ``launcher.machines()`` has returned, if it was called already.
         service: membership and address of the head; default: all workers of the machines, on the loopback interface.
-        start, num_evaluators, simulate_hosts, outcome, address: for the workers of this machine (`MachineSpec`).
+        address: for the workers of this machine (`MachineSpec`).
 
     Raises:
         UsageError: the run cannot be started.
@@ -101,10 +97,7 @@ def run(
     here = MachineSpec(
         run=spec,
         num_workers=sum(machine.num_workers for machine in machines if machine.name == HERE),
-        num_evaluators=num_evaluators,
-        start=start,
-        simulate_hosts=simulate_hosts,
-        outcome=outcome,
+        num_evaluators=spec.settings.evaluators,
         address=address,
     )
     service = service or Service(policy=Policy(start=total, maximum=total))
@@ -112,4 +105,4 @@ def run(
         service = replace(service, policy=replace(service.policy, elastic=True))
     others = [machine for machine in machines if machine.name != HERE]
     service = replace(service, policy=replace(service.policy, machines=len(others)))
-    return agent.run(here, service, partial(Fleet, launcher, others, spec))
+    return agent.run(here, service, partial(Fleet, launcher, others))

@@ -16,7 +16,6 @@ from unisono.cluster.launchers.relaunching import Attempts
 from unisono.cluster.machine.children import TERMINATE_S, Listener
 from unisono.cluster.trust.invitation import Invitation
 from unisono.core.errors import UsageError
-from unisono.core.spec import RunSpec
 from unisono.core.words import exit_words, listed
 
 __all__ = ["Fleet"]
@@ -53,10 +52,9 @@ class Fleet:
         token: the run's token.
     """
 
-    def __init__(self, launcher: Launcher, machines: Sequence[Machine], run: RunSpec, url: str, token: str) -> None:
+    def __init__(self, launcher: Launcher, machines: Sequence[Machine], url: str, token: str) -> None:
         self._launcher = launcher
         self._machines = machines
-        self._run = run
         self._url = url
         self._token = token
         self._agents: dict[str, _Agent] = {}  # by the machine's name
@@ -181,8 +179,7 @@ class Fleet:
         return all(agent.ended.is_set() for agent in self._agents.values())
 
     def _command(self, machine: Machine) -> AgentCommand:
-        options = ["--workers", str(machine.num_workers), "--head-away", f"{self._run.head_away_s:g}s"]
-        join = ["join", "-", "--launched", machine.name, *options]
+        join = ["join", "-", "--launched", machine.name, "--workers", str(machine.num_workers)]
         invitation = Invitation(self._url, self._token)
         return AgentCommand(words=(sys.executable, "-P", "-m", "unisono", *join), secret=invitation.line)
 

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from unisono.core.settings import DEFAULTS, RunSettings
+from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.system.capacity import Workers
 
@@ -47,12 +47,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str]
     """That of the command: a batch system says there what it has given to the job."""
     spec: RunSpec = RunSpec()
-    settings: RunSettings = DEFAULTS
-    """All settings of the run, as its user has given them."""
     bind: str = ""
     """The address at which the head is to listen; "" where the user has not said it (`Launcher.bind`)."""
     port: int = 0
     """The head's port; 0 for any."""
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the run."""
+        return self.spec.settings
 
     @property
     def takes_all(self) -> bool:
@@ -154,9 +157,9 @@ class Launcher(ABC):
 
         Args:
             num_workers: for a launcher that is elastic, how many workers the run wants in all, those of `HERE`
-                included. ``unisono scale`` and ``--efficiency`` change it. What is too much need not be ended: agents
-                without wanted workers end by themselves, with exit code 0. A request for machines that have not come
-                yet is to be taken back here. Further machines have names that were not used before.
+                included. ``unisono scale`` and ``--set efficiency`` change it. What is too much need not be ended:
+                agents without wanted workers end by themselves, with exit code 0. A request for machines that have not
+                come yet is to be taken back here. Further machines have names that were not used before.
             lost: machines whose agent was lost, and whose pause is over.
         """
         return lost

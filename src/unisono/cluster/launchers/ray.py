@@ -149,8 +149,8 @@ class Ray(Launcher):
     def _connect(self) -> None:
         if self._address.startswith("ray://"):
             raise UsageError(
-                "the head of the run has to be on a machine of the cluster: give --address HOST:PORT there, or submit "
-                "the command with `ray job submit`"
+                "the head of the run has to be on a machine of the cluster: give --set ray.address=HOST:PORT there, or "
+                "submit the command with `ray job submit`"
             )
         settings: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self._sends_folder:
@@ -162,7 +162,7 @@ class Ray(Launcher):
             first = str(error).strip().partition("\n")[0]
             raise UsageError(
                 f"no Ray cluster answers at ray.address={self._address}: {first}; start one with `ray start --head`, "
-                "name the machine of its head (--address HOST:PORT), or give its token: RAY_AUTH_TOKEN with "
+                "name the machine of its head (--set ray.address=HOST:PORT), or give its token: RAY_AUTH_TOKEN with "
                 "RAY_AUTH_MODE=token, or the file ~/.ray/auth_token (`ray get-auth-token` there shows it)"
             ) from error
         if self._gpus is None:

@@ -140,7 +140,7 @@ class Ssh(Launcher):
         settings = self._request.settings
         if not settings.ship:
             return None
-        without = self._request.spec.run_dir
+        without = self._request.spec.settings.run_dir
         return inspect(self._folder, without=without, max_bytes=int(settings.ship_limit * MEGABYTE))
 
     def _check_script(self, parcel: Parcel) -> None:

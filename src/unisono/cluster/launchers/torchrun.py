@@ -71,7 +71,8 @@ def open_store(host: str, port: int) -> Iterator[str]:
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise UsageError(
-            f"the torchruns cannot meet at {host}, port {port or 'any'}: {first}; give another --bind or --port"
+            f"the torchruns cannot meet at {host}, port {port or 'any'}: {first}; give another --bind or --set "
+            "port=PORT"
         ) from error
     yield f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
     del store

@@ -35,7 +35,7 @@ OPTIONS: Final = (
     *("-o", "ClearAllForwardings=yes"),
     *("-o", "RemoteCommand=none"),
 )
-"""Options of ssh. Those of ``--ssh`` go before, so they count."""
+"""Options of ssh. Those of the user's command (`Way.parse`) go before, so they count."""
 
 ASK_S: Final = 60.0
 AT_ONCE: Final = 32
@@ -58,8 +58,11 @@ class Way:
     python: str
 
     @classmethod
-    def parse(cls, ssh: str, python: str = "") -> Way:
-        """Read the values of ``--ssh`` and ``--remote-python``.
+    def parse(cls, ssh: str, python: str = "", *, option: str = "--set ssh") -> Way:
+        """Read the command and the interpreter that the user has given.
+
+        Args:
+            option: by which the command was given, for an error.
 
         Raises:
             UsageError: the first one is no command.
@@ -67,9 +70,9 @@ class Way:
         try:
             words = tuple(shlex.split(ssh))
         except ValueError as error:
-            raise UsageError(f"--ssh is a command with options, such as 'ssh -F conf'; {ssh!r}: {error}") from None
+            raise UsageError(f"{option} is a command with options, such as 'ssh -F conf'; {ssh!r}: {error}") from None
         if not words:
-            raise UsageError("--ssh is a command with options, such as 'ssh -F conf'; got ''")
+            raise UsageError(f"{option} is a command with options, such as 'ssh -F conf'; got ''")
         return cls(words, python or sys.executable)
 
     def to(self, name: str, module: str, *arguments: str) -> tuple[str, ...]:

@@ -166,14 +166,14 @@ async def _run(
     agent = _Agent(
         spec, own_url, token, secret, Stream([make("terminal")] if IS_WATCHED else []), head, machines, is_primary=True
     )
-    for text in welcome_words(Invitation(url, token), service, spec.run.run_dir):
+    for text in welcome_words(Invitation(url, token), service, spec.run.settings.run_dir):
         agent.say(text)
     try:
         return await agent.run()
     finally:
         await head.end()
         head.close()
-        agent.forget_head(spec.run.run_dir, token, run_id)
+        agent.forget_head(spec.run.settings.run_dir, token, run_id)
 
 
 def join(spec: MachineSpec, url: str, token: str) -> int:
@@ -209,7 +209,7 @@ async def _join(spec: MachineSpec, url: str, token: str, secret: Memory, certifi
         if head is not None:
             await head.end()
             head.close()
-            agent.forget_head(spec.run.run_dir, token)
+            agent.forget_head(spec.run.settings.run_dir, token)
 
 
 class _Agent:
@@ -234,9 +234,11 @@ class _Agent:
         is_primary: bool = False,
     ) -> None:
         self._spec = spec
+        settings = spec.run.settings
         self._stream = stream
         self._digests: dict[str, str] = {}
         self._is_primary = is_primary
+        self._outcome = settings.outcome if is_primary else ""
         self._machines = machines
         self._host = machine_label()
         offered = 0 if spec.condition else spec.num_workers
@@ -248,7 +250,7 @@ class _Agent:
             launched=spec.launched,
         )
         self._following = Following(
-            url, token, hello, self, away_s=spec.run.head_away_s, head=head, partition=spec.run.partition
+            url, token, hello, self, away_s=settings.head_away_s, head=head, partition=settings.when_cut
         )
         self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
         self._evaluators = Evaluators(spec.num_evaluators, self, self._workers.gpu_of_evaluator)
@@ -290,7 +292,7 @@ class _Agent:
         tasks = [asyncio.create_task(self._following.run())]
         if self._spec.condition:
             tasks.append(asyncio.create_task(Condition(self._spec.condition, self._on_condition).run()))
-        reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.heartbeat_s)
+        reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.settings.heartbeat_s)
         metering = self._start_metering() if IS_WATCHED else None
         try:
             if self._machines is not None:
@@ -439,7 +441,7 @@ class _Agent:
 
     def known_end(self) -> Ended | None:
         """Return that the run has ended well, if its journal says so: on another side, while this one was cut off."""
-        run_dir = self.run_dir or self._spec.run.run_dir
+        run_dir = self.run_dir or self._spec.run.settings.run_dir
         with contextlib.suppress(OSError, ValueError):
             is_own = run_dir != "" and holder(Path(run_dir)) == self._following.run_id
             if is_own and summary(Path(run_dir))["state"] == "finished":
@@ -613,13 +615,13 @@ class _Agent:
         self._hear()
 
     def _show(self, ended: Ended) -> None:
-        if self._spec.outcome:
+        if self._outcome:
             known = {"ok": ended.ok, "reason": ended.reason, "traceback": ended.traceback, "exit_code": ended.exit_code}
-            Path(self._spec.outcome).write_text(json.dumps(known))
+            Path(self._outcome).write_text(json.dumps(known))
         else:
             for hint in filter(None, (self._where_it_lies(), self._how_to_go_on(ended))):
                 self.say(hint)
-        traceback = "" if self._spec.outcome else ended.traceback
+        traceback = "" if self._outcome else ended.traceback
         digests = self._digests if ended.ok else {}
         self._stream.emit(
             RunEnded(

@@ -39,8 +39,8 @@ from unisono.core.messages import (
     decode,
     encode,
 )
+from unisono.core.settings import Partition
 from unisono.core.sides import Allegiance
-from unisono.core.spec import Partition
 from unisono.core.words import silent_exit_words
 
 __all__ = ["Following", "Owner"]

@@ -28,6 +28,7 @@ from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.worker.link import host_and_port
 from unisono.core.errors import UsageError
 from unisono.core.policy import Policy
+from unisono.core.settings import DEFAULTS, RunSettings
 from unisono.system.interfaces import Interface, interfaces, is_local
 from unisono.system.lifetime import PARENT, TOKEN_FILE, Memory
 
@@ -53,16 +54,9 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     """The head that ``unisono run`` starts."""
 
     policy: Policy
+    settings: RunSettings = DEFAULTS
     bind: str = "127.0.0.1"
-    ports: tuple[int, int] = (0, 0)
-    """The head takes the first one that is free from the first to the last of them; 0: any."""
-    advertise: str = ""
-    """The address at which other machines reach the head; "": found (`reachable`)."""
-    tls: bool | None = None
-    """Whether connections are by TLS; None: where the head listens on more than the loopback interface."""
-    certificate: str = ""
-    """A file with the head's certificate; "": it is made for the run, from the token."""
-    private_key: str = ""
+    """The address at which it listens."""
     token: str = ""
     """The run's token; "": one is made."""
 
@@ -72,11 +66,12 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             UsageError: the certificate's files cannot be used.
         """
-        is_asked = bool(self.certificate) or not is_local(str(listener.getsockname()[0]))
-        if not (is_asked if self.tls is None else self.tls):
+        settings = self.settings
+        is_asked = bool(settings.certificate) or not is_local(str(listener.getsockname()[0]))
+        if not (is_asked if settings.tls is None else settings.tls):
             return None
-        if self.certificate:
-            return given(Path(self.certificate), Path(self.private_key))
+        if settings.certificate:
+            return given(Path(settings.certificate), Path(settings.private_key))
         return derived(token)
 
 
@@ -94,9 +89,9 @@ def listen(service: Service) -> socket.socket:
         return socket.create_server((service.bind, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
     try:
-        return _at_first_free(service.ports, open_at)
+        return _at_first_free(service.settings.ports, open_at)
     except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
-        first, last = service.ports
+        first, last = service.settings.ports
         where = f"port {first}" if first == last else f"a port from {first} to {last}"
         raise UsageError(
             f"cannot listen on {service.bind} {where}: {getattr(error, 'strerror', None) or error}; use another "
@@ -170,7 +165,7 @@ def _listening(bind: str) -> list[Interface]:
 def other_addresses(service: Service) -> list[Interface]:
     """Return where the head can be reached besides the address that was chosen; none where the user has named one."""
     with contextlib.suppress(ValueError):
-        if not service.advertise and ipaddress.ip_address(service.bind).is_unspecified:
+        if not service.settings.advertise and ipaddress.ip_address(service.bind).is_unspecified:
             chosen = reachable(service.bind)
             return [found for found in _listening(service.bind) if found.address != chosen]
     return []
@@ -178,12 +173,12 @@ def other_addresses(service: Service) -> list[Interface]:
 
 def local_url(service: Service, url: str) -> str:
     """Return the URL for this machine itself: it may not reach the address that others are told (NAT)."""
-    return str(replace(HeadUrl.parse(url), host=reachable(service.bind))) if service.advertise else url
+    return str(replace(HeadUrl.parse(url), host=reachable(service.bind))) if service.settings.advertise else url
 
 
 def url_of(service: Service, listener: socket.socket, identity: Identity | None) -> HeadUrl:
     """Return the URL at which workers, here and elsewhere, reach the heads that listen on this socket."""
-    host = service.advertise or reachable(service.bind)
+    host = service.settings.advertise.strip("[]") or reachable(service.bind)
     fingerprint = identity.fingerprint if identity is not None else ""
     return HeadUrl(host, listener.getsockname()[1], identity is not None, fingerprint)
 

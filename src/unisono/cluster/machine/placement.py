@@ -26,10 +26,11 @@ from unisono.cluster.machine.children import (
 )
 from unisono.cluster.machine.forking import Forked, ForkRequest, WorkerEnded
 from unisono.core.errors import UsageError
+from unisono.core.settings import StartMethod
 from unisono.core.spec import WORKER, RunSpec, WorkerSpec
 from unisono.system.lifetime import NURSERY, PARENT, TOKEN_FILE, Memory, adopt_orphans, end_group
 
-__all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Spawn"]
+__all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Spawn", "start_method"]
 
 SEND_TIMEOUT_S: Final = 5.0
 
@@ -138,7 +139,12 @@ class Fork:
 
 Builder = Callable[[RunSpec, Memory, Listener, OnEnd], Placement]
 PLACEMENTS: Final[Mapping[str, Builder]] = {"fork": Fork, "spawn": Spawn}
-"""By `MachineSpec.start`."""
+"""By `start_method`."""
+
+
+def start_method(run: RunSpec) -> StartMethod:
+    """Return how the workers of this machine are started."""
+    return run.settings.start or ("fork" if sys.platform == "linux" else "spawn")
 
 
 class Nursery:

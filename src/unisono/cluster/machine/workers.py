@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from unisono.cluster.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
-from unisono.cluster.machine.placement import PLACEMENTS, Placement
+from unisono.cluster.machine.placement import PLACEMENTS, Placement, start_method
 from unisono.cluster.machine.places import Places
 from unisono.cluster.worker.beatpage import BeatPage, Slot
 from unisono.core.messages import WorkerExit
@@ -95,7 +95,7 @@ class Workers:
         self._where: Memory | None = None  # the address of the head that the workers are to follow
         self._host = host
         self._on_exit = on_exit
-        self._placement: Placement = PLACEMENTS[spec.start](spec.run, secret, listener, self._report)
+        self._placement: Placement = PLACEMENTS[start_method(spec.run)](spec.run, secret, listener, self._report)
         self._listener = listener
         self._places = Places(spec.run.threads)
         self._beats: BeatPage | None = None  # made for the first worker
@@ -285,8 +285,8 @@ class Workers:
 
     def _worker_spec(self, worker_id: str, local_rank: int, beats: str) -> WorkerSpec:
         spec, host = self._spec, self._host
-        if spec.simulate_hosts > 1:
-            host += f"-{local_rank * spec.simulate_hosts // max(spec.num_workers, local_rank + 1)}"
+        if (hosts := spec.run.settings.simulate_hosts) > 1:
+            host += f"-{local_rank * hosts // max(spec.num_workers, local_rank + 1)}"
         return WorkerSpec(
             run=spec.run,
             head=self._head,

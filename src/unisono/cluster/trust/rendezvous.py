@@ -81,7 +81,7 @@ class Rendezvous:
         except OSError as error:
             raise UsageError(
                 f"the address of the run cannot be written to {self._directory} for the other tasks: {error.strerror}; "
-                "give a directory that all tasks see with --rendezvous DIR"
+                "give a directory that all tasks see with --set rendezvous=DIR"
             ) from error
 
     def wait(self, seconds: float, say: Callable[[str], None]) -> Meeting:
@@ -96,7 +96,7 @@ class Rendezvous:
             if now - began > seconds:
                 raise UsageError(
                     f"task 0 has not written the address of the run to {self._file} within {seconds:.0f} s; look at "
-                    "the output of task 0, and give a directory that all tasks see with --rendezvous DIR"
+                    "the output of task 0, and give a directory that all tasks see with --set rendezvous=DIR"
                 )
             if now - said_at > SAY_S:
                 said_at = now

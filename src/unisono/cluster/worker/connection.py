@@ -1,7 +1,7 @@
 """A worker's thread that talks to the head, over one connection after the other.
 
 The thread sends heartbeats and what is in the outbox, and receives. When the connection breaks, it tries to connect
-again for `RunSpec.head_away_s`, while the training goes on.
+again for `RunSettings.head_away_s`, while the training goes on.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Connection:
         """Exit if the agent is gone; stop if the head has been out of reach for too long."""
         if parent_is_gone():
             os._exit(1)
-        away_s = self._spec.run.head_away_s
+        away_s = self._spec.run.settings.head_away_s
         if self._where < 0 and time.monotonic() - away_since > away_s:  # else the agent decides
             self._worker.stop(RunStopped(f"the head at {shown(self._head)} has been away for {away_s:.0f} s: {error}"))
 

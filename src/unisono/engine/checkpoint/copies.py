@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple
 
 from unisono.core.cadence import Checkpoints, choose_kept
 from unisono.core.errors import CheckpointError, UsageError
-from unisono.core.words import listed
+from unisono.core.words import listed, without_password
 from unisono.record import checkpoints as files
 from unisono.record.checkpoints import Manifest, Problem
 from unisono.record.journal import JOURNAL, end_of
@@ -54,7 +54,6 @@ __all__ = [
     "is_copy",
     "lineage",
     "names_in_order",
-    "shown",
 ]
 
 COPIES: Final = "copies.json"
@@ -123,11 +122,6 @@ def absolute(location: str) -> str:
     return location if "://" in location or "::" in location else os.path.abspath(os.path.expanduser(location))
 
 
-def shown(url: str) -> str:
-    """Return a URL without a password."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
-
-
 def check(urls: Iterable[str]) -> None:
     """Check that this installation knows the protocols of these URLs. Opens no connection.
 
@@ -141,7 +135,7 @@ def check(urls: Iterable[str]) -> None:
         try:
             get_filesystem_class(protocol)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"copies of checkpoints cannot go to {shown(url)}: {error}") from error
+            raise UsageError(f"copies of checkpoints cannot go to {without_password(url)}: {error}") from error
 
 
 def is_copy(location: str) -> bool:
@@ -330,7 +324,9 @@ def find(locations: Iterable[str]) -> Iterator[tuple[Store, Copy]]:
             store = Store(location)
             found += [(store, copy) for copy in store.copies()]
         except Exception as error:  # of any library that stands behind fsspec
-            raise CheckpointError(f"the copies in {shown(location)} cannot be read: {_why(error)}") from error
+            raise CheckpointError(
+                f"the copies in {without_password(location)} cannot be read: {_why(error)}"
+            ) from error
     return iter(sorted(found, key=lambda one: _age(one[1]), reverse=True))
 
 
@@ -391,11 +387,11 @@ class Copier:
             newest = f"that of step {self._copied} is the newest" if self._copied >= 0 else "there is none yet"
             name = max(path.name for path in held)
             tell(
-                f"unisono: the copy of {name} to {shown(self._url)} was not done within {waited_s:.0f} s and is given "
-                f"up; of the copies by this worker, {newest}. Checkpoints(copies_wait_s=...) waits longer"
+                f"unisono: the copy of {name} to {without_password(self._url)} was not done within {waited_s:.0f} s "
+                f"and is given up; of the copies by this worker, {newest}. Checkpoints(copies_wait_s=...) waits longer"
             )
         elif self._said:
-            tell(f"unisono: the newest checkpoint has no copy in {shown(self._url)}: {self._said}")
+            tell(f"unisono: the newest checkpoint has no copy in {without_password(self._url)}: {self._said}")
 
     def close(self) -> None:
         """End the thread. A copy that is under way stays cut short if the process ends before it is done."""
@@ -426,8 +422,8 @@ class Copier:
         self._store = None  # a connection that broke is made again
         if not self._said:
             tell(
-                f"unisono: {checkpoint.name} was not copied to {shown(self._url)}: {why}. The training goes on; it is "
-                "tried again with the next checkpoint"
+                f"unisono: {checkpoint.name} was not copied to {without_password(self._url)}: {why}. The training goes "
+                "on; it is tried again with the next checkpoint"
             )
         self._said = why
 
@@ -456,7 +452,7 @@ class Copier:
         self._copied = manifest.step
         if self._said:
             self._said = ""
-            tell(f"unisono: checkpoints are copied to {shown(self._url)} again; {checkpoint.name} is there")
+            tell(f"unisono: checkpoints are copied to {without_password(self._url)} again; {checkpoint.name} is there")
 
     def _check_owner(self, copies: Sequence[Copy], facts: Mapping[str, Any]) -> None:
         for copy in copies:

@@ -148,7 +148,7 @@ class Microbatch:
 
 def _replay_advice() -> str:
     """Return how to find the operation that gave a NaN; "" where that is what is being done."""
-    if members.spec().run.inspect[0]:
+    if members.spec().run.settings.inspect:
         return ""
     return ". unisono replay RUN --step S --with anomaly names the operation"
 

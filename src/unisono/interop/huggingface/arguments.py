@@ -27,7 +27,7 @@ _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
         'choose "group_by_length" (Unisono balances the workers itself, by what they take for a micro-batch)',
     ),
     "ignore_data_skip": (bool, "leave it out: a training that goes on computes the samples that are left"),
-    "save_on_each_node": (bool, "leave it out: one worker writes; unisono run --copies keeps copies elsewhere"),
+    "save_on_each_node": (bool, "leave it out: one worker writes; unisono run --copies-to keeps copies elsewhere"),
     "enable_jit_checkpoint": (bool, "use unisono.Checkpoints(on_signal=...) in unisono.Run(checkpoint=...)"),
     "fp16_full_eval": (bool, "cast the model before the trainer is made"),
     "bf16_full_eval": (bool, "cast the model before the trainer is made"),

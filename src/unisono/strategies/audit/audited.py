@@ -6,7 +6,8 @@ import torch
 
 from unisono.cluster.worker.member import Member
 from unisono.core.errors import UsageError
-from unisono.core.spec import MOST_AUDITED, AuditThen, RunSpec
+from unisono.core.settings import AuditThen, RunSettings
+from unisono.core.spec import MOST_AUDITED
 from unisono.engine.exchange.flat import with_flipped_bit
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.audit.audits import Audits
@@ -15,7 +16,9 @@ from unisono.system.faults import spoils
 __all__ = ["make_audits", "spoil"]
 
 
-def make_audits(spec: RunSpec, share: float, then: AuditThen, seed: int, member: Member | None) -> Audits | None:
+def make_audits(
+    settings: RunSettings, share: float, then: AuditThen, seed: int, member: Member | None
+) -> Audits | None:
     """Return the audits of a run; None: nothing is audited.
 
     Args:
@@ -25,7 +28,7 @@ def make_audits(spec: RunSpec, share: float, then: AuditThen, seed: int, member:
     Raises:
         UsageError: they make no sense.
     """
-    share, then = spec.audit or share, spec.audit_then or then
+    share, then = settings.audit or share, settings.audit_then or then
     if not 0.0 <= share <= MOST_AUDITED:
         raise UsageError(
             "audit is the share of the micro-batches that a second worker computes as well, from 0 to "

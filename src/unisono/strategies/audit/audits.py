@@ -32,7 +32,7 @@ from unisono.core.checks import Twice, key_of, odd_ones
 from unisono.core.errors import DivergenceError, PeerLost
 from unisono.core.messages import Convicted
 from unisono.core.plan import Plan
-from unisono.core.spec import AuditThen
+from unisono.core.settings import AuditThen
 from unisono.core.telemetry import NOT_COMPARED, Compared
 from unisono.core.words import NAMES_THE_LINE, count, listed
 from unisono.engine.rounds import Dispute, Repeats

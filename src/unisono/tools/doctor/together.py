@@ -150,7 +150,8 @@ def _path(path: Path) -> Finding:
             check=name,
             seen=path.error,
             because="workers of these two machines cannot exchange gradients",
-            do=f"let the firewall of {path.target} pass TCP from {path.source}, or name another --interface",
+            do=f"let the firewall of {path.target} pass TCP from {path.source}, or name another interface with unisono "
+            "run --set interface=NAME",
         )
     seen = f"{path.latency_s * 1e3:.2f} ms there and back, {path.bandwidth / 1e6:.0f} MB/s"
     if path.bandwidth < SLOW:

@@ -42,7 +42,7 @@ class Probe(Inspector):
         from unisono.cluster.worker import member
 
         self._settings = settings
-        self._directory = Path(member.spec().run.run_dir)
+        self._directory = Path(member.spec().run.settings.run_dir)
         self._loop: Loop | None = None
         self._first = 0  # step of the training
         self._done = 0

@@ -230,7 +230,7 @@ def _deployment(request: Request) -> dict[str, Any]:
     words = ["unisono", "join", f"wss://{head_name(request.name)}:{PORT}", "--token-file", TOKEN]
     # Only the head's Job has the head: a worker's pod is not behind the Service.
     words += ["--no-head", "--workers", str(request.workers_per_pod)]
-    words += ["--wait", f"{WAIT_S:g}s", "--head-away", f"{HEAD_AWAY_S:g}s"]
+    words += ["--wait", f"{WAIT_S:g}s"]
     gpus = request.gpus_per_worker * request.workers_per_pod
     of_gpus = {"nvidia.com/gpu": str(gpus)} if gpus else {}
     container = {
