@@ -334,7 +334,7 @@ def test_times_of_another_machines_clock_are_translated() -> None:
 
 
 def test_a_majority_that_is_lost_pauses_the_run() -> None:
-    story = training(1, maximum=8, partition="majority")
+    story = training(1, maximum=8, when_cut="majority")
     for number in (1, 2):
         name = f"agent{number}"
         story.arrive(*story.agent(1, name, primary=False, host=name), host=name)

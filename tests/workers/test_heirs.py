@@ -44,7 +44,8 @@ from unisono.core.messages import (
     encode,
 )
 from unisono.core.policy import Policy
-from unisono.core.settings import Partition, RunSpec
+from unisono.core.settings import Partition
+from unisono.core.spec import RunSpec
 from unisono.membership import Lags, heirs
 from unisono.membership.roster import ALIVE, State, WorkerState
 
