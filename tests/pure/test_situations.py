@@ -164,6 +164,10 @@ def step(number: int) -> Act:
     return says("w0", step_done(number))
 
 
+def tick(at: float) -> Act:
+    return lambda story: story.tick(at)
+
+
 STOP = says("", Stop(reason="enough"))
 AT_ONCE = {"aside_s": 10.0, "hang_s": 60.0}
 
@@ -295,6 +299,20 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
     "a worker aside that stays is ended and replaced":
         (of(2, **AT_ONCE), beat("w0", waiting=True), beat("w1", seconds_at=11.0), beat("w1", seconds_at=61.0),
          Then(evicts="w1", starts="w2")),
+    # -- exchanges that break without a loss
+    "what is told is the error of the one that the others have waited for":
+        (of(3), says("w1", Suspect(generation=1, reason="w0 has left", peers=["w0"])),
+         says("w0", Suspect(generation=1, reason="other bytes", peers=["w2"])),
+         says("w2", Suspect(generation=1, reason="w0 has left", peers=["w0"])), tick(5.0),
+         Then("w0 w1 w2", generation=2, says="w0 (pid 1000): other bytes; no member was lost: trying again")),
+    "of two that have waited for each other, the first error is told":
+        (of(3), says("w1", Suspect(generation=1, reason="cut", peers=["w0"])),
+         says("w0", Suspect(generation=1, reason="cut as well", peers=["w1"])), tick(5.0),
+         Then(generation=2, says="w1 (pid 1001): cut; no member was lost")),
+    "an error of an exchange before, which a loss has explained, is told no more":
+        (of(3), says("w0", Suspect(generation=1, reason="old", peers=["w2"])), exits("w2"), hold("w0", "w1"),
+         says("w1", Suspect(generation=2, reason="new", peers=["w0"])), tick(5.0),
+         Then(says="w1 (pid 1001): new; no member was lost")),
     # -- who leaves the training loop
     "a loop that a worker leaves alone ends the run also when the others had gone on before":
         (of(2), beat("w0", step=5), says("w1", Leaving(phase=0, step=5)), Then(ended="badly")),

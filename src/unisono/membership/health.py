@@ -224,10 +224,13 @@ def take_suspect(draft: Draft, worker: Worker, message: Suspect) -> None:
         return  # the cause is known already
     if message.generation == state.generation and worker.worker_id in state.before:
         draft.put(unreached=True)
-    draft.put(suspicions=state.suspicions.reported(worker.worker_id, message.peers))
+    is_first = state.suspected_at is None
+    before = state.suspicions.anew() if is_first else state.suspicions
+    suspicions = before.reported(worker.worker_id, message.peers, f"{worker.name}: {message.reason}")
+    draft.put(suspicions=suspicions, suspicion=suspicions.reason)
     lose_early_leavers(draft, worker, message.peers)
-    if state.suspected_at is None:  # announced unless a loss explains it by then
-        draft.put(suspected_at=draft.now, suspicion=f"{worker.name}: {message.reason}")
+    if is_first:  # announced unless a loss explains it by then
+        draft.put(suspected_at=draft.now)
 
 
 def compare_rounds(draft: Draft, worker: Worker, beat: Beat) -> None:

@@ -25,14 +25,31 @@ class Suspicions(msgspec.Struct, frozen=True, kw_only=True):
     num_broken: int = 0
     reports: Mapping[str, tuple[str, ...]] = {}
     """Reporter -> the members that it waited for, of the exchange that is broken now."""
+    reasons: Mapping[str, str] = {}
+    """Reporter -> its name and error, of the same exchange."""
     silent: Mapping[str, int] = {}
     """Member -> number of broken exchanges in which others waited for it and it reported nothing."""
     named: Mapping[str, int] = {}
     """Member -> number of reports that have named it."""
 
-    def reported(self, worker_id: str, peers: Sequence[str]) -> Suspicions:
+    def reported(self, worker_id: str, peers: Sequence[str], reason: str = "") -> Suspicions:
         """Add a member's report: its exchange broke while it waited for these peers."""
-        return msgspec.structs.replace(self, reports={**self.reports, worker_id: tuple(peers)})
+        return msgspec.structs.replace(
+            self, reports={**self.reports, worker_id: tuple(peers)}, reasons={**self.reasons, worker_id: reason}
+        )
+
+    def anew(self) -> Suspicions:
+        """Forget the reports: they were of another exchange, and a loss has explained that."""
+        return msgspec.structs.replace(self, reports={}, reasons={})
+
+    @property
+    def reason(self) -> str:
+        """The error to tell: of the reporter that most others have waited for, as they only saw that it had left."""
+
+        def num_waiting(worker_id: str) -> int:
+            return sum(worker_id in peers for reporter, peers in self.reports.items() if reporter != worker_id)
+
+        return self.reasons[max(self.reasons, key=num_waiting)] if self.reasons else ""
 
     def given_up(self, members: Collection[str]) -> Suspicions:
         """Count the broken exchange between ``members``, which is over."""
