@@ -49,7 +49,7 @@ class LosingRun(StaticRun):
         self.losing = LosingTeam(place)
         super().__init__(self.losing.exchange, None, seed=3)
 
-    def _make_team(self, member: Member | None) -> Team:
+    def _make_team(self, member: Member | None, *, checks: bool) -> Team:
         return self.losing
 
 

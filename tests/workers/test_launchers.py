@@ -183,6 +183,7 @@ ELASTIC = """
     import sys
     from unisono.cluster import launchers
     from unisono.cluster.launchers import AgentProcess
+    from unisono.core.settings import RunSettings
     from unisono.core.spec import RunSpec
 
     class Cluster(launchers.Launcher):
