@@ -76,6 +76,7 @@ def test_a_run_is_all_that_it_was_resumed_from() -> None:
 
 def test_a_password_is_not_shown() -> None:
     assert without_password("sftp://me:secret@host/path") == "sftp://me:***@host/path"
+    assert without_password("ftp://me:p@ss/w@host/x") == "ftp://me:***@host/x"
     assert without_password("s3://bucket/a:b@c") == "s3://bucket/a:b@c"
     assert without_password("/mnt/disk") == "/mnt/disk"
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.pure.test_journal import end, evaluation, step
 from tests.watch.long_run import make_long_run
 from unisono import cli
-from unisono.core.events import Problem, Seconds, StepFinished, WorkerTimes
+from unisono.core.events import Interruption, Problem, Seconds, StepFinished, WorkerJoined, WorkerTimes
 from unisono.record.chronicle import line_of
 from unisono.record.history import History
 from unisono.record.history import index as index_module
@@ -299,6 +299,18 @@ def test_a_run_that_was_resumed_from_a_checkpoint_is_seen_by_who_watches(tmp_pat
     overview = history.overview()
     assert (overview.step, overview.loss) == (2 * STEPS - 1, 2.0)
     assert max(point.high for point in overview.curve) == 2.0
+
+
+def test_the_story_stays_in_its_order_whatever_the_clocks_of_hosts_say(tmp_path: Path) -> None:
+    """The head says when a worker has joined, and a worker on another host when the first step after that was done."""
+    write(tmp_path, [some_step(number) for number in range(12)])
+    joined = WorkerJoined(
+        time=1007.005, worker_id="w2", host="b", device="cpu", pid=7, generation=3, step=9, reason="replaces w1"
+    )
+    cost = Interruption(time=1007.0, generation=3, step=9, seconds=0.5, reason="w2 joins")
+    (tmp_path / EVENTS_FILE).write_text("".join(f"{line_of(event, 'r1')}\n" for event in (joined, cost)))
+    (found,) = History(tmp_path).past().interruptions
+    assert (found.seconds, [each.worker_id for each in found.changes]) == (0.5, ["w2"])
 
 
 def times(number: int, workers: Sequence[str]) -> dict[str, WorkerTimes]:

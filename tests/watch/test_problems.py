@@ -194,7 +194,6 @@ def test_native_code_that_holds_the_interpreter(unisono: Unisono, script: Script
     """The worker cannot say anything, not even that it lives; the kernel can."""
     command = start(unisono, script, "native", "--set", "heartbeat=0.1s", "--set", f"heartbeat-timeout={SILENCE_S}s")
     command.line("has sent nothing for")
-    command.line("evidence, for a bug report")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     first = evidence(tmp_path)[0]
@@ -231,7 +230,6 @@ def test_a_process_that_somebody_has_killed(unisono: Unisono, script: Script, tm
     late = command.line("s at step 1, micro-batch 2")  # on a busy machine, another may have been late before
     worker, pid = re.search(r"worker (w\d) \(pid (\d+)\)", late).groups()  # type: ignore[union-attr]
     os.kill(int(pid), signal.SIGKILL)
-    command.line("evidence, for a bug report")
     command.line("is late: no progress", after="evidence, for a bug report")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
@@ -308,7 +306,6 @@ def test_a_machine_with_another_script_is_refused_by_name(unisono: Unisono, scri
     joined = unisono("join", "run", "--workers", 1)
     assert joined.wait() != 0
     command.line("is sent away")
-    command.line("evidence, for a bug report")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     content = evidence(tmp_path)[0]

@@ -186,7 +186,7 @@ def _past_workers(workers: list[dict[str, Any]]) -> list[str]:
         came, went = "never took part", ""
         if joined:
             came = f"came {_day(joined)} at step {worker['step']} ({worker.get('why_joined', '')})"
-        if worker.get("how"):
+        if worker.get("how") and worker.get("gone"):
             after, why = worker.get("last_step", -1), worker.get("why_gone", "")
             went = f"; {worker['how']} {_day(worker['gone'])} after step {after} ({why})"
         lines.append(f"{worker['worker_id']} on {worker['host']} {came}{went}")

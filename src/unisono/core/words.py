@@ -96,7 +96,7 @@ def number(value: float) -> str:
 
 def without_password(url: str) -> str:
     """Return a URL without its password; any other text as it is."""
-    return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
+    return re.sub(r"(://[^/@:,\s]*):[^,\s]*@", r"\1:***@", url)
 
 
 def shown_bytes(number: float) -> str:

@@ -249,7 +249,7 @@ class Head:
 
     def status(self) -> dict[str, Any]:
         """Return the values that ``unisono watch --once`` shows (docs/files.md)."""
-        state, overview = self.state, self._overviews.overview(time.time())
+        state, overview = self.state, self._viewing.overview(is_fresh=True)
         found = {
             "schema": STATUS_SCHEMA,
             "run_id": self._run_id,

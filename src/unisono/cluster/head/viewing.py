@@ -86,10 +86,10 @@ class Viewing:
         self._present.directory = run_dir
         self._present.described = facts
 
-    def overview(self) -> Overview:
-        """Return the run as it is now; put together at most once a second."""
+    def overview(self, *, is_fresh: bool = False) -> Overview:
+        """Return the run as it is now; put together at most once a second, or for each call if it has to be fresh."""
         now, known = time.time(), self._overview
-        if known is not None and 0 <= now - known.time < FRESH_S:
+        if known is not None and not is_fresh and 0 <= now - known.time < FRESH_S:
             return known
         try:
             found = self._overviews.overview(now)

@@ -171,12 +171,16 @@ class Fleet:
         await self._ended_within(TERMINATE_S)
 
     async def _ended_within(self, seconds: float) -> bool:
-        ends: asyncio.Future[Any] = asyncio.gather(*(agent.ended.wait() for agent in self._agents.values()))
+        ends: asyncio.Future[Any] = asyncio.ensure_future(self._all_ended())
         hurried: asyncio.Future[Any] = asyncio.ensure_future(self._is_hurried.wait())
         await asyncio.wait([ends, hurried], timeout=seconds, return_when="FIRST_COMPLETED")
         ends.cancel()
         hurried.cancel()
         return all(agent.ended.is_set() for agent in self._agents.values())
+
+    async def _all_ended(self) -> None:
+        for agent in list(self._agents.values()):
+            await agent.ended.wait()
 
     def _command(self, machine: Machine) -> AgentCommand:
         join = ["join", "-", "--launched", machine.name, "--workers", str(machine.num_workers)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -85,17 +86,22 @@ class Fold:
 
     def _fresh(self) -> list[tuple[Event, int, str]]:
         """Return what is new, in the order in which it has happened; with the number of its line in the journal, if it
-        has one, and the id of the run, if it says it.
+        has one, and the id of the run, if it says it. The story stays in its order, whatever the clocks of hosts say.
         """
         told, self._next_event = self._story.read(self._next_event, 10 * LAST_EVENTS)
         found = [(event, -1, run_id) for event, run_id in _events_in(told)]
+        times = list(itertools.accumulate((event.time for event, _, _ in found), max))
         for used in read_use(self._directory / USE_FILE, self._used_until)[-1:]:
             self._used_until = used[0].time
             found += [(each, -1, "") for each in used]
+            times += [each.time for each in used]
         lines = [(event, number, "") for event, number in self._new_lines()]
         if any(event.time == 0.0 for event, _, _ in lines):  # an older version has written them
             return [*found, *lines]
-        return sorted([*found, *lines], key=_when)
+        times += [event.time for event, _, _ in lines]
+        order = sorted(range(len(times)), key=times.__getitem__)
+        both = [*found, *lines]
+        return [both[at] for at in order]
 
     def _new_lines(self) -> list[tuple[Event, int]]:
         texts = self._lines.texts(self._next_offset)
@@ -130,10 +136,6 @@ def _event_in(text: bytes) -> tuple[Event | None, int]:
         line = json.loads(text)
         return from_line(line), int(line.get("line", -1))
     return None, -1
-
-
-def _when(each: tuple[Event, int, str]) -> float:
-    return each[0].time
 
 
 def _script(command: Any) -> str:
