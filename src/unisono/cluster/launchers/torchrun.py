@@ -27,6 +27,9 @@ __all__ = ["Torchruns", "exit_code", "fewest", "open_store"]
 
 END_S: Final = holder.COMMAND_S + 2 * holder.TERMINATE_S
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Where processes may start again, each start has a store of its own: in torchrun's, which outlives it, gloo finds the
+addresses of the processes before, and waits for them."""
 _COMMAND: Final = (sys.executable, "-P", "-m", "unisono.cluster.machine.plain")
 
 
@@ -146,11 +149,14 @@ class Torchruns:
         options = ["--nproc-per-node", str(num_processes), "--max-restarts", str(self._max_restarts)]
         if endpoint:
             options += ["--nnodes", f"{nodes[0]}:{nodes[1]}", "--rdzv-id", name]
+        environment = dict(self._environment)
+        if self._max_restarts or nodes[0] < nodes[1]:
+            environment.setdefault(OWN_STORES, os.environ.get(OWN_STORES, "1"))
         return Order(
             arguments=self._arguments,
             options=tuple(options),
             folder=self._folder,
-            environment=self._environment,
+            environment=environment,
             endpoint=endpoint,
         )
 
