@@ -382,3 +382,20 @@ def test_parameters_that_change_while_gradients_are_under_way_are_refused() -> N
     run = AloneRun(seed=SEED)
     with pytest.raises(StepError, match="have changed within run"), run:
         freeze(run)
+
+
+def test_loops_that_are_made_before_the_first_begins_share_the_gradients_that_wait() -> None:
+    """What waits is one part of the run's state, whichever loop it belongs to."""
+    with AloneRun(seed=SEED) as run:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run.track(model=model, optimizer=optimizer)
+        loops = [run.steps(list(torch.randn(12, 4)), batch_size=6, microbatches=2, delay=1) for _ in range(2)]
+        waiting = []
+        for loop in loops:
+            for step in loop:
+                for batch in step:
+                    step.backward(model(batch).square().mean())
+                optimizer.step()
+                waiting.append(len(run._tracked.whole_state()["own"]["pending"]))
+    assert 1 in waiting[:2]

@@ -189,6 +189,7 @@ class Run:
         steps = settings.profiled or profile
         profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._replicas: Replicas | None = None
+        self._pending: Pending | None = None
         self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._begin(members.current(), audits, profiling, balance=balance, patience_s=settings.timeout_s)
 
@@ -646,9 +647,10 @@ class Run:
             self._tracked.own(PREDICTION, prediction)
         strategy: Strategy = Synchronous()
         if delay:
-            pending = Pending()
-            self._tracked.own(PENDING, pending)
-            strategy = Delayed(delay, planned.num_steps, pending, prediction)
+            if self._pending is None:
+                self._pending = Pending()
+                self._tracked.own(PENDING, self._pending)
+            strategy = Delayed(delay, planned.num_steps, self._pending, prediction)
         if isinstance(planned, StreamSchedule):
             self._tracked.own(STREAMS, asked.bookmarks)
             planned = dataclasses.replace(planned, delay=delay)

@@ -30,6 +30,7 @@ def test_another_strategy_gives_the_same_bits_on_any_workers_and_survives_a_loss
     assert (team.generations[0] != team.generations[-1]) == is_hurt
     steps = [line for line in team.lines if line["kind"] == "step"]
     assert [line["logs"]["seen"] for line in steps] == [line["loss"] for line in steps]
+    assert {line["logs"]["late"] for line in steps} == {4}, "the gradients of four parameters wait"
 
 
 def test_it_is_short() -> None:

@@ -84,9 +84,11 @@ class Run(unisono.Run):
         self.window, self.watch = Window(), Watch()
         assert self._rounds is not None
         self._rounds.taps.append(self.watch)
+        self._begin_training = self._training.begin
+        setattr(self._training, "begin", self._begin_late)  # noqa: B010
 
-    def _begin_loop(self, planned: Any, strategy: Strategy, *given: Any, **named: Any) -> Any:
-        return super()._begin_loop(planned, Late(self.window), *given, **named)
+    def _begin_late(self, planned: Any, strategy: Strategy, *given: Any, **named: Any) -> Any:
+        return self._begin_training(planned, Late(self.window), *given, **named)
 
 
 def main() -> None:
@@ -98,7 +100,7 @@ def main() -> None:
             for batch in step:
                 step.backward(model(batch).square().mean())
             optimizer.step()
-            step.log(seen=run.watch.loss)
+            step.log(seen=run.watch.loss, late=len(run.window))
 
 
 if __name__ == "__main__":
