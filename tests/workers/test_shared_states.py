@@ -471,6 +471,15 @@ def tracked(*, copies: int) -> Tracked:
     return found
 
 
+def test_to_read_a_state_that_is_not_there_makes_none() -> None:
+    """The states of torch are made by reading them."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    unisono.shard(optimizer)
+    assert not [optimizer.state[parameter] for parameter in model.parameters() if optimizer.state[parameter]]
+    assert optimizer.held() == {}  # type: ignore[attr-defined]
+
+
 def test_a_newcomer_gets_no_state_and_knows_what_there_is() -> None:
     members, newcomer = tracked(copies=2), tracked(copies=2)
     packed = pack(members.state(), "tracked")

@@ -214,9 +214,11 @@ class Shares:
         }
 
     def here(self) -> list[int]:
-        """Return the parameters whose states are here."""
+        """Return the parameters whose states are here. Reading another state makes an empty one, which is none."""
         state = self._optimizer.state
-        return [index for index, parameter in enumerate(self.parameters()) if parameter in state]
+        return [
+            index for index, parameter in enumerate(self.parameters()) if index in self.outlines and parameter in state
+        ]
 
     def state(self, index: int) -> dict[str, Any]:
         """Return a state that is here, with its keys in the order of its outline."""
