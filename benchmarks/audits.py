@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import unisono
-from unisono.core.checks import is_compared
+from unisono.core.rehearsals import is_compared
 from unisono.testing import Faults, Outcome, run_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also where it is a worker's script

@@ -39,7 +39,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.report import median_interval, print_table, write_json
 from unisono.engine.state.packing import pack
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record.journal import read
 
 SIZES = {"100MB": 100 * 10**6, "1GB": 10**9}

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.report import print_table, write_json
 from tests.watch.long_run import make_long_run, step_of, times_of
 from unisono.record.history import History
-from unisono.record.journal import JOURNAL, Journal, summary
+from unisono.record.journal import JOURNAL, Journal
 from unisono.record.journal.file import INDEX
 from unisono.record.journal.newest import earlier
 from unisono.record.journal.times import TIMES
@@ -83,7 +83,7 @@ def questions(directory: Path, steps: int) -> dict[str, float]:
         "times of all workers, whole run": best_ms(history.times),
         "times of all workers, 1,000 steps": best_ms(lambda: history.times(steps - 1000, steps)),
         "use of the machines": best_ms(history.use),
-        "status of the finished run": best_ms(lambda: summary(directory)),
+        "status of the finished run": best_ms(lambda: History(directory).status()),
     }
 
 

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
 from benchmarks.report import print_table, write_json
-from unisono.core.streams import StreamCursor, StreamOrder
+from unisono.core.stream_plan import StreamCursor, StreamOrder
 from unisono.engine.microbatch.data import Loading
 from unisono.engine.microbatch.streamfetcher import StreamFetcher
 from unisono.engine.microbatch.tarfiles import samples_of

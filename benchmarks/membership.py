@@ -34,7 +34,7 @@ from typing import Any, Final
 from benchmarks.population import Process, Site
 from benchmarks.report import print_table, write_json
 from unisono.cluster.machine import headprocess
-from unisono.cluster.machine.following import Following
+from unisono.cluster.machine.head_connection import Following
 from unisono.cluster.machine.headprocess import HeadProcess, Service, listen
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core.events import StepFinished
@@ -58,15 +58,15 @@ class Command:
     def receive(self, message: Message) -> None:
         if isinstance(message, Ended):
             print(f"the run has ended: {message.reason}", flush=True)
-        elif isinstance(message, Happened) and isinstance(message.event, StepFinished):
-            self.steps = message.event.step
+        elif isinstance(message, Happened) and isinstance(step := message.events[-1], StepFinished):
+            self.steps = step.step
 
-    def announce(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         if "join" not in text:
             print(text[:200], flush=True)
 
-    def show_head_line(self, text: str, is_error: bool) -> None:
-        print(f"head: {text}", flush=True)
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
+        print(f"{name}: {text}", flush=True)
 
     def end(self, ended: Ended) -> None:
         self.receive(ended)

@@ -27,15 +27,15 @@ from pathlib import Path
 from benchmarks.planned import COPIES, INNER_STEPS, SPENT, STRATEGIES
 from benchmarks.planning import HOST, ROOM, STEPS, roster_over, train
 from benchmarks.report import print_table
-from unisono.core.checks import is_compared
+from unisono.core.rehearsals import is_compared
 from unisono.record.journal.times import by_step
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 from unisono.tools.plan.forecast import ForecastInputs, Sample
 from unisono.tools.plan.found import NUM_COUNTED, ProbeSettings
 from unisono.tools.plan.measuring import hosts_in, sample_of
 from unisono.tools.plan.probing import Script, facts_of, memories_of, trial
-from unisono.tools.plan.strategies import STRATEGIES as MODELS
-from unisono.tools.plan.strategies import StrategyOptions, WorkerMemory
+from unisono.tools.plan.strategy_models import STRATEGIES as MODELS
+from unisono.tools.plan.strategy_models import StrategyOptions, WorkerMemory
 
 OPTIONS = StrategyOptions(copies=COPIES, inner_steps=INNER_STEPS)
 MB = 1e6

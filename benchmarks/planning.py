@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.network import LINKS, PORT, Lab
 from benchmarks.report import print_table, write_json
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 from unisono.tools.plan.forecast import ForecastInputs, Roster, Sample, forecast
 from unisono.tools.plan.found import ProbeSettings
 from unisono.tools.plan.measuring import samples_in

@@ -26,22 +26,22 @@ from unisono.cluster.worker.link import Link, host_and_port
 from unisono.core.events import Seconds, StepFinished, WorkerTimes
 from unisono.core.messages import (
     AgentHello,
-    Announcement,
     Beat,
     BeatOf,
     Beats,
     Ended,
     Happened,
+    HeadSnapshot,
     Hello,
     Holding,
     Kept,
     MemberInfo,
     Message,
     Ready,
-    Snapshot,
     Start,
     StepDone,
     StoreCall,
+    UserSentence,
     Welcome,
     WorkerExit,
     decode,
@@ -284,7 +284,7 @@ class _Agent:
     def _receive(self, data: bytes) -> None:
         message = decode(data)
         self._population.count(type(message).__name__, data)
-        if isinstance(message, Snapshot):
+        if isinstance(message, HeadSnapshot):
             self.line.send(Kept(term=message.term, number=message.number))
         elif isinstance(message, Start):
             for worker_id in message.worker_ids:
@@ -293,7 +293,7 @@ class _Agent:
             self.agent_id, self.term = message.agent_id, message.term
         elif isinstance(message, Ended):
             print(f"{self.host} is told of the end: {message.reason}", flush=True)
-        elif isinstance(message, Announcement) and "not a message" in message.text:
+        elif isinstance(message, UserSentence) and "not a message" in message.text:
             print(f"{self.host} is refused: {message.text}", flush=True)
 
     def beat(self, step: int, progress: int) -> Beats:
@@ -478,6 +478,7 @@ class Population:
             loss=2.345678,
             weight=1024.0,
             samples=1024,
+            number=step,
             digest="0123456789abcdef",
             num_steps=100_000,
             generation=worker.generation,
@@ -485,7 +486,7 @@ class Population:
             workers={f"w{number}": times for number in range(num)},
             logs={"accuracy": 0.5},
         )
-        worker.line.send(Happened(event=event, number=step))
+        worker.line.send(Happened(events=[event]))
 
 
 def main() -> None:

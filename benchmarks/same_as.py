@@ -132,7 +132,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="unisono-same-as-") as name:
         folder = Path(name)
-        before, now = Library(checked_out(arguments.commit, folder / "before")), Library(ROOT / "src")
+        before, now = Library(checked_out(arguments.commit, folder / "before") / "src"), Library(ROOT / "src")
         found = [one for one in trainings(folder) if not arguments.only or one.name in arguments.only]
 
         def judge(training: Training) -> str:
@@ -150,11 +150,13 @@ def main() -> int:
 
 
 def checked_out(commit: str, folder: Path) -> Path:
-    """The folder with the sources of a commit."""
-    archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, capture_output=True, check=True).stdout
+    """Put the sources and the benchmarks of a commit into a folder, and return it."""
+    archive = subprocess.run(
+        ["git", "archive", commit, "src", "benchmarks"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
-    return folder / "src"
+    return folder
 
 
 def trainings(folder: Path) -> Iterator[Training]:

@@ -25,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 import unisono
 from benchmarks.models import CASES, Case
 from benchmarks.sides import BATCHES, Control, _batches, _prepare
-from unisono.engine.loop.settings import keep_freed_memory
+from unisono.engine.loop.process_settings import keep_freed_memory
 from unisono.system.lifetime import bind_to_parent
 
 __all__ = ["SIDES"]

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.models import CASES, Case
-from unisono.engine.loop.settings import keep_freed_memory
+from unisono.engine.loop.process_settings import keep_freed_memory
 from unisono.system.lifetime import bind_to_parent
 
 __all__ = ["SIDES", "as_bfloat16"]

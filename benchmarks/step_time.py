@@ -3,6 +3,7 @@
 python -m benchmarks.step_time                                  # everything
 python -m benchmarks.step_time --quick --json step_time.json    # under five minutes
 python -m benchmarks.step_time --cases mlp --workers 2 --microbatches 2
+python -m benchmarks.step_time --quick --against HEAD~1         # and beside the library of another commit
 
 With several workers there are two more sides. ``compute`` is that many plain loops at once: each computes its share of
 the micro-batches and the whole update, and exchanges nothing. ``in_step`` is the same with a barrier before each
@@ -11,7 +12,8 @@ same time, when what limits them is the memory they share. What Unisono takes lo
 
 All sides train the same model on the same data with the same optimizer, one thread a worker. They are started together
 and take turns, a block of steps each; who is not on turn waits without using the processor. So what else happens on the
-machine hits all sides alike, and each ratio is taken between neighbours in time.
+machine hits all sides alike, and each ratio is taken between neighbours in time. The side ``before`` is
+another commit's library, trained by that commit's own `benchmarks.sides`.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from typing import Any
 
 from benchmarks.models import CASES
 from benchmarks.report import median_interval, print_table, write_json
+from benchmarks.same_as import checked_out
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK_S = 0.6
@@ -174,22 +177,33 @@ def _pss(pid: int) -> float:
 
 
 @contextmanager
-def teams(case: str, microbatches: int, workers: int, *, same_allocator: bool) -> Iterator[list[Team]]:
-    """All sides of one comparison, started and ready for their first step."""
+def teams(
+    case: str, microbatches: int, workers: int, *, same_allocator: bool, before: Path | None
+) -> Iterator[list[Team]]:
+    """All sides of one comparison, started and ready for their first step.
+
+    Args:
+        before: a checkout of another commit.
+    """
     options = [case, "--microbatches", str(microbatches), *(["--keep-freed-memory"] if same_allocator else [])]
     names = ["unisono", *(["compute", "in_step"] if workers > 1 else ["plain"]), "ddp"]
-    with started({name: partial(_commands, name, options, workers) for name in names}, workers) as sides:
+    roots = {} if before is None else {"before": before}
+    names += roots
+    with started({name: partial(_commands, name, options, workers) for name in names}, workers, roots) as sides:
         yield sides
 
 
 @contextmanager
-def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int) -> Iterator[list[Team]]:
+def started(
+    sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int, roots: Mapping[str, Path] | None = None
+) -> Iterator[list[Team]]:
     """Sides that take turns, started and ready for their first step.
 
     Args:
         sides: by name, the commands of a side, given the folder in which it may leave what it likes; its workers
             connect to the socket ``NAME.socket`` there.
         workers: of each side.
+        roots: checkouts of the sides that are of another commit.
     """
     folder = Path(tempfile.mkdtemp(prefix="unisono-benchmark-"))
     environment = {
@@ -197,7 +211,6 @@ def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "UNISONO_PARENT": str(os.getpid()),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     teams: list[Team] = []
     try:
@@ -206,11 +219,18 @@ def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int
             for name, commands in sides.items():
                 waiting.append(doors.enter_context(Listener(str(folder / f"{name}.socket"), family="AF_UNIX")))
                 teams.append(team := Team(name, []))
+                root = (roots or {}).get(name, ROOT)
+                paths = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
                 log = doors.enter_context((folder / f"{name}.log").open("ab"))
                 for command in commands(folder):
                     team.processes.append(
                         subprocess.Popen(
-                            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                            command,
+                            cwd=root,
+                            env={**environment, "PYTHONPATH": paths},
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=log,
                         )
                     )
             for team, listener in zip(teams, waiting, strict=True):
@@ -228,13 +248,13 @@ def started(sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int
 
 def _commands(side: str, options: list[str], workers: int, folder: Path) -> list[list[str]]:
     shared = [*options, "--control", str(folder / f"{side}.socket")]
-    program = "plain" if side in ("compute", "in_step") else side
+    program = {"compute": "plain", "in_step": "plain", "before": "unisono"}.get(side, side)
     this = [sys.executable, "-m", "benchmarks.sides", program, *shared]
-    if side == "unisono" and workers > 1:
+    if program == "unisono" and workers > 1:
         head = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.sides", "--workers", str(workers)]
-        return [[*head, "--run-dir", str(folder / "run"), "--", side, *shared]]
-    if side == "unisono":
-        return [[*this, "--directory", str(folder / "run")]]
+        return [[*head, "--run-dir", str(folder / side), "--", program, *shared]]
+    if program == "unisono":
+        return [[*this, "--directory", str(folder / side)]]
     if side == "plain":
         return [this]
     meeting = [] if side == "compute" else ["--meeting", str(folder / f"{side}.meeting")]
@@ -284,9 +304,11 @@ def take_turns(sides: Sequence[Team], limit_s: float) -> int:
     return number
 
 
-def compare(case: str, microbatches: int, workers: int, limit_s: float, *, same_allocator: bool) -> dict[str, Any]:
+def compare(
+    case: str, microbatches: int, workers: int, limit_s: float, *, same_allocator: bool, before: Path | None = None
+) -> dict[str, Any]:
     """Let the sides take turns for a while."""
-    with teams(case, microbatches, workers, same_allocator=same_allocator) as sides:
+    with teams(case, microbatches, workers, same_allocator=same_allocator, before=before) as sides:
         number = take_turns(sides, limit_s)
         return {
             "case": case,
@@ -368,12 +390,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="let all sides keep freed memory, which the library does by itself and the others by default do not",
     )
+    parser.add_argument("--against", metavar="COMMIT", help="one more side: the library of this commit")
     options = parser.parse_args(arguments)
     unknown = set(options.cases.split(",")) - set(CASES)
     if unknown:
         parser.error(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was made is removed
     limit_s = options.seconds or LIMIT_S["quick" if options.quick else "full"]
+    with tempfile.TemporaryDirectory(prefix="unisono-before-") as name:
+        before = checked_out(options.against, Path(name)) if options.against else None
+        _measure(options, limit_s, before, parser)
+
+
+def _measure(options: argparse.Namespace, limit_s: float, before: Path | None, parser: argparse.ArgumentParser) -> None:
     runs, figures, rows = [], {}, []
     for case in options.cases.split(","):
         for workers in options.workers:
@@ -384,7 +413,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     parser.error(
                         f"{microbatches} micro-batches cannot be shared evenly by {workers} workers, which DDP needs"
                     )
-                result = compare(case, microbatches, workers, limit_s, same_allocator=options.same_allocator)
+                result = compare(
+                    case, microbatches, workers, limit_s, same_allocator=options.same_allocator, before=before
+                )
                 found, lines = figures_of(result)
                 runs.append(result)
                 figures.update(found)

@@ -43,6 +43,7 @@ SKIPS = {
     r"cannot be delayed here": "it takes /dev/net/tun, which a container cannot give itself",
     r"^no (second )?CUDA device here": "the machine has none; `make gpu-check` tries what needs one",
     r"^kubectl is older than": "the fake API server answers as servers do since then; Debian 12 has an older one",
+    r"^no AVX2 here": "it is the processor's instructions that are chosen",
     r"^no IPv6 here": "it is the machine's kernel that has none",
 }
 """What may be skipped where CI is set, by the reason that is given, and why. Any other skip is a failure there."""

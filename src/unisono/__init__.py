@@ -25,12 +25,13 @@ from unisono.core.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.system.platforms import check_platform
+from unisono.core.old_names import warn_of_old
+from unisono.system.extras import check_platform
 
 if TYPE_CHECKING:
     from unisono.cluster.launcher import launch as launch
     from unisono.core.cadence import Checkpoints as Checkpoints
-    from unisono.engine.checkpoint.loading import load_model as load_model
+    from unisono.engine.checkpoint.loading import load_weights as load_weights
     from unisono.engine.loop.step import Step as Step
     from unisono.engine.microbatch.loaders import BucketSampler as BucketSampler
     from unisono.engine.microbatch.shards import TarShards as TarShards
@@ -66,7 +67,7 @@ __all__ = [
     "UnisonoError",
     "UsageError",
     "launch",
-    "load_model",
+    "load_weights",
     "shard",
 ]
 
@@ -81,12 +82,15 @@ _LATER = {
     "Streams": "unisono.engine.microbatch.streams",
     "TarShards": "unisono.engine.microbatch.shards",
     "launch": "unisono.cluster.launcher",
-    "load_model": "unisono.engine.checkpoint.loading",
+    "load_weights": "unisono.engine.checkpoint.loading",
     "shard": "unisono.strategies.shard.sharding",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "load_model":
+        warn_of_old("unisono.load_model", "unisono.load_weights")
+        name = "load_weights"
     if name not in _LATER:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     check_platform()

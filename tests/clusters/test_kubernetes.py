@@ -31,12 +31,12 @@ from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, marked
 from tests.workers.gates import Gates
 from unisono.cli.run import run as command
-from unisono.cluster.launchers.kubernetes.kubectl import Cluster, Output
+from unisono.cluster.launchers.kubernetes.kubectl import Cluster, PodOutput
 from unisono.cluster.launchers.kubernetes.manifests import (
     PORT,
     SCRIPT,
     TOKEN,
-    Request,
+    ClusterRequest,
     Volume,
     as_json,
     head_name,
@@ -71,7 +71,7 @@ def _fits_the_fake_server(request: pytest.FixtureRequest) -> None:
 
 GOLDEN = Path(__file__).parent / "golden"
 TOKEN_OF_TESTS = "no-secret-of-anybody-but-the-tests"
-OF_A_SCRIPT = Request(
+OF_A_SCRIPT = ClusterRequest(
     name="unisono-train",
     namespace="lab",
     image="registry.example/train:1",
@@ -89,7 +89,7 @@ OF_A_SCRIPT = Request(
     volumes=(Volume(claim="runs", path="/runs"), Volume(claim="data", path="/data")),
     variables={"HF_HOME": "/data/cache"},
 )
-OF_AN_IMAGE = Request(
+OF_AN_IMAGE = ClusterRequest(
     name="plain",
     namespace="lab",
     image="registry.example/train:1",
@@ -241,7 +241,7 @@ def test_what_is_missing_or_wrong_is_said(
 
 def test_a_script_that_is_too_long_for_a_config_map_is_refused() -> None:
     with pytest.raises(UsageError, match=r"put it into the image and say --set kubernetes\.in-image=yes"):
-        Request(**{**vars(OF_A_SCRIPT), "script": "#" * 1_000_000})
+        ClusterRequest(**{**vars(OF_A_SCRIPT), "script": "#" * 1_000_000})
     assert parse_volume("a:/") == Volume(claim="a", path="/")
 
 
@@ -417,7 +417,7 @@ def test_each_line_of_a_pod_is_shown_once_and_none_is_missing() -> None:
     lines = [f"2026-01-01T00:00:{number // 3:02}.000000000Z line {number} \r x" for number in range(30)]
     text = "\n".join(lines)
     for step in (1, 7, 100, 10_000):
-        output = Output()
+        output = PodOutput()
         shown: list[str] = []
         for end in range(0, len(text), step):
             since = output.since()
@@ -478,7 +478,7 @@ class Pods:
         self._unisono = unisono
         self._port = free_ports(1)[0]
         port = str(self._port)
-        request = Request(
+        request = ClusterRequest(
             **{
                 **vars(OF_A_SCRIPT),
                 "command": (f"{SCRIPT}/train.py", "--workers", "2:4"),

@@ -17,7 +17,7 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import Command, marked, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
-from unisono.record.checkpoints import FOLDER, complete
+from unisono.record.checkpoint_files import FOLDER, complete
 from unisono.record.journal import compare
 from unisono.system.lifetime import NURSERY
 

@@ -30,8 +30,7 @@ from tests.workers import small_training
 from tests.workers.conftest import MARK, Command, Unisono, marked, served_by, wait_until_gone
 from tests.workers.gates import Gates
 from unisono.cluster.launchers import LAUNCHERS, Request
-from unisono.cluster.launchers.asked import RAY_JOB, in_ray_job
-from unisono.cluster.launchers.protocol import Machine
+from unisono.cluster.launchers.protocol import RAY_JOB, Machine, in_ray_job
 from unisono.cluster.launchers.ray import Ray, _Place
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec

@@ -19,7 +19,7 @@ from tests.waiting import WAIT_S
 from tests.workers import small_training
 from tests.workers.conftest import Command, Unisono, marked, served_by, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.cluster.launchers.answers import VERSION
+from unisono.cluster.launchers.way import VERSION
 from unisono.record.journal import compare
 from unisono.record.journal.times import by_step
 from unisono.system import fingerprint

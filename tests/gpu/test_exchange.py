@@ -6,6 +6,8 @@ with a GPU each meet over NCCL. The process that starts them asks CUDA nothing: 
 
 from __future__ import annotations
 
+import importlib
+import os
 import pathlib
 from typing import Any
 
@@ -24,7 +26,7 @@ from tests.workers.exchanges import (  # fixtures among them  # noqa: F401
     telemetry_of,
 )
 from tests.workers.processes import Seat, Team
-from unisono.engine.exchange import Exchange, Parcel, combine
+from unisono.engine.exchange import Exchange, Parcel, combine, reduce
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.network import Network
@@ -37,6 +39,8 @@ ONE_GPU = pytest.mark.skipif(NUM_GPUS < 1, reason="no CUDA device here")
 TWO_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason="no second CUDA device here")
 PLACES = [
     pytest.param("cpu", 3, id="copied on the CPU"),
+    pytest.param("emulated one", 3, id="three on an emulated card"),
+    pytest.param("emulated each", 3, id="on an emulated card each"),
     pytest.param("one", 1, marks=ONE_GPU, id="alone on a GPU"),
     pytest.param("one", 2, marks=ONE_GPU, id="two on one GPU"),
     pytest.param("one", 3, marks=ONE_GPU, id="three on one GPU"),
@@ -46,7 +50,14 @@ PLACES = [
 
 def enter(seat: Seat, place: str, path: str) -> Exchange:
     member = Member("gloo", seat, path)
-    device = CPU if place == "cpu" else torch.device("cuda", seat.rank if place == "each" else 0)
+    if place.startswith("emulated"):
+        os.environ["EMULATED_CARD"] = f"card {seat.rank if place.endswith('each') else 0}"
+        importlib.import_module("tests.emulated.library")
+        device = torch.device("emu", 0)
+    else:
+        device = CPU if place == "cpu" else torch.device("cuda", seat.rank if place == "each" else 0)
+    if place == "cpu":  # so that not all buckets are under way at a time
+        reduce.BUCKET_BYTES, reduce.RECEIVED_BYTES = 4096, 1
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if seat.size == 1:
@@ -56,7 +67,6 @@ def enter(seat: Seat, place: str, path: str) -> Exchange:
         rank=seat.rank,
         hosts=(range(seat.size),),
         device=device,
-        shares_gpu=place == "one",
         timeout_s=member.timeout_s,
         store=member.store,
     )
@@ -102,7 +112,7 @@ def test_every_step_gives_the_bits_of_the_tree(place: str, size: int, tmp_path: 
         wanted = expected(layout, step, num_leaves)
         assert {result[step][0] for result in results} == {wanted.digest}, f"step {step}"
         assert len({result[step][1] for result in results}) == 1, f"step {step}"
-        if place == "cpu":
+        if place not in ("one", "each"):
             assert results[0][step][1] == wanted.content
 
 

@@ -80,16 +80,22 @@ class Cable:
         for name, link, address in zip(self.names, self.links, ADDRESSES, strict=True):
             do("ip", "link", "set", link, "netns", name)
             do("ip", "-n", name, "address", "add", f"{address}/24", "dev", link)
-            if HAS_IPV6:
-                do("ip", "-n", name, "address", "add", f"{of_ipv6(address)}/64", "dev", link, "nodad")
             do("ip", "-n", name, "link", "set", "lo", "up")
             do("ip", "-n", name, "link", "set", link, "up")
+        self._give_ipv6()
+
+    def _give_ipv6(self) -> None:
+        """Both addresses of IPv6: the kernel takes them away from a link that goes down."""
+        for name, link, address in zip(self.names, self.links, ADDRESSES, strict=True):
+            if HAS_IPV6:
+                do("ip", "-n", name, "address", "replace", f"{of_ipv6(address)}/64", "dev", link, "nodad")
 
     def cut(self) -> None:
         do("ip", "-n", self.names[0], "link", "set", self.links[0], "down")
 
     def mend(self) -> None:
         do("ip", "-n", self.names[0], "link", "set", self.links[0], "up")
+        self._give_ipv6()
         for side in (0, 1):
             do(*self.inside(side), "iptables", "-F")
 

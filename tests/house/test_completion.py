@@ -13,8 +13,8 @@ import pytest
 
 from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
-from unisono.cli import COMMANDS, completing
-from unisono.cli.completion import VARIABLE, completion
+from unisono.cli import COMMANDS
+from unisono.cli.completion import _COMPLETERS, VARIABLE, completion
 
 BASH = shutil.which("bash") or "bash"
 ASK = """
@@ -76,4 +76,4 @@ def test_what_is_completed_by_its_name_is_a_parameter_of_some_command() -> None:
         path, _, name = module.partition(":")
         command: click.Command = getattr(__import__(path, fromlist=[name]), name)
         names |= {parameter.name for parameter in command.get_params(click.Context(group))}
-    assert set(completing._COMPLETERS) <= names
+    assert set(_COMPLETERS) <= names

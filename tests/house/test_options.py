@@ -22,7 +22,7 @@ CALL: Final = re.compile(r"unisono ([a-z]+)((?: (?!-- )[^\s`|;(]+)*)(?: -- [^\n`
 
 OWN: Final[dict[str, list[str]]] = {
     "cli/status.py": ["watch"],
-    "core/replaying.py": ["replay"],
+    "core/replay_rules.py": ["replay"],
     "membership/agents.py": ["join"],
 }
 """The commands of which the texts of a file speak, besides ``run`` and those that the texts name. The texts of a file

@@ -26,9 +26,9 @@ from tests.workers.conftest import Unisono, run_nursery
 from tests.workers.gates import Gates
 from tests.workers.losses import ended_workers
 from unisono.interop.huggingface import UnisonoTrainer
-from unisono.interop.huggingface.batches import Batches, batches_of
-from unisono.interop.huggingface.progress import Handout
+from unisono.interop.huggingface.eval_batches import EvaluationBatches, batches_of
 from unisono.interop.huggingface.trainer import _plain
+from unisono.interop.huggingface.trainer_progress import Handout
 from unisono.record.journal import compare
 from unisono.record.journal.times import by_step
 from unisono.testing import Faults, Outcome, run_workers
@@ -281,7 +281,9 @@ def test_a_batch_that_is_computed_again_is_the_same_where_samples_are_drawn() ->
             assert batches is not None
             count = -(-batches.num_samples // 4)
 
-            def found(numbers: Sequence[int], batches: Batches = batches, run: library.Run = run) -> dict[int, Tensor]:
+            def found(
+                numbers: Sequence[int], batches: EvaluationBatches = batches, run: library.Run = run
+            ) -> dict[int, Tensor]:
                 seen: dict[int, Tensor] = {}
 
                 def note(numbered: tuple[int, Any]) -> dict[str, int]:
@@ -336,7 +338,7 @@ def test_what_only_each_worker_can_read_is_not_shared_out() -> None:
 
 
 def test_workers_with_other_samples_do_not_evaluate_together() -> None:
-    run: Any = SimpleNamespace(has_begun=True, seed=7, gather=lambda length: [length, length + 1])
+    run: Any = SimpleNamespace(has_begun=True, seed=7, all_gather=lambda length: [length, length + 1])
     with pytest.raises(library.UsageError, match="3 samples on one worker, and 4 on another"):
         batches_of(DataLoader(_Unhashable([1, 2, 3])), run)
 

@@ -20,7 +20,10 @@ from tests.interop.lightning_training import STEPS, Digits
 from tests.workers.conftest import Unisono, mark, run_nursery, unisono
 from tests.workers.gates import Gates
 from unisono.core.errors import UsageError
-from unisono.interop.lightning.data import (
+from unisono.interop.lightning.logs import BatchPlace, LogEntry, LogSums, Results, extreme
+from unisono.interop.lightning.metrics import metrics_of
+from unisono.interop.lightning.refused_options import check
+from unisono.interop.lightning.trainer_data import (
     EvaluationLoader,
     GlobalBatch,
     checked,
@@ -29,9 +32,6 @@ from unisono.interop.lightning.data import (
     steps_of,
     stretches,
 )
-from unisono.interop.lightning.logs import Entry, Place, Results, Taken, extreme
-from unisono.interop.lightning.metrics import metrics_of
-from unisono.interop.lightning.refusals import check
 from unisono.record.journal import compare, times
 from unisono.testing import Faults, Outcome, run_workers
 
@@ -235,17 +235,17 @@ def test_an_evaluation_in_an_order_of_its_own_is_refused() -> None:
 
 def test_the_name_of_a_sum_says_how_it_is_logged() -> None:
     for entry in (
-        Entry("train_loss", "training_step", "mean", ("bar", "step", "epoch")),
-        Entry("a [b] c", "test_step", "metric", (), "net.accuracy"),
+        LogEntry("train_loss", "training_step", "mean", ("bar", "step", "epoch")),
+        LogEntry("a [b] c", "test_step", "metric", (), "net.accuracy"),
     ):
-        assert Entry.parse(entry.key) == entry
-    assert Entry.parse("right") is None
-    assert Entry.parse("net.accuracy.tp [torchmetrics]") is None
+        assert LogEntry.parse(entry.key) == entry
+    assert LogEntry.parse("right") is None
+    assert LogEntry.parse("net.accuracy.tp [torchmetrics]") is None
 
 
 def test_a_reduction_that_is_not_known_is_refused() -> None:
     results = Results(training=True)
-    results.taking = Taken(Place(0, 1, 4))
+    results.taking = LogSums(BatchPlace(0, 1, 4))
     results.log("training_step", "x", torch.ones(()), reduce_fx=torch.max)
     assert list(results.taking.sums) == ["x [training_step max logger epoch suffix]"]
     with pytest.raises(UsageError, match="'y', reduce_fx="):
@@ -255,7 +255,7 @@ def test_a_reduction_that_is_not_known_is_refused() -> None:
 def test_a_worker_without_a_value_does_not_change_an_extreme() -> None:
     totals = torch.zeros(2, 3, dtype=torch.float64)
     for number, value in ((0, -3.0), (2, -5.0)):
-        taken = Taken(Place(number, 3, 1))
+        taken = LogSums(BatchPlace(number, 3, 1))
         taken.spread("x", "max", torch.tensor(value - 1.0, dtype=torch.float64))
         taken.spread("x", "max", torch.tensor(value, dtype=torch.float64))
         totals += taken.sums["x"]
@@ -280,7 +280,7 @@ def test_a_collection_that_was_used_before_has_its_groups_again() -> None:
     assert both.compute_groups == {}
     metrics.begin()
     metrics.empty()
-    taken = Taken(Place(0, 1, 3))
+    taken = LogSums(BatchPlace(0, 1, 3))
     both.update(*given)
     metrics.take(taken, keeps_rows=False)
     metrics.finish(taken.sums, {}, [])

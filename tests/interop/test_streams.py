@@ -22,7 +22,7 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import forked, marked, run_nursery, wait_until_gone
 from tests.workers.static_team import AloneRun
 from unisono.core.errors import RecipeError
-from unisono.core.streams import StreamCursor, StreamOrder, Wanted
+from unisono.core.stream_plan import StreamCursor, StreamOrder, WantedSamples
 from unisono.engine.microbatch.iterables import stream_source_of
 from unisono.engine.microbatch.streamreader import Reader
 from unisono.record.journal import compare
@@ -111,7 +111,7 @@ def test_a_run_goes_on_from_the_states_of_its_checkpoint(tmp_path: Path, mark: s
     assert reads_of_the_middle("nodes", folder) == {1}
 
 
-def place(step: int) -> Wanted:
+def place(step: int) -> WantedSamples:
     """Return what a step needs of stream 2."""
     order = StreamOrder(NUM_SAMPLES, NUM_SAMPLES, "streams")
     where = StreamCursor(order=order, batch_size=BATCH_SIZE, microbatches=M, seed=1, num_steps=STEPS)

@@ -9,6 +9,7 @@ from unisono.cli.status import _words as words_of
 from unisono.cluster.head.story import KEPT_S, Story, StoryState
 from unisono.core.events import (
     CheckpointWritten,
+    EvaluationFinished,
     Event,
     Interruption,
     MachineGone,
@@ -29,7 +30,7 @@ from unisono.record.overview import OverviewBuilder, Past
 T = 1.79e9
 
 
-def step(number: int, at: float, generation: int = 1, **changes: object) -> StepFinished:
+def step(number: int, at: float, generation: int = 1, /, **changes: object) -> StepFinished:
     found = StepFinished(
         time=at, step=number, epoch=0, loss=1.0, weight=8.0, samples=8, digest="", num_steps=99, generation=generation,
         seconds=Seconds(compute=0.1), workers={}, logs={},
@@ -112,35 +113,54 @@ def test_the_balance_is_told_once_a_minute() -> None:
 def test_the_next_head_knows_what_was_told_last_and_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [T]
     monkeypatch.setattr("unisono.cluster.head.story.time.time", lambda: now[0])
-    story = Story(StoryState())
+    story = Story(StoryState(), "1")
     story.add([MachineJoined(agent_id="agent0", host="a", num_workers=2)], "all are ready")
     first = story.take()
     assert [event.time for event in first] == [T, T]
     assert story.take() == [], "it is told once"
     now[0] += KEPT_S + 1
     for number in range(4):
-        story.take_step(step(number, T + 0.5 * number))
+        story.take_line(step(number, T + 0.5 * number))
     story.add([change(2, 0.0)])
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(story.kept()), type=StoryState)
     assert [event.time for event in kept.told] == [now[0]], "what is older has arrived"
-    following = Story(kept)
+    following = Story(kept, "2")
     assert following.recent == list(kept.told)
     following.add([change(3, 0.0, "a is out of reach")])
-    assert following.take_step(step(4, T + 10, 3)) == [], "who has gone is told before what that has cost"
+    following.take_line(step(4, T + 10, 3))  # who has gone is told before what that has cost
     *_, interrupting, interruption = following.take()
     assert isinstance(interrupting, MembershipChanged)
     assert isinstance(interruption, Interruption)
     assert interruption.seconds == 10 - 1.5 - 0.5
-    assert following.interrupted_s == interruption.seconds
-    following.add([change(4, 0.0)])
-    following.take()
-    (following_one,) = following.take_step(step(5, T + 20, 4))
-    assert isinstance(following_one, Interruption), "nothing waits, so it is told at once"
+    now[0] += KEPT_S + 1
+    next_kept = following.kept()
+    assert next_kept.told == (interruption,), "of interruptions, some are handed over however old they are"
+    assert next_kept.interrupted_s == 0.0
+
+
+def test_an_evaluation_is_a_part_of_the_story_with_the_number_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.cluster.head.story.time.time", lambda: T)
+    story = Story(StoryState(), "1")
+    found = EvaluationFinished(time=T, number=7, step=3, totals={"right": 5})
+    story.take_line(found)
+    assert story.recent == [*story.kept().told] == [found]
+    assert not story.has_news, "it is passed on as it is"
+
+
+def test_a_step_that_the_next_head_hears_again_tells_nothing_besides() -> None:
+    """What a step tells besides its result is told when the heirs hold a version that has it."""
+    saved = step(4, T, checkpoint={"step": 4}, number=4)
+    story = Story(StoryState(), "1")
+    story.take_line(saved)
+    following = Story(story.kept(), "2")
+    for each in (saved, step(5, T, checkpoint={"step": 5}, number=5)):
+        following.take_line(each)
+    assert [event.step for event in following.take() if isinstance(event, CheckpointWritten)] == [5]
 
 
 def test_the_end_has_the_digests_that_the_workers_have_told() -> None:
-    story = Story(StoryState())
-    story.take_other(RunEnded(ok=True, reason="", digests={"model": "5f"}))
+    story = Story(StoryState(), "1")
+    story.take_line(RunEnded(ok=True, reason="", digests={"model": "5f"}))
     story.add([RunEnded(ok=True, reason="finished", digests={}, step=7)])
     (end,) = [event for event in story.take() if isinstance(event, RunEnded)]
     assert (end.digests, end.step) == ({"model": "5f"}, 7)
@@ -219,7 +239,9 @@ def test_a_run_that_was_killed_with_all_its_processes_has_no_end() -> None:
 def test_the_next_head_goes_on_with_what_has_interrupted_the_run() -> None:
     interruption = TOLD[6]
     assert isinstance(interruption, Interruption)
-    builder = OverviewBuilder("r1", interruptions=[interruption] * 3, interrupted_s=40.0)
+    builder = OverviewBuilder("r1", interrupted_s=35.5)
+    for _ in range(3):
+        builder.take(interruption)
     builder.take(msgspec.structs.replace(interruption, step=9))
     overview = builder.overview(T + 30)
     assert (len(overview.interruptions), overview.interrupted_s) == (4, 41.5)

@@ -6,7 +6,7 @@ import pytest
 
 from unisono.core.events import Seconds
 from unisono.core.plan import plan
-from unisono.record.advice import Advice, Load, Setting, advise, computing_seconds, step_seconds
+from unisono.record.advice import Advice, AdviceSetting, Load, advise, computing_seconds, step_seconds
 
 
 def team(paces: list[float], microbatches: int, *, equal: bool = True, **more: float) -> list[Load]:
@@ -33,7 +33,7 @@ def first(found: list[Advice]) -> Advice:
 
 def test_workers_that_wait_because_of_unequal_shares_are_advised_more_microbatches() -> None:
     """4 micro-batches on 3 workers: one computes two, while the others wait for half of the step."""
-    found = first(advise(team([0.1, 0.1, 0.1], 4), Setting(microbatches=4, batch_size=48)))
+    found = first(advise(team([0.1, 0.1, 0.1], 4), AdviceSetting(microbatches=4, batch_size=48)))
     assert found.change == "microbatches=6"  # 12 would be as good, and is more than is needed
     assert found.gain == pytest.approx(1 - 2 / 3, abs=0.02)
     assert found.loss_seconds == pytest.approx(0.1)
@@ -43,7 +43,7 @@ def test_workers_that_wait_because_of_unequal_shares_are_advised_more_microbatch
 
 
 def test_what_is_advised_is_what_the_model_says_of_the_advised_number() -> None:
-    loads, setting = team([0.1, 0.25], 4), Setting(microbatches=4, batch_size=64)
+    loads, setting = team([0.1, 0.25], 4), AdviceSetting(microbatches=4, batch_size=64)
     found = first([each for each in advise(loads, setting) if each.change])
     number = int(found.change.removeprefix("microbatches="))
     assert setting.batch_size % number == 0
@@ -52,18 +52,18 @@ def test_what_is_advised_is_what_the_model_says_of_the_advised_number() -> None:
 
 
 def test_a_balanced_run_is_advised_nothing() -> None:
-    assert advise(team([0.1, 0.1], 8), Setting(microbatches=8, batch_size=64)) == []
+    assert advise(team([0.1, 0.1], 8), AdviceSetting(microbatches=8, batch_size=64)) == []
 
 
 def test_more_workers_than_microbatches_are_named() -> None:
     loads = team([0.1] * 4, 2)
-    found = first(advise(loads, Setting(microbatches=2, batch_size=16)))
+    found = first(advise(loads, AdviceSetting(microbatches=2, batch_size=16)))
     assert "4 workers share 2 micro-batches: 2 of them have nothing to compute" in found.text
     assert found.change == "microbatches=4"
 
 
 def test_a_slow_worker_is_named_with_what_it_costs() -> None:
-    found = first(advise(team([0.1, 0.1, 0.1, 0.4], 16), Setting(microbatches=16, batch_size=16, balance=False)))
+    found = first(advise(team([0.1, 0.1, 0.1, 0.4], 16), AdviceSetting(microbatches=16, batch_size=16, balance=False)))
     assert found.text.startswith("w3 takes 4.0x as long for a micro-batch as the others (400 ms, the others 100 ms)")
     assert found.gain == pytest.approx(0.75)
 
@@ -73,12 +73,12 @@ def test_a_worker_of_another_kind_is_not_called_slow() -> None:
         Load(worker_id="w0", kind="a", seconds=Seconds(compute=1.0), leaves=10),
         Load(worker_id="w1", kind="b", seconds=Seconds(compute=1.0), leaves=2),
     ]
-    assert advise(loads, Setting(microbatches=12)) == []
+    assert advise(loads, AdviceSetting(microbatches=12)) == []
 
 
 def test_loading_is_advised_loader_processes() -> None:
     loads = [Load(worker_id="w0", seconds=Seconds(data=0.4, compute=0.6), leaves=8)]
-    found = first(advise(loads, Setting(microbatches=8, batch_size=64)))
+    found = first(advise(loads, AdviceSetting(microbatches=8, batch_size=64)))
     assert found.change == "loader_workers=1"
     assert found.gain == pytest.approx(0.4)
     assert "Loading data takes 40 % of each step of w0" in found.text
@@ -86,17 +86,17 @@ def test_loading_is_advised_loader_processes() -> None:
 
 def test_loading_that_takes_longer_than_computing_needs_several_loader_processes() -> None:
     loads = [Load(worker_id="w0", seconds=Seconds(data=0.9, compute=0.3), leaves=8)]
-    found = first(advise(loads, Setting(microbatches=8)))
+    found = first(advise(loads, AdviceSetting(microbatches=8)))
     assert found.change == "loader_workers=4"
     assert found.gain == pytest.approx(0.75)
-    fewer = first(advise(loads, Setting(microbatches=8, spare_cores=2.0)))
+    fewer = first(advise(loads, AdviceSetting(microbatches=8, spare_cores=2.0)))
     assert fewer.change == "loader_workers=2"
     assert fewer.gain == pytest.approx((1.2 - 0.45) / 1.2)
 
 
 def test_loading_without_a_free_core_promises_nothing() -> None:
     loads = [Load(worker_id="w0", seconds=Seconds(data=0.4, compute=0.6), leaves=8)]
-    found = first(advise(loads, Setting(microbatches=8, spare_cores=0.0)))
+    found = first(advise(loads, AdviceSetting(microbatches=8, spare_cores=0.0)))
     assert (found.gain, found.change) == (0.0, "")
 
 
@@ -110,7 +110,7 @@ def test_a_larger_batch_is_advised_where_bytes_take_long() -> None:
         )
         for rank in range(2)
     ]
-    found = first(advise(loads, Setting(microbatches=8, batch_size=64, wire="bf16")))
+    found = first(advise(loads, AdviceSetting(microbatches=8, batch_size=64, wire="bf16")))
     assert "Bytes on their way take 80 % of each step." in found.text
     assert found.change == "batch_size=128"
     assert found.gain == pytest.approx(1 - 1.2 / 2)
@@ -121,11 +121,13 @@ def test_half_the_bytes_are_advised_where_they_take_long() -> None:
         seconds = Seconds(compute=1 - network, network=network)
         return [Load(worker_id=f"w{rank}", host=f"h{rank}", seconds=seconds, leaves=4) for rank in range(2)]
 
-    found = {each.change: each for each in advise(loads(0.6), Setting(microbatches=8))}['wire="bf16"']
+    found = {each.change: each for each in advise(loads(0.6), AdviceSetting(microbatches=8))}['wire="bf16"']
     assert found.gain == pytest.approx(0.3)
     assert "take 60 % of each step" in found.text
-    assert not [each for each in advise(loads(0.6), Setting(microbatches=8, wire="bf16")) if "wire" in each.change]
-    assert not [each for each in advise(loads(0.02), Setting(microbatches=8)) if "wire" in each.change]
+    assert not [
+        each for each in advise(loads(0.6), AdviceSetting(microbatches=8, wire="bf16")) if "wire" in each.change
+    ]
+    assert not [each for each in advise(loads(0.02), AdviceSetting(microbatches=8)) if "wire" in each.change]
 
 
 def test_nodes_that_need_not_travel_are_advised_away() -> None:
@@ -134,14 +136,14 @@ def test_nodes_that_need_not_travel_are_advised_away() -> None:
         Load(worker_id=f"w{rank}", host=f"h{rank}", seconds=Seconds(compute=0.1, network=0.9), leaves=3)
         for rank in range(2)
     ]
-    found = first(advise(loads, Setting(microbatches=6, batch_size=48, wire="bf16")))
+    found = first(advise(loads, AdviceSetting(microbatches=6, batch_size=48, wire="bf16")))
     assert found.change == "microbatches=8"
     assert found.gain == pytest.approx(0.9 * (1 - 2 / 3), abs=0.01)
 
 
 def test_what_the_script_does_by_itself_is_named_and_nothing_is_promised() -> None:
     loads = [Load(worker_id="w0", seconds=Seconds(compute=0.5, update=0.5), leaves=4)]
-    found = first(advise(loads, Setting(microbatches=4)))
+    found = first(advise(loads, AdviceSetting(microbatches=4)))
     assert found.gain == 0.0
     assert "takes 50 % of each step" in found.text
 
@@ -152,6 +154,6 @@ def test_nodes_that_the_shares_avoid_already_are_not_promised_again() -> None:
         Load(worker_id="w0", host="a", seconds=Seconds(compute=0.16, network=0.5), leaves=4),
         Load(worker_id="w1", host="b", seconds=Seconds(compute=0.08, network=0.5, waiting=0.08), leaves=2),
     ]
-    found = {each.change: each.gain for each in advise(loads, Setting(microbatches=6, batch_size=24))}
+    found = {each.change: each.gain for each in advise(loads, AdviceSetting(microbatches=6, batch_size=24))}
     assert found["microbatches=8"] == pytest.approx(0.04 / 0.66, abs=0.005)
     assert found["batch_size=48"] == pytest.approx((0.66 - 0.16) / 2 / 0.66, abs=0.005)

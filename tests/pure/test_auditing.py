@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.core.audits import Record
-from unisono.core.checks import key_of
+from unisono.core.audit_rules import Record
 from unisono.core.errors import DivergenceError
+from unisono.core.rehearsals import key_of
 from unisono.core.telemetry import Compared
 from unisono.strategies.audit import audits
 from unisono.strategies.audit.audits import Audits, first_difference, of_states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.core.audits import (
+from unisono.core.audit_rules import (
     IN_DOUBT,
     IN_DOUBT_OF_LASTING,
     TRIED,
@@ -16,8 +16,8 @@ from unisono.core.audits import (
     too_few,
     tried,
 )
-from unisono.core.checks import digest_of, key_of, odd_ones
 from unisono.core.plan import Plan, plan
+from unisono.core.rehearsals import digest_of, key_of, odd_ones
 from unisono.core.spec import MOST_AUDITED
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.pure.test_streams import cursor
 from unisono.core.errors import UsageError
-from unisono.core.streams import StreamCursor, StreamOrder, Wanted
+from unisono.core.stream_plan import StreamCursor, StreamOrder, WantedSamples
 from unisono.engine.microbatch.bookmarks import FOLLOWING, STRIDE, Bookmark, Bookmarks, News, Taken
 from unisono.engine.microbatch.data import Loading
 from unisono.engine.microbatch.sampledigests import digest_of_sample, together
@@ -64,7 +64,7 @@ def where(*, known: bool, length: int = LENGTH) -> StreamCursor:
     return StreamCursor(order=StreamOrder(80, 104, "streams"), batch_size=20, microbatches=2, seed=1, num_steps=300)
 
 
-def read(data: Streams, wanted: list[Wanted]) -> tuple[list[Any], list[Bookmark]]:
+def read(data: Streams, wanted: list[WantedSamples]) -> tuple[list[Any], list[Bookmark]]:
     """Return the samples in a row, and the bookmarks that were taken."""
     reader = Reader(data, 1, marks=True)
     return [reader.read(one) for one in wanted], [bookmark for _, bookmark in reader.news().taken]
@@ -317,7 +317,7 @@ def test_workers_agree_on_the_newest_bookmarks() -> None:
         return Bookmark(epoch, 0, position, b"state", b"digest")
 
     known = Bookmarks()
-    wanted = Wanted(0, 2, 1, 700, 10, LENGTH)
+    wanted = WantedSamples(0, 2, 1, 700, 10, LENGTH)
     known.agree("data", [True, None], [{0: mark(0, 512), 1: mark(0, 256)}, {}])
     known.agree("data", [True, True], [{1: mark(0, 512)}, {0: mark(1, 256), 1: mark(0, 256)}])
     assert known.find("data", wanted) == mark(1, 256)
@@ -344,7 +344,7 @@ def test_older_bookmarks_are_forgotten() -> None:
     taken = Taken()
     marks = [Bookmark(0, 0, STRIDE * number, b"", b"") for number in range(1, 5)]
     taken.note(News(True, [(0, one) for one in marks]))
-    assert taken.newest({0: Wanted(0, 1, 0, 600, 0, LENGTH)}) == {0: marks[1]}
+    assert taken.newest({0: WantedSamples(0, 1, 0, 600, 0, LENGTH)}) == {0: marks[1]}
     assert taken._taken[0] == marks[1:]
     assert taken.newest({}) == {}
     taken.note(News(False, []))

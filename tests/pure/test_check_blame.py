@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 
 from unisono.tools.check.blame import Culprit, blame
-from unisono.tools.check.comparing import first_difference, places_of
 from unisono.tools.check.records import LeafRecord, Section, StatementEvent, StateRecord, Where
 from unisono.tools.check.statements import Statements, read_script
+from unisono.tools.check.trial_diff import first_difference, places_of
 
 FILE = "train.py"
 TEXT = textwrap.dedent("""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.tools.check.values import MISSING, resolve, text_of
+from unisono.tools.check.value_texts import MISSING, resolve, text_of
 
 
 class Model:

@@ -140,7 +140,7 @@ def test_a_table_of_differences_ends_somewhere() -> None:
         ({"every_seconds": -1.0}, "every_seconds=...) must be above 0"),
         ({"keep": 0}, "keep=...) must be at least 1, got 0"),
         ({"best": "most"}, "'min' or 'max', got 'most'"),
-        ({"on_signal": 300}, "from 0 to 255, or None; got 300"),
+        ({"exit_code_on_sigterm": 300}, "from 0 to 255, or None; got 300"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(given: dict[str, object], said: str) -> None:

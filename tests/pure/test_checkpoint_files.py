@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from unisono.core.errors import CheckpointError
-from unisono.engine.checkpoint.loading import load_model, newest, read
+from unisono.engine.checkpoint.loading import load_weights, newest, read
 from unisono.engine.checkpoint.snapshot import Layout, tensor_names
 from unisono.engine.state.packing import pack
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import BLOCK_BYTES, Entry, FileFacts, Manifest, Problem
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import BLOCK_BYTES, CheckpointDiffers, Entry, FileFacts, Manifest
 
 STATE = {
     "objects": {
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage: str, f
     path = write(folder, 9)
     harm, said = DAMAGES[damage]
     harm(path)
-    with pytest.raises(Problem) as caught:
+    with pytest.raises(CheckpointDiffers) as caught:
         files.verify(path)
     assert said in str(caught.value)
     found = newest(folder.parent)
@@ -150,7 +150,7 @@ def test_no_bit_of_a_manifest_can_change_unnoticed(folder: Path) -> None:
         (path / files.MANIFEST).write_bytes(changed)
         try:
             assert files.read_manifest(path) == before
-        except Problem:
+        except CheckpointDiffers:
             continue
         assert chr(whole[place]).isspace(), f"byte {place}, {whole[place - 20 : place + 20]!r}"
 
@@ -166,7 +166,7 @@ def test_where_a_large_file_is_damaged_is_said(tmp_path: Path) -> None:
     files.read_blocks(path, facts, [memoryview(again)[:777], memoryview(again)[777:]])
     assert again == data
     flip(path, BLOCK_BYTES + 1)
-    with pytest.raises(Problem, match=f"damaged in bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES}"):
+    with pytest.raises(CheckpointDiffers, match=f"damaged in bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES}"):
         files.read_blocks(path, facts)
 
 
@@ -242,20 +242,20 @@ def test_steps_are_ordered_as_numbers(folder: Path) -> None:
 def test_weights_are_loaded_without_a_run(folder: Path) -> None:
     path = write(folder, 9)
     for place in (folder.parent, str(folder), path):
-        assert torch.equal(load_model(place)["weight"], STATE["objects"]["model"]["weight"])  # type: ignore[index]
-    assert load_model(path, name="optimizer")["lr"] == 0.1
+        assert torch.equal(load_weights(place)["weight"], STATE["objects"]["model"]["weight"])  # type: ignore[index]
+    assert load_weights(path, name="optimizer")["lr"] == 0.1
     module = torch.nn.Linear(4, 3)
-    load_model(path, module)
+    load_weights(path, module)
     assert torch.equal(module.weight, STATE["objects"]["model"]["weight"])  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds model, odd, optimizer; there is no 'teacher'"):
-        load_model(path, name="teacher")
+        load_weights(path, name="teacher")
 
 
 def test_weights_of_the_one_before_are_loaded_with_a_warning(folder: Path) -> None:
     write(folder, 4)
     flip(write(folder, 9) / files.SKELETON, 9)
     with pytest.warns(UserWarning, match=r"skeleton.msgpack is damaged .* step-0000000004 is used"):
-        assert "weight" in load_model(folder)
+        assert "weight" in load_weights(folder)
 
 
 def test_nothing_is_executed(folder: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.checks import Twice, balance_of_copies, is_compared, is_rehearsed, minority, rehearsal
 from unisono.core.plan import Plan, plan
+from unisono.core.rehearsals import Twice, balance_of_copies, is_compared, is_rehearsed, minority, rehearsal
 
 
 def test_checks_are_dense_at_the_beginning_and_rare_afterwards() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.waiting import WAIT_S
@@ -32,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def said(number: int) -> Announcement:
-    return Announcement(time=1e9 + number, text=f"number {number}")
+    return Announcement(time=1e9 + number, number=number, head="1", text=f"number {number}")
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -83,8 +84,7 @@ def test_a_line_has_the_time_first_the_kind_and_the_run(run: Path, made: Any) ->
 def test_what_is_told_before_the_directory_is_known_is_written_then(run: Path, made: Any) -> None:
     told = made()
     for number in range(3):
-        assert told.tell(said(number))
-        assert not told.tell(said(number)), "it is told once"
+        told.tell(said(number))
     told.write_to(run, "r1")
     wait_for(run, 3)
     told.tell(said(3))
@@ -109,7 +109,6 @@ def test_one_writes_and_when_it_is_gone_the_next_one_appends_what_is_missing(run
     wait_for(run, 4)
     assert second.writes
     second.tell(said(4))
-    second.tell(said(2))  # a head that follows tells it again
     wait_for(run, 5)
     assert texts(run) == [f"number {number}" for number in range(5)]
 
@@ -250,15 +249,20 @@ def test_who_joins_another_side_of_the_run_lets_others_write_and_forgets(
     assert texts(run) == ["number 0", "number 1"]
 
 
-def test_an_event_with_a_line_in_the_journal_is_known_by_its_number(made: Any) -> None:
-    """Rank 0 of another moment tells it again, with its own time."""
-    from tests.pure.test_journal import evaluation
-
+def test_the_next_writer_knows_by_their_numbers_what_another_one_has_written(run: Path, made: Any) -> None:
+    """Also events that it hears of only now. What has no number, only it has told."""
+    own = Announcement(time=5.0, text="this machine has the next head")
+    lines_of_others = [line_of(said(number), run_id) for number, run_id in ((7, "r0"), (0, "r1"), (1, "r1"))]
+    (run / EVENTS_FILE).write_text("".join(f"{line}\n" for line in lines_of_others))
     told = made()
-    assert told.tell(evaluation(1, correct=3), 4)
-    assert not told.tell(evaluation(1, correct=4), 4)
-    assert told.tell(RunStarted(time=3.0, run_id="r", directory="", step=0, recipe={}))
-    assert told.tell(evaluation(1, correct=5), 0), "a run that begins again counts again"
+    told.tell(said(0))
+    told.tell(own)
+    told.write_to(run, "r1")
+    wait_for(run, 4)
+    for event in (said(1), said(2), msgspec.structs.replace(said(0), head="2")):
+        told.tell(event)
+    wait_for(run, 6)
+    assert texts(run)[3:] == [own.text, "number 2", "number 0"]
 
 
 def test_who_joins_another_side_while_lines_are_written_has_lost_none_there(

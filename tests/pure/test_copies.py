@@ -11,8 +11,8 @@ from unisono.core.errors import UsageError
 from unisono.core.words import without_password
 from unisono.engine.checkpoint import copies
 from unisono.engine.checkpoint.copies import Copy
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import FileFacts, Manifest
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import FileFacts, Manifest
 
 
 def manifest(step: int, loss: float = 1.0) -> Manifest:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.engine.checkpoint.evaluations import Order, Snapshots, claimed, give_up, hand_in, order_of
+from unisono.engine.checkpoint.evaluations import EvaluationOrder, Snapshots, claimed, give_up, hand_in, order_of
 from unisono.system.owned import NotOwned
 
 FOREVER = 1e9
@@ -22,8 +22,8 @@ def write(folder: Path, more: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(data)
 
 
-def order(number: int) -> Order:
-    return Order(number=number, phases=1, step=3, samples=8, batch_size=4)
+def order(number: int) -> EvaluationOrder:
+    return EvaluationOrder(number=number, phases=1, step=3, samples=8, batch_size=4)
 
 
 def put(run: Path, *numbers: int, patience_s: float = FOREVER) -> Snapshots:

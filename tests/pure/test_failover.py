@@ -19,6 +19,7 @@ from unisono.core.following import GONE_S, Absence, Followed, StaleHead, Undeliv
 from unisono.core.messages import (
     AgentHello,
     Heads,
+    HeadSnapshot,
     Hello,
     Holding,
     Kept,
@@ -28,7 +29,6 @@ from unisono.core.messages import (
     Notice,
     Proposal,
     Ready,
-    Snapshot,
     Start,
     StepDone,
 )
@@ -187,7 +187,7 @@ class World:
             return
         machine = self.machines[head.lines[agent_id]]
         data = f"{head.state.head}.{head.number}".encode()
-        snapshot = Snapshot(
+        snapshot = HeadSnapshot(
             term=head.state.term,
             number=head.number,
             state=data,

@@ -5,9 +5,15 @@ from __future__ import annotations
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from unisono.cli.resume import Resumed
+from unisono.core.errors import UsageError
+from unisono.core.fingerprints import RESULTS, other_arithmetic, other_results
+from unisono.system.arithmetic import check, name_of, results, variables
 from unisono.system.fingerprint import about_script, own_command, script_checksum
 
 
@@ -70,3 +76,47 @@ def test_the_script_and_the_hash_seed_are_told(monkeypatch: pytest.MonkeyPatch) 
     command = {"folder": "/", "arguments": ["train.py"]}
     assert about_script(command) == {"hash seed": "5", "script": script_checksum(["train.py"])}
     assert about_script(None) == {"hash seed": "5"}
+
+
+def test_the_instructions_of_an_environment_have_the_name_by_which_they_were_asked_for() -> None:
+    assert name_of({"PATH": "/bin", **variables("compatible")}) == "compatible"
+    assert name_of({}) == name_of({"ATEN_CPU_CAPABILITY": "avx2"}) == ""
+    assert variables(None) == {}
+
+
+def test_operations_with_other_results_are_named() -> None:
+    first, other = {RESULTS: "product=aa, sums=bb, norm=cc"}, {RESULTS: "product=aa, sums=b0, gelu=dd"}
+    assert other_results(first, other) == ["sums", "norm", "gelu"]
+    assert other_results(first, first) == other_results(first, {"torch": "2"}) == []
+    assert other_arithmetic({"torch": "2"}, {"torch": "2", **first}) == [], "an earlier version has no results"
+    assert other_arithmetic(first, {**first, RESULTS: "product=aa, sums=b0, norm=cc"}) == ["other results of sums"]
+
+
+def test_the_probe_gives_the_same_whatever_the_script_has_set() -> None:
+    found = results()
+    before = torch.get_rng_state(), torch.get_num_threads()
+    results.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu"), torch.device("meta"):
+            assert results() == found
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_num_threads() == before[1]
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="one of avx2, avx512, compatible"):
+        check("sse", {}, is_alone=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "found"),
+    [({"recipe": {"arithmetic": "avx2"}}, "avx2"), ({"recipe": {"arithmetic": []}}, None), ({}, None)],
+)
+def test_a_run_goes_on_with_the_instructions_that_it_was_held_to(facts: dict[str, Any], found: str | None) -> None:
+    assert Resumed("", "", facts).arithmetic() == found

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unisono.core.tree import Node, fold, leaf, root, schedule
-from unisono.engine.exchange.flat import ROW_BYTES, Entry, FlatLayout, Rows, Slot, digest_rows, divide_rows, fold_rows
+from unisono.engine.exchange.flat import (
+    ROW_BYTES,
+    FlatLayout,
+    Rows,
+    Slot,
+    SlotEntry,
+    digest_rows,
+    divide_rows,
+    fold_rows,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BUFFER_DTYPES = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]
@@ -28,7 +37,7 @@ def tensors(dtypes: list[torch.dtype], name: str) -> st.SearchStrategy[list[tupl
 layouts = st.builds(FlatLayout, tensors(DTYPES, "p"), tensors(BUFFER_DTYPES, "b"))
 
 
-def entries(layout: FlatLayout) -> list[Entry]:
+def entries(layout: FlatLayout) -> list[SlotEntry]:
     return [*layout.gradients, layout.scalars, layout.used, *layout.buffers]
 
 

@@ -18,15 +18,15 @@ from unisono.core.following import (
     is_majority,
     learn_term,
 )
-from unisono.core.messages import AgentHello, Foreign, Hello, Kept, Lost, Proposal, Snapshot, Stop, Verdict
+from unisono.core.messages import AgentHello, Foreign, HeadSnapshot, Hello, Kept, Lost, Proposal, Stop, Verdict
 from unisono.core.settings import Partition
-from unisono.core.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
-from unisono.membership import Lags, TookOver, heirs, holders, is_first_elsewhere, keepers, successor
+from unisono.core.sides import Allegiance, HelloAnswer, Rank, Standpoint, admission, merged, verdict
+from unisono.membership import Lags, TookOver, heirs, holders, is_first_elsewhere, keepers, seat_of
 from unisono.membership.roster import WorkerState, resumed
 
 
-def version(term: int, number: int, successor: str = AGENT) -> Snapshot:
-    return Snapshot(term=term, number=number, state=f"{term}.{number}".encode(), successor=successor)
+def version(term: int, number: int, successor: str = AGENT) -> HeadSnapshot:
+    return HeadSnapshot(term=term, number=number, state=f"{term}.{number}".encode(), successor=successor)
 
 
 def with_guests(num_guests: int) -> Story:
@@ -119,8 +119,8 @@ def test_an_heir_whose_connection_closes_is_left_out_at_once(has_ended: bool) ->
 
 
 def test_the_agent_whose_child_the_head_is_starts_the_next() -> None:
-    assert successor(with_guests(2).state) == AGENT
-    assert successor(Story(1).state) == ""
+    assert seat_of(with_guests(2).state) == AGENT
+    assert seat_of(Story(1).state) == ""
 
 
 # -- terms and versions ------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def starts(
     has_workers: bool = True,
 ) -> bool:
     """Whether this agent starts the next head now; it knows the head's state, as three machines do."""
-    newest = Snapshot(
+    newest = HeadSnapshot(
         term=1,
         number=1,
         state=b"",
@@ -212,7 +212,9 @@ def test_the_policy_says_who_goes_on_without_knowing_what_became_of_the_head() -
 
 
 def test_a_machine_does_not_start_a_head_for_a_state_that_is_lost_or_elsewhere() -> None:
-    alone = Snapshot(term=1, number=1, state=b"", successor="agent0", heirs=["agent0", "agent1"], holders=["agent0"])
+    alone = HeadSnapshot(
+        term=1, number=1, state=b"", successor="agent0", heirs=["agent0", "agent1"], holders=["agent0"]
+    )
     followed, _ = Followed().keep(alone)
     gone = Absence(since=0.0, refused_since=0.0)
     assert not followed.may_start("agent1", gone, "go-on", away_s=1.0, has_majority=True, has_workers=True, now=100.0)
@@ -297,7 +299,7 @@ def test_who_takes_over_goes_on_without_the_machine_of_the_head_before() -> None
     assert story.worker("w0").state is WorkerState.LOST
     assert story.notices()["w1"].members == [info("w1", "far")]
     assert story.reason == "lab is out of reach, with the head: the run goes on without w0; generation 3 with 1 worker"
-    assert (successor(story.state), heirs(story.state)) == ("agent1", ("agent1",))
+    assert (seat_of(story.state), heirs(story.state)) == ("agent1", ("agent1",))
 
 
 def test_who_takes_over_from_a_machine_without_workers_goes_on() -> None:
@@ -399,15 +401,15 @@ def test_no_hello_makes_a_head_give_way(gives_way: bool, term: int, is_own: bool
     own = msgspec.structs.replace(stand(7, term=2), gives_way_to="ws://there:1" if gives_way else "")
     agent = AgentHello(host="far", pid=1, num_workers=1, term=term, fresh=fresh)
     may_stay = is_own and term <= 2
-    expected = Admission.WELCOME if fresh or may_stay else Admission.FOREIGN
-    assert admission(own, agent, is_own=is_own) is (Admission.MOVED if gives_way else expected)
+    expected = HelloAnswer.WELCOME if fresh or may_stay else HelloAnswer.FOREIGN
+    assert admission(own, agent, is_own=is_own) is (HelloAnswer.MOVED if gives_way else expected)
     worker = Hello(info=info("w1", "far"), fingerprint={}, term=term)
     turned_away = gives_way or term > 2
-    assert admission(own, worker, is_own=is_own) is (Admission.HANG_UP if turned_away else Admission.WELCOME)
+    assert admission(own, worker, is_own=is_own) is (HelloAnswer.HANG_UP if turned_away else HelloAnswer.WELCOME)
 
 
 def test_a_machine_joins_another_side_unless_it_could_go_on_by_itself_and_has_come_further() -> None:
-    newest = Snapshot(
+    newest = HeadSnapshot(
         term=1, number=1, state=b"", successor="agent0", heirs=["agent0", "agent1"], holders=["agent0", "agent1"]
     )
     side = Allegiance(followed=Followed().keep(newest)[0], branch="h1.0")

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.core.errors import UsageError
 from unisono.tools.plan.forecast import ForecastInputs, Roster, Sample, candidates, expected_largest, forecast
-from unisono.tools.plan.strategies import STRATEGIES, StrategyOptions, WorkerMemory
+from unisono.tools.plan.strategy_models import STRATEGIES, StrategyOptions, WorkerMemory
 from unisono.tools.plan.wires import NetworkLink, Traffic, parse_link, seconds_of, sent_bytes
 
 MB = 1_000_000

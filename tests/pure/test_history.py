@@ -16,16 +16,16 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.test_journal import end, evaluation, step
+from tests.pure.test_journal import end, evaluation, run_with, step
 from tests.watch.long_run import make_long_run
 from unisono import cli
 from unisono.core.events import Interruption, Problem, Seconds, StepFinished, WorkerJoined, WorkerTimes
 from unisono.record.chronicle import line_of
 from unisono.record.history import History
 from unisono.record.history import index as index_module
-from unisono.record.history import lines as lines_module
+from unisono.record.history import journal_blocks as lines_module
 from unisono.record.history import reading as reading_module
-from unisono.record.history import story as story_module
+from unisono.record.history import story_events as story_module
 from unisono.record.history.machines import steps_of
 from unisono.record.journal import JOURNAL, Journal, conclude, read, to_line, truncate
 from unisono.record.journal.file import INDEX
@@ -636,3 +636,16 @@ def test_every_event_is_yielded_also_after_a_page_that_cannot_be_read(
 def test_a_point_counts_as_many_steps_as_it_is_a_mean_of() -> None:
     assert steps_of({"step": [0, 64, 72, 73]}, last=74) == [64, 8, 1, 2]
     assert steps_of({"step": []}, last=-1) == []
+
+
+def test_the_status_says_where_a_run_stands_that_has_no_head(tmp_path: Path) -> None:
+    def status(name: str, *told: LineEvent) -> dict[str, Any]:
+        return History(run_with(tmp_path / name, *told)).status()
+
+    assert status("empty")["state"] == "unknown"
+    stopped = status("stopped", step(0), step(1), evaluation(2, n=1))
+    assert (stopped["state"], stopped["step"], stopped["num_steps"], stopped["loss"]) == ("stopped", 1, 9, 0.25)
+    finished = status("finished", step(0), end())
+    assert (finished["state"], finished["digests"]) == ("finished", {"model": "5f3a"})
+    failed = status("failed", step(0), end(False, reason="KeyError: 3"))
+    assert (failed["state"], failed["reason"]) == ("failed", "KeyError: 3")

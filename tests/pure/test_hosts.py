@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cluster.launchers.answers import why_ssh_failed
 from unisono.cluster.launchers.hosts import Host, is_this_machine, parse_hostfile, parse_hosts, read_hostfile, spread
+from unisono.cluster.launchers.way import why_ssh_failed
 from unisono.core.errors import UsageError
 from unisono.system.capacity import Workers
 

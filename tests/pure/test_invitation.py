@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from unisono.cli.looking import as_invitation
 from unisono.cli.reach import find, may_act, tell
 from unisono.cluster.machine import headprocess
-from unisono.cluster.machine.headprocess import Service
-from unisono.cluster.machine.inviting import welcome_words
+from unisono.cluster.machine.headprocess import Service, welcome_words
 from unisono.cluster.trust.certificate import Untrusted, check, derived
 from unisono.cluster.trust.invitation import HeadUrl, Invitation, shown
 from unisono.cluster.trust.secret import is_reader, reader_token

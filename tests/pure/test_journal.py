@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from unisono.core.events import Announcement, EvaluationFinished, RunEnded, Seconds, StepFinished, WorkerTimes
+from unisono.core.events import EvaluationFinished, RunEnded, Seconds, StepFinished, WorkerTimes
 from unisono.record.journal import (
     JOURNAL,
     Difference,
@@ -25,7 +26,6 @@ from unisono.record.journal import (
     events,
     from_line,
     read,
-    summary,
     to_line,
     truncate,
 )
@@ -34,13 +34,18 @@ from unisono.record.journal.lines import LineEvent
 from unisono.record.journal.writing import KEPT_LINES, LINES_AT_ONCE
 
 
-def step(number: int, **changes: Any) -> StepFinished:
+def step(number: int, /, **changes: Any) -> StepFinished:
     values: dict[str, Any] = {
         "step": number, "epoch": number // 3, "loss": 0.5 / (number + 1), "weight": 24.0, "samples": 24,
         "digest": f"{number:016x}", "num_steps": 9, "generation": 1, "seconds": Seconds(compute=0.1),
         "workers": {}, "logs": {},
     }  # fmt: skip
     return StepFinished(**{**values, **changes})
+
+
+def numbered(*said: LineEvent) -> list[LineEvent]:
+    """The events as a journal has them."""
+    return [msgspec.structs.replace(event, number=number) for number, event in enumerate(said)]
 
 
 def end(ok: bool = True, **changes: Any) -> RunEnded:
@@ -77,7 +82,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     folder = run_with(tmp_path / "run", *said)
     assert list(read(folder)) == [{"line": n, **to_line(event)} for n, event in enumerate(said)]
     assert list(read(folder / JOURNAL)) == list(read(folder))
-    assert list(events(folder)) == said
+    assert list(events(folder)) == numbered(*said)
 
 
 def test_the_line_of_a_step_has_these_keys_in_this_order(tmp_path: Path) -> None:
@@ -110,22 +115,13 @@ def test_the_lines_of_older_and_newer_versions_are_read() -> None:
         from_line({"line": 5, "kind": "step", "loss": [3]})
 
 
-def test_what_is_no_line_has_no_number(tmp_path: Path) -> None:
-    """An announcement is heard by some workers only, and lines are numbered alike on all."""
-    journal = journal_of(tmp_path, writer=True)
-    journal.emit(Announcement(text="w3 joins"))
-    assert journal.number == 0
-    journal.emit(step(0))
-    assert numbers(tmp_path) == [0]
-
-
 def test_a_new_writer_says_which_events_the_file_lacked(tmp_path: Path) -> None:
     first, second = journal_of(tmp_path, writer=True), journal_of(tmp_path, writer=False)
     for number in range(4):
         second.emit(step(number))
         if number < 2:
             first.emit(step(number))
-    assert second.start(writer=True) == [step(2), step(3)]
+    assert second.start(writer=True) == [step(number, number=number) for number in (2, 3)]
     assert second.start(writer=True) == []
     assert numbers(tmp_path) == [0, 1, 2, 3]
 
@@ -266,7 +262,6 @@ def test_what_a_disk_had_no_room_for_too_long_is_named(tmp_path: Path, monkeypat
     said = f"identical: 5 steps, model 5f3a; lines 1-6 are missing in {tmp_path}"
     assert compare(whole, tmp_path) == said
     assert compare(tmp_path, whole) == said
-    assert summary(tmp_path)["state"] == "finished"
 
 
 def test_a_difference_is_one_with_missing_lines_too(tmp_path: Path) -> None:
@@ -545,24 +540,10 @@ def test_a_broken_line_is_named(text: str, tmp_path: Path) -> None:
     folder = run_with(tmp_path / "run", step(0))
     with (folder / JOURNAL).open("ab") as file:
         file.write(text.encode("latin-1") + b"\n")
-    for use in (summary, lambda run: compare(run, run)):
-        with pytest.raises(ValueError, match=r"line 2 of .*journal.jsonl is not a line of a journal: "):
-            use(folder)
+    with pytest.raises(ValueError, match=r"line 2 of .*journal.jsonl is not a line of a journal: "):
+        compare(folder, folder)
     conclude(folder, "all are gone")
     assert (folder / JOURNAL).read_bytes().count(b"\n") == 2, "nothing is appended to what cannot be read"
-
-
-# -- summary -----------------------------------------------------------------------------------------
-
-
-def test_a_summary_says_where_the_run_stands(tmp_path: Path) -> None:
-    assert summary(tmp_path)["state"] == "unknown"
-    stopped = summary(run_with(tmp_path / "stopped", step(0), step(1), evaluation(2, n=1)))
-    assert (stopped["state"], stopped["step"], stopped["num_steps"], stopped["loss"]) == ("stopped", 1, 9, 0.25)
-    finished = summary(run_with(tmp_path / "finished", step(0), end()))
-    assert (finished["state"], finished["digests"]) == ("finished", {"model": "5f3a"})
-    failed = summary(run_with(tmp_path / "failed", step(0), end(False, reason="KeyError: 3")))
-    assert (failed["state"], failed["reason"]) == ("failed", "KeyError: 3")
 
 
 # -- a run whose members are gone --------------------------------------------------------------------
@@ -577,7 +558,6 @@ def test_the_end_is_written_for_those_who_could_not(tmp_path: Path) -> None:
     *steps, last = read(run)
     assert [line["step"] for line in steps] == [0, 1]
     assert last == {"line": 2, "kind": "end", "ok": False, "reason": "all are gone", "digests": {}}
-    assert summary(run)["state"] == "failed"
 
 
 def test_no_end_is_written_where_there_is_one_or_nothing(tmp_path: Path) -> None:

@@ -17,14 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono import membership
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.memory import HeadMemory
 from unisono.core.efficiency import SETTLED, SKIPPED
 from unisono.core.errors import ProtocolError, UsageError
 from unisono.core.events import Event as Happening
 from unisono.core.messages import (
     PROTOCOL,
     AgentHello,
-    Announcement,
     Beat,
     BeatOf,
     Drain,
@@ -51,9 +50,10 @@ from unisono.core.messages import (
     TalkAnswer,
     TalkCall,
     TalkDone,
+    UserSentence,
     Wanted,
     WorkerExit,
-    WorkerLate,
+    WriteStacks,
 )
 from unisono.core.policy import Policy
 from unisono.core.settings import RunSettings
@@ -70,7 +70,7 @@ from unisono.membership import (
     routine_of_many,
     step,
 )
-from unisono.membership.likeness import differences
+from unisono.membership.hellos import differences
 from unisono.membership.roster import ALIVE, State, Worker, WorkerState, noted, resumed
 
 AGENT = "agent0"
@@ -259,7 +259,7 @@ def test_a_guest_that_fails_before_the_first_generation_fails_alone(end: Message
     assert story.ended is None
     assert story.worker("w2").state is WorkerState.LOST
     assert story.sent("agent1", Start) == [], "another process there would fare no better"
-    assert story.sent("agent1", Announcement)[0].text in (
+    assert story.sent("agent1", UserSentence)[0].text in (
         "the last output of worker w2 (pid 1002):\nNo module named foo",
         "T",
     )
@@ -655,7 +655,7 @@ def test_what_was_measured_goes_on_with_the_next_head() -> None:
     story.hold()
     steps(story, MEASURED, rate=10)
     story.agent(0, "agent1", primary=False)
-    state = Memory.decode(Memory(story.state, 0.0, "").encode()).state
+    state = HeadMemory.decode(HeadMemory(story.state, 0.0, "").encode()).state
     assert state.measured.rates == story.state.measured.rates
     assert state.measured.rates[1] == pytest.approx(10)
     assert state.agents == story.state.agents
@@ -809,12 +809,12 @@ def test_a_gather_before_the_training_waits_for_all_that_the_run_waits_for() -> 
     story = Story(1, wait_for=2)
     story.agent(1)
     story.says("w0", Hello(info=info("w0"), fingerprint={"torch": "2"}))
-    story.says("w0", TalkCall(number=0, kind="run.gather", value=b"0"))
+    story.says("w0", TalkCall(number=0, kind="run.all_gather", value=b"0"))
     assert "1 of 2 workers are there" in story.reason
     assert story.sent("w0", TalkAnswer) == []
     story.agent(1, "agent1", primary=False)
     story.says("w1", Hello(info=info("w1"), fingerprint={"torch": "2"}))
-    story.says("w1", TalkCall(number=0, kind="run.gather", value=b"1"))
+    story.says("w1", TalkCall(number=0, kind="run.all_gather", value=b"1"))
     assert story.sent("w0", TalkAnswer)[0].values == [b"0", b"1"]
 
 
@@ -1062,7 +1062,7 @@ def test_a_newcomer_that_cannot_start_does_not_end_the_run() -> None:
     story.says("w2", Failed(error="ImportError: no", traceback="Traceback ..."))
     assert story.ended is None
     assert story.state.generation == 1
-    assert story.sent("agent1", Announcement)[0].text == "Traceback ..."
+    assert story.sent("agent1", UserSentence)[0].text == "Traceback ..."
 
 
 # -- silence, hangs, broken links --------------------------------------------------------------------
@@ -1265,7 +1265,7 @@ def test_a_late_worker_is_reported_once() -> None:
     story = training(2, late_s=3.0)
     story.beat("w0", waiting=True)
     story.beat("w1", seconds_at=3.5, progress=7)
-    late = story.sent("w1", WorkerLate)[0]
+    late = story.sent("w1", WriteStacks)[0]
     assert (late.worker_id, late.step, late.microbatch) == ("w1", 4, 2)
     assert "w1 (pid 1001) is late: no progress for 3.5 s at step 4, micro-batch 2" in story.reason
     assert story.beat("w1", seconds_at=4.0, progress=7) == []
@@ -1322,7 +1322,7 @@ def test_a_worker_that_takes_long_after_the_loop_is_late_and_stays() -> None:
     """An export of the main worker is no hang, and nobody could go on with anything."""
     story = waits_at_the_end()
     story.beat("w0", seconds_at=14.0, microbatch=3)
-    assert story.sent("w0", WorkerLate), "its stack is shown"
+    assert story.sent("w0", WriteStacks), "its stack is shown"
     story.beat("w0", seconds_at=599.0, microbatch=3)
     assert story.worker("w0").state is WorkerState.HOLDING
     assert story.state.members == ("w0", "w1")
@@ -1423,7 +1423,7 @@ def test_a_micro_batch_that_hangs_on_a_second_worker_ends_the_run() -> None:
     """It is the script or its data. Nobody else may be left who waits, or who could be lost before."""
     story = left_alone_where_another_hung()
     story.beat("w1", seconds_at=3.5, progress=7, samples=[17, 3])
-    assert story.sent("w1", WorkerLate), "its stack is shown"
+    assert story.sent("w1", WriteStacks), "its stack is shown"
     story.beat("w1", seconds_at=59.0, samples=[17, 3])
     assert story.ended is None
     story.beat("w1", seconds_at=61.0, samples=[17, 3])
@@ -1491,7 +1491,7 @@ def test_a_member_that_hangs_while_only_a_newcomer_waits_is_reported_and_ended_l
     """To leave it aside would be the end of the run: nobody else has the state."""
     story = last_holder_with_a_newcomer()
     story.beat("w0", seconds_at=3.5)
-    assert story.sent("w0", WorkerLate)
+    assert story.sent("w0", WriteStacks)
     story.beat("w0", seconds_at=599.0)
     assert story.worker("w0").state is WorkerState.HOLDING
     story.beat("w0", seconds_at=601.0)
@@ -2157,6 +2157,19 @@ def test_a_different_fingerprint_is_refused_where_strict() -> None:
     assert story.worker("w1").state is WorkerState.LEFT
     assert not story.sent("w1", Ended)[0].ok
     assert story.ended is None
+
+
+def test_other_results_in_the_probe_are_refused_and_other_names_are_not() -> None:
+    story = Story(3)
+    story.agent(3)
+    probed = {"device": "cpu", "results": "product=aa, sums=bb"}
+    story.says("w0", Hello(info=info("w0"), fingerprint={**probed, "processor": "old"}))
+    story.says("w1", Hello(info=info("w1"), fingerprint={**probed, "processor": "new"}))
+    assert "processor is 'new' and not 'old'" in story.reason
+    assert "the same bits in a probe" in story.reason
+    story.says("w2", Hello(info=info("w2"), fingerprint={**probed, "results": "product=aa, sums=b0"}))
+    assert "gets other bits in sums (processor is 'unknown' and not 'old')" in story.reason
+    assert [story.worker(f"w{number}").state for number in (1, 2)] == [WorkerState.STARTING, WorkerState.LEFT]
 
 
 def says_hello(story: Story, worker_id: str, script: str) -> None:

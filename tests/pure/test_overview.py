@@ -108,27 +108,6 @@ def test_the_time_that_is_left_is_unknown_where_a_script_does_not_say_its_length
     assert folded(step(3), ended()).left_s is None
 
 
-def test_a_step_that_is_told_again_counts_once() -> None:
-    once, twice = OverviewBuilder(), OverviewBuilder()
-    for number in range(6):
-        once.take(step(number), number)
-        for again in range(max(0, number - 3), number + 1):
-            twice.take(step(again), again)
-    assert once.overview(START) == twice.overview(START)
-
-
-def test_an_event_that_is_told_again_counts_once() -> None:
-    events = [started(), joined("w0"), members(1, "w0"), gone("w0"), evaluation(3, right=5)]
-    numbers = [-1, -1, -1, -1, 0]
-    once, twice = OverviewBuilder(), OverviewBuilder()
-    for event, number in zip(events, numbers, strict=True):
-        once.take(event, number)
-        twice.take(event, number)
-        if not isinstance(event, RunStarted):
-            twice.take(event, number)
-    assert once.overview(START) == twice.overview(START)
-
-
 @pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_a_loss_that_is_no_number_is_named_and_stays_out_of_the_curve(loss: float, word: str) -> None:
     found = folded(step(0, loss=2.0), step(1, loss=loss, logs={"norm": math.nan, "lr": 0.5}))

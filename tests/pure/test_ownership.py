@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.ownership import Owners, Place, living, owners, senders, shares
+from unisono.core.ownership import MemberPlace, Owners, living, owners, senders, shares
 
 LAYERS = [2048, 8] * 12
 SIZES = st.lists(st.integers(0, 1000), max_size=30)
 
 
-def places(*hosts: int) -> list[Place]:
+def places(*hosts: int) -> list[MemberPlace]:
     """Members of hosts of so many members."""
     names = [host for host, number in enumerate(hosts) for _ in range(number)]
-    return [Place(f"w{rank}", f"host {host}") for rank, host in enumerate(names)]
+    return [MemberPlace(f"w{rank}", f"host {host}") for rank, host in enumerate(names)]
 
 
 def moves(before: Owners, after: Owners) -> int:
@@ -53,7 +53,7 @@ def test_what_was_found_is_found_again(sizes: list[int], size: int, copies: int,
     table = owners(sizes, members, copies)
     assert owners(sizes, members, copies, table) == table
     survivors = data.draw(st.lists(st.sampled_from(members), min_size=1, unique=True))
-    now = [*survivors, Place("w9", "host 0")]
+    now = [*survivors, MemberPlace("w9", "host 0")]
     after = owners(sizes, now, copies, table)
     assert owners(sizes, now, copies, after) == after
     assert all(len(each) == min(copies, len(now)) for each in after)

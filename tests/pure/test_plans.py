@@ -25,7 +25,7 @@ from unisono.tools.plan.plans import (
     roster_of,
     write_plan,
 )
-from unisono.tools.plan.strategies import StrategyOptions, WorkerMemory
+from unisono.tools.plan.strategy_models import StrategyOptions, WorkerMemory
 from unisono.tools.plan.told import (
     shown_came,
     shown_conclusions,

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import unisono
 from unisono.cli import _group
 from unisono.core.errors import UsageError
-from unisono.engine.loop.settings import choose_device
+from unisono.engine.loop.process_settings import choose_device
 from unisono.script import inspected
 
 
@@ -27,9 +27,15 @@ def test_on_windows_names_and_commands_are_refused_in_words(monkeypatch: pytest.
     assert unisono.UsageError is UsageError
 
 
-@pytest.mark.parametrize("device", ["mps", torch.device("xpu", 0)])
-def test_other_devices_are_refused_in_words(device: str | torch.device) -> None:
-    with pytest.raises(UsageError, match='workers compute on "cpu" or "cuda"'):
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("mps", "sums need float64, which it does not have"),
+        (torch.device("xpu", 0), "device='xpu:0': torch knows no such device on this machine"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_in_words(device: str | torch.device, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
         choose_device(device, 0)
 
 

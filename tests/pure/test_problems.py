@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from unisono.core.errors import DivergenceError, LossError
 from unisono.record.problems.evidence import MAX_CHARACTERS, Evidence, Witness, redacted, shown, shown_environment
-from unisono.record.problems.fit import Held, Setting, advice, asked_bytes, table
+from unisono.record.problems.fit import FitSetting, Held, advice, asked_bytes, table
 from unisono.record.problems.kinds import Trouble, file_name, kind_of, sentence, text
 from unisono.record.problems.limits import Kills, memory_limit
 
@@ -246,7 +246,7 @@ def test_what_held_the_memory_is_told_by_kind() -> None:
 def test_the_number_of_micro_batches_that_is_advised_fits(microbatches: int, asked: int) -> None:
     """By the same numbers: what does not depend on it, and the rest in the proportion of the samples."""
     held = replace(HELD, asked=asked)
-    said = advice(held, Setting(batch_size=256, microbatches=microbatches))
+    said = advice(held, FitSetting(batch_size=256, microbatches=microbatches))
     assert said.startswith("microbatches="), said
     advised = int(said.removeprefix("microbatches=").split()[0])
     assert 256 % advised == 0
@@ -255,23 +255,23 @@ def test_the_number_of_micro_batches_that_is_advised_fits(microbatches: int, ask
 
 
 def test_fewer_workers_are_advised_where_they_share_the_memory() -> None:
-    said = advice(replace(HELD, shared=21 * GB), Setting(batch_size=256, microbatches=8, num_workers=4))
+    said = advice(replace(HELD, shared=21 * GB), FitSetting(batch_size=256, microbatches=8, num_workers=4))
     assert "1 worker on this machine instead of 4 (the bits stay the same)" in said
-    said = advice(replace(HELD, shared=34 * GB), Setting(batch_size=256, microbatches=8, num_workers=4))
+    said = advice(replace(HELD, shared=34 * GB), FitSetting(batch_size=256, microbatches=8, num_workers=4))
     assert "3 workers on this machine" in said
-    assert "on this machine" not in advice(HELD, Setting(batch_size=256, microbatches=8, num_workers=4))
+    assert "on this machine" not in advice(HELD, FitSetting(batch_size=256, microbatches=8, num_workers=4))
 
 
 def test_what_no_number_of_micro_batches_can_mend_is_said() -> None:
     too_large = replace(HELD, kinds={"parameters": 6 * GB})
-    assert "no number of micro-batches makes it fit" in advice(too_large, Setting(batch_size=256, microbatches=8))
+    assert "no number of micro-batches makes it fit" in advice(too_large, FitSetting(batch_size=256, microbatches=8))
     one_sample = replace(HELD, asked=1000 * GB)
-    assert advice(one_sample, Setting(batch_size=8, microbatches=4)).startswith("Even micro-batches of 1 sample")
+    assert advice(one_sample, FitSetting(batch_size=8, microbatches=4)).startswith("Even micro-batches of 1 sample")
 
 
 def test_nothing_is_advised_without_numbers() -> None:
-    assert advice(replace(HELD, limit=0), Setting(batch_size=256, microbatches=8)) == ""
-    assert advice(HELD, Setting()) == ""
+    assert advice(replace(HELD, limit=0), FitSetting(batch_size=256, microbatches=8)) == ""
+    assert advice(HELD, FitSetting()) == ""
 
 
 @pytest.mark.parametrize(

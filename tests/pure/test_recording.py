@@ -14,6 +14,7 @@ from unisono.core.errors import UsageError
 from unisono.core.events import (
     Announcement,
     EvaluationFinished,
+    Event,
     MembershipChanged,
     RunEnded,
     RunStarted,
@@ -22,7 +23,7 @@ from unisono.core.events import (
     StepResult,
     WorkerTimes,
 )
-from unisono.core.messages import Happened, StepDone
+from unisono.core.messages import StepDone
 from unisono.core.telemetry import StepTelemetry, StepTimes
 from unisono.record.journal import JOURNAL, Journal, read
 from unisono.script.recording import OUTSIDE, Recorder, Role
@@ -35,13 +36,13 @@ class Heard:
 
     def __init__(self) -> None:
         self.done: list[int] = []
-        self.happened_: list[Happened] = []
+        self.happened_: list[Event] = []
 
     def step_done(self, done: StepDone) -> None:
         self.done.append(done.step)
 
-    def happened(self, message: Happened) -> None:
-        self.happened_.append(message)
+    def happened(self, event: Event) -> None:
+        self.happened_.append(event)
 
 
 class Worker:
@@ -95,18 +96,18 @@ def test_a_step_is_one_value_for_the_journal_the_sinks_and_the_head(tmp_path: Pa
         step=0, epoch=0, loss=0.5, weight=8.0, samples=8, digest="0" * 16, num_steps=9, generation=1,
         seconds=Seconds(compute=0.25, other=0.5), means=Seconds(waiting=0.333333),
         workers={"w0": times, "w1": times}, logs={"lr": 0.1},
-        checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"], time=NOW,
+        checkpoint={"saved": 0}, balance="w0 gets 3", warnings=["w1 differs"], time=NOW, number=0,
     )  # fmt: skip
     said = [
         started(),
         MembershipChanged(time=NOW, generation=1, worker_ids=("w0", "w1"), reason="all are ready"),
         found,
-        EvaluationFinished(time=NOW, step=1, totals={"right": 3}),
-        RunEnded(time=NOW, ok=True, reason="", digests={"model": "5f3a"}),
+        EvaluationFinished(time=NOW, number=1, step=1, totals={"right": 3}),
+        RunEnded(time=NOW, number=2, ok=True, reason="", digests={"model": "5f3a"}),
     ]
     assert worker.sink.events == said
     told = [event for event in said if not isinstance(event, MembershipChanged)]
-    assert [each.event for each in worker.head.happened_] == told, "the head knows by itself who is in the run"
+    assert worker.head.happened_ == told, "the head knows by itself who is in the run"
     assert [each.number for each in worker.head.happened_ if each.number >= 0] == [0, 1, 2]
     assert worker.head.done == [0]
     assert [line["kind"] for line in read(tmp_path)] == ["step", "evaluation", "end"]
@@ -153,16 +154,16 @@ def test_what_was_evaluated_before_the_run_began_is_told_by_its_first_writer(tmp
     worker.recorder.evaluation_finished(0, {3: 1.0}, OUTSIDE)
     assert (worker.sink.events, worker.head.happened_) == ([], [])
     worker.recorder.run_started(started(), role(0), is_newcomer=False)
-    before = EvaluationFinished(time=NOW, step=0, totals={"3": 1.0})
+    before = EvaluationFinished(time=NOW, number=0, step=0, totals={"3": 1.0})
     assert worker.sink.events[:2] == [started(), before]
-    assert [each.event for each in worker.head.happened_[:2]] == [started(), before]
+    assert worker.head.happened_[:2] == [started(), before]
     assert [line["kind"] for line in read(tmp_path)] == ["evaluation"]
 
 
 def test_a_newcomer_does_not_say_that_the_run_starts(tmp_path: Path) -> None:
     worker = Worker(tmp_path)
     worker.recorder.run_started(started(4), role(0), is_newcomer=True)
-    assert not any(isinstance(each.event, RunStarted) for each in worker.head.happened_)
+    assert not any(isinstance(each, RunStarted) for each in worker.head.happened_)
     assert isinstance(worker.sink.events[0], RunStarted)
 
 
@@ -247,8 +248,8 @@ def test_what_makes_steps_longer_is_said_to_the_head_and_the_sinks_and_is_no_lin
     assert [event.text[:30] for event in writer.sink.events if isinstance(event, Announcement)] == [
         "w1 on b takes 5.0x as long for"
     ]
-    assert [each.event for each in writer.head.happened_ if isinstance(each.event, Announcement)] == [
+    assert [each for each in writer.head.happened_ if isinstance(each, Announcement)] == [
         event for event in writer.sink.events if isinstance(event, Announcement)
     ]
-    assert not [each for each in other.head.happened_ if isinstance(each.event, Announcement)]
+    assert not [each for each in other.head.happened_ if isinstance(each, Announcement)]
     assert all(line["kind"] == "step" for line in read(tmp_path))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.cluster.trust.certificate import Untrusted, client_context, derived, server_context
-from unisono.cluster.worker.records import Sealed
+from unisono.cluster.worker.link import Sealed
 from unisono.system.lifetime import Memory
 
 TOKEN = "token"

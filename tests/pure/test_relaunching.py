@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.cluster.launchers.relaunching import FIRST_S, LIVED_S, MOST_S, Attempts
+from unisono.cluster.launchers.fleet import FIRST_S, LIVED_S, MOST_S, Attempts
 
 
 def test_the_pause_grows_with_each_agent_that_fails_up_to_a_most() -> None:

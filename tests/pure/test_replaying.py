@@ -6,11 +6,11 @@ import pytest
 
 from unisono.core.errors import UsageError
 from unisono.core.events import EQUAL_FIELDS
-from unisono.core.replaying import (
+from unisono.core.fingerprints import other_arithmetic
+from unisono.core.replay_rules import (
     Replay,
     ReplayStart,
     find_difference,
-    other_arithmetic,
     seconds_left,
     starts,
     with_words,

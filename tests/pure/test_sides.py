@@ -21,8 +21,8 @@ import pytest
 
 from tests.parts import ALL
 from unisono.core.following import Absence, Followed, StaleHead
-from unisono.core.messages import AgentHello, Foreign, Moved, Proposal, Snapshot, Verdict, Welcome
-from unisono.core.sides import Admission, Allegiance, Rank, Standpoint, admission, merged, verdict
+from unisono.core.messages import AgentHello, Foreign, HeadSnapshot, Moved, Proposal, Verdict, Welcome
+from unisono.core.sides import Allegiance, HelloAnswer, Rank, Standpoint, admission, merged, verdict
 
 replace = msgspec.structs.replace
 AWAY: Final = Absence(since=-1e9)
@@ -31,7 +31,7 @@ EARLIER: Final = "h0.0"
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What the model needs of a head's state; heirs hold it (`Snapshot.state`)."""
+    """What the model needs of a head's state; heirs hold it (`HeadSnapshot.state`)."""
 
     branches: tuple[str, ...]
     step: int
@@ -61,7 +61,7 @@ class Line(msgspec.Struct, frozen=True):
 
     there: int
     up: tuple[AgentHello, ...] = ()
-    down: tuple[Welcome | Foreign | Moved | Snapshot, ...] = ()
+    down: tuple[Welcome | Foreign | Moved | HeadSnapshot, ...] = ()
     is_closed: bool = False
     """By the head; what is on its way still arrives."""
 
@@ -137,9 +137,9 @@ def standpoint(head: Head) -> Standpoint:
     )
 
 
-def snapshot(head: Head) -> Snapshot:
+def snapshot(head: Head) -> HeadSnapshot:
     heirs = [head.seat, *(agent for agent in head.known.agents if agent != head.seat)]
-    return Snapshot(
+    return HeadSnapshot(
         term=head.term,
         number=0,
         state=msgspec.json.encode(head.known),
@@ -149,7 +149,7 @@ def snapshot(head: Head) -> Snapshot:
     )
 
 
-def tell(world: World, number: int, message: Welcome | Foreign | Moved | Snapshot, to: int) -> World:
+def tell(world: World, number: int, message: Welcome | Foreign | Moved | HeadSnapshot, to: int) -> World:
     line = world.machines[to].line
     if line is None or line.there != number or line.is_closed:
         return world
@@ -175,7 +175,7 @@ def hello_arrives(world: World, number: int) -> World:
     hello = line.up[0]
     world = put(world, number, line=replace(line, up=line.up[1:]))
     answer = admission(standpoint(head), hello, is_own=hello.branch in ("", *head.known.branches))
-    if answer is Admission.WELCOME:
+    if answer is HelloAnswer.WELCOME:
         known = head.known
         if hello.fresh:
             known = without(head, number)
@@ -189,10 +189,10 @@ def hello_arrives(world: World, number: int) -> World:
             run_id="x", heartbeat_s=1.0, term=head.term, branch=known.branches[-1], agent_id=f"agent{number}"
         )
         return remembered(tell(world, line.there, welcome, number), line.there, known)
-    if answer is Admission.MOVED:
+    if answer is HelloAnswer.MOVED:
         world = put_head(world, line.there, told=tuple(sorted({*head.told, number})))
         return hang_up(tell(world, line.there, Moved(url=head.gives_way_to), number), number)
-    assert answer is Admission.FOREIGN
+    assert answer is HelloAnswer.FOREIGN
     return hang_up(tell(world, line.there, Foreign(step=standpoint(head).rank.step), number), number)
 
 
@@ -297,7 +297,7 @@ def hears(world: World, number: int) -> World:
                 return gone(world, number)
             known = tuple(dict.fromkeys((line.there, *machine.heads)))
             machine = replace(machine, side=side, is_welcome=True, follows=line.there, heads=known)
-        case Snapshot():
+        case HeadSnapshot():
             followed, _ = side.followed.keep(message)
             state = msgspec.json.decode(message.state, type=Known)
             known = tuple(dict.fromkeys((*machine.heads, *state.agents)))
@@ -589,9 +589,9 @@ OWN_HEAD: Final = (
     "{0} reaches {0}",
     "hello of {0} to {0}",
     "{0} hears Welcome of {0}",
-    "{0} hears Snapshot of {0}",
+    "{0} hears HeadSnapshot of {0}",
     "workers of {0} come back to {0}",
-    "{0} hears Snapshot of {0}",
+    "{0} hears HeadSnapshot of {0}",
 )
 """How the machine that was cut off comes to a head of its own."""
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.core.errors import RecipeError
-from unisono.core.streams import StreamBatches, StreamCursor, StreamOrder, StreamPart, cut, window_order
+from unisono.core.stream_plan import StreamBatches, StreamCursor, StreamOrder, StreamPart, cut, window_order
 from unisono.engine.microbatch.data import Loading
 from unisono.engine.microbatch.rereading import is_alike
 from unisono.engine.microbatch.shards import TarShards

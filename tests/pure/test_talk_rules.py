@@ -1,17 +1,17 @@
-"""What the head decides about the calls of `run.barrier`, `run.gather` ... that workers make before they join."""
+"""What the head decides about the calls of `run.barrier`, `run.all_gather` ... that workers make before they join."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, info
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.memory import HeadMemory
 from unisono.core.errors import ProtocolError
 from unisono.core.messages import Hello, Ready, TalkAnswer, TalkCall, TalkDone, WorkerExit
 from unisono.membership.roster import resumed
-from unisono.membership.talking import MAX_BYTES
+from unisono.membership.talk_rules import MAX_BYTES
 
-BARRIER, BROADCAST, GATHER, FIRST = "run.barrier", "run.broadcast", "run.gather", "run.main_first"
+BARRIER, BROADCAST, GATHER, FIRST = "run.barrier", "run.broadcast", "run.all_gather", "run.main_first"
 
 
 class Talk(Story):
@@ -170,7 +170,7 @@ def test_the_next_head_knows_the_calls() -> None:
     talk = Talk(2)
     talk.calls("w0", BROADCAST, b"\xff\x00")
     talk.calls("w0", FIRST, number=1)
-    talk.state = resumed(Memory.decode(Memory(talk.state, 0.0, "x").encode()).state, 2, talk.now)
+    talk.state = resumed(HeadMemory.decode(HeadMemory(talk.state, 0.0, "x").encode()).state, 2, talk.now)
     assert talk.calls("w1", BROADCAST, b"1") == {"w1": result(b"\xff\x00")}
     assert talk.calls("w0", FIRST, number=1) == {"w0": first(1)}, "the answer may have been lost with the head"
     assert talk.calls("w1", FIRST, number=1) == {}
@@ -189,7 +189,7 @@ def test_workers_at_different_calls_are_told_so() -> None:
     talk.calls("w0", BARRIER)
     answers = talk.calls("w1", GATHER, b"1")
     assert set(answers) == {"w1"}
-    assert "the first call before run.steps is run.gather on worker w1" in answers["w1"].error
+    assert "the first call before run.steps is run.all_gather on worker w1" in answers["w1"].error
     assert "was run.barrier on another worker. All workers must call run.barrier, run.broadcast" in answers["w1"].error
 
 
@@ -225,7 +225,7 @@ def test_values_have_a_limit_together() -> None:
     assert talk.calls("w1", BROADCAST)["w1"].values == [bytes(MAX_BYTES - 10)]
     talk.calls("w0", GATHER, bytes(10), number=1)
     refused = talk.calls("w1", GATHER, bytes(1), number=1)["w1"].error
-    assert refused.startswith("the values that were given to run.broadcast and run.gather before run.steps have more")
+    assert refused.startswith("the values that were given to run.broadcast and run.all_gather before run.steps have")
     assert "All workers must" not in refused
 
 

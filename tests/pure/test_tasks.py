@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unisono.cluster.launchers import Request, nodes
-from unisono.cluster.launchers.asked import in_allocation
-from unisono.cluster.launchers.nodes import expand, own_address, parse_gpus
-from unisono.cluster.launchers.slurm import capacities, shares, step_environment
+from unisono.cluster.launchers import Request, slurm
+from unisono.cluster.launchers.hosts import Host, spread
+from unisono.cluster.launchers.protocol import in_allocation
+from unisono.cluster.launchers.slurm import capacities, expand, own_address, parse_gpus, step_environment
 from unisono.cluster.machine.workers import machine_label
-from unisono.cluster.trust.rendezvous import Meeting, Rendezvous
+from unisono.cluster.trust.rendezvous import MeetingPoint, Rendezvous
 from unisono.core.errors import UsageError
 from unisono.system.capacity import parse_workers
 from unisono.system.tasks import TAKEN, Task, counts, here, refuse_others, refuse_unknown
@@ -164,7 +164,7 @@ DETAILS = """JobId=7 JobName=train
 def test_each_node_has_its_own_number_of_gpus(job: str, gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's variables say only how many the node has on which the batch script runs."""
     assert parse_gpus(DETAILS) == {"a1": 4, "a2": 4, "b1": 1, "c1": 0}
-    monkeypatch.setattr(nodes, "_scontrol", lambda *words: DETAILS if words[-1] == "7" else "")
+    monkeypatch.setattr(slurm, "_scontrol", lambda *words: DETAILS if words[-1] == "7" else "")
     environment = {"SLURM_JOB_ID": job, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_CPUS_PER_NODE": "8(x4)"}
     assert capacities(environment, ["a1", "a2", "b1", "c1"], 1) == (gpus, gpus)
 
@@ -186,7 +186,8 @@ def test_variables_of_slurm_that_cannot_be_read_are_an_error() -> None:
     ],
 )
 def test_workers_are_shared_out_by_room(number: int, room: list[int], expected: list[int]) -> None:
-    assert shares(number, room) == expected
+    hosts = [Host(f"n{index}") for index in range(len(room))]
+    assert spread(parse_workers(str(number), 1), hosts, room, is_auto=False) == expected
 
 
 def test_only_a_process_in_an_allocation_that_is_no_task_starts_agents() -> None:
@@ -239,7 +240,7 @@ def test_the_file_of_another_job_is_not_taken(tmp_path: Path) -> None:
 def test_a_file_that_a_dead_job_has_left_is_removed_and_one_of_a_living_job_stays(tmp_path: Path) -> None:
     def leave(job: str, url: str, host: str) -> Path:
         file = tmp_path / f".unisono-tasks-{job}"
-        file.write_bytes(msgspec.json.encode(Meeting(url=url, token="t", host=host, pid=os.getpid(), began="1")))
+        file.write_bytes(msgspec.json.encode(MeetingPoint(url=url, token="t", host=host, pid=os.getpid(), began="1")))
         return file
 
     own = os.uname().nodename

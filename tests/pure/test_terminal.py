@@ -24,7 +24,7 @@ from unisono.views.watch.terminal.base import summary
 from unisono.views.watch.terminal.canvas import Canvas, colours_wanted, is_drawable, shows_unicode
 from unisono.views.watch.terminal.curve import draw_curve
 from unisono.views.watch.terminal.drawing import draw
-from unisono.views.watch.terminal.pages import PAGES, Looked, draw_page, turned
+from unisono.views.watch.terminal.screens import PAGES, Looked, draw_page, turned
 from unisono.views.watch.terminal.text import Line, cut, plain, width
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unisono.record.traces import ABOUT, About, Part, main, merge, part_name
+from unisono.record.traces import ABOUT, About, TracePart, main, merge, part_name
 
 BASE_NS = 1_700_000_000_000_000_000
 
@@ -28,7 +28,7 @@ def put(folder: Path, worker_id: str, *, pid: int, later_us: float = 0.0, base_n
         json.dump({"baseTimeNanoseconds": base_ns, "traceEvents": events}, file)
 
 
-def describe(folder: Path, *parts: Part) -> None:
+def describe(folder: Path, *parts: TracePart) -> None:
     (folder / ABOUT).write_bytes(msgspec.json.encode(About(first=3, stop=5, parts=list(parts))))
 
 
@@ -45,8 +45,8 @@ def test_workers_with_the_same_process_id_and_other_clocks_are_told_apart(tmp_pa
     put(folder, "w1", pid=7, later_us=20.0, base_ns=BASE_NS + 3600 * 10**9)
     describe(
         folder,
-        Part(worker_id="w0", host="m1", pid=7),
-        Part(worker_id="w1", host="m2", pid=7, ahead_s=3600.0, error_s=1e-4),
+        TracePart(worker_id="w0", host="m1", pid=7),
+        TracePart(worker_id="w1", host="m2", pid=7, ahead_s=3600.0, error_s=1e-4),
     )
     assert merge(folder, target) == ["w0", "w1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["steps.json.gz"]
@@ -72,7 +72,7 @@ def test_a_trace_that_is_broken_is_left_out(broken: bytes, tmp_path: Path) -> No
     folder, target = tmp_path / ".steps", tmp_path / "steps.json.gz"
     put(folder, "w1", pid=8)
     (folder / part_name("w0")).write_bytes(broken)
-    describe(folder, *(Part(worker_id=name, host="m1", pid=7) for name in ("w0", "w1", "w2")))
+    describe(folder, *(TracePart(worker_id=name, host="m1", pid=7) for name in ("w0", "w1", "w2")))
     assert merge(folder, target) == ["w1"]
     assert [event["name"] for event in read(target)["traceEvents"]].count("step 3") == 1
 
@@ -80,6 +80,6 @@ def test_a_trace_that_is_broken_is_left_out(broken: bytes, tmp_path: Path) -> No
 def test_what_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / ".steps"
     folder.mkdir()
-    describe(folder, Part(worker_id="w0", host="m1", pid=7))
+    describe(folder, TracePart(worker_id="w0", host="m1", pid=7))
     assert main(str(folder), str(tmp_path / "steps.json.gz")) == 1
     assert "could not be written" in capsys.readouterr().err

@@ -18,8 +18,7 @@ from unisono.core.events import GpuUse, MachineUsed, WorkerUse
 from unisono.system import usage
 from unisono.system.capacity import machine_cores
 from unisono.system.controlgroups import memory_of_groups
-from unisono.system.gpus import Gpus
-from unisono.system.usage import Meter, used_cores_of_group
+from unisono.system.usage import Gpus, Meter, used_cores_of_group
 
 
 def spin(seconds: float) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.pure.test_journal import end, evaluation, step
 from unisono.core.errors import UsageError
-from unisono.core.events import Announcement, EvaluationFinished, Event, RunStarted, StepFinished
+from unisono.core.events import Announcement, EvaluationFinished, Event, Once, RunStarted, StepFinished
 from unisono.record.journal import JOURNAL, Journal
-from unisono.views.watch import SINKS, Sink, Stream, make, named
-from unisono.views.watch.since import Once, since
+from unisono.views.watch import SINKS, EventStream, Sink, make, named
+from unisono.views.watch.since import since
 
 
 class Kept:
@@ -41,7 +42,7 @@ def started(step: int = 0) -> RunStarted:
 
 def test_all_sinks_get_all_events_in_order_and_are_closed_once() -> None:
     one, other = Kept(), Kept()
-    stream = Stream([one, other])
+    stream = EventStream([one, other])
     said = [started(), step(0), Announcement(text="w2 joins"), evaluation(1, correct=3), end()]
     for event in said:
         stream.emit(event)
@@ -54,7 +55,7 @@ def test_all_sinks_get_all_events_in_order_and_are_closed_once() -> None:
 def test_a_sink_that_raises_is_reported_once_and_gets_nothing_more() -> None:
     reports: list[str] = []
     broken, calm = Kept(step(1), fails_to_close=True), Kept()
-    stream = Stream([broken, calm], reports.append)
+    stream = EventStream([broken, calm], reports.append)
     for number in range(4):
         stream.emit(step(number))
     stream.close()
@@ -74,28 +75,33 @@ def test_an_interrupt_is_no_fault_of_a_sink() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Stream([Interrupted()]).emit(step(0))
+        EventStream([Interrupted()]).emit(step(0))
 
 
-def test_an_event_that_is_told_again_is_given_once() -> None:
-    """A worker that becomes rank 0 tells its last events again; what has no line has no number, and always counts."""
-    sink = Kept()
-    stream = Stream([sink])
-    for number in (0, 1, 1, 0, 2):
-        stream.emit(step(number), number=number)
-    for _ in range(2):
-        stream.emit(Announcement(text="w2 joins"))
-    assert sink.events == [*map(step, range(3)), *[Announcement(text="w2 joins")] * 2]
+def news(*told: Event) -> list[Event]:
+    once = Once()
+    return [event for event in told if once.is_new(event)]
+
+
+def test_an_event_that_is_told_again_is_let_through_once() -> None:
+    """A worker that becomes rank 0 tells its last events again; what has no number always counts."""
+    said = [step(number, number=number) for number in range(3)]
+    joins = Announcement(text="w2 joins")
+    assert news(said[0], said[1], said[1], said[0], said[2], joins, joins) == [*said, joins, joins]
+
+
+def test_what_a_head_tells_is_known_whichever_head_tells_it_again() -> None:
+    """Each head counts by itself: one may have told events that the next one does not know of."""
+    first, second = ([Announcement(text=f"{number}", number=number, head=head) for number in range(3)] for head in "12")
+    assert news(*first, *first[1:], *second, first[2], second[2]) == [*first, *second]
 
 
 def test_a_run_that_begins_again_counts_its_lines_again() -> None:
     """All workers were lost, and nothing of the run was kept."""
-    sink = Kept()
-    stream = Stream([sink])
-    for _ in range(2):
-        stream.emit(started())
-        stream.emit(step(0), number=0)
-    assert sink.events == [started(), step(0)] * 2
+    first, again = (msgspec.structs.replace(started(), number=number, head="1") for number in range(2))
+    done = step(0, number=0)
+    assert news(first, done, again, done) == [first, done, again, done]
+    assert news(first, done, first, done) == [first, done], "that the run began may be told again, too"
 
 
 @pytest.mark.parametrize("name", SINKS)
@@ -143,10 +149,8 @@ def late() -> list[StepFinished | EvaluationFinished]:
 
 
 def test_tools_get_an_evaluation_that_has_its_line_after_later_steps_and_get_it_once() -> None:
-    once = Once()
-    once.begin(0)
-    told = [event for event in [*late(), *late()] if once.is_new(event)]
-    assert told == late()
+    said = [msgspec.structs.replace(event, number=number) for number, event in enumerate(late())]
+    assert news(*said, *said) == said
 
 
 @pytest.mark.parametrize("first", range(9))

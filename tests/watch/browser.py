@@ -20,7 +20,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.waiting import WAIT_S
 from unisono.record.history import History
-from unisono.views.page.local import Directories
+from unisono.views.page.directory_server import Directories
 
 __all__ = ["TOKEN", "Browser", "Serving", "chromium"]
 

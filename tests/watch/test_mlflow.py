@@ -12,8 +12,9 @@ from tests.pure.test_journal import end, evaluation, step
 from tests.waiting import wait_until
 from tests.watch.next_writer import STEPS, run_with_a_killed_writer
 from tests.workers.conftest import Unisono
-from unisono.core.events import Event, RunStarted
+from unisono.core.events import RunStarted
 from unisono.record.journal import JOURNAL, Journal, read, truncate
+from unisono.record.journal.lines import LineEvent
 from unisono.views.watch.mlflow import MLflow, _Client
 
 
@@ -61,11 +62,10 @@ class Writer:
             [RunStarted(run_id="r1", directory=str(run_dir), step=first, recipe={"seed": seed, "steps": 10 + first})]
         )
 
-    def emit(self, *events: Event, is_lost: bool = False) -> None:
-        for event in events:
-            self.journal.emit(event)
+    def emit(self, *events: LineEvent, is_lost: bool = False) -> None:
+        numbered = [self.journal.emit(event) for event in events]
         if not is_lost:
-            self.client.emit_all(events)
+            self.client.emit_all(numbered)
 
 
 def test_the_next_writer_takes_what_the_lost_one_had_not_logged(run_dir: Path) -> None:

@@ -36,7 +36,7 @@ from unisono.cluster.trust.invitation import Invitation
 from unisono.cluster.trust.secret import reader_token
 from unisono.record.journal import read
 from unisono.views.page import site
-from unisono.views.page.local import run
+from unisono.views.page.directory_server import run
 
 __all__ = ["chromium"]
 
@@ -788,7 +788,7 @@ def test_what_is_no_question_is_answered_with_an_error_and_the_next_one_is_answe
 
 def test_the_server_prints_the_link_and_ends_with_ctrl_c(finished: Path, spawn: Spawn) -> None:
     serve = f"sys.exit(run([pathlib.Path({str(finished)!r})]))"
-    code = f"import pathlib, sys; from unisono.views.page.local import run; {serve}"
+    code = f"import pathlib, sys; from unisono.views.page.directory_server import run; {serve}"
     process = spawn([sys.executable, "-c", code])
     assert process.stdout is not None
     (file,) = re.findall(r"file://(\S+)", process.stdout.readline())  # no terminal: others may read what is written

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tests.watch.recorded import record
 from unisono import cli
 from unisono.cli.looking import look
-from unisono.cluster.head.reading import Present
+from unisono.cluster.head.past_reader import Present
 from unisono.core.events import Event, RunEnded, StepFinished
 from unisono.core.words import clock_duration, number
 from unisono.record.history import History
@@ -27,7 +27,7 @@ from unisono.views.report import account
 from unisono.views.watch.prometheus import exposition
 from unisono.views.watch.terminal.base import progress_line
 from unisono.views.watch.terminal.drawing import header
-from unisono.views.watch.terminal.plain import OverviewLines, PlainTerminal
+from unisono.views.watch.terminal.plain_lines import OverviewLines, PlainTerminal
 from unisono.views.watch.terminal.text import plain
 
 LIVE = (

@@ -10,8 +10,9 @@ from tensorboard.plugins.hparams import metadata
 
 from tests.pure.test_journal import end, evaluation, step
 from tests.waiting import WAIT_S
-from unisono.core.events import Event, RunStarted
+from unisono.core.events import RunStarted
 from unisono.record.journal import JOURNAL, Journal, events, truncate
+from unisono.record.journal.lines import LineEvent
 from unisono.testing import Faults, run_workers
 from unisono.views.watch.scalars import scalars
 from unisono.views.watch.tensorboard import TensorBoard
@@ -55,9 +56,9 @@ class Writer:
         recipe: dict[str, int | bool | str] = {"seed": 3, "order": "x", "b": True}
         self.sink.emit(RunStarted(run_id="r1", directory=str(run_dir), step=first, recipe=recipe))
 
-    def emit(self, event: Event, *, is_lost: bool = False) -> None:
+    def emit(self, event: LineEvent, *, is_lost: bool = False) -> None:
         """An event; with ``is_lost`` the writer dies before its sink has written it."""
-        self.journal.emit(event)
+        event = self.journal.emit(event)
         if not is_lost:
             self.sink.emit(event)
 

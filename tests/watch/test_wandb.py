@@ -111,8 +111,7 @@ def test_the_next_writer_and_a_resumed_run_go_on_under_the_same_id(tmp_path: Pat
         sink = WandB()
         sink.emit(RunStarted(run_id="r1", directory=str(run_dir), step=first, recipe={"seed": 3, "steps": last}))
         for number in range(first, last):
-            journal.emit(step(number))
-            sink.emit(step(number))
+            sink.emit(journal.emit(step(number)))
         wait_until(lambda last=last: num_logged(run_dir) == last, "its process logs")
         sink.close()
         for number in range(3, 5) if first == 0 else ():

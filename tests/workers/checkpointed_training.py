@@ -59,7 +59,10 @@ def main() -> None:
     if own is not None and own.worker_id in arguments.blind:
         RunDirectory.enter = lambda *_: None  # type: ignore[method-assign]
     policy = unisono.Checkpoints(
-        every_steps=arguments.every or None, keep=arguments.keep, on_signal=75, must_succeed=arguments.must_succeed
+        every_steps=arguments.every or None,
+        keep=arguments.keep,
+        exit_code_on_sigterm=75,
+        must_succeed=arguments.must_succeed,
     )
     with unisono.Run(
         arguments.directory,

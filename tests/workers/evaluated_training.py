@@ -80,7 +80,7 @@ def main() -> None:
                 run.evaluate(data, count, batch_size=9, wait=False)
 
         def look(step: unisono.Step | LocalRound, loop: int) -> None:
-            for evaluation in run.pending:
+            for evaluation in run.pending_evaluations:
                 if arguments.later and evaluation.step + arguments.later <= step.number:
                     evaluation.result()
             if loop == 0 and step.number_in_loop % arguments.every == 1:

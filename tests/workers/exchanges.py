@@ -31,11 +31,11 @@ from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.context import Builder, Context
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.flat import FlatLayout, Slot
-from unisono.engine.exchange.host import Host
-from unisono.engine.exchange.memory import futex_wait
+from unisono.engine.exchange.host import HostMembers
 from unisono.engine.exchange.network import Network
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.exchange.shared import SharedMemory
+from unisono.engine.exchange.shared_memory import futex_wait
 from unisono.engine.exchange.two_level import TwoLevel
 from unisono.engine.exchange.wire import release_abandoned
 from unisono.engine.rounds.connect import EXCHANGES
@@ -302,7 +302,7 @@ def shared_memory(
 ) -> SharedMemory:
     addresses = [page.address for page in pages]
     counters = Counters(pages[rank], addresses, rank, generation=generation, timeout_s=timeout_s, names=names)
-    return SharedMemory(Host(pages[rank], counters))
+    return SharedMemory(HostMembers(pages[rank], counters))
 
 
 class Pair:

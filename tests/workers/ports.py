@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-__all__ = ["PORTS", "Port"]
+__all__ = ["LIKE_FOR_LIKE", "PORTS", "Port"]
 
 DATA = """
 generator = torch.Generator().manual_seed(1)
@@ -325,3 +325,37 @@ PORTS = {
         6,
     ),
 }
+"""With the figures of the program for one device: of the whole batch, over the whole test set."""
+
+BATCHES = "    for batch_idx, {} in enumerate(train_loader):\n"
+STEPS = "    for batch_idx, step in enumerate(run.steps(train_loader, microbatches=8{})):\n        for {} in step:\n"
+
+LIKE_FOR_LIKE = {
+    "mnist": Port(
+        CLASSIFIER,
+        (*PORTS["mnist"].changes[:3], (BATCHES.format("(data, target)"), STEPS.format("", "data, target"))),
+        PORTS["mnist"].indented,
+        5,
+    ),
+    "vae": Port(
+        AUTOENCODER,
+        (*PORTS["vae"].changes[:3], (BATCHES.format("(data, _)"), STEPS.format(', reduction="sum"', "data, _"))),
+        PORTS["vae"].indented,
+        5,
+    ),
+    "super resolution": Port(
+        RESOLUTION,
+        (
+            *PORTS["super resolution"].changes[:3],
+            (
+                "    for iteration, batch in enumerate(train_loader, 1):\n",
+                "    for iteration, step in enumerate(run.steps(train_loader, microbatches=8), 1):\n"
+                "        for batch in step:\n",
+            ),
+        ),
+        PORTS["super resolution"].indented,
+        5,
+    ),
+}
+"""As a port to Accelerate leaves them: what is printed within the training loop is one micro-batch's loss, and sums are
+of this worker's micro-batches. Each worker goes through the whole test set."""

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from tests.waiting import WAIT_S
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 
 __all__ = ["KILLED", "Seat", "Team", "end_watching", "num_descriptors", "num_threads", "when_blocked_in"]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.workers.processes import Seat, Team
-from unisono.script import life
+from unisono.script import open_runs
 
 __all__ = ["run_script"]
 
@@ -49,5 +49,5 @@ def _run(seat: Seat, script: Path, arguments: list[str], output: Path) -> int:
         except BaseException as raised:
             traceback.print_exc(file=file)
             code, error = 1, raised
-        life.end_all(error)
+        open_runs.end_all(error)
     return code

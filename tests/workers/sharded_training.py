@@ -47,7 +47,7 @@ def main() -> None:
         )
         model = nn.Sequential(
             nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 12), nn.ReLU(), nn.Linear(12, 4)
-        )
+        ).to(run.device)
         optimizer = OPTIMIZERS[arguments.optimizer](model.parameters(), lr=0.01)
         if arguments.copies:
             optimizer = unisono.shard(optimizer, copies=arguments.copies)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 import torch._inductor  # what torch imports with the first optimizer: once, before the processes are made
 import torch.distributed as dist
@@ -32,10 +31,10 @@ from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.rounds.connect import EXCHANGES
 from unisono.engine.rounds.standing import Report
-from unisono.engine.rounds.team import AloneTeam, Part
+from unisono.engine.rounds.team import Part
 from unisono.engine.rounds.team import Team as RunTeam
 from unisono.script.run import Run
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 
 __all__ = ["AloneRun", "Place", "StaticRun", "train_on", "trained_alone"]
 
@@ -49,7 +48,7 @@ TIMEOUT_S = WAIT_S / 2
 """Of one exchange: whoever waits says for whom before the test gives up."""
 
 
-class StaticTeam(AloneTeam):
+class StaticTeam(RunTeam):
     """The members of an exchange; nobody comes and nobody goes."""
 
     def __init__(self, exchange: Exchange, connect: Connect | None = None) -> None:
@@ -69,10 +68,6 @@ class StaticTeam(AloneTeam):
     def join(self, phase: int, report: Report) -> list[Report]:
         return self.meet(report)
 
-    def meet(self, report: Report) -> list[Report]:
-        letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
-        return [msgspec.msgpack.decode(letter, type=Report) for letter in letters]
-
 
 class StaticRun(Run):
     """A run with the members of ``exchange``."""
@@ -86,7 +81,7 @@ class StaticRun(Run):
         **options: Any,
     ) -> None:
         self._exchange, self._connect = exchange, connect  # before the run begins
-        super().__init__(directory, device="cpu", **options)
+        super().__init__(directory, **{"device": "cpu", **options})
 
     def _make_team(self, member: Member | None, *, checks: bool) -> RunTeam:
         return StaticTeam(self._exchange, self._connect)
@@ -108,6 +103,8 @@ class Place:
         torch.set_num_threads(1)
         wire.CONNECT_S = TIMEOUT_S  # in this process; a machine on which all wait for their turn has no firewall
         self._seat, self._kind = seat, kind
+        self.device = CPU
+        """Of all runs and exchanges."""
         self._store = dist.FileStore(path, -1)
         self._store.set_timeout(timedelta(seconds=TIMEOUT_S))
         self._page = WorkerPage()
@@ -117,7 +114,8 @@ class Place:
 
     def run(self, directory: str | os.PathLike[str] | None = None, **options: Any) -> Run:
         """The next run of all members. Only rank 0 has a directory, as only it writes."""
-        return StaticRun(self.exchange(), directory if self._seat.rank == 0 else None, connect=self.connect, **options)
+        directory = directory if self._seat.rank == 0 else None
+        return StaticRun(self.exchange(), directory, connect=self.connect, device=self.device, **options)
 
     def exchange(self) -> Exchange:
         """The next generation. With "two-level" the members are split over two hosts."""
@@ -139,7 +137,7 @@ class Place:
             generation=part.number,
             rank=part.ranks.index(self._seat.rank),
             hosts=hosts,
-            device=CPU,
+            device=self.device,
             timeout_s=TIMEOUT_S,
             store=lambda name: dist.PrefixStore(f"{generation}/{part.name}/{name}", self._store),
             page=part.page,

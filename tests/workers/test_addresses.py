@@ -56,7 +56,6 @@ def test_a_member_makes_six_calls_however_many_members_a_group_has(size: int) ->
             rank,
             size,
             device=torch.device("cpu"),
-            backend="gloo",
             address="127.0.0.1",
             timeout_s=WAIT_S,
         )

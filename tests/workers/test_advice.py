@@ -15,7 +15,7 @@ import torch
 import unisono
 from tests.pure.test_watch import Kept
 from unisono.core.events import Seconds, StepFinished
-from unisono.record.advice import Load, Setting, advise
+from unisono.record.advice import AdviceSetting, Load, advise
 
 pytestmark = pytest.mark.more
 
@@ -68,7 +68,7 @@ def test_as_many_loader_processes_as_are_advised_bring_what_was_said() -> None:
     # Whatever else runs on the machine makes steps longer, and nothing makes them shorter than they can be.
     while len(tried) < TRIALS and not any(brought > said / 2 for said, brought in tried):
         before = steps_with(0)
-        found = advise([load_in(before)], Setting(microbatches=MICROBATCHES, batch_size=BATCH))[0]
+        found = advise([load_in(before)], AdviceSetting(microbatches=MICROBATCHES, batch_size=BATCH))[0]
         assert found.change.startswith("loader_workers=")
         after = steps_with(int(found.change.removeprefix("loader_workers=")))
         slow, fast = (sorted(step.seconds.total() for step in steps)[2] for steps in (before, after))

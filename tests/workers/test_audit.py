@@ -21,9 +21,9 @@ from tests.workers.models import bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from tests.workers.trainings import Training
-from unisono.core.checks import key_of
 from unisono.core.errors import CheckpointError, DivergenceError, UsageError
 from unisono.core.plan import plan
+from unisono.core.rehearsals import key_of
 from unisono.core.settings import DEFAULTS, RunSettings
 from unisono.core.telemetry import Compared
 from unisono.engine.rounds.life import Rounds

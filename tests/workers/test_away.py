@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono.cluster.machine import agent, following
-from unisono.cluster.machine.following import Following
+from unisono.cluster.machine import agent, head_connection
+from unisono.cluster.machine.head_connection import Following
 from unisono.core.events import RunEnded
 from unisono.core.messages import Ended, Message, Welcome, encode
 from unisono.core.settings import RunSettings
@@ -21,7 +21,7 @@ from unisono.record.journal import JOURNAL
 from unisono.record.journal.lines import text_of, to_line
 from unisono.record.rundir import describe
 from unisono.system.lifetime import Memory
-from unisono.views.watch import Stream
+from unisono.views.watch import EventStream
 from unisono.views.watch.terminal import PlainTerminal
 
 WELCOME = Welcome(run_id="x", heartbeat_s=0.5, agent_id="agent1")
@@ -71,15 +71,16 @@ def outcome(
         settings = RunSettings(head_away_s=HEAD_AWAY_S, run_dir=run_dir)
         spec = MachineSpec(run=RunSpec(arguments=("train.py",), settings=settings), num_workers=1)
         with contextlib.closing(Memory("unisono-token")) as secret:
-            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, Stream([PlainTerminal()]), None)
+            guest = agent._Agent(spec, "ws://127.0.0.1:1", "token", secret, EventStream([PlainTerminal()]), None)
         talk = asyncio.create_task(guest._following.run())
         ended = await asyncio.wait_for(guest._over, 60)
         talk.cancel()
         await asyncio.gather(talk, return_exceptions=True)
+        await guest.close()
         return ended
 
     monkeypatch.setattr(Following, "_reach", reach)
-    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(head_connection, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return asyncio.run(work())
 
 

@@ -39,7 +39,7 @@ from unisono.engine.rounds.gathering import Together
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.standing import Report
-from unisono.engine.rounds.team import AloneTeam
+from unisono.engine.rounds.team import Team
 from unisono.engine.state.tracked import Tracked
 from unisono.record.journal import read
 
@@ -779,7 +779,7 @@ def _follow_own_losses(seat: Seat, place: Place) -> str:
     return str(caught.value)
 
 
-class Divided(AloneTeam):
+class Divided(Team):
     """Two workers, of which the other is at a step: the script of this one has evaluated alone."""
 
     worker_ids = ("w0", "w1")

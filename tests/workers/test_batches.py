@@ -339,7 +339,7 @@ def test_the_best_checkpoint_by_a_figure_has_the_figure_of_its_model(tmp_path: P
     found = []
     for path in kept:
         fresh = Mlp()
-        unisono.load_model(path, fresh)
+        unisono.load_weights(path, fresh)
         metrics = json.loads((path / "manifest.json").read_text())["metrics"]
         found.append((metrics["val/x"], figures[bits_of(fresh.state_dict())]))
     assert found == [(3.0, 3.0), (2.0, 2.0)]

@@ -13,8 +13,8 @@ from tests.waiting import WAIT_S
 from tests.workers.test_head_death import serving
 from tests.workers.test_heirs import follower
 from tests.workers.test_member import INFO, Connection, Connections
-from unisono.cluster.machine.beats import Reporter
-from unisono.cluster.worker.beatpage import NUM_SLOTS, BeatPage, Slot, open_slot
+from unisono.cluster.machine.beats import BeatReporter
+from unisono.cluster.worker.beatpage import NUM_SLOTS, BeatPage, BeatSlot, open_slot
 from unisono.cluster.worker.member import Member
 from unisono.core.messages import Beat, BeatOf, Beats, Hello, MemberInfo, Ready, Start, encode
 from unisono.core.spec import WorkerSpec
@@ -35,7 +35,7 @@ def page() -> Iterator[BeatPage]:
         yield found
 
 
-def both_sides(page: BeatPage, index: int = 0) -> tuple[Slot, Slot]:
+def both_sides(page: BeatPage, index: int = 0) -> tuple[BeatSlot, BeatSlot]:
     """A slot as its worker and as the agent sees it."""
     worker, agent = open_slot(page.path, index), page.slot(index)
     assert worker is not None
@@ -134,7 +134,7 @@ def test_an_agent_reports_what_is_new_with_its_age_in_one_message(page: BeatPage
             sent.append(message)
             return True
 
-        with contextlib.closing(Reporter(lambda: slots, send, WAIT_S)) as found:
+        with contextlib.closing(BeatReporter(lambda: slots, send, WAIT_S)) as found:
             found.report()
             assert sent == [], "nothing to say"
             for worker_id in ("w0", "w2"):
@@ -155,7 +155,7 @@ def test_what_an_agent_cannot_send_is_not_taken(page: BeatPage) -> None:
     async def work() -> None:
         worker, agent = both_sides(page)
         worker.leave(encode(beat()), time.monotonic())
-        with contextlib.closing(Reporter(lambda: {"w0": agent}, lambda _: False, WAIT_S)) as found:
+        with contextlib.closing(BeatReporter(lambda: {"w0": agent}, lambda _: False, WAIT_S)) as found:
             found.report()
         assert not worker.leave(encode(beat(2)), time.monotonic())
 
@@ -189,7 +189,7 @@ def test_an_agent_without_a_head_says_so(page: BeatPage) -> None:
 
 
 @pytest.fixture
-def slotted(connections: Connections, page: BeatPage) -> Iterator[tuple[Connection, Slot]]:
+def slotted(connections: Connections, page: BeatPage) -> Iterator[tuple[Connection, BeatSlot]]:
     """A member with a slot: its connection to the head, and the slot as its agent sees it."""
     worker, agent = both_sides(page)
     spec = WorkerSpec(head="ws://nowhere:1", worker_id="w0", host="lab")
@@ -197,7 +197,7 @@ def slotted(connections: Connections, page: BeatPage) -> Iterator[tuple[Connecti
         yield connections.get(), agent
 
 
-def test_a_worker_is_silent_towards_the_head_while_its_agent_reports(slotted: tuple[Connection, Slot]) -> None:
+def test_a_worker_is_silent_towards_the_head_while_its_agent_reports(slotted: tuple[Connection, BeatSlot]) -> None:
     connection, agent = slotted
     connection.hears(Beat)
     taken = 0
@@ -213,7 +213,7 @@ def test_a_worker_is_silent_towards_the_head_while_its_agent_reports(slotted: tu
     assert taken >= 5
 
 
-def test_a_worker_speaks_again_when_its_agent_does_not(slotted: tuple[Connection, Slot]) -> None:
+def test_a_worker_speaks_again_when_its_agent_does_not(slotted: tuple[Connection, BeatSlot]) -> None:
     connection, agent = slotted
     while not drained(connection):
         if (left := agent.read()) is not None:

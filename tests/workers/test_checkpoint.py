@@ -23,7 +23,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ from unisono.core.errors import CheckpointError, RecipeError, RunDirectoryError,
 from unisono.core.orders import Shuffled
 from unisono.engine.checkpoint import saving, snapshot, writer
 from unisono.engine.state.tracked import Tracked
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record.history import History
 from unisono.record.journal import JOURNAL, Journal, compare, read
 from unisono.record.rundir import RunDirectory, describe
@@ -562,8 +563,8 @@ def test_another_strategy_is_refused_with_what_can_be_done(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="delay cannot be named in resume_anyway") as caught:
         train(tmp_path, resume="auto", delay=1, batch_size=20)
     assert "resume_anyway={" not in str(caught.value)
-    (advice,) = re.findall(r'unisono\.load_model\("(.+)", model\)', str(caught.value))
-    unisono.load_model(advice, nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)))
+    (advice,) = re.findall(r'unisono\.load_weights\("(.+)", model\)', str(caught.value))
+    unisono.load_weights(advice, nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)))
 
 
 def test_another_number_of_microbatches_by_explicit_word(tmp_path: Path) -> None:
@@ -615,7 +616,7 @@ def test_save_after_the_loop_holds_the_state_as_it_is(tmp_path: Path) -> None:
         nn.init.constant_(model.weight, 7.0)
         run.save()
         written = next((tmp_path / files.FOLDER).iterdir()).stat().st_ino
-        assert unisono.load_model(tmp_path)["weight"].tolist() == [[7.0, 7.0]]
+        assert unisono.load_weights(tmp_path)["weight"].tolist() == [[7.0, 7.0]]
     assert steps(tmp_path) == [2]
     assert next((tmp_path / files.FOLDER).iterdir()).stat().st_ino == written
 
@@ -623,7 +624,7 @@ def test_save_after_the_loop_holds_the_state_as_it_is(tmp_path: Path) -> None:
 def test_a_loop_that_is_left_by_break_is_saved_at_the_end(tmp_path: Path) -> None:
     model, _ = train(tmp_path, checkpoint=unisono.Checkpoints(), at_step=lambda run, step: step.number == 3 and "stop")
     assert steps(tmp_path) == [4]
-    loaded = unisono.load_model(tmp_path)
+    loaded = unisono.load_weights(tmp_path)
     assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
 
 
@@ -655,7 +656,8 @@ class InSight(RunDirectory):
 
 def make_saver(worker_id: str, policy: unisono.Checkpoints | None, directory: RunDirectory) -> saving.Saver:
     state = {"objects": {"model": {f"weight{n}": torch.full((n,), float(n)) for n in range(1, 9)}}}
-    saver = saving.Saver(policy, directory, torch.device("cpu"), lambda: state)
+    tracked = SimpleNamespace(whole_state=lambda: state, updated=set, holders=lambda paths: [()] * len(paths))
+    saver = saving.Saver(policy, directory, torch.device("cpu"), cast(Tracked, tracked))
     saver.join(worker_id, {}, {})
     return saver
 
@@ -707,8 +709,10 @@ class Members:
             saver._writer.drain()
 
     def save_last(self) -> None:
+        wishes = {me: saver.wish(self.generation) for me, saver in zip(self.ids, self.savers, strict=True)}
         for saver in self.savers:
-            saver.save_last(self.moment)
+            saver.begin_last(self.moment, wishes)
+            saver.publish_last()
         for saver in self.savers:
             saver.finish()
 

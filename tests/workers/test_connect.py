@@ -50,6 +50,7 @@ def test_members_of_a_host_stand_together() -> None:
         (GPUS, GPU, "gloo"),
         (notice(("a", "cuda:0")), GPU, "gloo"),
         (ONE_GPU, GPU, "gloo"),
+        (notice(("a", "cuda:0"), ("a", "cpu")), CPU, "gloo"),  # it sees on what the others compute
     ],
 )
 def test_the_fastest_kind_is_chosen(members: Notice, device: torch.device, kind: str) -> None:
@@ -67,24 +68,6 @@ def test_the_fastest_kind_is_chosen(members: Notice, device: torch.device, kind:
 def test_what_cannot_be_connected_is_refused(members: Notice, device: torch.device, wanted: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         choose_kind(members, wanted, device)
-
-
-@pytest.mark.parametrize(("members", "shares"), [(ONE_GPU, True), (GPUS, False), (ONE_HOST, False)])
-def test_workers_that_share_a_gpu_meet_over_gloo(
-    members: Notice, shares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL connects one worker a GPU."""
-    found: list[Context] = []
-
-    def build(context: Context) -> Exchange:
-        found.append(context)
-        return Alone(CPU)
-
-    monkeypatch.setitem(EXCHANGES, "gloo", build)
-    member = Member(WorkerSpec(head="ws://nowhere:1", worker_id="w0", host="a"), members.members[0], {})
-    device = torch.device(members.members[0].device)
-    build_exchange(members, 0, member=member, device=device, wanted="gloo", timeout_s=7.0)
-    assert found[0].shares_gpu == shares
 
 
 def test_the_command_names_every_exchange() -> None:

@@ -27,7 +27,7 @@ from tests.workers.disk import wait_for_disk
 from tests.workers.test_checkpoint import ROOT, SCRIPT, same, train
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.engine.checkpoint import copies
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record.journal import JOURNAL, compare
 from unisono.record.rundir import read_facts
 from unisono.testing import run_workers
@@ -298,7 +298,7 @@ def test_what_is_saved_again_at_the_same_step_replaces_its_copy(tmp_path: Path) 
         model = nn.Linear(5, 3)
         run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         assert list(run.steps(TensorDataset(torch.ones(16, 5)), batch_size=8, microbatches=2)) == []
-    assert not unisono.load_model(tmp_path / "b")["weight"].any()
+    assert not unisono.load_weights(tmp_path / "b")["weight"].any()
 
 
 def test_copies_of_another_run_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

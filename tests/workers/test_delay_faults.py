@@ -17,7 +17,7 @@ from tests.waiting import PATIENT
 from tests.workers.conftest import served_by
 from tests.workers.losses import ended_workers
 from tests.workers.trainings import Training
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome
 

@@ -82,7 +82,7 @@ def _leave(seat: Seat, place: Place, behind: int) -> list[str]:
         else:
             rounds.drain()
             run.losing.has_lost = True  # type: ignore[attr-defined]
-        said = run.gather(f"{seat.rank}")
+        said = run.all_gather(f"{seat.rank}")
         train(3, leaves=False)
         assert rounds.is_level
         return [*said, bits_of(model.state_dict())]

@@ -42,9 +42,10 @@ from unisono.engine.exchange import Exchange, Parcel, delivering
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.exchange.pages import GenerationFields, WorkerPage
 from unisono.engine.exchange.staging import STAGE_BYTES
+from unisono.engine.rounds.members import Summed
 from unisono.engine.rounds.transfer import send_state
 from unisono.engine.state.packing import pack
-from unisono.strategies.delay.arrived import Arrived, Committed, give
+from unisono.strategies.delay.delayed import Committed, give
 
 pytestmark = pytest.mark.more
 
@@ -431,7 +432,7 @@ def _give(seat: Seat, place: Place) -> tuple[int, float | None]:
         return made[-1]
 
     result = Slot(layout, torch.full((layout.slot_bytes,), 7, dtype=torch.uint8))
-    finished = Committed(layout, Arrived(5, result, 42, {}, has_new_sums=False))
+    finished = Committed(layout, Summed(result, 42, {}))
     members: Any = SimpleNamespace(rank=seat.rank, exchange=exchange, slots=SimpleNamespace(layout=layout))
     summed = give(members, 0, [2], finished, new_slot)
     exchange.all_gather(b"")  # others may still read this one's memory

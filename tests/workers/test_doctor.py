@@ -12,10 +12,9 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono
+from unisono.tools.doctor.asking import NUM_PINGS, ProbeRequest, Server, carry_out, measure
 from unisono.tools.doctor.checks import check
 from unisono.tools.doctor.facts import Scope, find_out
-from unisono.tools.doctor.orders import ProbeRequest, carry_out
-from unisono.tools.doctor.path import NUM_PINGS, Server, measure
 
 pytestmark = pytest.mark.more
 
@@ -66,7 +65,7 @@ def test_a_folder_that_is_not_there_yet_is_said(tmp_path: Path) -> None:
 
 
 def test_a_network_that_loses_full_packets_is_told_from_one_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.tools.doctor.path.STALL_S", 0.5)
+    monkeypatch.setattr("unisono.tools.doctor.asking.STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:

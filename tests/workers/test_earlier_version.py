@@ -144,7 +144,7 @@ def test_local_steps_with_a_delay_are_looked_at(
 
 
 def test_the_weights_of_local_steps_with_a_delay_are_read(late: Path) -> None:
-    assert set(unisono.load_model(late, nn.Linear(3, 2))) == {"weight", "bias"}
+    assert set(unisono.load_weights(late, nn.Linear(3, 2))) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("resume", ["auto", "checkpoints/step-0000000004"])

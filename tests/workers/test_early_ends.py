@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.workers.conftest import Command, Unisono
-from unisono.record.journal import read, summary
+from unisono.record.history import History
+from unisono.record.journal import read
 
 pytestmark = pytest.mark.usefixtures("nursery")
 Script = Callable[..., str]
@@ -98,4 +99,4 @@ def test_a_worker_whose_script_exits_in_the_middle_is_reported_and_replaced(
     told = command.line("has left the training loop at step 2 and ended with exit code 0")
     assert "worker w3 replaces it now (restart 1 of 10)" in told
     assert not [line for line in command.err if "trying again" in line]
-    assert summary(tmp_path / "run")["state"] == "finished"
+    assert History(tmp_path / "run").status()["state"] == "finished"

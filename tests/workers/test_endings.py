@@ -27,17 +27,18 @@ from tests.workers.gates import Gates
 from unisono.cluster.machine import agent, headprocess, placement
 from unisono.cluster.machine.children import PIPE_BYTES, Child, Output, spawn
 from unisono.cluster.machine.placement import PLACEMENTS, Fork, Nursery
-from unisono.cluster.machine.workers import Workers, _Delayed, _Started
+from unisono.cluster.machine.workers import WorkerProcesses, _Delayed, _Started
 from unisono.core.errors import UsageError
-from unisono.core.messages import AgentHello, Ended, RunDirectory, Welcome, WorkerExit, decode, encode
+from unisono.core.messages import AgentHello, Ended, RunDirectoryChosen, Welcome, WorkerExit, decode, encode
 from unisono.core.policy import Policy
 from unisono.core.settings import RunSettings
 from unisono.core.spec import MachineSpec, RunSpec, WorkerSpec
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record import rundir
-from unisono.record.journal import JOURNAL, summary
+from unisono.record.history import History
+from unisono.record.journal import JOURNAL
 from unisono.system.lifetime import PARENT, Memory
-from unisono.views.watch import Stream
+from unisono.views.watch import EventStream
 from unisono.views.watch.terminal import PlainTerminal
 
 pytestmark = pytest.mark.usefixtures("nursery")
@@ -84,7 +85,7 @@ def test_a_signal_ends_the_run_on_all_machines_without_a_false_alarm(
     for line in (command.err[-1], guest.err[-1]):
         assert line.endswith(f" unisono: failed: {reason}")
     assert alarms([*command.err, *guest.err]) == []
-    assert (summary(run_dir)["state"], summary(run_dir)["reason"]) == ("failed", reason)
+    assert (History(run_dir).status()["state"], History(run_dir).status()["reason"]) == ("failed", reason)
 
 
 def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others() -> None:
@@ -107,7 +108,7 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
         with contextlib.closing(Memory("unisono-token")) as secret:
             async with serve(stand_still, "127.0.0.1", 0) as server:
                 url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-                own = agent._Agent(spec, url, "token", secret, Stream([PlainTerminal()]), head, is_primary=True)
+                own = agent._Agent(spec, url, "token", secret, EventStream([PlainTerminal()]), head, is_primary=True)
                 running = asyncio.create_task(own.run())
                 while not own._following.agent_id:
                     await asyncio.sleep(0)
@@ -117,6 +118,7 @@ def test_a_command_that_is_interrupted_waits_until_its_head_has_told_the_others(
                 goes_on.set()
                 assert not done
                 assert await running == 128 + signal.SIGINT
+                await own.close()
 
     asyncio.run(asyncio.wait_for(interrupt(), WAIT_S))
 
@@ -198,7 +200,7 @@ def test_closed_standard_streams(closed: str, unisono: Unisono, script: Script, 
     run_dir = tmp_path / "run"
     command = unisono("run", name, "-n", 1, "--run-dir", run_dir, before=["sh", "-c", f'exec "$@" {closed}', "sh"])
     assert command.wait() == 0, command.err
-    assert summary(run_dir)["state"] == "finished"
+    assert History(run_dir).status()["state"] == "finished"
 
 
 WITHOUT_STREAMS = """
@@ -220,7 +222,7 @@ def test_a_script_that_leaves_no_standard_streams_has_success(unisono: Unisono, 
     training = textwrap.dedent(WITHOUT_CHECKPOINTS.format(epochs=5)).replace("print(", "(lambda *_, **__: 0)(")
     command = unisono("run", script(textwrap.dedent(WITHOUT_STREAMS) + training), "-n", 3, "--run-dir", "run")
     assert command.wait() == 0, command.err
-    assert summary(tmp_path / "run")["state"] == "finished"
+    assert History(tmp_path / "run").status()["state"] == "finished"
     assert [line for line in command.err if line.startswith("[w") or "ended" in line] == [], "nobody was lost"
 
 
@@ -381,9 +383,11 @@ class Exits:
         pass
 
 
-def workers_of(nursery: SlowNursery, secret: Memory, exits: Exits) -> Workers:
+def workers_of(nursery: SlowNursery, secret: Memory, exits: Exits) -> WorkerProcesses:
     spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=1)
-    workers = Workers(spec, head="ws://127.0.0.1:1", host="lab", secret=secret, listener=exits, on_exit=exits.on_exit)
+    workers = WorkerProcesses(
+        spec, head="ws://127.0.0.1:1", host="lab", secret=secret, listener=exits, on_exit=exits.on_exit
+    )
     placement = workers._placement
     assert isinstance(placement, Fork)
     placement._nursery = cast(Nursery, nursery)
@@ -476,7 +480,7 @@ def test_a_replacement_takes_the_local_rank_of_the_lost_worker(monkeypatch: pyte
         exits = Exits()
         spec = MachineSpec(run=RunSpec(arguments=("train.py",)), num_workers=2)
         with Memory("unisono-token") as secret:
-            workers = Workers(
+            workers = WorkerProcesses(
                 spec, head="ws://127.0.0.1:1", host="lab", secret=secret, listener=exits, on_exit=exits.on_exit
             )
             workers.start(["w0", "w1", "w2"])
@@ -511,12 +515,13 @@ def test_nothing_is_written_into_the_directory_of_another_run_under_the_same_nam
         with contextlib.closing(Memory("unisono-token")) as secret:
             head = cast(headprocess.HeadProcess, object())
             own = agent._Agent(
-                spec, "ws://127.0.0.1:1", "token", secret, Stream([PlainTerminal()]), head, is_primary=True
+                spec, "ws://127.0.0.1:1", "token", secret, EventStream([PlainTerminal()]), head, is_primary=True
             )
         own._following.run_id = "this run"
-        own.receive(RunDirectory(path=str(tmp_path)))
+        own.receive(RunDirectoryChosen(path=str(tmp_path)))
         own._conclude(ended)
         own._chronicle.close()
+        await own.close()
         return own._how_to_go_on(ended)
 
     hint = asyncio.run(end())

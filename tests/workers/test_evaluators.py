@@ -22,7 +22,7 @@ from tests.workers.models import Cnn, Images, bits_of
 from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
 from unisono import cli
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record.journal import compare
 from unisono.system.faults import ENVIRONMENT, encode
 from unisono.testing import Faults, Outcome, run_workers
@@ -59,15 +59,15 @@ def _totals(seat: Seat, place: Place, wait: bool, asks: bool) -> dict[str, Any]:
                 step.backward(F.cross_entropy(model(x), y))
             optimizer.step()
             if asks:
-                found += [evaluation.result() for evaluation in run.pending]
+                found += [evaluation.result() for evaluation in run.pending_evaluations]
             if wait:
                 found.append(run.evaluate(Images(), count, batch_size=5))
             else:
                 run.evaluate(Images(), count, batch_size=5, wait=False)
-                assert run.pending[-1].step == step.number
+                assert run.pending_evaluations[-1].step == step.number
         if asks:
-            found += [evaluation.result() for evaluation in run.pending]
-            assert run.pending == []
+            found += [evaluation.result() for evaluation in run.pending_evaluations]
+            assert run.pending_evaluations == []
         drawn = torch.rand(3)
     return {"totals": bits_of(found), "model": bits_of(model.state_dict()), "drawn": bits_of(drawn)}
 

@@ -55,10 +55,10 @@ from unisono.core.tree import Node
 from unisono.engine.exchange import Exchange, Share, combine, two_level
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.host import Host
-from unisono.engine.exchange.memory import Segment
+from unisono.engine.exchange.host import HostMembers
 from unisono.engine.exchange.pages import MAX_NODES, MAX_TEAM, GenerationFields, WorkerPage
 from unisono.engine.exchange.shared import SharedMemory
+from unisono.engine.exchange.shared_memory import Segment
 from unisono.engine.exchange.two_level import TwoLevel
 from unisono.engine.exchange.wire import Wire
 from unisono.engine.rounds.connect import EXCHANGES
@@ -438,7 +438,7 @@ def _combine_often(seat: Seat, path: str) -> None:
 def _cannot_be_connected(seat: Seat, path: str) -> str:
     store = dist.FileStore(path, -1)
     store.set("here-1", "")  # it is there, and nobody can connect to it
-    wire = Wire(store, 0, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=10 * WAIT_S)
+    wire = Wire(store, 0, 2, device=CPU, address="127.0.0.1", timeout_s=10 * WAIT_S)
     with pytest.raises(DeadlineExceeded) as raised:
         wire.all_gather_equal(b"x")
     wire.close()
@@ -457,9 +457,7 @@ def test_who_is_there_and_cannot_be_connected_is_not_waited_for_as_long_as_for_a
 
 
 def _one_does_not_come(seat: Seat) -> tuple[str, tuple[str, ...]]:
-    wire = Wire(
-        dist.HashStore(), 0, 2, device=CPU, backend="gloo", address="127.0.0.1", timeout_s=0.2, names=["w4", "w7"]
-    )
+    wire = Wire(dist.HashStore(), 0, 2, device=CPU, address="127.0.0.1", timeout_s=0.2, names=["w4", "w7"])
     with pytest.raises(PeerLost) as raised:
         wire.all_gather_equal(b"x")
     wire.close()
@@ -680,12 +678,10 @@ def test_limits_are_said(pair: Pair) -> None:
     with pytest.raises(RecipeError, match=f"holds {MAX_NODES + 1} nodes.*can publish {MAX_NODES}"):
         combine(exchange, Share(num_leaves, (tuple(nodes),), nodes), telemetry_of(0, 0))
     exchange.close()
-    host = Host(page, Counters(page, [page.address], 0, generation=3, timeout_s=10))
+    host = HostMembers(page, Counters(page, [page.address], 0, generation=3, timeout_s=10))
     with pytest.raises(UsageError, match=f"{MAX_TEAM + 1} workers"):
         TwoLevel(host, None, hosts=[range(1), range(1, MAX_TEAM + 1)], rank=0)
     host.close()
-    with pytest.raises(ValueError, match="'gloo' or 'nccl'"):
-        Wire(dist.HashStore(), 0, 1, device=CPU, backend="mpi", address="", timeout_s=1)
 
 
 def test_an_address_never_means_another_segment() -> None:
@@ -749,7 +745,7 @@ def test_a_page_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
     with Team(1, lambda seat: WorkerPage().address) as team:
         address = team.result(0)
     page = pair.pages[0]
-    host = Host(page, Counters(page, [page.address, address], 0, generation=2, timeout_s=10))
+    host = HostMembers(page, Counters(page, [page.address, address], 0, generation=2, timeout_s=10))
     exchange = SharedMemory(host)
     with pytest.raises(PeerLost):
         exchange.prepare(layouts()[1])

@@ -45,7 +45,6 @@ def connect() -> Iterator[Callable[..., list[Any]]]:
                 Wire(
                     *(store, rank, len(secrets)),
                     device=CPU,
-                    backend="gloo",
                     address="127.0.0.1",
                     timeout_s=WAIT_S,
                     names=names,

@@ -12,12 +12,14 @@ import msgspec
 
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
 from tests.waiting import WAIT_S
-from unisono.cluster.head.keys import Keys
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.keystore import Keys
+from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head
 from unisono.cluster.worker.packed import unpack
 from unisono.core.events import WorkerJoined
 from unisono.core.messages import (
+    Happened,
+    HeadSnapshot,
     Hello,
     Holding,
     Kept,
@@ -25,10 +27,8 @@ from unisono.core.messages import (
     Message,
     Ready,
     Scale,
-    Snapshot,
     StoreAnswer,
     StoreCall,
-    Told,
     decode,
 )
 from unisono.core.settings import RunSettings
@@ -46,9 +46,9 @@ def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue
     return head, said
 
 
-def snapshots(said: asyncio.Queue[bytes]) -> list[Memory]:
+def snapshots(said: asyncio.Queue[bytes]) -> list[HeadMemory]:
     heard: list[Message] = [decode(said.get_nowait()) for _ in range(said.qsize())]
-    return [Memory.decode(message.state) for message in heard if isinstance(message, Snapshot)]
+    return [HeadMemory.decode(message.state) for message in heard if isinstance(message, HeadSnapshot)]
 
 
 def test_a_heartbeat_costs_the_head_the_same_however_many_workers_there_are() -> None:
@@ -69,7 +69,7 @@ def test_a_heartbeat_costs_the_head_the_same_however_many_workers_there_are() ->
 def test_what_all_members_say_at_once_is_remembered_once() -> None:
     """What is remembered is as long as there are members, and a member says it again to a head that follows."""
 
-    async def work() -> list[Memory]:
+    async def work() -> list[HeadMemory]:
         story = Story(32)
         story.agent(32)
         head, said = head_of(story, heartbeat_s=0.01)
@@ -93,7 +93,7 @@ def test_what_all_members_say_at_once_is_remembered_once() -> None:
 def test_who_joins_at_the_same_time_is_told_together() -> None:
     """A message for each of 1,000 workers to each of 125 machines would keep a head busy for seconds."""
 
-    async def work() -> list[Told]:
+    async def work() -> list[Happened]:
         story = Story(32)
         story.agent(32)
         head, said = head_of(story, heartbeat_s=0.01)
@@ -103,11 +103,11 @@ def test_who_joins_at_the_same_time_is_told_together() -> None:
                 if isinstance(message, Ready):
                     head.table.take(worker_id, Hello(info=info(worker_id), fingerprint={}))
                 head.table.take(worker_id, message)
-        found: list[Told] = []
+        found: list[Happened] = []
         while sum(isinstance(event, WorkerJoined) for told in found for event in told.events) < 32:
             await asyncio.sleep(0)
             heard: list[Message] = [decode(unpack(said.get_nowait())) for _ in range(said.qsize())]
-            found += [message for message in heard if isinstance(message, Told)]
+            found += [message for message in heard if isinstance(message, Happened)]
             head.table.take_kept(AGENT, Kept(term=1, number=head.table.version))
         return found
 
@@ -226,7 +226,7 @@ def test_the_head_may_have_as_many_connections_as_the_system_lets_it() -> None:
 def test_a_head_that_has_taken_over_tells_its_heirs_its_state_a_few_times_and_not_for_each_worker() -> None:
     """All workers call it at the same time, and each is sent the newest notice again."""
 
-    async def work() -> tuple[list[Memory], int]:
+    async def work() -> tuple[list[HeadMemory], int]:
         story = Story(32)
         ids = story.agent(32)
         story.arrive(*ids)

@@ -26,23 +26,23 @@ from tests.pure.test_membership import step_done, training
 from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import NotGoing, ask_status, find
-from unisono.cluster.head.lines import MAX_STEPS_QUEUED
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.connections import MAX_STEPS_QUEUED
+from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head
 from unisono.cluster.trust.invitation import Invitation
 from unisono.core import events
 from unisono.core.messages import (
     AgentHello,
-    Announcement,
     Ended,
     Happened,
+    HeadSnapshot,
     Hello,
     MemberInfo,
     Message,
     Ready,
-    RunDirectory,
-    Snapshot,
+    RunDirectoryChosen,
     Stop,
+    UserSentence,
     Welcome,
     decode,
     encode,
@@ -268,13 +268,13 @@ def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: 
             await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=0, primary=True)))
             info = MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu")
             await worker.send(encode(Hello(info=info, fingerprint={})))
-            last = Happened(event=events.Announcement(text="the last"))
+            last = Happened(events=[events.EvaluationFinished(number=3, step=3, totals={})])
             for message in (Ready(phase=0), *map(step_done, range(3)), last):
                 await worker.send(encode(message))
             committed = []
             while (heard := decode(await agent.recv(decode=False))) != last:
-                if isinstance(heard, Snapshot):
-                    committed.append(Memory.decode(heard.state).state.committed)
+                if isinstance(heard, HeadSnapshot):
+                    committed.append(HeadMemory.decode(heard.state).state.committed)
             assert committed[-1] == 0
             assert committed.count(0) == 1
 
@@ -287,7 +287,7 @@ def test_a_head_waits_at_the_end_for_the_command_that_has_yet_to_find_it() -> No
     state = State(policy=Policy(start=1, maximum=1), agents={"agent0": command})
 
     async def story() -> None:
-        async with serving(run_id="next", snapshot=Memory(state, 0.0, "").encode()) as (head, url):
+        async with serving(run_id="next", snapshot=HeadMemory(state, 0.0, "").encode()) as (head, url):
             outside = await dial(url)
             await outside.send(encode(Stop(reason="enough")))
             await outside.wait_closed()
@@ -323,9 +323,9 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
             await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=1, primary=True)))
             info = MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu")
             await worker.send(encode(Hello(info=info, fingerprint={})))
-            await worker.send(encode(RunDirectory(path=str(directory))))
-            await hear(agent, RunDirectory)
-            snapshot = (await hear(agent, Snapshot)).state
+            await worker.send(encode(RunDirectoryChosen(path=str(directory))))
+            await hear(agent, RunDirectoryChosen)
+            snapshot = (await hear(agent, HeadSnapshot)).state
             assert json.loads((directory / "head.json").read_text())["run_id"] == "first"
             head._address._written.clear()  # it is killed
         async with serving(run_id="second", snapshot=snapshot) as (head, url):
@@ -351,12 +351,12 @@ def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(tmp_path: 
             agent, worker = await dial(url), await dial(url)
             await agent.send(encode(agent_hello))
             await worker.send(encode(worker_hello))
-            await worker.send(encode(RunDirectory(path=str(pipe.parent))))
-            await hear(agent, RunDirectory)
+            await worker.send(encode(RunDirectoryChosen(path=str(pipe.parent))))
+            await hear(agent, RunDirectoryChosen)
             outside = await dial(url)
             await outside.send(encode(Stop(reason="enough")))
-            assert "enough" in (await hear(outside, Announcement)).text
-        follows = Memory(State(policy=Policy(start=1, maximum=1)), 0.0, "", str(pipe.parent)).encode()
+            assert "enough" in (await hear(outside, UserSentence)).text
+        follows = HeadMemory(State(policy=Policy(start=1, maximum=1)), 0.0, "", str(pipe.parent)).encode()
         async with serving(run_id="first", snapshot=follows) as (_, url):
             agent = await dial(url)
             await agent.send(encode(agent_hello))
@@ -425,15 +425,15 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     """Otherwise what waits for it grows until the head gives it up, and the run ends."""
     agent = Agent(agent_id="agent0", host="lab", primary=True)
     state = State(policy=Policy(start=1, maximum=1), agents={"agent0": agent})
-    snapshot = Memory(state, 0.0, "").encode()
+    snapshot = HeadMemory(state, 0.0, "").encode()
     head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=snapshot)
     waiting = asyncio.Queue[bytes]()
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
-        head._telling.pass_on(Happened(event=step(number), number=number))
-    head.tell_agents(Announcement(text="the last"))
+        head._telling.pass_on([step(number, number=number)])
+    head.tell_agents(UserSentence(text="the last"))
     kinds = [type(decode(waiting.get_nowait())) for _ in range(waiting.qsize())]
-    assert kinds == [Happened] * (MAX_STEPS_QUEUED + 1) + [Announcement]
+    assert kinds == [Happened] * (MAX_STEPS_QUEUED + 1) + [UserSentence]
 
 
 def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
@@ -441,9 +441,9 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
 
     async def story() -> Any:
         state = training(2).state
-        head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=Memory(state, 0.0, "").encode())
-        head._telling.pass_on(Happened(event=step(7), number=7))
-        head._telling.pass_on(Happened(event=step(6), number=6))
+        head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=HeadMemory(state, 0.0, "").encode())
+        head._telling.pass_on([step(7, number=7)])
+        head._telling.pass_on([step(6, number=6)])
         return head.status()["step"]
 
     assert asyncio.run(story()) == 7

@@ -14,16 +14,16 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.test_head_death import dial, hear, serving
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head
-from unisono.cluster.machine.following import Following
+from unisono.cluster.machine.head_connection import Following
 from unisono.cluster.worker.packed import unpack
 from unisono.core.following import Absence, Followed, StaleHead
 from unisono.core.messages import (
     AgentHello,
-    Announcement,
     Ended,
     Foreign,
+    HeadSnapshot,
     Hello,
     Holding,
     Kept,
@@ -34,10 +34,10 @@ from unisono.core.messages import (
     Proposal,
     Ready,
     Scale,
-    Snapshot,
     Start,
     StoreAnswer,
     StoreCall,
+    UserSentence,
     Verdict,
     WorkerExit,
     decode,
@@ -64,10 +64,10 @@ class Follower:
     def receive(self, message: Message) -> None:
         self.heard.put_nowait(message)
 
-    def announce(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         pass
 
-    def show_head_line(self, text: str, is_error: bool) -> None:
+    def on_line(self, name: str, text: str, is_error: bool) -> None:
         pass
 
     def end(self, ended: Ended) -> None:
@@ -118,10 +118,10 @@ def test_a_machine_that_joined_holds_the_same_state_as_the_one_that_started_the_
                 for agent in (first, guest):
                     held = agent.following.snapshot
                     assert held is not None
-                    assert started[0] in Memory.decode(held.state).state.workers, "held before it was asked for"
+                    assert started[0] in HeadMemory.decode(held.state).state.workers, "held before it was asked for"
                 outside = await dial(url)
                 await outside.send(encode(Scale(num_workers=5)))
-                assert "scaled to 5 workers" in (await hear(outside, Announcement)).text
+                assert "scaled to 5 workers" in (await hear(outside, UserSentence)).text
                 assert first.following.snapshot == guest.following.snapshot
                 assert head.state.policy.maximum == 5
 
@@ -134,8 +134,8 @@ def test_what_is_decided_is_sent_when_the_heirs_hold_it() -> None:
         async with serving(run_id="x") as (head, url):
             agent = await dial(url)
             await agent.send(encode(AgentHello(host="lab", pid=1, num_workers=2, primary=True)))
-            snapshot = await hear(agent, Snapshot)
-            assert "w1" in Memory.decode(snapshot.state).state.workers
+            snapshot = await hear(agent, HeadSnapshot)
+            assert "w1" in HeadMemory.decode(snapshot.state).state.workers
             await agent.send(encode(StoreCall(call=1, operation="num_keys", keys=[])))
             assert isinstance(decode(await agent.recv(decode=False)), StoreAnswer), "and nothing before that"
             await agent.send(encode(Kept(term=snapshot.term, number=snapshot.number)))
@@ -154,7 +154,7 @@ def test_an_heir_that_does_not_answer_delays_a_decision_and_does_not_prevent_it(
             assert head.state.agents["agent0"].lags
             while head.state.agents["agent0"].lags:  # it answers again
                 await agent.send(encode(Kept(term=1, number=head.table.version)))
-                await hear(agent, Snapshot)
+                await hear(agent, HeadSnapshot)
             assert heirs(head.state) == ("agent0",)
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
@@ -225,8 +225,8 @@ def test_an_agent_leaves_a_head_of_a_lower_term() -> None:
                 side = agent.following._side
                 agent.following._side = msgspec.structs.replace(side, followed=side.followed.learn(2))
                 with pytest.raises(StaleHead):
-                    agent.following._take(Snapshot(term=1, number=99, state=b""))
-                assert agent.following.snapshot != Snapshot(term=1, number=99, state=b"")
+                    agent.following._take(HeadSnapshot(term=1, number=99, state=b""))
+                assert agent.following.snapshot != HeadSnapshot(term=1, number=99, state=b"")
                 assert not head.over.is_set()
 
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
@@ -240,7 +240,7 @@ def test_a_machine_that_ends_says_that_it_was_not_to_go_on(partition: Partition)
         hello = AgentHello(host="far", pid=1, num_workers=1)
         following = Following("ws://127.0.0.1:1", "secret", hello, agent, away_s=1.0, head=head, partition=partition)
         following.agent_id = "agent1"
-        newest = Snapshot(term=1, number=1, state=b"", heirs=["agent0", "agent1"])
+        newest = HeadSnapshot(term=1, number=1, state=b"", heirs=["agent0", "agent1"])
         following._side = msgspec.structs.replace(following._side, followed=Followed().keep(newest)[0])
         following._absence = Absence(since=-1e9)
         following._note_absence("the head is away")
@@ -256,7 +256,7 @@ class Connected:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.head = Head(Policy(start=2, maximum=6), token="", run_id="x", spec=RunSpec())
-        self.unanswered: dict[str, list[Snapshot]] = {}
+        self.unanswered: dict[str, list[HeadSnapshot]] = {}
         self.held: dict[str, State] = {}
         self.ordered: list[str] = []
         self.num_acted_on = 0
@@ -274,7 +274,7 @@ class Connected:
 
     def sent(self, name: str, message: Message) -> None:
         """What is sent to a worker or an agent is known to all who may start the next head."""
-        if isinstance(message, Snapshot):
+        if isinstance(message, HeadSnapshot):
             self.unanswered[name].append(message)
         elif isinstance(message, Notice | Start | Ended):
             for heir in heirs(self.head.state):
@@ -301,7 +301,7 @@ class Connected:
         if waiting := [name for name, snapshots in self.unanswered.items() if snapshots]:
             name = self.rng.choice(waiting)
             snapshot = self.unanswered[name].pop(0)
-            self.held[name] = Memory.decode(snapshot.state).state
+            self.held[name] = HeadMemory.decode(snapshot.state).state
             self.head.table.take_kept(name, Kept(term=snapshot.term, number=snapshot.number))
 
     def lag(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.conftest import marked, wait_until_gone
-from unisono.cluster.machine.holder import CANNOT_START, Order
+from unisono.cluster.machine.holder import CANNOT_START, HolderOrder
 
 pytestmark = pytest.mark.more
 
@@ -42,7 +42,7 @@ def held(*words: str, lock: str = "", **variables: str) -> Iterator[subprocess.P
     command = [sys.executable, "-P", "-c", IMPATIENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
-        process.stdin.write(Order(words, variables, lock).encode() + "\nthe secret\n")
+        process.stdin.write(HolderOrder(words, variables, lock).encode() + "\nthe secret\n")
         process.stdin.flush()
         try:
             yield process
@@ -116,7 +116,7 @@ def test_a_command_hears_of_a_lost_connection_and_may_go_on(
         assert process.stdin is not None
         assert process.stdout is not None
         script = f'read secret; echo ready; read line; test "$line" = lost && {{ {answer}; }}'
-        process.stdin.write(Order(["sh", "-c", script]).encode() + "\nthe secret\n")
+        process.stdin.write(HolderOrder(["sh", "-c", script]).encode() + "\nthe secret\n")
         process.stdin.flush()
         assert lines(process, 1) == ["ready"]
         process.kill()

@@ -18,7 +18,7 @@ from tests.house.toys import test_toy_launcher as toy
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.cluster.launchers import LAUNCHERS, AgentCommand, Handle, Launcher, Machine, Request, fleet, relaunching
+from unisono.cluster.launchers import LAUNCHERS, AgentCommand, Handle, Launcher, Machine, Request, fleet
 from unisono.cluster.launchers.fleet import Fleet
 from unisono.core.errors import UsageError
 from unisono.record.journal import compare
@@ -243,7 +243,7 @@ def test_the_agent_of_a_lost_machine_is_started_again(monkeypatch: pytest.Monkey
     """After a pause, and not where the head says that the machine needs none: its agent goes on without its ssh."""
     monkeypatch.setattr(fleet, "LOOK_S", 0.01)
     monkeypatch.setattr(fleet, "VERDICT_S", 0.0)
-    monkeypatch.setattr(relaunching, "FIRST_S", 0.5)
+    monkeypatch.setattr(fleet, "FIRST_S", 0.5)
     rented, seen = Rented(Agent([]), Agent([])), Seen()
 
     async def work() -> list[str]:

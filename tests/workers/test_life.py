@@ -19,8 +19,9 @@ from tests.workers.conftest import Command, Unisono
 from tests.workers.static_team import AloneRun
 from unisono import Checkpoints
 from unisono.core.errors import RunDirectoryError, UsageError
-from unisono.record import checkpoints as files
-from unisono.record.journal import compare, read, summary
+from unisono.record import checkpoint_files as files
+from unisono.record.history import History
+from unisono.record.journal import compare, read
 from unisono.testing import Faults, run_workers
 
 pytestmark = pytest.mark.more
@@ -167,7 +168,7 @@ def test_a_run_that_is_alone_ends_with_its_script(how: str, codes: dict[str, int
     code, state, reason, num_steps = ENDS[how]
     output = (ends / f"{how}.txt").read_text()
     assert codes[how] == code, output
-    found = summary(ends / how)
+    found = History(ends / how).status()
     assert (found["state"], found.get("reason", "")[: len(reason)]) == (state, reason), output
     kinds = [line["kind"] for line in read(ends / how)]
     assert kinds == ["step"] * num_steps + ["end"] * (state != "stopped")
@@ -196,12 +197,12 @@ def test_runs_in_processes_of_multiprocessing_end_as_well(codes: dict[str, int],
     output = (ends / "children.txt").read_text()
     assert output.splitlines()[0] == "well 0"
     assert output.splitlines()[-1] == "badly 1"
-    assert summary(ends / "well")["state"] == "finished"
+    assert History(ends / "well").status()["state"] == "finished"
 
 
 def test_the_second_run_of_a_process_ends_the_first(codes: dict[str, int], ends: Path) -> None:
     assert codes["twice"] == 0, (ends / "twice.txt").read_text()
-    assert [summary(ends / f"twice-{number}")["state"] for number in range(2)] == ["finished", "finished"]
+    assert [History(ends / f"twice-{number}").status()["state"] for number in range(2)] == ["finished", "finished"]
 
 
 PROMPT = """
@@ -234,7 +235,7 @@ def test_at_a_prompt_an_exception_ends_nothing(last: str, num_steps: int, tmp_pa
     done = subprocess.run(command, input=prompt, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
     assert "it goes on after 1" in done.stdout, done.stderr
     assert "NameError: name 'no_such_name' is not defined" in done.stderr
-    found = summary(tmp_path / "run")
+    found = History(tmp_path / "run").status()
     assert (found["state"], found["step"]) == ("finished", num_steps - 1), done.stderr
 
 
@@ -339,7 +340,7 @@ def test_workers_end_their_run_with_the_script_also_after_a_kill(script: Script,
     hurt = run_workers(name, 2, directory=tmp_path / "without", arguments=["without"], faults=faults)
     assert (whole.exit_code, hurt.exit_code) == (0, 0), hurt.output
     assert compare(tmp_path / "with", tmp_path / "without").startswith("identical: 5 steps")
-    assert summary(tmp_path / "without")["state"] == "finished"
+    assert History(tmp_path / "without").status()["state"] == "finished"
 
 
 @pytest.mark.usefixtures("nursery")
@@ -350,7 +351,7 @@ def test_workers_end_their_run_with_an_exception(unisono: Unisono, script: Scrip
     assert " failed at step 3, micro-batch " in told
     assert told.endswith("ValueError: a bad sample")
     assert command.err[-1].startswith("(in step 3, micro-batch ")
-    assert (summary(tmp_path / "run")["state"], summary(tmp_path / "run")["step"]) == ("failed", 2)
+    assert (History(tmp_path / "run").status()["state"], History(tmp_path / "run").status()["step"]) == ("failed", 2)
 
 
 def test_a_function_of_launch_ends_its_run_when_it_has_returned(
@@ -379,7 +380,7 @@ def test_a_function_of_launch_ends_its_run_when_it_has_returned(
     finally:
         command.end()
     assert command.out[-1].startswith("loss ")
-    assert summary(tmp_path / "run")["state"] == "finished"
+    assert History(tmp_path / "run").status()["state"] == "finished"
 
 
 FORGETS = """

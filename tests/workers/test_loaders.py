@@ -38,7 +38,7 @@ from unisono.core.cursor import Cursor
 from unisono.core.errors import RecipeError
 from unisono.core.orders import Sequential
 from unisono.core.plan import Plan, plan
-from unisono.engine.loop.upcoming import Upcoming
+from unisono.engine.loop.strategies import Upcoming
 from unisono.engine.microbatch.data import Fetcher, Loading, Request, to_device
 from unisono.record.journal import compare
 from unisono.record.journal.times import by_step

@@ -22,7 +22,7 @@ from tests.workers.test_local_steps import EXCHANGES, ROUND, assert_same_bits, v
 from tests.workers.trainings import Training
 from unisono.core.errors import CheckpointError
 from unisono.engine.state.packing import digest_of_tensor
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.strategies.local.replica_states import Replicas
 from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome

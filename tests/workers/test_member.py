@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn, TypeVar
 
+import msgspec
 import pytest
 
 from tests.pure.test_journal import evaluation, step
@@ -18,7 +19,7 @@ from unisono.cluster.worker.connection import RETRY_S
 from unisono.cluster.worker.member import Member
 from unisono.cluster.worker.outbox import MOST_STEPS
 from unisono.core.errors import DeadlineExceeded
-from unisono.core.events import Announcement, EvaluationFinished
+from unisono.core.events import Announcement, EvaluationFinished, StepFinished
 from unisono.core.messages import (
     Beat,
     Happened,
@@ -27,7 +28,6 @@ from unisono.core.messages import (
     MemberInfo,
     Message,
     Notice,
-    Steps,
     Suspect,
     Welcome,
     decode,
@@ -146,7 +146,7 @@ def test_a_suspicion_is_said_again_until_there_is_an_answer(
 def test_events_that_were_not_sent_follow_in_their_order(connections: queue.Queue[Connection], member: Member) -> None:
     """A sink that has got the newest one would take the older ones for repeated."""
     first = connections.get(timeout=WAIT_S)
-    events = [Happened(event=Announcement(text=f"step {number}"), number=number) for number in range(4)]
+    events = [Announcement(text=f"step {number}", number=number) for number in range(4)]
     member.happened(events[0])
     first.hears(Happened)
     first.wants_to_write = True  # nothing can be sent any more
@@ -154,7 +154,7 @@ def test_events_that_were_not_sent_follow_in_their_order(connections: queue.Queu
         member.happened(event)
     first.tell(None)
     second = connections.get(timeout=WAIT_S)
-    assert [second.hears(Happened).number for _ in range(3)] == [1, 2, 3]
+    assert [second.hears(Happened).events[0].number for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Connection], member: Member) -> None:
@@ -243,8 +243,8 @@ def test_what_takes_connections_and_says_nothing_is_no_head(
         assert "has been away" in str(stopped)
 
 
-def step_event(number: int) -> Happened:
-    return Happened(event=step(number), number=number)
+def step_event(number: int) -> StepFinished:
+    return step(number, number=number)
 
 
 @pytest.fixture
@@ -254,14 +254,14 @@ def slow_beats(connections: Connections, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(outbox, "STEPS_S", 1e9)
 
 
-def told(connection: Connection) -> list[Happened | Steps]:
+def told(connection: Connection) -> list[Happened]:
     """What came about steps, until an evaluation."""
-    found: list[Happened | Steps] = []
+    found: list[Happened] = []
     while True:
         message = connection.said.get(timeout=WAIT_S)
-        if isinstance(message, Happened) and isinstance(message.event, EvaluationFinished):
+        if isinstance(message, Happened) and isinstance(message.events[0], EvaluationFinished):
             return found
-        if isinstance(message, Happened | Steps):
+        if isinstance(message, Happened):
             found.append(message)
 
 
@@ -272,11 +272,11 @@ def test_events_of_fast_steps_are_sent_together_and_before_what_follows(
     first = connections.get(timeout=WAIT_S)
     for number in range(3 * MOST_STEPS):
         member.happened(step_event(number))
-    member.happened(Happened(event=evaluation(96, right=1), number=96))
+    member.happened(msgspec.structs.replace(evaluation(96, right=1), number=96))
     messages = told(first)
     # The first heartbeat may have come in between.
     assert len(messages) <= 5
-    steps = [each for message in messages for each in (message.steps if isinstance(message, Steps) else [message])]
+    steps = [each for message in messages for each in message.events]
     assert [each.number for each in steps] == list(range(3 * MOST_STEPS))
 
 
@@ -289,12 +289,12 @@ def test_a_new_connection_repeats_the_steps_that_were_sent_together_last(
     for _ in range(2):
         for number in range(MOST_STEPS + 3):
             member.happened(step_event(number))
-        member.happened(Happened(event=evaluation(40, right=1), number=40))
+        member.happened(msgspec.structs.replace(evaluation(40, right=1), number=40))
     told(first)
     said = told(first)
-    assert isinstance(said[-1], Steps)
+    assert len(said[-1].events) > 1
     first.tell(None)
-    assert connections.get(timeout=WAIT_S).hears(Steps) == said[-1]
+    assert connections.get(timeout=WAIT_S).hears(Happened) == said[-1]
 
 
 def test_a_step_that_nobody_follows_is_sent_with_the_next_heartbeat(
@@ -302,4 +302,4 @@ def test_a_step_that_nobody_follows_is_sent_with_the_next_heartbeat(
 ) -> None:
     monkeypatch.setattr(outbox, "STEPS_S", 1e9)
     member.happened(step_event(3))
-    assert connections.get(timeout=WAIT_S).hears(Happened) == step_event(3)
+    assert connections.get(timeout=WAIT_S).hears(Happened) == Happened(events=[step_event(3)])

@@ -16,8 +16,9 @@ import torch
 import unisono
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Command, Unisono
-from unisono.record import checkpoints as files
-from unisono.record.journal import compare, summary
+from unisono.record import checkpoint_files as files
+from unisono.record.history import History
+from unisono.record.journal import compare
 from unisono.testing import run_workers
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
@@ -83,7 +84,7 @@ def test_runs_of_a_script_s_children_are_runs_of_their_own(
     assert files.step_of(done[0]) <= 5, "the checkpoints of before are there"
     for path in done:
         files.verify(path)
-    assert [summary(tmp_path / "run")[word] for word in ("state", "step")] == ["finished", 7]
+    assert [History(tmp_path / "run").status()[word] for word in ("state", "step")] == ["finished", 7]
     for way in ("subprocess", "spawn", "fork", "command"):
         assert files.complete(tmp_path / f"by-{way}" / files.FOLDER), way
         assert compare(tmp_path / f"by-{way}", tmp_path / "by-subprocess").startswith("identical: 4 steps"), way
@@ -122,7 +123,7 @@ def say_and_pause(descriptor: int) -> None:
 def test_a_child_of_a_script_that_runs_alone_ends_at_sigterm(tmp_path: Path) -> None:
     """It has inherited the handler of the run, which finishes the step, and has no step to finish."""
     reading, writing = os.pipe()
-    with unisono.Run(tmp_path / "run", checkpoint=unisono.Checkpoints(every_steps=1, on_signal=75)) as run:
+    with unisono.Run(tmp_path / "run", checkpoint=unisono.Checkpoints(every_steps=1, exit_code_on_sigterm=75)) as run:
         model = torch.nn.Linear(2, 1)
         run.track(model=model)
         for step in run.steps([torch.ones(2)] * 8, batch_size=8, microbatches=4):

@@ -17,7 +17,7 @@ from tests.workers.gates import Gates
 from tests.workers.models import Mlp, vectors
 from tests.workers.static_team import AloneRun
 from unisono.core.errors import StepError
-from unisono.engine.rounds.team import AloneTeam
+from unisono.engine.rounds.team import Team
 from unisono.record.journal import JOURNAL, compare, from_line, read
 from unisono.record.journal.times import by_step
 from unisono.record.overview import OverviewBuilder
@@ -263,7 +263,7 @@ def test_everything_names_a_step_by_its_number_in_the_run(monkeypatch: pytest.Mo
     def at(team: Any, *, phase: int, step: int, microbatch: int, **rest: Any) -> None:
         told.append((step, microbatch))
 
-    monkeypatch.setattr(AloneTeam, "at", at)
+    monkeypatch.setattr(Team, "at", at)
     seen = []
 
     def train() -> None:

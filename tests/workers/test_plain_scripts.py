@@ -131,7 +131,7 @@ def test_a_process_may_take_its_time_to_end(unisono: Unisono, script: Callable[[
 
 
 def torchrun_of(mark: str) -> int:
-    (found,) = (pid for pid, words in marked(mark).items() if "unisono.cluster.machine.plain" in words)
+    (found,) = (pid for pid, words in marked(mark).items() if "unisono.cluster.machine.torchrunner" in words)
     return found
 
 

@@ -17,7 +17,7 @@ from unisono.tools.plan.finder import search, shown_search
 from unisono.tools.plan.forecast import Roster
 from unisono.tools.plan.found import FILE, ProbeSettings, found_in
 from unisono.tools.plan.plans import PLAN, read_plan, write_plan
-from unisono.tools.plan.probing import OutOfMemory, Script, TrialFailed, facts_of, memory_of, trial
+from unisono.tools.plan.probing import OutOfMemory, Script, TrialFailed, facts_of, memories_of, trial
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
 
@@ -82,7 +82,7 @@ def test_a_trial_stops_after_its_steps_measures_them_and_keeps_nothing(script: P
     assert not list(tmp_path.rglob("checkpoints"))
     facts = facts_of([found], room=4)
     assert (facts.microbatches, facts.batch_size, facts.gradient_bytes) == (8, 16, BYTES)
-    assert memory_of(found).total(4) == pytest.approx(found.found.peak, rel=0.01)
+    assert memories_of([found])[found.sample.workers].total(4) == pytest.approx(found.found.peak, rel=0.01)
 
 
 def test_a_loop_that_ends_before_the_time_of_a_trial_is_measured_to_its_end(script: Path, tmp_path: Path) -> None:
@@ -214,11 +214,13 @@ def test_a_trial_that_needs_more_memory_than_it_may_have_is_told_from_one_that_f
         trial(command, ProbeSettings(steps=15, room=1 << 18))
 
 
-def test_the_finder_tries_sizes_of_the_script_and_changes_nothing(script: Path, tmp_path: Path) -> None:
+def test_the_finder_tries_sizes_of_the_script_and_changes_nothing(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = Script(command=[str(script), "16", "1000"], directory=tmp_path)
     alone = trial(command, ProbeSettings(steps=15))
-    said: list[str] = []
-    made = search(command, alone.found, 10, ["microbatches"], said.append)
+    made = search(command, alone.found, 10, ["microbatches"])
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("unisono: tries ")]
     assert {one.size for one in made.tried} <= {1, 2, 4, 8, 16}
     assert len(made.tried) == len(said) >= 2
     assert all(one.fits for one in made.tried)
@@ -234,7 +236,7 @@ def test_no_batch_is_found_that_the_data_set_does_not_have(script: Path, tmp_pat
     assert "DataLoader" in script.read_text()
     command = Script(command=[str(script), "16", "3"], directory=tmp_path)
     alone = trial(command, ProbeSettings(steps=12))
-    made = search(command, alone.found, 16, ["batch"], lambda text: None)
+    made = search(command, alone.found, 16, ["batch"])
     assert max(one.size for one in made.tried) == 16, "4 of these are the 64 samples that there are"
     text = shown_search(made, facts_of([alone], room=4), Roster(workers=2, per_host=4), ["batch"])
     assert "batch_size=64, microbatches=4" in text

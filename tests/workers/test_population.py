@@ -14,7 +14,7 @@ import pytest
 from benchmarks.membership import Command
 from benchmarks.population import Process, Site
 from tests.waiting import WAIT_S
-from unisono.cluster.machine.following import Following
+from unisono.cluster.machine.head_connection import Following
 from unisono.cluster.machine.headprocess import HeadProcess, Service, listen
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core.following import MAX_HEIRS
@@ -95,7 +95,7 @@ def test_a_run_of_many_workers_sends_each_of_them_what_it_needs_and_no_more() ->
             counts = await found.counts()
             assert counts["Notice"] == WORKERS, "one generation, one notice each"
             # Hellos, the generation, and what the members have reported at the same time.
-            assert counts["Snapshot"] <= 6 * (MAX_HEIRS - 1)
+            assert counts["HeadSnapshot"] <= 6 * (MAX_HEIRS - 1)
 
             await found.ask("connect", False)
             counts = await found.counts()
@@ -105,15 +105,15 @@ def test_a_run_of_many_workers_sends_each_of_them_what_it_needs_and_no_more() ->
             await found.steps(10)
             await found.ask("calm")
             counts = await found.counts()
-            assert counts.keys() <= {"Snapshot", "Told"}, "heartbeats and steps are answered with nothing"
-            assert counts["Told"] <= 2 * MAX_HEIRS, "what happens and what machines use, now and then, to few agents"
-            assert counts["Snapshot"] <= 3 * (MAX_HEIRS - 1), "the members hold the generation; the first step is done"
+            assert counts.keys() <= {"HeadSnapshot", "Happened"}, "heartbeats and steps are answered with nothing"
+            assert counts["Happened"] <= 2 * MAX_HEIRS, "what happens, and what machines use, to few agents"
+            assert counts["HeadSnapshot"] <= 3 * (MAX_HEIRS - 1), "the members hold the generation; a step is done"
 
             await found.ask("kill_worker", "w20")
             await found.all_hear(WORKERS - 1)
             counts = await found.counts()
             assert counts["Notice"] == WORKERS - 1
-            assert 0 < counts["Snapshot"] <= 3 * (MAX_HEIRS - 1)
+            assert 0 < counts["HeadSnapshot"] <= 3 * (MAX_HEIRS - 1)
 
             await found.ask("kill_agent", AGENTS - 1)
             await found.all_hear(WORKERS - 1 - EACH)

@@ -30,12 +30,12 @@ from unisono.cli.again import PastRun
 from unisono.cli.replay import replay
 from unisono.cluster.worker import member
 from unisono.core.errors import LossError, StopInspection, UsageError
-from unisono.core.replaying import Replay
+from unisono.core.replay_rules import Replay
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.core.words import without_evidence
 from unisono.record.journal import JOURNAL
-from unisono.script import life
+from unisono.script import open_runs
 from unisono.system.lifetime import PARENT
 from unisono.testing import Faults, run_workers
 from unisono.tools.replay.hunting import script_stack
@@ -479,7 +479,7 @@ def trained(tmp_path: Path, name: str, text: str) -> Path:
     member.settle(
         RunSpec(settings=RunSettings(run_dir=str(tmp_path / name)), arguments=(str(script),), folder=str(tmp_path))
     )
-    life.end_all(None)
+    open_runs.end_all(None)
     exec(compile(text, str(script), "exec"), {"__name__": "__main__"})
     return tmp_path / name
 

@@ -244,7 +244,7 @@ def _sum_of_nans(order: tuple[int, int]) -> list[int]:
     folder.start_step(2)
     for leaf in order:
         folder.start_leaf(leaf, exchange.slot)
-        folder.backward((parameter * NANS[leaf]).sum(), 1.0)
+        folder.backward((parameter * NANS[leaf]).sum(), torch.tensor(1.0))
         folder.finish_leaf(1.0, 1.0)
     (slot,) = folder.nodes.values()
     return slot.gradients[0].view(torch.int32).tolist()

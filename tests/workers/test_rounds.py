@@ -27,7 +27,7 @@ from unisono.engine.exchange import Exchange, Parcel, Share, combine
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.flat import FlatLayout
-from unisono.engine.exchange.host import Host
+from unisono.engine.exchange.host import HostMembers
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.exchange.shared import SharedMemory
 from unisono.engine.exchange.wire import wire_of_one
@@ -37,7 +37,8 @@ from unisono.engine.rounds.gradient import CommittedStep
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.standing import Report
-from unisono.engine.rounds.team import AloneTeam, HeadTeam
+from unisono.engine.rounds.team import HeadTeam
+from unisono.engine.rounds.team import Team as RunTeam
 from unisono.engine.state.packing import quick_digest
 from unisono.engine.state.tracked import Tracked
 from unisono.script.keeping import Keeper
@@ -70,7 +71,7 @@ class Script:
         self.generations[4] = Generation(["a", "b"])
 
 
-class ScriptedTeam(AloneTeam):
+class ScriptedTeam(RunTeam):
     """A member of the generations of a script."""
 
     def __init__(self, name: str, script: Script, page: WorkerPage, pages: dict[str, str]) -> None:
@@ -86,7 +87,7 @@ class ScriptedTeam(AloneTeam):
         self.worker_ids, self.hosts = tuple(members), ("",) * len(members)
         addresses = [self.pages[member] for member in members]
         counters = Counters(self.page, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
-        self.exchange = SharedMemory(Host(self.page, counters))
+        self.exchange = SharedMemory(HostMembers(self.page, counters))
 
     def meet(self, report: Report) -> list[Report]:
         letters = self.exchange.all_gather(msgspec.msgpack.encode(report))
@@ -267,7 +268,7 @@ def test_what_a_member_holds_of_the_next_layout_waits_while_it_stands_by() -> No
     """It is ahead, has frozen or thawed parameters since, and helps those behind to finish a step of the old ones."""
     old = FlatLayout([("a", torch.zeros(3))], [])
     new = FlatLayout([("a", torch.zeros(3)), ("b", torch.zeros(200))], [])
-    team = AloneTeam(CPU)
+    team = RunTeam(CPU)
     rounds = Rounds(team, Tracked())
     rounds.use_layout(new)
     slot = team.exchange.slot()
@@ -357,7 +358,7 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
     """It may wait for a disk before that, and must not be left aside for it."""
     waits: list[bool] = []
 
-    class Waiting(AloneTeam):
+    class Waiting(RunTeam):
         is_waiting = False
 
         @contextlib.contextmanager
@@ -384,6 +385,6 @@ def test_the_error_of_a_lost_replica_names_what_the_run_can_go_on_from() -> None
         def newest(self) -> str:
             return "the newest checkpoint, runs/a/checkpoints/step-12"
 
-    members = Rounds(AloneTeam(CPU), Tracked(), reporter=Reported()).members
+    members = Rounds(RunTeam(CPU), Tracked(), reporter=Reported()).members
     with pytest.raises(StateLost, match=r"replica 1 .* Go on from the newest checkpoint, runs/a/checkpoints/step-12; "):
         check_held(members, {0: [0]}, Shelf({}, {}, {1: ("w1", "w2")}), [0, 1])

@@ -31,7 +31,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import SILENCE_S, WAIT_S, wait_until
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head
 from unisono.cluster.machine.forking import Forked, ForkRequest
 from unisono.cluster.machine.headprocess import MAX_HEADS, Service, listen, reachable
@@ -42,17 +42,17 @@ from unisono.core.messages import (
     AgentHello,
     Beat,
     Finished,
+    Happened,
+    HeadSnapshot,
     Hello,
     Holding,
     MemberInfo,
     Message,
     Notice,
     Ready,
-    RunDirectory,
-    Snapshot,
+    RunDirectoryChosen,
     StoreAnswer,
     StoreCall,
-    Told,
     Welcome,
     WorkerExit,
     decode,
@@ -233,7 +233,7 @@ def test_what_a_stranger_says_leaves_no_trace(
 
 def announced(message: Any) -> list[str]:
     """The sentences in a message of the head."""
-    said = message.events if isinstance(message, Told) else []
+    said = message.events if isinstance(message, Happened) else []
     return [event.text for event in said if isinstance(event, Announcement)]
 
 
@@ -299,11 +299,11 @@ def test_what_a_heartbeat_decides_is_remembered(serve: Callable[..., Served]) ->
     remembered = b""
     while True:
         heard = decode(agent.recv(WAIT_S, decode=False))
-        if isinstance(heard, Snapshot):
+        if isinstance(heard, HeadSnapshot):
             remembered = heard.state
         elif said := [text for text in announced(heard) if "is left aside" in text]:
             break
-    memory = Memory.decode(remembered)
+    memory = HeadMemory.decode(remembered)
     assert memory.state.members == ("w0",)
     assert memory.reason == said[0]
 
@@ -336,7 +336,7 @@ def test_a_run_directory_that_the_script_chose_gets_the_address(serve: Callable[
     served = serve()
     member = served.member("w0")
     folder = tmp_path / "run"
-    member.send(RunDirectory(path=str(folder)))
+    member.send(RunDirectoryChosen(path=str(folder)))
     wait_until((folder / "head.json").exists, "the address of the head in the directory")
     known = json.loads((folder / "head.json").read_text())
     assert (known["url"], known["run_id"], known["pid"]) == (served.url, "r1", os.getpid())
@@ -370,7 +370,7 @@ def test_the_run_that_gets_a_directory_has_its_address_there(tmp_path: Path) -> 
         ours = (tmp_path / "head.json").read_text()
         for name in ("head.json", "token"):
             (tmp_path / name).write_text("theirs")
-        member.send(RunDirectory(path=str(tmp_path)))
+        member.send(RunDirectoryChosen(path=str(tmp_path)))
         wait_until(lambda: (tmp_path / "head.json").read_text() == ours, "the address of the head in the directory")
         assert (tmp_path / "token").read_text() == served.token
         for name in ("head.json", "token"):
@@ -526,7 +526,7 @@ def test_a_head_that_was_stopped_first_hears_what_was_said_meanwhile(
         said.wait(WAIT_S)
         # Longer than anybody may be silent, and the timer comes before what was said.
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0, time=time.time)
-        monkeypatch.setattr("unisono.cluster.head.clock.time", clock)
+        monkeypatch.setattr("unisono.cluster.head.wakeups.time", clock)
         served.head.table.take("", Tick())
 
     served.loop.call_soon_threadsafe(stop)

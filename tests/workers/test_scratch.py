@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import WAIT_S
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 
 KEEPER = """
 import sys
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 with scratch_folder("unisono-test-") as folder:
     (folder / "sub").mkdir()
     (folder / "sub" / "file").write_text("x")

@@ -18,7 +18,7 @@ from unisono.cli.reach import ask_status, find
 from unisono.cluster.machine.children import Child
 from unisono.cluster.machine.placement import PLACEMENTS
 from unisono.cluster.machine.places import NO_GPU, Places
-from unisono.cluster.machine.workers import Workers
+from unisono.cluster.machine.workers import WorkerProcesses
 from unisono.core.spec import MachineSpec, RunSpec, WorkerSpec
 from unisono.system import seats
 from unisono.system.capacity import cpu_limit, free_workers, machine_cores, machine_gpus, parse_workers
@@ -211,7 +211,7 @@ def test_each_worker_is_told_its_gpu(
     async def work() -> None:
         with Memory("unisono-token", b"token") as secret:
             spec = MachineSpec(run=RunSpec(), num_workers=3)
-            workers = Workers(
+            workers = WorkerProcesses(
                 spec, head="", host="here", secret=secret, listener=listener, on_exit=lambda message: None
             )
             workers.open()

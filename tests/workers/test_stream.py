@@ -19,7 +19,7 @@ from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, split_rows
 from unisono.engine.exchange.network import Network
 from unisono.engine.exchange.pump import Job, Pump
 from unisono.engine.exchange.reduce import Reduction
-from unisono.engine.exchange.stream import Stream, cut
+from unisono.engine.exchange.stream import RangeSum, cut
 from unisono.engine.exchange.wire import DIGEST_BYTES
 from unisono.testing import run_workers
 
@@ -164,7 +164,7 @@ def _offer_half(seat: Seat, path: str) -> tuple[int, int, Outcome]:
     exchange.offer(share, layout.num_rows // 2)
     assert exchange._offered is not None
     stream = exchange._offered._sum
-    assert isinstance(stream, Stream)
+    assert isinstance(stream, RangeSum)
     with exchange._wire.changed:
         assert exchange._wire.changed.wait_for(lambda: stream._num_folded == stream._num_ready, WAIT_S)
     before = stream._num_folded, len(stream._chunks)

@@ -31,12 +31,12 @@ from tests.workers.test_rounds import Threads
 from unisono.cli.reach import ask_status, find
 from unisono.core.errors import PeerLost, StepError, UsageError
 from unisono.engine.exchange import Exchange
-from unisono.engine.exchange.groups import ScriptGroup
+from unisono.engine.exchange.script_group import ScriptGroup
 from unisono.engine.exchange.wire import Wire
 from unisono.engine.rounds.gathering import BlockRound, GroupRound, TalkRound, together
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.standing import Report
-from unisono.engine.rounds.team import AloneTeam
+from unisono.engine.rounds.team import Team
 from unisono.engine.state.tracked import Tracked
 from unisono.record.journal import read
 from unisono.testing import Outcome, run_workers
@@ -59,7 +59,7 @@ def test_alone_a_value_comes_back_as_it_would_from_another_worker() -> None:
     with AloneRun() as run:
         run.barrier()
         back = run.broadcast(value)
-        (gathered,) = run.gather(value)
+        (gathered,) = run.all_gather(value)
     for one in (back, gathered):
         assert one["a"] == value["a"]
         assert one["s"] == {1, 2}
@@ -76,7 +76,7 @@ def steps_of(run: library.Run, num_steps: int = 1) -> Any:
 TALK: dict[str, Callable[[library.Run], Any]] = {
     "run.barrier": lambda run: run.barrier(),
     "run.broadcast": lambda run: run.broadcast(1),
-    "run.gather": lambda run: run.gather(1),
+    "run.all_gather": lambda run: run.all_gather(1),
     "run.main_first": lambda run: run.main_first().__enter__(),
     "run.process_group": lambda run: run.process_group(),
 }
@@ -100,7 +100,7 @@ def test_nobody_talks_while_others_wait_for_a_block(what: str) -> None:
         run.barrier()
 
 
-@pytest.mark.parametrize("what", ["run.broadcast", "run.gather"])
+@pytest.mark.parametrize("what", ["run.broadcast", "run.all_gather"])
 def test_what_cannot_be_sent_is_refused_with_its_path(what: str) -> None:
     method = what.removeprefix("run.")
     with AloneRun() as run, pytest.raises(UsageError, match=rf"the value of {what}\['x'\]\[0\] is a builtins.object"):
@@ -110,7 +110,7 @@ def test_what_cannot_be_sent_is_refused_with_its_path(what: str) -> None:
 def test_large_values_do_not_go_through_the_head() -> None:
     with AloneRun() as run:
         with pytest.raises(UsageError, match="1,048,576"):
-            run.gather(bytes(2 << 20))
+            run.all_gather(bytes(2 << 20))
         for _ in steps_of(run):
             break
 
@@ -154,13 +154,13 @@ def talk_in_a_loop(seat: Seat, place: Place) -> list[Any]:
                 for x, y in step:
                     step.backward(F.cross_entropy(model(x), y))
                 found.append(run.broadcast({"from": seat.rank, "t": torch.full((3,), seat.rank)})["t"].tolist())
-                found.append(run.gather(seat.rank))
+                found.append(run.all_gather(seat.rank))
                 with run.main_first():
                     number = order.add(f"block-{len(found)}", 1)
                     assert (number == 1) == run.is_main
                 run.barrier()
                 found.append(float(torch.rand(())))
-            found.append(run.gather((seat.rank, step.number)))
+            found.append(run.all_gather((seat.rank, step.number)))
             run.barrier()
     return found
 
@@ -177,7 +177,7 @@ def test_all_members_get_the_same(kind: str, size: int) -> None:
 def two_wires() -> Iterator[list[Wire]]:
     """Two members in this process."""
     store = dist.HashStore()
-    limits: Any = {"device": CPU, "backend": "gloo", "address": "127.0.0.1", "timeout_s": WAIT_S}
+    limits: Any = {"device": CPU, "address": "127.0.0.1", "timeout_s": WAIT_S}
     wires = [Wire(store, rank, 2, **limits) for rank in range(2)]
     try:
         yield wires
@@ -192,7 +192,7 @@ def talk_differently(seat: Seat, place: Place) -> str:
             try:
                 run.barrier()
                 if seat.rank == 0:
-                    run.gather(1)
+                    run.all_gather(1)
                 else:
                     run.barrier()
             except StepError as error:
@@ -203,8 +203,8 @@ def talk_differently(seat: Seat, place: Place) -> str:
 def test_members_at_different_calls_are_told_so() -> None:
     """Each would otherwise take the other's value for that of its own call."""
     for error in train_on("shared", 2, talk_differently):
-        assert "w0 is at run.gather (call 2 of the step), w1 is at run.barrier (call 2 of the step)" in error
-        assert "run.gather and run.main_first alike" in error
+        assert "w0 is at run.all_gather (call 2 of the step), w1 is at run.barrier (call 2 of the step)" in error
+        assert "run.all_gather and run.main_first alike" in error
 
 
 MESSAGE_OR_COLLECTIVE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -278,7 +278,7 @@ class Hurt:
         pass
 
 
-class HurtTeam(AloneTeam):
+class HurtTeam(Team):
     """The members a, b and c; then a and b."""
 
     def __init__(self, name: str, first: Threads, second: Threads) -> None:
@@ -431,7 +431,7 @@ with unisono.Run(seed=3) as run:
                 file.seek(0)
                 file.write("whole, of " + name())
             path.with_suffix(".part").rename(path)
-    found = [path.read_text(), run.broadcast(name()), run.gather(name())]
+    found = [path.read_text(), run.broadcast(name()), run.all_gather(name())]
     if name() == "w2":
         die()
     run.barrier()
@@ -505,7 +505,7 @@ with unisono.Run(seed=3) as run:
         (gate / "go").open().read()
     with run.main_first():
         found.append(run.seed)
-    found.append(run.gather(name()))
+    found.append(run.all_gather(name()))
     data, model, optimizer = make()
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(data, batch_size=24, microbatches=4, max_steps=2):
@@ -543,7 +543,7 @@ def comes_to(what):
     die()
 
 with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=5) if saves else None) as run:
-    found = [run.broadcast(os.getpid()), run.gather(name())]
+    found = [run.broadcast(os.getpid()), run.all_gather(name())]
     data, model, optimizer = make()
     inputs, labels = data.tensors
     run.track(model=model, optimizer=optimizer)
@@ -563,7 +563,7 @@ with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=5) if saves 
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))
             optimizer.step()
-            said = run.gather((epoch, step.number_in_loop, name()))
+            said = run.all_gather((epoch, step.number_in_loop, name()))
             assert len({one[:2] for one in said}) == 1
             comes_to(f"step {epoch} {step.number_in_loop}")
             with run.main_first():
@@ -580,7 +580,7 @@ with unisono.Run(seed=3, checkpoint=unisono.Checkpoints(every_steps=5) if saves 
             run.save()
             comes_to("gap")
         pid = run.broadcast(os.getpid())
-        found += [totals["loss"], run.gather((name(), pid))]
+        found += [totals["loss"], run.all_gather((name(), pid))]
         run.barrier()
         # The data of the next epoch come from what the evaluation of this one has given, and from what is drawn then.
         data = TensorDataset(inputs * (1 + totals["loss"] / 1000) + noise + torch.rand(()), labels)

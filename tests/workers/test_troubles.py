@@ -13,7 +13,7 @@ from unisono.cluster.head import troubles
 from unisono.cluster.head.troubles import MOST_FILES, Troubles
 from unisono.core.events import Announcement, Problem, WorkerLate
 from unisono.core.messages import Ailing, Holds, Inquire, Statement
-from unisono.record.problems import writing
+from unisono.record.problems import evidence_files
 from unisono.record.problems.kinds import Trouble
 from unisono.record.rundir import RUN_FILE
 
@@ -226,7 +226,7 @@ def test_a_directory_of_another_run_is_left_alone(tmp_path: Path) -> None:
         lab.troubles.take(HANG)
 
     play(lab, story)
-    assert not (tmp_path / "run" / writing.FOLDER).exists()
+    assert not (tmp_path / "run" / evidence_files.FOLDER).exists()
 
 
 @pytest.mark.parametrize("ends_run", [False, True])

@@ -81,7 +81,7 @@ DELAYED = """
                 step.backward(model(inputs[:, None]).mean())
             optimizer.step()
             if step.number == 3 and member.current().worker_id == "w1":
-                run.gather(1)
+                run.all_gather(1)
     """
 
 
@@ -90,4 +90,4 @@ def test_with_a_delay_too_although_sums_are_under_way(unisono: Unisono, script: 
     assert command.wait() == 1
     said = "\n".join(command.err)
     assert re.search(r"do different things at step \d: w0 is at the sum of an earlier step", said), said
-    assert re.search(r"w1 is at run\.gather", said), said
+    assert re.search(r"w1 is at run\.all_gather", said), said

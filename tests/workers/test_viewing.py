@@ -26,7 +26,7 @@ from tests.workers.conftest import Unisono, wait_until_gone
 from tests.workers.gates import Gates
 from tests.workers.strangers import dialled, sealed
 from unisono.cli.reach import find
-from unisono.cluster.head import reading, viewing
+from unisono.cluster.head import past_reader, viewing
 from unisono.cluster.head.__main__ import TLS_BUFFER_BYTES
 from unisono.cluster.head.client import Refused, Watching
 from unisono.cluster.head.door import FRAME_BYTES
@@ -37,7 +37,7 @@ from unisono.cluster.trust.secret import reader_token
 from unisono.cluster.worker.link import Link
 from unisono.cluster.worker.member import Member
 from unisono.core.events import MembershipChanged, Seconds, StepFinished, WorkerTimes
-from unisono.core.messages import Happened, MemberInfo, Stop
+from unisono.core.messages import MemberInfo, Stop
 from unisono.core.policy import Policy
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec, WorkerSpec
@@ -85,7 +85,7 @@ class Served:
 
     def happens(self, *events: Any) -> None:
         for event in events:
-            self.loop.call_soon_threadsafe(self.head._telling.pass_on, Happened(event=event))
+            self.loop.call_soon_threadsafe(self.head._telling.pass_on, [event])
 
     def asked(self, call: Callable[[], T]) -> T:
         """Call something in the head's thread."""
@@ -340,7 +340,7 @@ def test_a_process_that_nobody_asks_any_more_ends(
     with Watching(served.invitation) as watching:
         assert "facts" in watching.ask({"get": "facts"})
         pid = reader_of(served)
-        monkeypatch.setattr(reading, "IDLE_S", 0.0)
+        monkeypatch.setattr(past_reader, "IDLE_S", 0.0)
         assert "events" in watching.ask({"get": "events"})
         wait_for_end(pid)
         assert "names" in watching.ask({"get": "names"}), "another one is started at the next question"
@@ -353,14 +353,14 @@ def test_a_disk_that_hangs_costs_the_viewers_their_answers_and_nobody_else_anyth
     with Watching(served.invitation) as watching:
         assert "facts" in watching.ask({"get": "facts"})
         pid = reader_of(served)
-        monkeypatch.setattr(reading, "DEADLINE_S", 0.2)
+        monkeypatch.setattr(past_reader, "DEADLINE_S", 0.2)
         os.kill(pid, signal.SIGSTOP)
         asked = watching.ask({"get": "events"})
         assert "there is no answer within" in asked["error"]
         served.is_served()
         wait_for_end(pid)
-        monkeypatch.setattr(reading, "DEADLINE_S", WAIT_S)
-        monkeypatch.setattr(reading, "PAUSE_S", 0.0)
+        monkeypatch.setattr(past_reader, "DEADLINE_S", WAIT_S)
+        monkeypatch.setattr(past_reader, "PAUSE_S", 0.0)
         assert "events" in watching.ask({"get": "events"})
 
 
@@ -404,7 +404,7 @@ def test_questions_do_not_pile_up(serve: Callable[..., Served], run_dir: str) ->
     found = served.head._viewing._reading
 
     async def work() -> list[bytes]:
-        asked = [found.answer({"get": "events", "after": number}) for number in range(reading.MOST_WAITING + 20)]
+        asked = [found.answer({"get": "events", "after": number}) for number in range(past_reader.MOST_WAITING + 20)]
         return await asyncio.gather(*asked)
 
     answers = [json.loads(a) for a in asyncio.run_coroutine_threadsafe(work(), served.loop).result(WAIT_S)]

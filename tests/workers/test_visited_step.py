@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from tests.workers.static_team import AloneRun
-from unisono.engine.checkpoint.evaluations import Order
+from unisono.engine.checkpoint.evaluations import EvaluationOrder
 from unisono.script.evaluator import VisitedRound, visited
 from unisono.system.process import Process
 
@@ -27,7 +27,7 @@ def test_an_evaluator_reads_what_the_members_read(delay: int) -> None:
             for inputs, labels in step:
                 F.cross_entropy(model(inputs), labels).backward()
             assert run._training.loop is not None
-            order = Order(
+            order = EvaluationOrder(
                 number=0, phases=1, step=step.number, samples=56, batch_size=8, number_in_loop=step.number_in_loop
             )
             seen = visited(run._training.loop, order, Process())
@@ -52,7 +52,7 @@ def test_an_evaluator_reads_of_a_round_what_the_members_read() -> None:
                     F.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
             assert run._training.loop is not None
-            order = Order(
+            order = EvaluationOrder(
                 number=0, phases=1, step=round_.number, samples=56, batch_size=8, number_in_loop=round_.number_in_loop
             )
             seen = visited(run._training.loop, order, Process())

@@ -35,7 +35,7 @@ from unisono.record.overview import Overview
 from unisono.views.watch.terminal import screen as screens
 from unisono.views.watch.terminal.keys import Keyboard
 from unisono.views.watch.terminal.live import Live
-from unisono.views.watch.terminal.plain import OverviewLines
+from unisono.views.watch.terminal.plain_lines import OverviewLines
 from unisono.views.watch.terminal.screen import Screen
 
 pytestmark = pytest.mark.more
@@ -421,7 +421,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return head
 
         monkeypatch.setattr(looking, "check_head", lambda invitation: None)
-        monkeypatch.setattr("unisono.cluster.head.client.Watching", watching)
+        monkeypatch.setattr(looking, "Watching", watching)
 
     return answer
 

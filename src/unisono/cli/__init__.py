@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from unisono.core.errors import UnisonoError, UsageError
-from unisono.system.platforms import check_platform
+from unisono.system.extras import check_platform
 
 __all__ = ["COMMANDS", "main"]
 
@@ -55,7 +55,7 @@ class _Commands(click.Group):
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         if ctx.resilient_parsing:  # a shell asks
-            from unisono.cli.completing import complete
+            from unisono.cli.completion import complete
 
             complete(command)
         return command

@@ -13,14 +13,14 @@ from unisono.cli.given import script_arguments
 from unisono.cli.resume import checked, command_of, own_command, threads_of
 from unisono.cli.saying import say
 from unisono.core.errors import CheckpointError, UsageError
-from unisono.core.replaying import ReplayStart, starts
+from unisono.core.replay_rules import ReplayStart, starts
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
-from unisono.record import checkpoints as files
-from unisono.record.journal import summary
+from unisono.record import checkpoint_files as files
+from unisono.record.history import History
 from unisono.record.rundir import RUN_FILE, check_schema, read_facts
 from unisono.system.fingerprint import SWITCHES
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 
 __all__ = ["PastRun", "past_run"]
 
@@ -89,13 +89,9 @@ class PastRun:
 
     def check_step(self, step: int) -> None:
         """Raise UsageError if the run has finished, and has no such step."""
-        try:
-            found = summary(self.run)
-        except (OSError, ValueError):
-            return  # the replay says what it can compare
-        newest = found["step"]
-        if found["state"] == "finished" and newest is not None and step > newest:
-            raise UsageError(f"the run has no step {step}: it has finished, and its last step is {newest}")
+        found = History(self.run).overview()
+        if found.state == "finished" and step > found.step >= 0:
+            raise UsageError(f"the run has no step {step}: it has finished, and its last step is {found.step}")
 
     def start(self, step: int) -> ReplayStart | None:
         """Return the newest whole checkpoint from which a step is computed again; None: only from the beginning.

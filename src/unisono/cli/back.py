@@ -7,15 +7,14 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.cli.saying import say
+from unisono.cluster.launchers import HERE, Machine
 from unisono.core.errors import RunGoesBack, UsageError
 from unisono.core.words import count, listed
+from unisono.record import checkpoint_files as files
 from unisono.system.capacity import Workers
-
-if TYPE_CHECKING:
-    from unisono.cluster.launchers import Machine
 
 __all__ = ["Again", "again", "by_hand"]
 
@@ -82,8 +81,6 @@ def _checkpoint(back: RunGoesBack) -> Path:
     Raises:
         UsageError: there is none. To begin anew would remove the run, which is not decided here.
     """
-    from unisono.record import checkpoints as files
-
     known = files.complete(Path(back.run_dir) / files.FOLDER)
     for path in reversed(known):
         if files.step_of(path) <= back.steps:
@@ -97,7 +94,6 @@ def _checkpoint(back: RunGoesBack) -> Path:
 
 def _name_of(label: str, machines: Sequence[Machine]) -> str | None:
     """Return the launcher's name for the machine with this label; None: it cannot be told."""
-    from unisono.cluster.launchers import HERE
 
     def is_host(name: str) -> bool:
         return label == name or label.startswith((f"{name}-", f"{name.split('.')[0]}-"))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, Final
 
 import click
-import msgspec
 
 from unisono.cli.given import script_arguments, seconds
 from unisono.cli.saying import say, say_json, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.words import count
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 from unisono.tools.check.blame import Culprit
 from unisono.tools.check.trials import ALONE, Runner, TrialOutcome
 from unisono.tools.check.verdict import CheckVerdict, TrialFinding, check_script
@@ -54,40 +52,23 @@ def check(
     Exit code: 0 the same bits, 1 not, 2 the script cannot be checked.
     """
     try:
-        verdict = _checked(script, arguments, module, steps, threads, timeout, as_json=as_json)
+        if steps < 2:
+            raise UsageError(f"a check needs 2 steps or more, so that the second can depend on the first; got {steps}")
+        command = script_arguments(script, module, arguments, command="check SCRIPT")
+        with scratch_folder("unisono-check-") as folder:
+            tried = Script(command=command, threads=threads, directory=folder)
+            with Runner(tried, steps, timeout) as runner:
+                verdict = check_script(runner, (lambda _: None) if as_json else _say)
     except UsageError as error:
         if not as_json:
             raise
-        say_json(json.dumps({"error": str(error)}, indent=2))
+        say_json({"error": str(error)})
         return 2
     if as_json:
-        say_json(msgspec.json.format(msgspec.json.encode(_plain(verdict))).decode())
+        say_json(_plain(verdict))
     else:
         _conclude(verdict)
     return 0 if verdict.keeps else 1
-
-
-def _checked(
-    script: str | None,
-    arguments: tuple[str, ...],
-    module: str | None,
-    steps: int,
-    threads: int,
-    timeout_s: float,
-    *,
-    as_json: bool,
-) -> CheckVerdict:
-    if steps < 2:
-        raise UsageError(f"a check needs 2 steps or more, so that the second can depend on the first; got {steps}")
-    command = script_arguments(script, module, arguments, command="check SCRIPT")
-    with scratch_folder("unisono-check-") as folder:
-        tried = Script(command=command, threads=threads, directory=folder)
-        with Runner(tried, steps, timeout_s) as runner:
-            return check_script(runner, _quiet if as_json else _say)
-
-
-def _quiet(_: TrialFinding | TrialOutcome) -> None:
-    pass
 
 
 def _say(result: TrialFinding | TrialOutcome) -> None:

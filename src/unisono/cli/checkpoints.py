@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,8 +12,11 @@ from unisono.cli.respelled import respelled
 from unisono.cli.saying import say
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.core.words import count, shown_bytes, without_password
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import Manifest
+from unisono.engine.checkpoint import copies
+from unisono.engine.checkpoint.copies import absolute, is_copy
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import Manifest
+from unisono.views import date
 
 __all__ = ["checkpoints"]
 
@@ -46,8 +48,6 @@ def checkpoints(place: str, action: str, file: Path | None, step: int | None, na
 
     DIR may also be the place of copies (s3://bucket/runs/digits): list and check.
     """
-    from unisono.engine.checkpoint.copies import absolute, is_copy
-
     if is_copy(absolute(place)):
         if action == "export":
             raise UsageError("export needs the directory of a run; fetch a copy first: unisono run --resume URL")
@@ -94,8 +94,6 @@ def _list(found: list[Path], *, check: bool) -> int:
 
 def _list_copies(place: str, step: int | None, *, check: bool) -> int:
     """Print a line for each whole copy; returns 1 if one is broken."""
-    from unisono.engine.checkpoint import copies
-
     copies.check([place])
     found = [one for one in reversed([*copies.find([place])]) if step is None or one[1].step == step]
     if not found:
@@ -115,9 +113,10 @@ def _list_copies(place: str, step: int | None, *, check: bool) -> int:
 
 
 def _line(manifest: Manifest) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved))
     metrics = "".join(f"  {name} {value:.6g}" for name, value in manifest.metrics.items())
-    return f"{when}  {shown_bytes(manifest.num_bytes)}  {count(manifest.num_workers, 'worker')}{metrics}"
+    return (
+        f"{date(manifest.saved)}  {shown_bytes(manifest.num_bytes)}  {count(manifest.num_workers, 'worker')}{metrics}"
+    )
 
 
 def _export(location: Path, file: Path, name: str | None) -> None:
@@ -125,9 +124,9 @@ def _export(location: Path, file: Path, name: str | None) -> None:
         raise UsageError(f"{file} must end in .safetensors or, for torch.save, in .pt or .pth")
     import torch
 
-    from unisono.engine.checkpoint.loading import load_model
+    from unisono.engine.checkpoint.loading import load_weights
 
-    state: dict[str, Any] = load_model(location, name=name)
+    state: dict[str, Any] = load_weights(location, name=name)
     temporary = file.with_name(f".{file.name}.new")
     try:
         if file.suffix == ".safetensors":

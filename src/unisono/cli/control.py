@@ -7,6 +7,7 @@ import click
 from unisono.cli.reach import RUN, ask_status, find, tell
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
+from unisono.core.messages import Scale, Stop
 from unisono.system.capacity import check_workers
 
 __all__ = ["scale", "stop"]
@@ -17,8 +18,6 @@ __all__ = ["scale", "stop"]
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:
     """Change the number of workers to WORKERS, from the next possible step on."""
-    from unisono.core.messages import Scale
-
     if workers < 1:
         raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop` ends it")
     address = find(run)
@@ -31,7 +30,5 @@ def scale(run: str, workers: int) -> int:
 @click.argument("run")
 def stop(run: str) -> int:
     """End the run at the end of the step."""
-    from unisono.core.messages import Stop
-
     say(tell(find(run), Stop(reason="stopped by `unisono stop`")))
     return 0

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import click
-import msgspec
 
 from unisono.cli.reach import ask_status, find
 from unisono.cli.saying import say, say_json
@@ -17,7 +16,7 @@ from unisono.core.settings import port_range
 from unisono.core.words import count
 from unisono.tools.doctor.checks import Finding, check
 from unisono.tools.doctor.facts import Scope
-from unisono.tools.doctor.hosts import examine, hosts
+from unisono.tools.doctor.remote import examine
 from unisono.tools.doctor.together import check_together
 
 __all__ = ["doctor"]
@@ -47,16 +46,15 @@ def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool,
     chosen = {host.name: is_this_machine(host.name) for host in parse_hosts(names)} if names else {}
     asked = Scope(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)
     findings = [_head(run)] if run else []
-    with hosts(chosen, Way.parse(ssh, option="--ssh")) as found:
-        known = examine(found, asked)
-        for host in found:
-            if host.error:
-                findings.append(_silent(host.name, host.error))
-            elif host.name in known.facts:
-                findings += check(host.name, known.facts[host.name], asked)
+    known, errors = examine(chosen, Way.parse(ssh, option="--ssh"), asked)
+    for name, error in errors.items():
+        if error:
+            findings.append(_silent(name, error))
+        elif name in known.facts:
+            findings += check(name, known.facts[name], asked)
     findings += check_together(known)
     if as_json:
-        say_json(msgspec.json.format(msgspec.json.encode({"findings": findings, "machines": known})).decode())
+        say_json({"findings": findings, "machines": known})
     else:
         _show(findings)
     return 0 if all(finding.is_ok for finding in findings) else 1

@@ -20,6 +20,7 @@ from unisono.core.errors import UsageError
 from unisono.engine.checkpoint.evaluations import REFUSED, Snapshots, claimed, give_up, order_of
 from unisono.record.rundir import holder, is_going
 from unisono.script.inspected import INTERRUPTED, run_inspected
+from unisono.system.fingerprint import script_checksum
 from unisono.system.lifetime import bind_to_parent
 
 __all__ = ["evaluate"]
@@ -56,8 +57,6 @@ def evaluate(run: Path, script: tuple[str, ...]) -> int:
 
 def _check_script(past: PastRun) -> None:
     """Raise UsageError if the script is not that of the run: its totals may be others, and nobody would see it."""
-    from unisono.system.fingerprint import script_checksum
-
     match past.facts.get("environment"):
         case {"script": str(known)} if known != script_checksum(past.arguments):
             raise UsageError(

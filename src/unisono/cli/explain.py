@@ -12,7 +12,9 @@ from unisono.cli.again import past_run
 from unisono.cli.resume import command_of
 from unisono.cli.saying import say
 from unisono.core.errors import UnisonoError
-from unisono.core.replaying import ReplayStart
+from unisono.core.fingerprints import other_arithmetic
+from unisono.core.replay_rules import ReplayStart
+from unisono.core.words import exit_words
 from unisono.record.explaining import Dissected, Dissection, causes, parting
 from unisono.record.journal import Difference
 from unisono.record.rundir import read_facts
@@ -49,7 +51,7 @@ def _dissected(run: Path, empty: Dissected) -> Dissected:
         with past_run(run) as (found, _):
             start = found.start(empty.step)
         known = _computed(run, empty, start)
-        if start is None or not known.drift or (found.fingerprint and known.fingerprint != found.fingerprint):
+        if start is None or not known.drift or other_arithmetic(found.fingerprint, known.fingerprint):
             return known
         say(f"unisono: {empty.run} is not what it was: computes it from the beginning as well", err=True)
         whole = _computed(run, empty, None)
@@ -69,9 +71,7 @@ def _computed(run: Path, empty: Dissected, start: ReplayStart | None) -> Dissect
             raise KeyboardInterrupt
         known = msgspec.json.decode(result.read_bytes(), type=Dissected) if result.exists() else empty
     if not known.digest and not known.failure:
-        return msgspec.structs.replace(
-            known, failure=f"its script ended with exit code {code} before the step was done"
-        )
+        return msgspec.structs.replace(known, failure=f"its script {exit_words(code)} before the step was done")
     return known
 
 

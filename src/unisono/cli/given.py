@@ -15,6 +15,7 @@ import click
 
 from unisono.core.errors import UsageError
 from unisono.core.settings import parse_time
+from unisono.record.rundir import ADDRESS_FILE, going, user
 from unisono.system.interfaces import interfaces
 
 __all__ = [
@@ -146,8 +147,6 @@ def check_directory(folder: Path, *, resumes: bool = False) -> None:
     Raises:
         UsageError: the directory cannot be written, or a run is going in it.
     """
-    from unisono.record.rundir import going, user
-
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--run-dir {folder} is not a directory")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -165,8 +164,6 @@ def check_directory(folder: Path, *, resumes: bool = False) -> None:
 
 def _has_head_here(folder: Path) -> bool:
     """Return whether the head that a directory names is a process of this machine, as far as its process id tells."""
-    from unisono.record.rundir import ADDRESS_FILE
-
     try:
         pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
         os.kill(pid, 0)

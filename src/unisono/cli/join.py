@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from unisono.cli.given import address_of, check_text, seconds
 from unisono.cli.reach import RUN, NotGoing, await_status, find, may_act, read_token
 from unisono.cli.saying import say
+from unisono.cluster.machine import agent
 from unisono.cluster.trust.invitation import HeadUrl, Invitation
 from unisono.core.errors import UsageError
 from unisono.core.spec import MachineSpec, RunSpec
@@ -70,8 +71,6 @@ def join(
 
         unisono join - <<< 'wss://...'
     """
-    from unisono.cluster.machine import agent
-
     check_text("--while", condition or "")
     if condition is not None and not condition.strip():
         raise UsageError("--while is a command, such as --while 'test ! -e in-use'; got an empty one")

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
+from unisono.cli.options import Options
+from unisono.cluster.launchers.kubernetes.manifests import (
+    SCRIPT,
+    ClusterRequest,
+    as_json,
+    head_name,
+    how_to_follow,
+    parse_volume,
+    render,
+)
 from unisono.core.errors import UsageError
 from unisono.core.settings import SETTINGS
 from unisono.system.capacity import parse_workers
-
-if TYPE_CHECKING:
-    from unisono.cli.options import Options
-    from unisono.cluster.launchers.kubernetes.manifests import Request
 
 __all__ = ["train"]
 
@@ -34,7 +40,6 @@ def train(options: Options) -> int:
     """
     request = _request(options)
     from unisono.cluster.launchers.kubernetes.kubectl import Cluster
-    from unisono.cluster.launchers.kubernetes.manifests import as_json, head_name, how_to_follow, render
 
     if options.dry_run:
         click.echo(as_json(render(request)), nl=False)
@@ -55,14 +60,12 @@ def train(options: Options) -> int:
         return 130
 
 
-def _request(options: Options) -> Request:
+def _request(options: Options) -> ClusterRequest:
     """Return what the command line asks for.
 
     Raises:
         UsageError: something is missing or wrong.
     """
-    from unisono.cluster.launchers.kubernetes.manifests import SCRIPT, Request, parse_volume
-
     if options.plain:
         raise UsageError("--plain is not for Kubernetes: there, Kubeflow Trainer starts scripts for torchrun")
     if not options.kubernetes_image:
@@ -95,7 +98,7 @@ def _request(options: Options) -> Request:
         raise UsageError("where is the run directory? --set kubernetes.pvc=CLAIM:/PATH names a volume for it")
     where = f"{SCRIPT}/{script}" if text else script
     per_pod = options.kubernetes_workers_per_pod
-    return Request(
+    return ClusterRequest(
         name=name,
         namespace=options.kubernetes_namespace,
         image=options.kubernetes_image,

@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
 import msgspec
 
 from unisono.cli.reach import NotGoing, check_head, find
+from unisono.cluster.head.client import Refused, Watching
+from unisono.cluster.trust.certificate import Untrusted
 from unisono.cluster.trust.invitation import Invitation, is_invitation, shown
 from unisono.core.errors import UsageError
+from unisono.record.history import History, without_head
 from unisono.record.overview import SCHEMA, Overview
-
-if TYPE_CHECKING:
-    from unisono.record.history import History
 
 __all__ = ["ENDED", "Seen", "as_invitation", "look"]
 
@@ -97,9 +97,6 @@ def _pushes(invitation: Invitation) -> Iterator[Seen]:
     Raises:
         NotGoing: no head answers. UsageError: it does not let this user look, or is not the head.
     """
-    from unisono.cluster.head.client import Refused, Watching
-    from unisono.cluster.trust.certificate import Untrusted
-
     check_head(invitation)
     where = shown(invitation.url)
     try:
@@ -139,8 +136,6 @@ def _seen(told: Any) -> Seen:
 
 
 def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Seen]:
-    from unisono.record.history import History, without_head
-
     if not folder.exists():
         raise UsageError(f"there is no run directory {folder}")
     history: History | None = None

@@ -6,19 +6,19 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from unisono.cli.given import address_of
+from unisono.cli.settings_file import in_file
+from unisono.cluster.launchers import Request
+from unisono.cluster.machine.headprocess import Service
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.trust.secret import is_reader
 from unisono.core.errors import UsageError
+from unisono.core.policy import Policy
 from unisono.core.settings import FILE, SETTINGS, RunSettings, gathered, pairs
 from unisono.core.spec import MOST_AUDITED, RunSpec
 from unisono.system.capacity import Workers
-
-if TYPE_CHECKING:
-    from unisono.cluster.launchers import Request
-    from unisono.cluster.machine.headprocess import Service
 
 __all__ = ["BY_FIELD", "Options", "options_of"]
 
@@ -140,7 +140,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
     def _check_plain(self) -> None:
         names = (
             *("resume", "copies-to", "sink", "profile", "run-dir", "overwrite", "wait-for", "exchange", "strict"),
-            *("efficiency", "audit", "evaluators", "token-file", "certificate"),
+            *("arithmetic", "efficiency", "audit", "evaluators", "token-file", "certificate"),
         )
         self._refuse(names, "is for scripts that use Unisono, and not for a plain one")
         if ":" in self.port:
@@ -150,8 +150,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
 
     def request(self, spec: RunSpec, workers: Workers) -> Request:
         """Return what a launcher is asked for."""
-        from unisono.cluster.launchers import Request
-
         return Request(
             workers=workers,
             environment=dict(os.environ),
@@ -166,9 +164,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         Args:
             bind: where it listens if the user has not said it; "": on the loopback interface.
         """
-        from unisono.cluster.machine.headprocess import Service
-        from unisono.core.policy import Policy
-
         policy = Policy(
             start=workers.start,
             efficiency=self.efficiency,
@@ -198,8 +193,6 @@ def options_of(given: dict[str, Any]) -> Options:
     folder = values.get("beside") or os.path.dirname(own["script"] or "")
     file = Path(folder, FILE)
     if file.exists():
-        from unisono.cli.settings_file import in_file
-
         for setting, value in in_file(Path(folder)):
             if setting.field not in values:
                 values[setting.field], sources[setting.name] = value, str(file)

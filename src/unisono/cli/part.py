@@ -6,23 +6,26 @@ import os
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec.structs import replace
 
+from unisono.cli.join import settled, spec_of
+from unisono.cli.options import Options
+from unisono.cli.reach import await_status
 from unisono.cli.saying import say
+from unisono.cluster.launchers.slurm import own_address
+from unisono.cluster.machine import agent
+from unisono.cluster.machine.children import Listener
 from unisono.cluster.trust.invitation import Invitation
+from unisono.cluster.trust.rendezvous import Rendezvous
 from unisono.core.errors import UsageError
 from unisono.core.spec import MachineSpec, RunSpec
 from unisono.system.capacity import Workers, check_open_files, check_workers, machine_gpus, parse_workers
+from unisono.system.fingerprint import script_checksum
 from unisono.system.tasks import TAKEN, Task
 
-if TYPE_CHECKING:
-    from unisono.cli.options import Options
-    from unisono.cluster.machine.children import Listener
-    from unisono.cluster.trust.rendezvous import Rendezvous
-
-__all__ = ["settings", "share", "take_part"]
+__all__ = ["share", "take_part"]
 
 WAIT_S: Final = 120.0
 """For task 0, and for its head: tasks of a large job start within a minute."""
@@ -37,8 +40,6 @@ def take_part(options: Options, task: Task, read: Callable[[], tuple[RunSpec, Wo
     Raises:
         UsageError: something is wrong with the command line, or the tasks do not find each other.
     """
-    from unisono.cluster.trust.rendezvous import Rendezvous
-
     if not task.job:
         raise UsageError(
             f"{task.engine} does not say which of its jobs this is, so the tasks cannot find each other; start the "
@@ -68,10 +69,6 @@ def share(options: Options, workers: Workers, task: Task) -> int:
 
 
 def _lead(options: Options, task: Task, meeting: Rendezvous, read: Callable[[], tuple[RunSpec, Workers]]) -> int:
-    from unisono.cluster.launchers.nodes import own_address
-    from unisono.cluster.machine import agent
-    from unisono.system.fingerprint import script_checksum
-
     spec, workers = read()
     own = share(options, workers, task)
     if options.per_task is not None or options.workers == "auto":
@@ -91,17 +88,13 @@ def _lead(options: Options, task: Task, meeting: Rendezvous, read: Callable[[], 
 
 
 def _follow(options: Options, task: Task, meeting: Rendezvous) -> int:
-    from unisono.cli.join import settled
-    from unisono.cluster.machine import agent
-
     workers = parse_workers(options.workers, options.threads or 1)
     own = share(options, workers, task)
     check_workers(own)
     check_open_files(own)
     found = meeting.wait(WAIT_S, partial(_say, task))
-    run = settings(Invitation(found.url, found.token))
     machine = MachineSpec(
-        run=settled(run),
+        run=settled(spec_of(await_status(Invitation(found.url, found.token), WAIT_S))),  # the head may be starting
         num_workers=own,
         launched=f"task{task.rank}",
         engine=task.engine,
@@ -112,18 +105,6 @@ def _follow(options: Options, task: Task, meeting: Rendezvous) -> int:
     # Task 0 says by its exit code how the run has ended. That of another task would end the others (mpiexec), which
     # may be writing the last checkpoint.
     return 0 if task.ends_with_a_task else code
-
-
-def settings(invitation: Invitation) -> RunSpec:
-    """Return the settings of the run. Its head may be starting.
-
-    Raises:
-        UsageError: no head answers, or it has another version.
-    """
-    from unisono.cli.join import spec_of
-    from unisono.cli.reach import await_status
-
-    return spec_of(await_status(invitation, WAIT_S))
 
 
 def _say(task: Task, text: str) -> None:

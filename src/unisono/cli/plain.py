@@ -6,14 +6,16 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from unisono.cli.saying import say
+from unisono.cluster import launchers
+from unisono.cluster.launchers import HERE, Launcher, Machine, Request
+from unisono.cluster.launchers.slurm import own_address
+from unisono.cluster.trust.rendezvous import Rendezvous
 from unisono.core.errors import UsageError
 from unisono.system import tasks
 from unisono.system.capacity import check_open_files, check_workers
 
 if TYPE_CHECKING:
-    from unisono.cluster.launchers import Launcher, Request
     from unisono.cluster.launchers.torchrun import Torchruns
-    from unisono.cluster.trust.rendezvous import Rendezvous
 
 __all__ = ["start", "take_part"]
 
@@ -32,7 +34,6 @@ def start(request: Request, max_restarts: int) -> int:
     Raises:
         UsageError: something is wrong with the command line. Nothing was started.
     """
-    from unisono.cluster import launchers
     from unisono.cluster.launchers.torchrun import fewest, open_store
 
     named = request.settings.launcher
@@ -65,8 +66,6 @@ def take_part(request: Request, max_restarts: int, task: tasks.Task, number: int
     Raises:
         UsageError: something is wrong with the command line, or the tasks do not find each other.
     """
-    from unisono.cluster.launchers import HERE, Machine
-    from unisono.cluster.launchers.nodes import own_address
     from unisono.cluster.launchers.torchrun import open_store
 
     check_workers(number)

@@ -8,25 +8,28 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
+import msgspec
 from click.core import ParameterSource
 
 from unisono.cli.given import check_directory, script_arguments
 from unisono.cli.saying import say, say_json, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.words import count, listed, script_in
+from unisono.record.rundir import holder, read_facts
 from unisono.system.capacity import machine_cores, machine_gpus
-from unisono.tools.plan.found import IN_A_ROW, IN_A_ROW_ALONE
+from unisono.system.lifetime import scratch_folder
+from unisono.tools.plan.finder import WHAT, Search, plain_search, search, shown_search
+from unisono.tools.plan.forecast import ForecastInputs, Roster, Sample
+from unisono.tools.plan.found import IN_A_ROW, IN_A_ROW_ALONE, ProbeSettings
+from unisono.tools.plan.measuring import check_recipe, facts_of_run, samples_in
+from unisono.tools.plan.plans import PLAN, PlanRecord, came, differs, forecasts, read_plan, roster_of, write_plan
+from unisono.tools.plan.probing import Measurement, Script, facts_of, memories_of, trial
+from unisono.tools.plan.strategy_models import StrategyOptions, WorkerMemory
+from unisono.tools.plan.told import shown_came, shown_conclusions, shown_missing, shown_strategies, shown_workers
 from unisono.tools.plan.wires import NetworkLink, parse_link
-
-if TYPE_CHECKING:
-    from unisono.tools.plan.finder import Search
-    from unisono.tools.plan.forecast import ForecastInputs, Sample
-    from unisono.tools.plan.plans import PlanRecord
-    from unisono.tools.plan.probing import Measurement, Script
-    from unisono.tools.plan.strategies import StrategyOptions, WorkerMemory
 
 __all__ = ["plan"]
 
@@ -46,7 +49,7 @@ BUSY: Final = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """What the plan is to be made for."""
 
     workers: Sequence[int]
@@ -55,6 +58,14 @@ class Asked:
     per_host: int
     price: float
     options: StrategyOptions
+
+    @property
+    def rosters(self) -> list[Roster]:
+        return [roster_of(number, self.per_host, self.link) for number in self.workers]
+
+    @property
+    def largest(self) -> Roster:
+        return self.rosters[-1]
 
 
 @click.command()
@@ -127,12 +138,10 @@ def plan(
 
     Of the directory of a RUN: compare what was planned with what came; with --workers, plan from the steps of the run.
     """
-    from unisono.tools.plan.strategies import StrategyOptions
-
     if not 0.0 <= price < math.inf:
         raise UsageError(f"--price is the price of one worker for an hour, a number from 0, got {price}")
     room = max(1, len(machine_gpus()) or len(machine_cores()) // max(1, threads))
-    asked = Asked(
+    asked = PlanRequest(
         workers=_numbers(workers, room, per_host or 0, bool(link)),
         link=parse_link(link) if link else None,
         per_host=per_host or room,
@@ -150,22 +159,17 @@ def plan(
     command = script_arguments(target, module, arguments, command="plan SCRIPT")
     if run_dir is not None:
         _check_run(run_dir)
-    from unisono.system.scratch import scratch_folder
-    from unisono.tools.plan.probing import Script, facts_of, memories_of
 
     with scratch_folder("unisono-plan-") as folder:
         script = Script(command=command, threads=threads, directory=folder)
         trials = _trials(script, steps, room, asked)
-        found = _found(script, trials, steps, wanted) if wanted else None
+        found = search(script, trials[0].found, steps, wanted) if wanted else None
     facts = facts_of(trials, room)
     made = _made(script_in(command), facts, memories_of(trials), asked)
     _tell(made, trials, facts, asked, found, as_json=as_json)
     if found is not None and not as_json:
-        _tell_found(found, facts, wanted, asked)
+        say_lines("\n" + shown_search(found, facts, asked.largest, wanted))
     if run_dir is not None:
-        from unisono.record.rundir import holder, read_facts
-        from unisono.tools.plan.plans import PLAN, differs, write_plan
-
         if holder(run_dir) is not None and (other := differs(made, read_facts(run_dir).get("recipe") or {})):
             raise UsageError(f"the plan was not written: {run_dir} has a run of another training: {other}")
         write_plan(run_dir / PLAN, made)
@@ -187,9 +191,6 @@ def _check_run(run_dir: Path) -> None:
     Raises:
         UsageError: it cannot be written, or there is a run of which no plans are made.
     """
-    from unisono.record.rundir import holder, read_facts
-    from unisono.tools.plan.measuring import check_recipe
-
     check_directory(run_dir)
     if holder(run_dir) is not None and (recipe := read_facts(run_dir).get("recipe")):
         try:
@@ -206,27 +207,10 @@ def _wanted(text: str) -> list[str]:
     Raises:
         UsageError: that cannot be found.
     """
-    from unisono.tools.plan.finder import WHAT
-
     wanted = [word for word in text.split(",") if word]
     for word in (word for word in wanted if word not in WHAT):
         raise UsageError(f"--find {word}: what can be found is {listed(WHAT)}")
     return wanted
-
-
-def _found(script: Script, trials: list[Measurement], steps: int, wanted: list[str]) -> Search:
-    """Try sizes of a micro-batch, and return what was found."""
-    from unisono.tools.plan.finder import search
-
-    return search(script, trials[0].found, steps, wanted, lambda text: say(f"unisono: {text}", err=True))
-
-
-def _tell_found(found: Search, facts: ForecastInputs, wanted: list[str], asked: Asked) -> None:
-    from unisono.tools.plan.finder import shown_search
-    from unisono.tools.plan.plans import roster_of
-
-    roster = roster_of(asked.workers[-1], asked.per_host, asked.link)
-    say_lines("\n" + shown_search(found, facts, roster, wanted))
 
 
 def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[int]:
@@ -255,12 +239,8 @@ def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[in
     return sorted(set(range(low, high + 1) if high - low < EACH else few))
 
 
-def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Measurement]:
+def _trials(script: Script, steps: int, room: int, asked: PlanRequest) -> list[Measurement]:
     """Measure the script alone, with two workers, with as many as the machine has room for, and between two hosts."""
-    from unisono.tools.plan.found import ProbeSettings
-    from unisono.tools.plan.measuring import check_recipe
-    from unisono.tools.plan.probing import trial
-
     say("unisono: measures the first steps, alone", err=True)
     alone = trial(script, ProbeSettings(steps=steps, seconds=SECONDS))
     check_recipe(alone.found.recipe)
@@ -276,16 +256,13 @@ def _trials(script: Script, steps: int, room: int, asked: Asked) -> list[Measure
     return found
 
 
-def _made(name: str, facts: ForecastInputs, memories: Mapping[int, WorkerMemory], asked: Asked) -> PlanRecord:
+def _made(name: str, facts: ForecastInputs, memories: Mapping[int, WorkerMemory], asked: PlanRequest) -> PlanRecord:
     """Return the plan from what was measured.
 
     Args:
         name: of what is planned: the script, or the directory of a run.
         memories: of a worker, by the number of workers; empty: unknown.
     """
-    from unisono.tools.plan.plans import PlanRecord, forecasts, roster_of
-
-    rosters = [roster_of(number, asked.per_host, asked.link) for number in asked.workers]
     return PlanRecord(
         time=time.time(),
         script=name,
@@ -294,7 +271,7 @@ def _made(name: str, facts: ForecastInputs, memories: Mapping[int, WorkerMemory]
         batch_size=facts.batch_size,
         microbatches=facts.microbatches,
         spread=max(one.spread for one in facts.samples),
-        forecasts=forecasts(facts, memories, rosters, asked.options, asked.price),
+        forecasts=forecasts(facts, memories, asked.rosters, asked.options, asked.price),
     )
 
 
@@ -302,15 +279,13 @@ def _tell(
     made: PlanRecord,
     trials: list[Measurement],
     facts: ForecastInputs,
-    asked: Asked,
+    asked: PlanRequest,
     found: Search | None,
     *,
     as_json: bool,
 ) -> None:
-    from unisono.tools.plan.finder import plain_search
-
     if as_json:
-        _print_json(made if found is None else {**_plain(made), "found": plain_search(found)})
+        say_json(made if found is None else {**msgspec.to_builtins(made), "found": plain_search(found)})
         return
     where = [(one.sample.workers, one.sample.hosts) for one in trials]
     say(f"plan of {made.script}: {_batches(made)}; measured {trials[0].found.done} steps of {_measured(where)}")
@@ -322,13 +297,10 @@ def _tell(
     _show(made, facts, asked, trials[0].found.limit)
 
 
-def _show(made: PlanRecord, facts: ForecastInputs, asked: Asked, room_bytes: int | None) -> None:
-    from unisono.tools.plan.plans import roster_of
-    from unisono.tools.plan.told import shown_conclusions, shown_missing, shown_strategies, shown_workers
-
+def _show(made: PlanRecord, facts: ForecastInputs, asked: PlanRequest, room_bytes: int | None) -> None:
     say_lines("\n" + shown_workers(made, asked.price) + "\n  * measured\n")
     most = asked.workers[-1]
-    roster = roster_of(most, asked.per_host, asked.link)
+    roster = asked.largest
     if most > 1:
         between = f" on {-(-most // asked.per_host)} hosts, {asked.link}" if most > asked.per_host else ""
         say_lines(f"with {most} workers{between}, other strategies by their models (docs/plan.md):\n")
@@ -339,12 +311,8 @@ def _show(made: PlanRecord, facts: ForecastInputs, asked: Asked, room_bytes: int
         say_lines(sentence)
 
 
-def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_json: bool) -> int:
+def _plan_of_run(directory: Path, workers: str, room: int, asked: PlanRequest, *, as_json: bool) -> int:
     """Compare a run with the plan in its directory, and make another one from the steps that it has done."""
-    from unisono.record.rundir import holder
-    from unisono.tools.plan.measuring import facts_of_run, samples_in
-    from unisono.tools.plan.plans import read_plan
-
     if holder(directory) is None:
         raise UsageError(f"there is no run in {directory}, and no script; give one of them")
     samples = samples_in(directory)
@@ -355,7 +323,7 @@ def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_j
     facts = facts_of_run(directory, samples, room)
     made = _made(str(directory), facts, {}, asked)
     if as_json:
-        _print_json(made)
+        say_json(made)
         return 0
     where = sorted({(one.workers, one.hosts) for one in facts.samples})
     say(f"plan from the steps of {directory} with {_measured(where)}: {_batches(made)}")
@@ -365,11 +333,6 @@ def _plan_of_run(directory: Path, workers: str, room: int, asked: Asked, *, as_j
 
 def _compare(directory: Path, before: PlanRecord, samples: Sequence[Sample], *, as_json: bool) -> int:
     """Tell what was expected of a run beside what came; 1: they cannot be compared."""
-    from unisono.record.rundir import read_facts
-    from unisono.tools.plan.measuring import check_recipe
-    from unisono.tools.plan.plans import came, differs
-    from unisono.tools.plan.told import shown_came
-
     recipe = read_facts(directory).get("recipe") or {}
     check_recipe(recipe)
     if other := differs(before, recipe):
@@ -384,7 +347,7 @@ def _compare(directory: Path, before: PlanRecord, samples: Sequence[Sample], *, 
             err=True,
         )
     if as_json:
-        _print_json(found)
+        say_json(found)
     elif found:
         say_lines(shown_came(found))
     return 0 if found else 1
@@ -396,16 +359,3 @@ def _measured(sizes: list[tuple[int, int]]) -> str:
 
 def _batches(made: PlanRecord) -> str:
     return f"batches of {count(made.batch_size, 'sample')} in {made.microbatches} micro-batches"
-
-
-def _plain(value: object) -> dict[str, object]:
-    import msgspec
-
-    plain: dict[str, object] = msgspec.to_builtins(value)
-    return plain
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    say_json(msgspec.json.format(msgspec.json.encode(value)).decode())

@@ -16,9 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from unisono.cluster.trust.certificate import Untrusted, check, client_context
 from unisono.cluster.trust.invitation import HeadUrl, Invitation, is_invitation, shown
 from unisono.cluster.trust.secret import KEY_BYTES, PROOF, READER_PROOF, proof_of
+from unisono.cluster.worker.link import Link, Refused
 from unisono.core.errors import UsageError
+from unisono.core.messages import UserSentence, decode, encode, is_refusal
+from unisono.record.journal import JOURNAL
+from unisono.record.rundir import ADDRESS_FILE, TOKEN_FILE
+from unisono.system.owned import NotOwned, read_owned
 
 __all__ = ["RUN", "NotGoing", "ask_status", "await_status", "check_head", "find", "may_act", "read_token", "tell"]
 
@@ -57,9 +63,6 @@ def _of_directory(folder: Path) -> Invitation:
     Raises:
         NotGoing: no run is going there. UsageError: the directory's files are not this user's own.
     """
-    from unisono.record.rundir import ADDRESS_FILE, TOKEN_FILE
-    from unisono.system.owned import NotOwned, read_owned
-
     try:
         url = json.loads(read_owned(folder, ADDRESS_FILE))["url"]
         token = read_owned(folder, TOKEN_FILE)
@@ -85,8 +88,6 @@ def _of_directory(folder: Path) -> Invitation:
 
 def _why_not_going(run: str) -> str:
     """Return why no command can reach the run of a directory that names no head."""
-    from unisono.record.journal import JOURNAL
-
     if (Path(run) / JOURNAL).is_file():
         return f"the run in {run} is not going any more; `unisono watch --once {run}` shows how it has ended"
     return f"no run is going in {run}; a run that has just begun can be reached after some seconds"
@@ -135,8 +136,6 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
         NotGoing: no head answers. UsageError: the address is malformed, what answers there is not the head, or the
             token is not the run's.
     """
-    from unisono.core.messages import is_refusal
-
     head = HeadUrl.parse(invitation.url)
     check_head(invitation)
     status, body = _get(head, "/status", invitation.token, sends_token=True)
@@ -214,8 +213,6 @@ def _get(head: HeadUrl, path: str, token: str, *, sends_token: bool = False) -> 
     Raises:
         NotGoing: no head answers. UsageError: what answers is not the head.
     """
-    from unisono.cluster.trust.certificate import Untrusted, check, client_context
-
     connection: Any
     if head.is_secure:
         context = client_context()
@@ -246,10 +243,6 @@ def tell(invitation: Invitation, message: Any) -> str:
     Raises:
         NotGoing: no head answers. UsageError: what answers is not the head, or the invitation is one for watchers.
     """
-    from unisono.cluster.trust.certificate import Untrusted
-    from unisono.cluster.worker.link import Link, Refused
-    from unisono.core.messages import Announcement, decode, encode
-
     check_head(may_act(invitation))
     try:
         with contextlib.closing(Link.dial(invitation.url, invitation.token, TIMEOUT_S)) as link:
@@ -259,4 +252,4 @@ def tell(invitation: Invitation, message: Any) -> str:
         raise UsageError(str(error)) from error
     except (OSError, Refused) as error:
         raise NotGoing(f"no head answers at {shown(invitation.url)}: {error}") from error
-    return answer.text if isinstance(answer, Announcement) else str(answer)
+    return answer.text if isinstance(answer, UserSentence) else str(answer)

@@ -15,7 +15,8 @@ from click import argument, option
 from unisono.cli.again import past_run
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
-from unisono.core.replaying import Replay, with_words
+from unisono.core.replay_rules import Replay, with_words
+from unisono.script.inspected import run_inspected
 
 __all__ = ["play", "replay"]
 
@@ -95,8 +96,6 @@ def play(run: Path, script: tuple[str, ...], asked: Replay, *, from_beginning: b
         script: and its arguments; empty: the run's own.
         from_beginning: begin with step 0, whatever checkpoints there are.
     """
-    from unisono.script.inspected import run_inspected
-
     with past_run(run, script) as (found, directory):
         if not script:
             found.check_step(asked.step)

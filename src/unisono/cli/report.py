@@ -11,6 +11,9 @@ import click
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
 from unisono.core.words import count
+from unisono.record import rundir
+from unisono.views.report import account
+from unisono.views.report import report as made_of
 
 __all__ = ["report"]
 
@@ -27,10 +30,6 @@ def report(runs: tuple[Path, ...], output: Path | None) -> int:
     It shows the result, the curves, where the workers' time went, every interruption and its cost, and what would make
     the run faster. It can be written while the run goes on.
     """
-    from unisono.record import rundir
-    from unisono.views.report import account
-    from unisono.views.report import report as made_of
-
     for run in runs:
         if not run.is_dir() or rundir.holder(run) is None:
             raise UsageError(f"there is no run in {run}: no {rundir.RUN_FILE}, and no journal")

@@ -6,13 +6,17 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 from unisono.cli.given import script_arguments
 from unisono.cli.saying import say
-from unisono.core.errors import UsageError
+from unisono.core.errors import CheckpointError, UsageError
+from unisono.core.settings import Instructions
 from unisono.core.words import without_password
-from unisono.record.rundir import RUN_FILE
+from unisono.record.checkpoint_files import FOLDER
+from unisono.record.journal import JOURNAL
+from unisono.record.rundir import RUN_FILE, read_facts
+from unisono.system.owned import NotOwned, read_owned
 
 __all__ = ["AUTO", "Resumed", "checked", "command_of", "own_command", "resumed", "threads_of"]
 
@@ -54,6 +58,12 @@ class Resumed(NamedTuple):
         """Return the threads of a worker of the run that is resumed; 1 where that is unknown."""
         return threads_of(self.facts)
 
+    def arithmetic(self) -> Instructions | None:
+        """Return the instructions that the workers of the run that is resumed were held to; None: any."""
+        recipe = self.facts.get("recipe")
+        asked = recipe.get("arithmetic") if isinstance(recipe, dict) else None
+        return next((name for name in get_args(Instructions) if name == asked), None)
+
 
 def command_of(facts: dict[str, Any]) -> tuple[str, list[str]] | None:
     """Return the folder in which a run began, and the arguments of its workers; None where that is unknown."""
@@ -74,8 +84,6 @@ def own_command(run: Path, wanted: str) -> tuple[str, list[str]] | None:
     Raises:
         UsageError: another user has written it, or may have.
     """
-    from unisono.system.owned import NotOwned, read_owned
-
     try:
         facts = json.loads(read_owned(run, RUN_FILE))
     except NotOwned as error:
@@ -116,9 +124,6 @@ def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:
         UsageError: there is no such run.
     """
     from unisono.engine.checkpoint.copies import absolute, is_copy
-    from unisono.record.checkpoints import FOLDER
-    from unisono.record.journal import JOURNAL
-    from unisono.record.rundir import read_facts
 
     if overwrite:
         raise UsageError("--resume goes on with a run, --overwrite removes it; give only one of them")
@@ -142,7 +147,6 @@ def _facts_of_copy(place: str) -> tuple[dict[str, Any], Path | None]:
     Raises:
         UsageError: the place cannot be read, or holds no copy.
     """
-    from unisono.core.errors import CheckpointError
     from unisono.engine.checkpoint.copies import check, find
 
     check([place])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 from click import argument, option
@@ -21,17 +21,16 @@ from unisono.cli.given import (
     script_arguments,
 )
 from unisono.cli.options import BY_FIELD, Options, options_of
-from unisono.cli.part import take_part
 from unisono.cli.resume import Resumed, resumed
 from unisono.cli.saying import say
+from unisono.cluster import launchers
+from unisono.cluster.launchers import Launcher, Machine
 from unisono.core.errors import RunGoesBack, UsageError
 from unisono.core.settings import GROUPS, SETTINGS, RunSettings, Setting, table
 from unisono.core.spec import RunSpec
+from unisono.record.rundir import refuse_used
 from unisono.system import faults, tasks
 from unisono.system.capacity import Workers, parse_workers
-
-if TYPE_CHECKING:
-    from unisono.cluster.launchers import Launcher, Machine
 
 __all__ = ["read", "run", "start"]
 
@@ -109,13 +108,13 @@ def start(options: Options) -> int:
     Raises:
         UsageError: something is wrong with the command line. Nothing was started.
     """
-    from unisono.cluster import launchers
-
     if options.launcher == "auto":
         tasks.refuse_unknown(os.environ)
         task = tasks.here(os.environ)
         if task is not None and task.size > 1:
             options.refuse_hosts(f"{task.command} has started this command {task.size} times, which are the machines")
+            from unisono.cli.part import take_part
+
             try:
                 return take_part(options, task, partial(read, options))
             except RunGoesBack as back:
@@ -143,8 +142,6 @@ def start(options: Options) -> int:
 
 def _refuse_used(options: Options, spec: RunSpec) -> None:
     """Raise RunDirectoryError, where that is certain, before workers import torch and load data only to be refused."""
-    from unisono.record.rundir import refuse_used
-
     if options.script and not (options.overwrite or options.resume or options.inspect):
         new = directory_of_new_run(Path(options.script), spec.settings.run_dir)
         if new is not None:
@@ -159,8 +156,6 @@ def _of_machines(options: Options, spec: RunSpec, workers: Workers, machines: Se
 
 
 def _run(options: Options, spec: RunSpec, workers: Workers, launcher: Launcher, machines: Sequence[Machine]) -> int:
-    from unisono.cluster import launchers
-
     return launchers.run(
         spec,
         launcher,
@@ -201,6 +196,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     settings = replace(
         convert(options, RunSettings, from_attributes=True),
         threads=threads,
+        arithmetic=options.arithmetic or before.arithmetic(),
         run_dir=run_dir,
         resume=before.path,
         copies_to=copies,

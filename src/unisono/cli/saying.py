@@ -11,6 +11,7 @@ import re
 from typing import Final
 
 import click
+import msgspec
 
 from unisono.core.words import harmless
 
@@ -29,9 +30,10 @@ def say_lines(text: str, *, err: bool = False) -> None:
     click.echo("\n".join(map(harmless, text.split("\n"))), err=err)
 
 
-def say_json(text: str) -> None:
-    """Write JSON. What a terminal might obey is escaped, so a program reads what was there."""
-    click.echo(_NO_ASCII.sub(_escaped, text))
+def say_json(value: object, *, in_one_line: bool = False) -> None:
+    """Write a value as JSON. What a terminal might obey is escaped, so a program reads what was there."""
+    data = msgspec.json.encode(value)
+    click.echo(_NO_ASCII.sub(_escaped, (data if in_one_line else msgspec.json.format(data)).decode()))
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -11,20 +10,20 @@ import msgspec
 
 from unisono.cli.looking import as_invitation
 from unisono.cli.reach import NotGoing, ask_status, find
-from unisono.cli.runs import list_words, runs_in
 from unisono.cli.saying import say, say_json, say_lines
 from unisono.cluster.trust.invitation import HeadUrl, Invitation, is_invitation
 from unisono.core.errors import UsageError
 from unisono.core.words import count, number, progress, shown_bytes
+from unisono.record import rundir
+from unisono.record.history import History
 from unisono.system.interfaces import is_local
+from unisono.views import date
 
-__all__ = ["show_once"]
+__all__ = ["runs_in", "show_once"]
 
 EVENTS_SHOWN: Final = 20
 SHOWN: Final = 20
 """So many lines of a kind are shown to people."""
-NO_END: Final = "no process has said how the run ended: all were killed, or their machines were lost"
-NO_HEAD: Final = "a process of the run holds its directory, and no head answers from here"
 
 
 def show_once(run: str, *, as_json: bool) -> int:
@@ -45,53 +44,62 @@ def show_once(run: str, *, as_json: bool) -> int:
             raise
         if runs := runs_in(Path(run)):
             if as_json:
-                say_json(json.dumps(runs, indent=2))
+                say_json(runs)
             else:
-                say_lines(list_words(runs))
+                say_lines(_list_words(runs))
             return 0
         found = _afterwards(Path(run))
     if as_json:
-        say_json(json.dumps(found, indent=2))
+        say_json(found)
     else:
         for line in _words(found):
             say(line)
     return 0
 
 
+def runs_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the runs whose directories lie in a folder, by name; none where the folder is a run itself."""
+    if not folder.is_dir() or rundir.holder(folder) is not None:
+        return []
+    found = []
+    for run in sorted(folder.iterdir()):
+        if not run.is_dir() or rundir.holder(run) is None:
+            continue
+        history = History(run)
+        found.append(history.status())
+        if history.is_unreadable:
+            found[-1]["reason"] = f"the journal cannot be read: {'; '.join(history.notes)}"
+    return found
+
+
+def _list_words(runs: list[dict[str, Any]]) -> str:
+    """Return the runs as text, a line each."""
+    columns = max(len(run["run_dir"]) for run in runs)
+    lines = []
+    for run in runs:
+        step, loss = run.get("step"), run.get("loss")
+        done = "no step yet"
+        if step is not None and step >= 0:
+            done = progress(step + 1, run.get("num_steps", 0), run.get("unit", "step"))
+        at = done + (f", loss {number(float(loss))}" if loss is not None else "")
+        lines.append(f"{run['run_dir']:<{columns}}  {run['state']:<9} {at}".rstrip())
+    return "\n".join(lines)
+
+
 def _afterwards(folder: Path) -> dict[str, Any]:
     """Return the status of a run without a head, from its files."""
-    from unisono.record import rundir
-    from unisono.record.history import History
-    from unisono.record.overview import status_of
-
     if rundir.holder(folder) is None:
         raise UsageError(f"there is no run in {folder}: no journal, and no head that answers")
     history = History(folder)
     history.complete()
-    overview, notes = history.overview(), history.notes
+    status, notes = history.status(), history.notes
     events = history.events(-EVENTS_SHOWN, EVENTS_SHOWN)["events"]
     if history.is_unreadable and not events:
         raise UsageError(f"the journal cannot be read: {'; '.join(notes)}")
-    state, reason = overview.state, overview.reason
-    if rundir.is_going(folder):
-        state, reason = "training", NO_HEAD
-    elif not overview.ended:
-        state = "stopped" if overview.step >= 0 else "unknown"
-        reason = NO_END if overview.started else ""
-    past = history.past().of(overview.run_id)
+    past = history.past().of(status["run_id"])
     return {
         "schema": rundir.STATUS_SCHEMA,
-        "run_id": overview.run_id,
-        "state": state,
-        "reason": reason or (state if state == "finished" else ""),
-        **status_of(overview),
-        "generation": overview.generation,
-        "digest": overview.digest,
-        "digests": overview.digests,
-        "workers": [],
-        "run_dir": str(folder),
-        "started": overview.started,
-        "ended": overview.ended,
+        **status,
         "machines": [msgspec.to_builtins(each) for each in past.machines],
         "past_workers": [msgspec.to_builtins(each) for each in past.workers],
         "interruptions": [msgspec.to_builtins(each.measured) for each in past.interruptions if each.measured],
@@ -133,11 +141,11 @@ def _times(found: dict[str, Any]) -> list[str]:
     started, ended = found.get("started") or 0.0, found.get("ended") or 0.0
     words = []
     if started and ended:
-        words.append(f"from {_day(started)} to {_day(ended)}, {ended - started:.0f} s")
+        words.append(f"from {date(started)} to {date(ended)}, {ended - started:.0f} s")
     elif started and "url" in found:
         words.append(f"running for {time.time() - started:.0f} s, generation {found.get('generation', 0)}")
     elif started:
-        words.append(f"since {_day(started)}")
+        words.append(f"since {date(started)}")
     if (efficiency := found.get("efficiency")) is not None:
         words.append(f"{efficiency:.0%} of the workers' time was spent on computing")
     if found.get("interruptions"):
@@ -161,9 +169,9 @@ def _machines(machines: list[dict[str, Any]]) -> list[str]:
     lines = []
     for machine in machines[-SHOWN:]:
         if "joined" in machine:
-            gone = f", gone {_day(machine['gone'])} ({machine.get('reason', '')})" if machine.get("gone") else ""
+            gone = f", gone {date(machine['gone'])} ({machine.get('reason', '')})" if machine.get("gone") else ""
             offered = count(machine["num_workers"], "worker")
-            lines.append(f"machine {machine['host']} came {_day(machine['joined'])} with {offered}{gone}")
+            lines.append(f"machine {machine['host']} came {date(machine['joined'])} with {offered}{gone}")
             continue
         words = [count(machine["num_workers"], "worker") if machine["num_workers"] else "no worker"]
         if machine["state"] == "lost":
@@ -185,17 +193,17 @@ def _past_workers(workers: list[dict[str, Any]]) -> list[str]:
         joined = worker.get("joined")
         came, went = "never took part", ""
         if joined:
-            came = f"came {_day(joined)} at step {worker['step']} ({worker.get('why_joined', '')})"
+            came = f"came {date(joined)} at step {worker['step']} ({worker.get('why_joined', '')})"
         if worker.get("how") and worker.get("gone"):
             after, why = worker.get("last_step", -1), worker.get("why_gone", "")
-            went = f"; {worker['how']} {_day(worker['gone'])} after step {after} ({why})"
+            went = f"; {worker['how']} {date(worker['gone'])} after step {after} ({why})"
         lines.append(f"{worker['worker_id']} on {worker['host']} {came}{went}")
     return [*_more(workers, "worker"), *lines]
 
 
 def _interruptions(interruptions: list[dict[str, Any]]) -> list[str]:
     lines = [
-        f"interrupted {_day(each['time'])} for {each['seconds']:.2f} s, in step {each['step']}: {each['reason']}"
+        f"interrupted {date(each['time'])} for {each['seconds']:.2f} s, in step {each['step']}: {each['reason']}"
         for each in interruptions[-SHOWN:]
     ]
     return [*_more(interruptions, "interruption"), *lines]
@@ -207,14 +215,10 @@ def _problems(told: list[dict[str, Any]]) -> list[str]:
     for each in told:
         if each.get("kind") == "problem":
             evidence = f" (evidence: {each['evidence']})" if each.get("evidence") else ""
-            lines.append(f"{each['problem']} {_day(each['time'])}: {each['text']}{evidence}")
+            lines.append(f"{each['problem']} {date(each['time'])}: {each['text']}{evidence}")
     return lines
 
 
 def _more(values: list[dict[str, Any]], noun: str) -> list[str]:
     left = len(values) - SHOWN
     return [f"{count(left, noun)} before these: --json shows all"] if left > 0 else []
-
-
-def _day(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

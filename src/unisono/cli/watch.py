@@ -7,22 +7,22 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
 from unisono.cli.looking import Seen, as_invitation, look
-from unisono.cli.reach import NotGoing, check_head, find
-from unisono.cli.runs import runs_in
+from unisono.cli.reach import NotGoing, ask_status, check_head, find
 from unisono.cli.saying import say, say_json
-from unisono.cli.status import show_once
+from unisono.cli.status import runs_in, show_once
 from unisono.cluster.trust.invitation import is_invitation
 from unisono.core.errors import UsageError
 from unisono.record.overview import Overview
 from unisono.system.tasks import is_for_person
-
-if TYPE_CHECKING:
-    from unisono.views.watch.terminal.viewer import Viewer
+from unisono.views.page.opening import redirecting
+from unisono.views.watch.terminal.canvas import is_drawable
+from unisono.views.watch.terminal.plain_lines import OverviewLines
+from unisono.views.watch.terminal.viewer import Viewer
 
 __all__ = ["watch"]
 
@@ -85,11 +85,8 @@ def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool
 def _look(seen: Iterator[Seen], *, as_json: bool) -> int:
     if as_json:
         return _json(seen)
-    from unisono.views.watch.terminal.canvas import is_drawable
 
     if sys.stdout.isatty() and is_drawable(dict(os.environ)):
-        from unisono.views.watch.terminal.viewer import Viewer
-
         return _interactive(Viewer(), seen)
     return _lines(seen)
 
@@ -103,8 +100,6 @@ def _interactive(viewer: Viewer, seen: Iterator[Seen]) -> int:
 
 
 def _json(seen: Iterator[Seen]) -> int:
-    import msgspec
-
     last, note = None, ""
     for each in _until_over(seen):
         before, note = note, each.note.partition(";")[0]
@@ -112,13 +107,11 @@ def _json(seen: Iterator[Seen]) -> int:
             say(f"unisono: {each.note}", err=True)
         last = each.overview or last
         if each.overview is not None:
-            say_json(msgspec.json.encode(each.overview).decode())
+            say_json(each.overview, in_one_line=True)
     return _code(last)
 
 
 def _lines(seen: Iterator[Seen]) -> int:
-    from unisono.views.watch.terminal.plain import OverviewLines
-
     lines, last = OverviewLines(), None
     for each in _until_over(seen):
         if each.note:
@@ -155,7 +148,7 @@ def _web(runs: tuple[str, ...], port: int) -> int:
         raise UsageError(f"several runs are shown over each other from their directories; {wrong[0]!r} is none")
     if missing := [run for run in runs if not Path(run).exists()]:
         raise UsageError(f"there is no run directory {missing[0]}")
-    from unisono.views.page.local import run as serve
+    from unisono.views.page.directory_server import run as serve
 
     return serve([Path(run) for run in runs], port, _has_browser())
 
@@ -173,8 +166,6 @@ def _show_page(address: str) -> None:
     if _has_browser():
         import webbrowser
 
-        from unisono.views.page.opening import redirecting
-
         with redirecting(address) as file:
             webbrowser.open(file)
             time.sleep(READ_S)
@@ -190,8 +181,6 @@ def _page_of_head(run: str) -> str:
         invitation = find(as_invitation(run))
         check_head(invitation)
         if run != "-" and not is_invitation(run):
-            from unisono.cli.reach import ask_status
-
             ask_status(invitation)  # a head that has ended has left nothing else
     except NotGoing:
         if run == "-" or is_invitation(run):

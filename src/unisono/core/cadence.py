@@ -31,13 +31,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from unisono.core.errors import UsageError
+from unisono.core.old_names import warn_of_old
 
 __all__ = [
     "CheckpointReport",
@@ -77,7 +78,7 @@ class Checkpoints:
     """Whether the lowest or the highest value is the best."""
     keep_every: int | None = None
     """Keep also those of every so many steps."""
-    on_signal: int | None = 143
+    exit_code_on_sigterm: int | None = 143
     """At SIGTERM, finish the step, write a checkpoint and leave with this exit code; None: end at once.
 
     Under ``unisono run`` Ctrl-C does the same and leaves with 130."""
@@ -93,8 +94,13 @@ class Checkpoints:
     goes on."""
     copies_wait_s: float = 120.0
     """How long the end of the run, or a stop, waits for its last copy."""
+    on_signal: InitVar[int | None] = -1
+    """`exit_code_on_sigterm`, by the name that it had before version 0.3."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, on_signal: int | None) -> None:
+        if on_signal != -1:
+            warn_of_old("Checkpoints(on_signal=...)", "Checkpoints(exit_code_on_sigterm=...)", stacklevel=4)
+            object.__setattr__(self, "exit_code_on_sigterm", on_signal)
         for name in ("every_steps", "every_seconds", "keep_every"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -110,8 +116,9 @@ class Checkpoints:
             raise UsageError(f"Checkpoints(keep=...) must be at least 1, got {self.keep}")
         if self.best not in ("min", "max"):
             raise UsageError(f"Checkpoints(best=...) is 'min' or 'max', got {self.best!r}")
-        if self.on_signal is not None and not 0 <= self.on_signal <= 255:
-            raise UsageError(f"Checkpoints(on_signal=...) is an exit code from 0 to 255, or None; got {self.on_signal}")
+        code = self.exit_code_on_sigterm
+        if code is not None and not 0 <= code <= 255:
+            raise UsageError(f"Checkpoints(exit_code_on_sigterm=...) is from 0 to 255, or None; got {code}")
 
     @property
     def places(self) -> tuple[str, ...]:

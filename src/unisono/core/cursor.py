@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unisono.core.errors import RecipeError
+from unisono.core.words import listed
 
 __all__ = [
     "Cursor",
@@ -303,7 +304,7 @@ def check_parts(microbatches: int, num_parts: int) -> None:
 
 def _choices(cursor: Cursor) -> str:
     near = sorted(_divisors(cursor.batch_size), key=lambda divisor: abs(divisor - cursor.microbatches))[:5]
-    return ", ".join(str(divisor) for divisor in sorted(near)[:-1]) + f" or {max(near)}" if len(near) > 1 else "1"
+    return listed([str(divisor) for divisor in sorted(near)], "or")
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ machine. ``kind`` is the tag of an event in JSON.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -25,6 +26,7 @@ __all__ = [
     "MachineUsed",
     "MembershipChanged",
     "Note",
+    "Once",
     "Problem",
     "RunEnded",
     "RunStarted",
@@ -49,6 +51,11 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
     time: float = 0.0
     """When, in seconds since 1970 (UTC), by the clock of the process that has made the event; 0: unknown."""
+    number: int = -1
+    """Of the event's line in the journal, which all members count alike; or counted by the head that has told it first.
+    -1: it has none, and is never told again."""
+    head: str = ""
+    """The head that has counted it; "": the number is that of a line."""
 
 
 class Seconds(_Value):
@@ -301,7 +308,7 @@ class StepFinished(StepResult, kw_only=True, tag="step"):
     """About members that may compute differently, in the first step that they took part in."""
     audits: dict[str, str] = {}
     """By micro-batch, the digest of its gradient in the first pass, where two workers have computed it
-    (`unisono.core.audits`): 16 hexadecimal digits. Where a worker has several in a step, one digest for all of
+    (`unisono.core.audit_rules`): 16 hexadecimal digits. Where a worker has several in a step, one digest for all of
     them, by their numbers: "3,7"."""
 
 
@@ -377,3 +384,25 @@ Event = (
     | WorkerLate
     | WorkerOutput
 )
+
+
+class Once:
+    """Lets each event of a run through once: what is told again (a worker or a head was lost, or a connection broke)
+    has the same number. Nothing else recognizes a repetition.
+
+    Args:
+        newest: the newest numbers that are known, by head, and of the journal's lines.
+    """
+
+    def __init__(self, newest: Mapping[str, int] | None = None) -> None:
+        self.newest = dict(newest or {})
+
+    def is_new(self, event: Event) -> bool:
+        """Return whether an event comes for the first time; what has no number always does."""
+        if 0 <= event.number <= self.newest.get(event.head, -1):
+            return False
+        if isinstance(event, RunStarted):
+            self.newest.pop("", None)  # where nothing of the run was kept, its lines are counted again
+        if event.number >= 0:
+            self.newest[event.head] = event.number
+        return True

@@ -20,7 +20,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from unisono.core.messages import Kept, Snapshot
+from unisono.core.messages import HeadSnapshot, Kept
 from unisono.core.settings import Partition
 
 __all__ = [
@@ -113,7 +113,7 @@ class Followed(msgspec.Struct, frozen=True):
 
     term: int = 0
     """The highest term that the agent knows, from a head or because it has started a head with it."""
-    snapshot: Snapshot | None = None
+    snapshot: HeadSnapshot | None = None
     """The newest version of the state that it holds."""
 
     def learn(self, term: int) -> Followed:
@@ -124,7 +124,7 @@ class Followed(msgspec.Struct, frozen=True):
         """
         return msgspec.structs.replace(self, term=learn_term(self.term, term))
 
-    def keep(self, offered: Snapshot) -> tuple[Followed, Kept]:
+    def keep(self, offered: HeadSnapshot) -> tuple[Followed, Kept]:
         """Hold this version unless it is older than the one that is held; returns the answer to the head as well."""
         followed, held = self.learn(offered.term), self.snapshot
         if held is None or (offered.term, offered.number) > (held.term, held.number):

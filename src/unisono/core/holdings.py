@@ -1,8 +1,9 @@
 """Holdings: which members hold a unit of the state that not all members hold, and how it comes to others.
 
-A **unit** moves as a whole: the state of a parameter of a sharded optimizer (momentum, second moments), or that of a
-replica of local steps. What is wanted differs: `unisono.core.ownership.owners` cuts an optimizer over the members;
-`computed`, `copied` and `handed_over` say who is to have the states of replicas. `moves` follows from that for both.
+A **unit** moves as a whole: the state of a parameter of a sharded optimizer (momentum, second moments), that of a
+replica of local steps, or a tensor of a checkpoint that is loaded. What is wanted differs:
+`unisono.core.ownership.owners` cuts an optimizer over the members; `computed`, `copied` and `handed_over` say who is to
+have the states of replicas. `moves` follows from that for all of them.
 Decisions without I/O: every member decides the same from who holds what.
 """
 

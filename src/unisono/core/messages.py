@@ -10,15 +10,14 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
                                     Snapshot ------------------>  held for a head that may follow
                                           <-------------------  Kept
               <-------------------  Notice (a generation, with its reason)
-      TalkCall  ----------------->  before `Ready`: "I am at this run.barrier, run.gather ..."
+      TalkCall  ----------------->  before `Ready`: "I am at this run.barrier, run.all_gather ..."
               <-------------------  TalkAnswer (its result)
       Holding ------------------->  "I have the run's state"
                                           <-------------------  Beats, every heartbeat_s, with the workers' progress
       Beat    ------------------->  the same, of a worker whose agent does not report
       StepDone (rank 0) --------->
       Convicted ----------------->  "this worker computes wrong values"
-      Happened, Steps (rank 0) -->  Happened, Steps ------------>  terminal and other sinks
-                                    Told  -------------------->  who came, who has gone, what was decided, and why
+      Happened (rank 0) --------->  Happened ------------------->  terminal and other sinks, the story's file
                                           <-------------------  Used: what the machine uses
       Failed / Finished --------->          <-------------------  WorkerExit
               <-------------------  Inquire  ------------------>  something has gone wrong
@@ -27,7 +26,7 @@ Workers and agents send messages to the head only. A `Notice` is the head's deci
               <-------------------  Ended    ------------------->
 
 `Scale` and `Stop` may also come from outside (``unisono scale``, ``unisono stop``): they are then the first and only
-message of their connection, and the answer is an `Announcement`.
+message of their connection, and the answer is an `UserSentence`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from unisono.core.events import Event, MachineUsed
 __all__ = [
     "AgentHello",
     "Ailing",
-    "Announcement",
     "Beat",
     "BeatOf",
     "Beats",
@@ -50,11 +48,11 @@ __all__ = [
     "Drain",
     "Ended",
     "Evict",
-    "Evidence",
     "Failed",
     "Finished",
     "Foreign",
     "Happened",
+    "HeadSnapshot",
     "Heads",
     "Hello",
     "Holding",
@@ -73,13 +71,11 @@ __all__ = [
     "Offer",
     "Proposal",
     "Ready",
-    "RunDirectory",
+    "RunDirectoryChosen",
     "Scale",
-    "Snapshot",
     "Start",
     "Statement",
     "StepDone",
-    "Steps",
     "Stop",
     "StoreAnswer",
     "StoreCall",
@@ -87,19 +83,20 @@ __all__ = [
     "TalkAnswer",
     "TalkCall",
     "TalkDone",
-    "Told",
     "Used",
+    "UserSentence",
     "Verdict",
     "Wanted",
     "Welcome",
     "WorkerExit",
-    "WorkerLate",
+    "WriteEvidence",
+    "WriteStacks",
     "decode",
     "encode",
     "is_refusal",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 def is_refusal(status: int) -> bool:
@@ -224,25 +221,9 @@ class StepDone(Message):
 
 
 class Happened(Message):
-    """An event, from rank 0 or the head, on its way to the sinks of every machine."""
-
-    event: Event
-    number: int = -1
-    """Of the event's line in the journal; -1: it has none. Equal for the same event from any worker."""
-
-
-class Steps(Message):
-    """Events of steps, from rank 0 or the head, on their way to the sinks of every machine: those of a moment together,
-    because a message costs each that takes it more than what is in it.
-    """
-
-    steps: list[Happened]
-    """In their order."""
-
-
-class Told(Message):
-    """Head to agents: events of the story of the run, in their order. An event that has been told already may come
-    again, after a head has taken over or a connection broke: it is the same value.
+    """Events in their order: from rank 0 to the head, and from the head to agents, which show or write them. Those of a
+    moment are told together, because a message costs each that takes it more than what is in it. What has been told
+    already may come again, with the same number, after a head has taken over or a connection broke.
     """
 
     events: list[Event]
@@ -255,7 +236,7 @@ class Used(Message):
 
 
 class Convicted(Message):
-    """Most members have found that these workers compute wrong values (`unisono.core.audits`)."""
+    """Most members have found that these workers compute wrong values (`unisono.core.audit_rules`)."""
 
     worker_ids: list[str]
     step: int
@@ -354,7 +335,7 @@ class Left(Message):
     """This worker has left the run at a step boundary, as it was asked to, and ends by itself."""
 
 
-class RunDirectory(Message):
+class RunDirectoryChosen(Message):
     """The script has chosen this run directory; the head writes its address there."""
 
     path: str
@@ -382,12 +363,12 @@ class StoreCall(Message):
 
 
 class TalkCall(Message):
-    """The script has come to a call of ``run.barrier``, ``run.gather`` ... before its first ``run.steps``."""
+    """The script has come to a call of ``run.barrier``, ``run.all_gather`` ... before its first ``run.steps``."""
 
     number: int
     """Of the call, on this worker, from 0."""
     kind: str
-    """"run.barrier", "run.broadcast", "run.gather" or "run.main_first"."""
+    """"run.barrier", "run.broadcast", "run.all_gather" or "run.main_first"."""
     value: bytes = b""
 
 
@@ -573,7 +554,7 @@ class Evict(Message):
     reason: str
 
 
-class Snapshot(Message):
+class HeadSnapshot(Message):
     """A version of the head's state, for the head that may follow. The head's heirs keep the newest."""
 
     term: int
@@ -589,7 +570,7 @@ class Snapshot(Message):
 
 
 class Kept(Message):
-    """Agent to head: the answer to a `Snapshot`. This version, or a newer one, is held."""
+    """Agent to head: the answer to a `HeadSnapshot`. This version, or a newer one, is held."""
 
     term: int
     number: int
@@ -641,7 +622,7 @@ class Inquire(Message):
     """The worker of whose output the most is wanted."""
 
 
-class Evidence(Message):
+class WriteEvidence(Message):
     """Order to an agent that sees the run's directory: write this file of evidence into it."""
 
     directory: str
@@ -649,7 +630,7 @@ class Evidence(Message):
     text: str
 
 
-class WorkerLate(Message):
+class WriteStacks(Message):
     """Order to a worker that makes no progress: write the Python stacks to standard error."""
 
     worker_id: str
@@ -690,7 +671,7 @@ class Stop(Message):
     reason: str
 
 
-class Announcement(Message):
+class UserSentence(Message):
     """A sentence for the user, e.g. what the head has decided and why. Agents show it."""
 
     text: str
@@ -704,10 +685,10 @@ class Lost(Message):
 
 _ALL = (
     Hello | Ready | Holding | Beat | Beats | Suspect | StepDone | Happened | Failed | Leaving | Finished | Left
-    | RunDirectory | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
-    | AgentHello | MachinesGone | WorkerExit | Start | Evict | WorkerLate | Drain | Offer | Scale | Stop | Announcement
-    | Snapshot | Kept | Wanted | Heads | Foreign | Moved | Proposal | Verdict
-    | Ailing | Convicted | Holds | Inquire | Statement | Evidence | Steps | Told | Used
+    | RunDirectoryChosen | StoreCall | TalkCall | TalkDone | Welcome | Notice | StoreAnswer | TalkAnswer | Ended
+    | AgentHello | MachinesGone | WorkerExit | Start | Evict | WriteStacks | Drain | Offer | Scale | Stop | UserSentence
+    | HeadSnapshot | Kept | Wanted | Heads | Foreign | Moved | Proposal | Verdict
+    | Ailing | Convicted | Holds | Inquire | Statement | WriteEvidence | Used
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_ALL)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Owners", "Place", "living", "owners", "senders", "shares"]
+__all__ = ["MemberPlace", "Owners", "living", "owners", "senders", "shares"]
 
 Owners = tuple[tuple[str, ...], ...]
 """By parameter: the ids of its owners. The first one sends the new values to those that own it not."""
@@ -19,7 +19,7 @@ SLACK: Final = 1.1
 """A member keeps what it has as long as nobody has more than this times what a new distribution would give it."""
 
 
-class Place(NamedTuple):
+class MemberPlace(NamedTuple):
     """A member and the host on which it is."""
 
     worker_id: str
@@ -40,7 +40,7 @@ def shares(sizes: Sequence[int], table: Owners) -> dict[str, int]:
     return found
 
 
-def owners(sizes: Sequence[int], members: Sequence[Place], copies: int, held: Owners = ()) -> Owners:
+def owners(sizes: Sequence[int], members: Sequence[MemberPlace], copies: int, held: Owners = ()) -> Owners:
     """Return the owners of each parameter: as many as there are copies, on different hosts as far as there are such,
     all members with about the same sum of sizes, and those that hold a parameter before others.
 
@@ -79,7 +79,7 @@ def senders(first: int, having: Sequence[bool], hosts: Sequence[str]) -> list[tu
 class _Shares:
     """What each member owns so far."""
 
-    def __init__(self, members: Sequence[Place]) -> None:
+    def __init__(self, members: Sequence[MemberPlace]) -> None:
         self._sums = [0] * len(members)
 
     def __getitem__(self, rank: int) -> int:
@@ -93,7 +93,7 @@ class _Shares:
         return sorted(ranks, key=lambda rank: (self._sums[rank], rank))
 
 
-def _distribute(sizes: Sequence[int], members: Sequence[Place], copies: int, held: Owners) -> Owners:
+def _distribute(sizes: Sequence[int], members: Sequence[MemberPlace], copies: int, held: Owners) -> Owners:
     """Give each parameter its owners, the largest first, each to the member that owns least; first to those that hold
     it already.
     """
@@ -110,7 +110,7 @@ def _distribute(sizes: Sequence[int], members: Sequence[Place], copies: int, hel
     return tuple(tuple(members[rank].worker_id for rank in sorted(chosen[index])) for index in range(len(sizes)))
 
 
-def _rebalanced(sizes: Sequence[int], members: Sequence[Place], table: Owners, limit: float) -> Owners:
+def _rebalanced(sizes: Sequence[int], members: Sequence[MemberPlace], table: Owners, limit: float) -> Owners:
     """Move parameters from the member that owns most to those that own least, one by one, as far as it is needed."""
     ranks = {one.worker_id: rank for rank, one in enumerate(members)}
     owning = [[ranks[one] for one in each] for each in table]
@@ -144,7 +144,7 @@ def _largest_first(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
 
 
-def _candidates(chosen: Sequence[int], able: Iterable[int], members: Sequence[Place]) -> list[int]:
+def _candidates(chosen: Sequence[int], able: Iterable[int], members: Sequence[MemberPlace]) -> list[int]:
     """Return those that may own a parameter besides the chosen ones: on other hosts, as long as there are any."""
     used = {members[rank].host for rank in chosen}
     free = [rank for rank in able if rank not in chosen]

@@ -29,6 +29,7 @@ __all__ = [
     "OLD_NAMES",
     "SETTINGS",
     "AuditThen",
+    "Instructions",
     "Partition",
     "RunSettings",
     "Setting",
@@ -48,6 +49,10 @@ they are more than half of the machines; go on in any case."""
 AuditThen = Literal["go-back", "go-on"]
 """What a run does when an audit has found a worker that computes wrong values: go back to the newest checkpoint from
 before the steps that are to be doubted; or go on, with what that worker has done so far."""
+
+Instructions = Literal["avx2", "avx512", "compatible"]
+"""What libraries compute with on x86 processors: at most these instructions; compatible: at most AVX2, and the kernels
+of MKL that are equal on processors of all makers."""
 
 StartMethod = Literal["fork", "spawn"]
 """fork: from a process that has imported torch; spawn: each worker imports torch by itself."""
@@ -84,7 +89,7 @@ UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 WORDS: Final = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class Setting(msgspec.Struct, frozen=True):
     """One setting of a run, as the field of `RunSettings` declares it."""
 
     help: str
@@ -215,19 +220,6 @@ def parse_time(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def _of(
-    words: str,
-    group: Group,
-    *,
-    option: str = "",
-    metavar: str = "",
-    shown: str = "",
-    name: str = "",
-    in_file: bool = True,
-) -> Setting:
-    return Setting(help=words, group=group, option=option, metavar=metavar, shown=shown, name=name, in_file=in_file)
-
-
 # fmt: off
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings of a run, as its user gives them."""
@@ -235,183 +227,188 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sources: dict[str, str] = {}
     """Where the settings that were given come from, by name; the others have their default."""
 
-    workers: Annotated[str, _of(
+    workers: Annotated[str, Setting(
         "How many workers: N; every GPU, else every core; or at least A and at most B.", "workers",
         option="-n --workers", metavar="N|auto|A:B")] = "auto"
-    evaluators: Annotated[int, _of(
+    evaluators: Annotated[int, Setting(
         "So many more processes of this machine compute what run.evaluate(..., wait=False) asks for, while the workers "
         "train on.", "workers", option="--evaluators")] = 0
-    wait_for: Annotated[int, _of(
+    wait_for: Annotated[int, Setting(
         "Begin when N workers are there: those of this machine and of machines that join.", "workers",
         option="--wait-for", shown="the workers of this machine")] = 0
-    threads: Annotated[int | None, _of(
+    threads: Annotated[int | None, Setting(
         "CPU threads of a worker. Part of the result's bits.", "workers", option="--threads", shown="1")] = None
-    exchange: Annotated[str, _of(
+    exchange: Annotated[str, Setting(
         "How gradients meet: auto (the fastest), shared (one machine), gloo, or two-level.", "workers",
         option="--exchange", metavar="NAME")] = "auto"
-    max_restarts: Annotated[int | None, _of(
+    max_restarts: Annotated[int | None, Setting(
         "How many lost workers of a machine are replaced; with --plain, how often torchrun starts all processes again.",
         "workers", option="--max-restarts", shown="10; 0 with --plain")] = None
-    strict: Annotated[bool, _of(
-        "Refuse workers whose arithmetic may differ.", "workers", option="--strict")] = False
-    audit: Annotated[float, _of(
+    strict: Annotated[bool, Setting(
+        "Refuse workers whose arithmetic may differ, also those that get the same results in the probe.", "workers",
+        option="--strict")] = False
+    arithmetic: Annotated[Instructions | None, Setting(
+        "The instructions that all workers compute with, for processors of several kinds. Part of the result's bits.",
+        "workers", shown="what libraries choose for the processor")] = None
+    audit: Annotated[float, Setting(
         "Have a second worker compute this share of the micro-batches as well, e.g. 0.01, and find a machine that "
         "computes wrong values (with three workers or more). At most 0.5. It changes no bit.", "workers",
         option="--audit", metavar="SHARE")] = 0.0
-    plain: Annotated[bool, _of(
+    plain: Annotated[bool, Setting(
         "The script is one for torchrun, and does not use Unisono: start torchrun on the machines.", "workers",
         option="--plain")] = False
-    audit_then: Annotated[AuditThen | None, _of(
+    audit_then: Annotated[AuditThen | None, Setting(
         "What follows when an audit has found a worker to be wrong: the run goes back to a checkpoint from before what "
         "may be wrong, or goes on.", "workers", shown="as the script says, or go-back")] = None
-    efficiency: Annotated[float, _of(
+    efficiency: Annotated[float, Setting(
         "With --workers A:B: begin with A, have more while the next one adds this part of a worker's speed, e.g. 0.7, "
         "and give back those that do not.", "workers", metavar="PART")] = 0.0
-    allow_different_script: Annotated[bool, _of(
+    allow_different_script: Annotated[bool, Setting(
         "Admit workers whose script has another text than the run's, with a warning. It may change the result.",
         "workers")] = False
-    start: Annotated[StartMethod | None, _of(
+    start: Annotated[StartMethod | None, Setting(
         "Workers are forked from a process that has imported torch, or come by themselves.", "workers",
         shown="fork on Linux, else spawn")] = None
-    heartbeat_s: Annotated[float, _of("Time between a worker's heartbeats.", "workers")] = 0.5
-    heartbeat_timeout_s: Annotated[float, _of("Silent for this long, a worker is lost.", "workers")] = 5.0
-    timeout_s: Annotated[float, _of("How long one exchange may take.", "workers", name="exchange-timeout")] = 300.0
-    late_s: Annotated[float, _of(
+    heartbeat_s: Annotated[float, Setting("Time between a worker's heartbeats.", "workers")] = 0.5
+    heartbeat_timeout_s: Annotated[float, Setting("Silent for this long, a worker is lost.", "workers")] = 5.0
+    timeout_s: Annotated[float, Setting("How long one exchange may take.", "workers", name="exchange-timeout")] = 300.0
+    late_s: Annotated[float, Setting(
         "Report a worker that others wait for after this time.", "workers", name="report-late-after")] = 3.0
-    aside_s: Annotated[float, _of(
+    aside_s: Annotated[float, Setting(
         "Go on without a worker that others wait for after this time.", "workers", name="go-on-without-after")] = 10.0
-    hang_s: Annotated[float, _of(
+    hang_s: Annotated[float, Setting(
         "End a worker that others wait for after this time.", "workers", name="kill-after")] = 60.0
 
-    hosts: Annotated[str, _of(
+    hosts: Annotated[str, Setting(
         "Machines to train on, by ssh: B with 2 workers, the others with as many as they have room for. This machine "
         "takes part only if it is named (localhost).", "machines", option="--hosts", metavar="A,B:2,C")] = ""
-    launcher: Annotated[str, _of(
+    launcher: Annotated[str, Setting(
         "What starts the workers: auto, local (this machine), none (they join by themselves), ray, kubernetes, or the "
         "batch system that the command runs in.", "machines", option="--launcher", metavar="NAME")] = "auto"
-    ship: Annotated[bool, _of(
+    ship: Annotated[bool, Setting(
         "Send the current folder, without what .gitignore names, to machines of --hosts that lack it.", "machines",
         option="--ship")] = False
-    pass_env: Annotated[tuple[str, ...], _of(
+    pass_env: Annotated[tuple[str, ...], Setting(
         "An environment variable that the workers of --hosts get from here.", "machines", option="--pass-env",
         metavar="NAME")] = ()
-    hostfile: Annotated[str, _of(
+    hostfile: Annotated[str, Setting(
         "The same as --hosts, one a line: HOST, HOST:N or HOST slots=N.", "machines", metavar="FILE")] = ""
-    ssh: Annotated[str, _of(
+    ssh: Annotated[str, Setting(
         "How machines are reached, with options: 'ssh -F config'.", "machines", metavar="COMMAND", in_file=False)
         ] = "ssh"
-    remote_python: Annotated[str, _of(
+    remote_python: Annotated[str, Setting(
         "Python on the other machines.", "machines", metavar="PATH", shown="the path of this one", in_file=False)] = ""
-    ship_limit: Annotated[float, _of("The most that --ship sends, in MB.", "machines", metavar="MB")] = 100.0
-    per_task: Annotated[int | None, _of(
+    ship_limit: Annotated[float, Setting("The most that --ship sends, in MB.", "machines", metavar="MB")] = 100.0
+    per_task: Annotated[int | None, Setting(
         "Under srun or mpiexec: workers of each task, where --workers is the number of all tasks together.", "machines",
         shown="one, or one for each of its GPUs")] = None
-    rendezvous: Annotated[str, _of(
+    rendezvous: Annotated[str, Setting(
         "Under srun or mpiexec: where task 0 writes the address of the run for the other tasks, a directory that all "
         "see.", "machines", metavar="DIR")] = "."
 
-    bind: Annotated[str | None, _of(
+    bind: Annotated[str | None, Setting(
         "Where the head listens; other machines need an address that they can reach.", "network", option="--bind",
         metavar="ADDRESS", shown="127.0.0.1; with --hosts, one that these reach")] = None
-    tls: Annotated[bool | None, _of(
+    tls: Annotated[bool | None, Setting(
         "Whether connections to the head are encrypted.", "network", option="--tls",
         shown="if other machines can reach it")] = None
-    interface: Annotated[str, _of(
+    interface: Annotated[str, Setting(
         "The network interface that the head listens on, and that workers of this machine exchange gradients over, "
         "e.g. ib0; instead of --bind.", "network", metavar="NAME")] = ""
-    port: Annotated[str, _of(
+    port: Annotated[str, Setting(
         "The head's port; A:B: the first free one of these. `unisono doctor --ports A:B` says what workers need.",
         "network", metavar="N|A:B", shown="any")] = "0"
-    advertise: Annotated[str, _of(
+    advertise: Annotated[str, Setting(
         "The address or name at which other machines reach the head, where that is not the one of --bind.", "network",
         metavar="HOST")] = ""
-    certificate: Annotated[str, _of(
+    certificate: Annotated[str, Setting(
         "The head's certificate (PEM) instead of one that is made for the run.", "network", metavar="FILE")] = ""
-    private_key: Annotated[str, _of(
+    private_key: Annotated[str, Setting(
         "The private key of the certificate (PEM, no password).", "network", metavar="FILE", in_file=False)] = ""
-    token_file: Annotated[str, _of(
+    token_file: Annotated[str, Setting(
         "The run's token, instead of one that is made for the run; for machines that must know it before.", "network",
         metavar="FILE", in_file=False)] = ""
-    head_away_s: Annotated[float, _of(
+    head_away_s: Annotated[float, Setting(
         "How long machines wait for a head that is out of reach.", "network")] = 20.0
-    when_cut: Annotated[Partition, _of(
+    when_cut: Annotated[Partition, Setting(
         "What machines do then that hold the run's state: end; go on where they are more than half of the machines; or "
         "go on in any case (both sides compute the same bits).", "network")] = "go-on"
 
-    run_dir: Annotated[str, _of(
+    run_dir: Annotated[str, Setting(
         "Journal and checkpoints; wins over the script's.", "keeping", option="--run-dir", metavar="DIR")] = ""
-    overwrite: Annotated[bool, _of(
+    overwrite: Annotated[bool, Setting(
         "Replace the run that the directory holds.", "keeping", option="--overwrite", in_file=False)] = False
-    resume: Annotated[str, _of(
+    resume: Annotated[str, Setting(
         "Go on with the run in DIR, or from one of its checkpoints, or from the URL of its copies, at any number of "
         "workers; without SCRIPT, with the run's own. auto: with what the run directory holds, if anything.", "keeping",
         option="--resume", metavar="DIR")] = ""
-    copies_to: Annotated[tuple[str, ...], _of(
+    copies_to: Annotated[tuple[str, ...], Setting(
         "Copy each checkpoint to this place as well: a path, or a URL that fsspec knows (s3://bucket/run, "
         "sftp://host/path). Wins over the script's.", "keeping", option="--copies-to", metavar="URL")] = ()
-    sinks: Annotated[tuple[str, ...], _of(
+    sinks: Annotated[tuple[str, ...], Setting(
         "Give the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of "
         "your own.", "keeping", option="--sink", name="sink", metavar="NAME[=ARGUMENT]", in_file=False)] = ()
-    profile: Annotated[str, _of(
+    profile: Annotated[str, Setting(
         "Record the steps from A up to but without B with torch.profiler on all workers: one trace for Perfetto, in "
         "the folder profile of the run's directory.", "keeping", option="--profile", metavar="A:B")] = ""
-    dry_run: Annotated[bool, _of(
+    dry_run: Annotated[bool, Setting(
         "Print the settings, and where each comes from (with --launcher kubernetes, the manifests); start nothing.",
         "keeping", option="--dry-run", in_file=False)] = False
-    resume_anyway: Annotated[tuple[str, ...], _of(
+    resume_anyway: Annotated[tuple[str, ...], Setting(
         "A part of the recipe that may differ from the checkpoint's, e.g. microbatches. It changes the bits.",
         "keeping", metavar="NAME", in_file=False)] = ()
 
-    ray_address: Annotated[str, _of(
+    ray_address: Annotated[str, Setting(
         "The Ray cluster.", "Ray", name="ray.address", metavar="auto|HOST:PORT")] = "auto"
-    ray_gpus_per_worker: Annotated[float | None, _of(
+    ray_gpus_per_worker: Annotated[float | None, Setting(
         "GPUs that Ray reserves for a worker.", "Ray", name="ray.gpus-per-worker",
         shown="1 where the cluster has GPUs")] = None
-    ray_send_folder: Annotated[bool, _of(
+    ray_send_folder: Annotated[bool, Setting(
         "Let Ray send the current folder to its nodes; else it lies there at the same path.", "Ray",
         name="ray.send-folder")] = False
 
-    kubernetes_image: Annotated[str, _of(
+    kubernetes_image: Annotated[str, Setting(
         "Container image: Python, Unisono, what the script needs.", "Kubernetes", name="kubernetes.image",
         metavar="IMAGE")] = ""
-    kubernetes_name: Annotated[str, _of(
+    kubernetes_name: Annotated[str, Setting(
         "Name of the run there.", "Kubernetes", name="kubernetes.name", metavar="NAME",
         shown="from the script's name")] = ""
-    kubernetes_namespace: Annotated[str, _of(
+    kubernetes_namespace: Annotated[str, Setting(
         "Where the objects are made.", "Kubernetes", name="kubernetes.namespace", metavar="NAME")] = "default"
-    kubernetes_context: Annotated[str, _of(
+    kubernetes_context: Annotated[str, Setting(
         "Context of the kubeconfig.", "Kubernetes", name="kubernetes.context", metavar="NAME",
         shown="the current one")] = ""
-    kubernetes_volumes: Annotated[tuple[str, ...], _of(
+    kubernetes_volumes: Annotated[tuple[str, ...], Setting(
         "A volume for all pods; the first one holds the run directory.", "Kubernetes", name="kubernetes.pvc",
         metavar="CLAIM:/PATH")] = ()
-    kubernetes_workers_per_pod: Annotated[int, _of(
+    kubernetes_workers_per_pod: Annotated[int, Setting(
         "Workers of a pod.", "Kubernetes", name="kubernetes.workers-per-pod")] = 1
-    kubernetes_cpu: Annotated[str, _of(
+    kubernetes_cpu: Annotated[str, Setting(
         "CPUs of a worker pod.", "Kubernetes", name="kubernetes.cpu", metavar="N",
         shown="the threads of its workers")] = ""
-    kubernetes_memory: Annotated[str, _of(
+    kubernetes_memory: Annotated[str, Setting(
         "Memory of a worker pod.", "Kubernetes", name="kubernetes.memory", metavar="SIZE")] = "2Gi"
-    kubernetes_gpus_per_worker: Annotated[int, _of(
+    kubernetes_gpus_per_worker: Annotated[int, Setting(
         "GPUs of a worker.", "Kubernetes", name="kubernetes.gpus-per-worker")] = 0
-    kubernetes_shm: Annotated[str, _of(
+    kubernetes_shm: Annotated[str, Setting(
         "Size of /dev/shm; a part of the memory.", "Kubernetes", name="kubernetes.shm", metavar="SIZE")] = "1Gi"
-    kubernetes_user: Annotated[int, _of(
+    kubernetes_user: Annotated[int, Setting(
         "User id in the containers.", "Kubernetes", name="kubernetes.user")] = 1000
-    kubernetes_variables: Annotated[tuple[str, ...], _of(
+    kubernetes_variables: Annotated[tuple[str, ...], Setting(
         "An environment variable of all pods.", "Kubernetes", name="kubernetes.env", metavar="NAME=VALUE",
         in_file=False)] = ()
-    kubernetes_in_image: Annotated[bool, _of(
+    kubernetes_in_image: Annotated[bool, Setting(
         "The script is in the image, and not here.", "Kubernetes", name="kubernetes.in-image")] = False
-    kubernetes_detach: Annotated[bool, _of("Do not follow the run.", "Kubernetes", name="kubernetes.detach")] = False
+    kubernetes_detach: Annotated[bool, Setting(
+        "Do not follow the run.", "Kubernetes", name="kubernetes.detach")] = False
 
-    simulate_hosts: Annotated[int, _of("Workers get so many different labels of hosts.", "internal")] = 1
-    inspect: Annotated[str, _of("The inspector of a trial run, and its settings.", "internal", in_file=False)] = ""
-    function: Annotated[str, _of("The function that `launch` calls.", "internal", in_file=False)] = ""
-    result: Annotated[str, _of("The file for what the function returns.", "internal", in_file=False)] = ""
-    outcome: Annotated[str, _of(
+    simulate_hosts: Annotated[int, Setting("Workers get so many different labels of hosts.", "internal")] = 1
+    inspect: Annotated[str, Setting("The inspector of a trial run, and its settings.", "internal", in_file=False)] = ""
+    function: Annotated[str, Setting("The function that `launch` calls.", "internal", in_file=False)] = ""
+    result: Annotated[str, Setting("The file for what the function returns.", "internal", in_file=False)] = ""
+    outcome: Annotated[str, Setting(
         "The file for how the run ended (JSON); the command prints no traceback then.", "internal", in_file=False)] = ""
-    beside: Annotated[str, _of("The folder of `unisono.toml`, for a function.", "internal", in_file=False)] = ""
+    beside: Annotated[str, Setting("The folder of `unisono.toml`, for a function.", "internal", in_file=False)] = ""
 # fmt: on
 
     @property

@@ -26,7 +26,7 @@ import msgspec
 from unisono.core.following import Followed, age
 from unisono.core.messages import AgentHello, Foreign, Hello, Proposal, Verdict, Welcome
 
-__all__ = ["Admission", "Allegiance", "Rank", "Standpoint", "admission", "merged", "verdict"]
+__all__ = ["Allegiance", "HelloAnswer", "Rank", "Standpoint", "admission", "merged", "verdict"]
 
 
 class Rank(msgspec.Struct, frozen=True, order=True):
@@ -85,7 +85,7 @@ def merged(own: Standpoint, url: str, answer: Verdict | None) -> Standpoint:
     return own
 
 
-class Admission(Enum):
+class HelloAnswer(Enum):
     """What a head answers to a hello."""
 
     WELCOME = auto()
@@ -96,7 +96,7 @@ class Admission(Enum):
     HANG_UP = auto()
 
 
-def admission(own: Standpoint, hello: Hello | AgentHello, *, is_own: bool) -> Admission:
+def admission(own: Standpoint, hello: Hello | AgentHello, *, is_own: bool) -> HelloAnswer:
     """Return what a head answers to a worker or an agent. No hello makes a head give way.
 
     Args:
@@ -104,10 +104,10 @@ def admission(own: Standpoint, hello: Hello | AgentHello, *, is_own: bool) -> Ad
     """
     knows_another = hello.term > own.rank.term
     if isinstance(hello, Hello):
-        return Admission.HANG_UP if own.gives_way_to or knows_another else Admission.WELCOME
+        return HelloAnswer.HANG_UP if own.gives_way_to or knows_another else HelloAnswer.WELCOME
     if own.gives_way_to:
-        return Admission.MOVED
-    return Admission.FOREIGN if not hello.fresh and (knows_another or not is_own) else Admission.WELCOME
+        return HelloAnswer.MOVED
+    return HelloAnswer.FOREIGN if not hello.fresh and (knows_another or not is_own) else HelloAnswer.WELCOME
 
 
 class Allegiance(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ WORKER: Final = "UNISONO_WORKER"
 """Name of the environment variable with the descriptor of a worker's `WorkerSpec` (JSON, without the token)."""
 
 MOST_AUDITED: Final = 0.5
-"""The largest share of the micro-batches that a second worker can compute as well (`unisono.core.audits`)."""
+"""The largest share of the micro-batches that a second worker can compute as well (`unisono.core.audit_rules`)."""
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -54,7 +54,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """This member's part of a sum that is 0 where all copies are equal."""
     own_leaf: int = NOT_COMPARED
     """A micro-batch that this member has computed and another member has computed as well; a number that stands for
-    several of them (`unisono.core.checks.key_of`)."""
+    several of them (`unisono.core.rehearsals.key_of`)."""
     own_digest: int = 0
     """The digest of the gradient of ``own_leaf``, or of those that it stands for."""
     other_leaf: int = NOT_COMPARED

@@ -110,10 +110,10 @@ def shown_bytes(number: float) -> str:
     return f"{number / 1e3:.0f} kB" if abs(number) >= 1e3 else f"{number:.0f} B"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], word: str = "and") -> str:
     """Return ``w1``, ``w1 and w2``, ``w1, w2 and w3``."""
     *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    return f"{', '.join(others)} {word} {last}" if others else last
 
 
 def script_in(arguments: Sequence[object]) -> str:

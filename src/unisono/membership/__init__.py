@@ -46,9 +46,9 @@ from unisono.membership.draft import Action, Alarm, Draft, Hangup, Invite, Send
 from unisono.membership.generations import follow_up
 from unisono.membership.happenings import happenings
 from unisono.membership.heartbeat import routine, routine_of_many
-from unisono.membership.heirs import heirs, holders, is_first_elsewhere, keepers, machines, successor, without_lost_heir
+from unisono.membership.heirs import heirs, holders, is_first_elsewhere, keepers, machines, without_lost_heir
 from unisono.membership.roster import State, noted, rebranched, seat_of
-from unisono.membership.table import TRANSITIONS
+from unisono.membership.worker_states import TRANSITIONS
 
 __all__ = [
     "TRANSITIONS",
@@ -73,7 +73,6 @@ __all__ = [
     "routine_of_many",
     "seat_of",
     "step",
-    "successor",
 ]
 
 

@@ -32,17 +32,17 @@ from unisono.core.messages import (
     WorkerExit,
 )
 from unisono.membership import agents
-from unisono.membership.admission import check_protocol, greet
 from unisono.membership.convictions import take_convicted
 from unisono.membership.draft import Draft
+from unisono.membership.elasticity import measure
 from unisono.membership.ending import compare_leavings, forget_leavings, take_finished, take_leaving
 from unisono.membership.health import compare_rounds, lose_silent_workers, retry_exchange_when_due, take_suspect, watch
-from unisono.membership.machines import measure
+from unisono.membership.hellos import check_protocol, greet
 from unisono.membership.restarts import forgive_restarts, lose, replace_suspects, take_exit, take_failure
 from unisono.membership.roster import ALIVE, GONE, Worker, WorkerState, excused
 from unisono.membership.suspicion import Suspicions
-from unisono.membership.table import TRANSITIONS
-from unisono.membership.talking import take_talk_call, take_talk_done
+from unisono.membership.talk_rules import take_talk_call, take_talk_done
+from unisono.membership.worker_states import TRANSITIONS
 
 __all__ = ["Event", "Lags", "Tick", "TookOver", "take"]
 

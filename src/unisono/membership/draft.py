@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.core.messages import Announcement, Ended, Evict, Message
+from unisono.core.messages import Ended, Evict, Message, UserSentence
 from unisono.membership.roster import ALIVE, GONE, Agent, How, State, Worker, WorkerState, number_of
 from unisono.record.problems.kinds import Trouble
 
@@ -68,9 +68,8 @@ class Draft:
         self.state = msgspec.structs.replace(self.state, **changes)
 
     def put_worker(self, worker_id: str, **changes: Any) -> Worker:
-        worker = msgspec.structs.replace(self.state.workers[worker_id], **changes)
-        self.add_workers({worker_id: worker})
-        return worker
+        self.put_workers([worker_id], **changes)
+        return self.state.workers[worker_id]
 
     def put_workers(self, worker_ids: Iterable[str], **changes: Any) -> None:
         """Make the same changes to several workers."""
@@ -112,7 +111,7 @@ class Draft:
     def announce_to(self, agent_id: str, text: str) -> None:
         """Show this on the terminal of one machine."""
         if agent_id in self.state.agents:
-            self.send(agent_id, Announcement(text=text))
+            self.send(agent_id, UserSentence(text=text))
 
     def evict(self, worker: Worker, reason: str) -> None:
         """Let the worker's agent end its process."""

@@ -8,15 +8,15 @@ import msgspec
 
 from unisono.core.messages import MemberInfo, Notice
 from unisono.core.words import count, listed
-from unisono.membership.admission import MAX_UNREACHED, send_away
 from unisono.membership.agents import drain_withdrawn
 from unisono.membership.draft import Draft
+from unisono.membership.elasticity import free_machines, tell_wanted
 from unisono.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
 from unisono.membership.heirs import is_cut_off
-from unisono.membership.machines import free_machines, tell_wanted
+from unisono.membership.hellos import MAX_UNREACHED, send_away
 from unisono.membership.restarts import turn_agents_away
 from unisono.membership.roster import Worker, WorkerState, number_of
-from unisono.membership.talking import settle
+from unisono.membership.talk_rules import settle
 
 __all__ = ["follow_up"]
 

@@ -21,11 +21,26 @@ def happenings(before: State, after: State, touched: Collection[str] | None = No
     Args:
         touched: workers and agents that may be another value than before; default: all are looked at.
     """
-    looked_at = sorted({*before.workers, *after.workers, *before.agents, *after.agents} if touched is None else touched)
-    found: list[Event] = [*_machines_joined(before, after, looked_at)]
-    found += _workers_gone(before, after, looked_at)
-    found += _machines_gone(before, after, looked_at)
-    found += _workers_joined(before, after, looked_at)
+    names = {*before.workers, *after.workers, *before.agents, *after.agents} if touched is None else touched
+    come: list[Event] = []
+    gone: list[Event] = []
+    machines_gone: list[Event] = []
+    joined: list[Event] = []
+    for name in sorted(names):
+        agent, agent_before = after.agents.get(name), before.agents.get(name)
+        worker, known = after.workers.get(name), before.workers.get(name)
+        if agent is not None and agent_before is None:
+            come.append(MachineJoined(agent_id=name, host=agent.host, num_workers=agent.offers))
+        if agent is None and agent_before is not None:
+            reason = after.absent.get(name, agent_before).gone
+            machines_gone.append(MachineGone(agent_id=name, host=agent_before.host, reason=reason))
+        if worker is None:
+            continue
+        if worker.state in _OUT and (known is None or known.state not in _OUT):
+            gone.append(_worker_gone(after, worker))
+        if worker.generation > 0 and (known is None or known.generation == 0):
+            joined.append(_worker_joined(after, worker))
+    found = [*come, *gone, *machines_gone, *joined]
     if after.moved > before.moved:
         found += _generation(after)
     if after.ended is not None and before.ended is None:
@@ -34,49 +49,26 @@ def happenings(before: State, after: State, touched: Collection[str] | None = No
     return tuple(found)
 
 
-def _machines_joined(before: State, after: State, looked_at: Collection[str]) -> Iterator[MachineJoined]:
-    for agent_id in looked_at:
-        agent = after.agents.get(agent_id)
-        if agent is not None and agent_id not in before.agents:
-            yield MachineJoined(agent_id=agent_id, host=agent.host, num_workers=agent.offers)
+def _worker_joined(after: State, worker: Worker) -> WorkerJoined:
+    return WorkerJoined(
+        worker_id=worker.worker_id,
+        host=_host(after, worker),
+        device=worker.info.device if worker.info is not None else "",
+        pid=worker.info.pid if worker.info is not None else 0,
+        generation=worker.generation,
+        step=after.committed + 1,
+        reason=worker.came or "the run begins",
+    )
 
 
-def _machines_gone(before: State, after: State, looked_at: Collection[str]) -> Iterator[MachineGone]:
-    for agent_id in looked_at:
-        known = before.agents.get(agent_id)
-        if known is not None and agent_id not in after.agents:
-            absent = after.absent.get(agent_id, known)
-            yield MachineGone(agent_id=agent_id, host=known.host, reason=absent.gone)
-
-
-def _workers_joined(before: State, after: State, looked_at: Collection[str]) -> Iterator[WorkerJoined]:
-    for worker_id in looked_at:
-        worker, known = after.workers.get(worker_id), before.workers.get(worker_id)
-        if worker is None or worker.generation == 0 or (known is not None and known.generation > 0):
-            continue
-        yield WorkerJoined(
-            worker_id=worker_id,
-            host=_host(after, worker),
-            device=worker.info.device if worker.info is not None else "",
-            pid=worker.info.pid if worker.info is not None else 0,
-            generation=worker.generation,
-            step=after.committed + 1,
-            reason=worker.came or "the run begins",
-        )
-
-
-def _workers_gone(before: State, after: State, looked_at: Collection[str]) -> Iterator[WorkerGone]:
-    for worker_id in looked_at:
-        worker, known = after.workers.get(worker_id), before.workers.get(worker_id)
-        if worker is None or worker.state not in _OUT or (known is not None and known.state in _OUT):
-            continue
-        yield WorkerGone(
-            worker_id=worker_id,
-            host=_host(after, worker),
-            how=worker.how or "lost",
-            reason=worker.gone,
-            step=after.committed,
-        )
+def _worker_gone(after: State, worker: Worker) -> WorkerGone:
+    return WorkerGone(
+        worker_id=worker.worker_id,
+        host=_host(after, worker),
+        how=worker.how or "lost",
+        reason=worker.gone,
+        step=after.committed,
+    )
 
 
 def _generation(after: State) -> Iterator[MembershipChanged]:

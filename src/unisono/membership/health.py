@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from unisono.core.messages import Beat, Suspect, WorkerLate
+from unisono.core.messages import Beat, Suspect, WriteStacks
 from unisono.core.words import listed, position_words
-from unisono.membership.begun import BegunRound
 from unisono.membership.draft import Draft
 from unisono.membership.ending import is_at_end, lose_early_leavers
-from unisono.membership.hangs import FIRST_STEP, Hang, Lateness, Limits, Waiting, judge
+from unisono.membership.hangs import FIRST_STEP, BegunRound, Hang, Lateness, Limits, Waiting, judge
 from unisono.membership.restarts import lose
 from unisono.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.membership.suspicion import MAX_TRIES, Suspicions
@@ -155,7 +154,7 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: 
         case Lateness.LATE if worker.late_at != beat.progress:
             draft.put_worker(worker.worker_id, late_at=beat.progress)
             draft.reasons.append(f"{worker.name} is late: no progress for {beat.seconds_at:.1f} s at {where}")
-            late = WorkerLate(
+            late = WriteStacks(
                 worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
             )
             draft.send(worker.worker_id, late)

@@ -16,7 +16,6 @@ __all__ = [
     "is_first_elsewhere",
     "keepers",
     "machines",
-    "successor",
     "without_lost_heir",
 ]
 
@@ -34,11 +33,6 @@ def keepers(state: State) -> tuple[str, ...]:
         *heirs(state),
         *(agent.agent_id for agent in state.agents.values() if agent.lags and not agent.is_sent_away),
     )
-
-
-def successor(state: State) -> str:
-    """Return the agent that starts the next head: the one whose child the head is ("": it is not known yet)."""
-    return seat_of(state)
 
 
 def machines(state: State) -> list[MachineInfo]:

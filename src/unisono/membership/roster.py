@@ -24,17 +24,15 @@ from unisono.core.efficiency import Measured
 from unisono.core.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 from unisono.core.policy import Policy
 from unisono.core.settings import DEFAULTS, RunSettings
-from unisono.membership.begun import BegunRound
-from unisono.membership.calls import EarlyCall
-from unisono.membership.hangs import Hang, Limits
+from unisono.membership.hangs import BegunRound, Hang, Limits
 from unisono.membership.suspicion import Suspicions
-from unisono.membership.team import team_of
 
 __all__ = [
     "ALIVE",
     "GONE",
     "START_HANGS",
     "Agent",
+    "EarlyCall",
     "How",
     "State",
     "Worker",
@@ -46,7 +44,6 @@ __all__ = [
     "resumed",
     "seat_of",
 ]
-
 
 KEPT_BRANCHES: Final = 100
 """So many branches back a machine may come back to with its workers."""
@@ -164,6 +161,39 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.refused or self.freed)
 
 
+class EarlyCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call, the same on all workers: every worker counts its own calls, so the number says which it is.
+
+    A result stays for the rest of the run: a replacement gets what the others have got.
+    """
+
+    kind: str
+    """"run.barrier", "run.broadcast", "run.all_gather" or "run.main_first"."""
+    came: Mapping[str, bytes] = {}
+    """Worker that has come to the call -> its value. Empty once the call is decided."""
+    first: str = ""
+    """Of `run.main_first`: the worker that runs the block now."""
+    failed: tuple[str, ...] = ()
+    """The workers whose block has raised an error."""
+    is_decided: bool = False
+    values: tuple[bytes, ...] = ()
+    """The result."""
+
+
+_newest: list[tuple[Notice | None, tuple[str, ...], frozenset[str]]] = [(None, (), frozenset())]
+"""The notice that was asked about last, its members by rank and as a set: almost every rule asks for them."""
+
+
+def _team_of(notice: Notice | None) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the members in a notice, by rank and as a set; without one, nobody."""
+    known, by_rank, ids = _newest[0]
+    if known is not notice:
+        by_rank = tuple(info.worker_id for info in notice.members) if notice is not None else ()
+        ids = frozenset(by_rank)
+        _newest[0] = (notice, by_rank, ids)
+    return by_rank, ids
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the membership table knows."""
 
@@ -264,12 +294,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def members(self) -> tuple[str, ...]:
         """Ids of the members of the newest generation, by rank."""
-        return team_of(self.notice).by_rank
+        return _team_of(self.notice)[0]
 
     @property
     def member_ids(self) -> frozenset[str]:
         """The same, for questions who is one."""
-        return team_of(self.notice).ids
+        return _team_of(self.notice)[1]
 
     @property
     def num_coming(self) -> int:

@@ -19,7 +19,7 @@ from unisono.core.events import Seconds
 from unisono.core.plan import Plan, plan
 from unisono.core.words import short_duration
 
-__all__ = ["Advice", "Load", "Setting", "advise", "shorter_pace"]
+__all__ = ["Advice", "AdviceSetting", "Load", "advise", "shorter_pace"]
 
 LEAST: Final = 0.05
 """Of a step's time: a smaller loss, or a smaller gain, is not worth a sentence."""
@@ -57,7 +57,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class AdviceSetting:
     """How the run was set, as far as advice depends on it. Zero: unknown."""
 
     microbatches: int
@@ -85,7 +85,7 @@ class Advice:
     """What to change, as one would write it: ``microbatches=16``; "": nothing that can be written so."""
 
 
-def advise(loads: Sequence[Load], setting: Setting) -> list[Advice]:
+def advise(loads: Sequence[Load], setting: AdviceSetting) -> list[Advice]:
     """Return what would make steps shorter, the largest gain first; what has no gain follows, by its loss.
 
     Args:
@@ -115,7 +115,7 @@ def step_seconds(loads: Sequence[Load]) -> float:
 # -- the models --------------------------------------------------------------------------------------
 
 
-def computing_seconds(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
+def computing_seconds(loads: Sequence[Load], setting: AdviceSetting, microbatches: int) -> float:
     """Return how long the slowest worker would compute with so many micro-batches of the same global batch.
 
     The model: a micro-batch with half the samples takes half the time, but for a fixed part (`FIXED_S`, at most half of
@@ -129,7 +129,7 @@ def computing_seconds(loads: Sequence[Load], setting: Setting, microbatches: int
     return length_of(shares, paces)
 
 
-def sending_seconds(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
+def sending_seconds(loads: Sequence[Load], setting: AdviceSetting, microbatches: int) -> float:
     """Return how long bytes would be on their way with so many micro-batches of the same global batch.
 
     The model is that of `unisono.core.balance`: the host that sends most sends one sum for each node of the tree
@@ -141,7 +141,7 @@ def sending_seconds(loads: Sequence[Load], setting: Setting, microbatches: int) 
     return _node_seconds(loads, setting) * (_num_nodes(loads, shares) + 1)
 
 
-def _saved(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
+def _saved(loads: Sequence[Load], setting: AdviceSetting, microbatches: int) -> float:
     """Return by how much a step would be shorter."""
     now, then = (
         computing_seconds(loads, setting, number) + sending_seconds(loads, setting, number)
@@ -150,7 +150,7 @@ def _saved(loads: Sequence[Load], setting: Setting, microbatches: int) -> float:
     return now - then
 
 
-def _planned(loads: Sequence[Load], setting: Setting, microbatches: int) -> tuple[Plan, list[float]]:
+def _planned(loads: Sequence[Load], setting: AdviceSetting, microbatches: int) -> tuple[Plan, list[float]]:
     """Return the plan of the run with so many micro-batches, and the paces that it would have."""
     smaller = setting.microbatches / microbatches
     paces = [max(1e-9, shorter_pace(load.pace, smaller)) for load in loads]
@@ -166,14 +166,14 @@ def shorter_pace(pace: float, part: float) -> float:
     return fixed + (pace - fixed) * part
 
 
-def _node_seconds(loads: Sequence[Load], setting: Setting) -> float:
+def _node_seconds(loads: Sequence[Load], setting: AdviceSetting) -> float:
     """Return how long one node of the host that sends most is on its way."""
     if len(_hosts(loads)) < 2:
         return 0.0
     return max(load.seconds.network for load in loads) / (_num_nodes(loads, _measured(loads, setting)) + 1)
 
 
-def _measured(loads: Sequence[Load], setting: Setting) -> Plan:
+def _measured(loads: Sequence[Load], setting: AdviceSetting) -> Plan:
     """Return the plan of the measured steps, as far as the means show it."""
     counts = [round(load.leaves) for load in loads]
     if sum(counts) != setting.microbatches:
@@ -193,7 +193,7 @@ def _num_nodes(loads: Sequence[Load], shares: Plan) -> int:
     return max(1, *(num_nodes(shares, host) for host in _hosts(loads)))
 
 
-def _candidates(loads: Sequence[Load], setting: Setting) -> list[int]:
+def _candidates(loads: Sequence[Load], setting: AdviceSetting) -> list[int]:
     """Return the numbers of micro-batches that the batch can be cut into, up to `MOST_EACH` for each worker."""
     most = MOST_EACH * len(loads)
     if not setting.batch_size:
@@ -205,7 +205,7 @@ def _candidates(loads: Sequence[Load], setting: Setting) -> list[int]:
 # -- one kind of loss each ---------------------------------------------------------------------------
 
 
-def _uneven_shares(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+def _uneven_shares(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     """Workers wait because the micro-batches cannot be shared out well: with more and smaller ones they can."""
     step = step_seconds(loads)
     waiting = max(loads, key=lambda load: load.seconds.waiting)
@@ -224,7 +224,7 @@ def _uneven_shares(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     )
 
 
-def _idle_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+def _idle_workers(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     """There are fewer micro-batches than workers."""
     if setting.microbatches >= len(loads):
         return
@@ -248,7 +248,7 @@ def _idle_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     )
 
 
-def _slow_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+def _slow_workers(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     """A worker takes longer for a micro-batch than others of its kind. Gain: as if it were as fast as these."""
     step, now = step_seconds(loads), computing_seconds(loads, setting, setting.microbatches)
     for load in loads:
@@ -270,7 +270,7 @@ def _slow_workers(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
         )
 
 
-def _computing_with(paces: Sequence[float], loads: Sequence[Load], setting: Setting) -> float:
+def _computing_with(paces: Sequence[float], loads: Sequence[Load], setting: AdviceSetting) -> float:
     """Return how long the slowest worker computes at these paces."""
     shares = plan(len(paces), setting.microbatches)
     if setting.balance:
@@ -279,7 +279,7 @@ def _computing_with(paces: Sequence[float], loads: Sequence[Load], setting: Sett
     return length_of(shares, paces)
 
 
-def _loading(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+def _loading(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     """Workers wait for data. Loader processes load while the worker computes: then only what does not fit waits."""
     step = step_seconds(loads)
     slowest = max(loads, key=lambda load: load.seconds.data)
@@ -310,7 +310,7 @@ def _loading(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     )
 
 
-def _network(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+def _network(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     """Bytes are on their way: a larger batch needs no more of them, and hosts x 2^k micro-batches need fewest."""
     step = step_seconds(loads)
     slowest = max(loads, key=lambda load: load.seconds.network)
@@ -342,7 +342,7 @@ def _network(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
     )
 
 
-def _wire(loads: Sequence[Load], setting: Setting) -> Iterable[Advice]:
+def _wire(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     """Bytes are on their way, and could be half as many: by the model, for half of the time."""
     network, step = max(load.seconds.network for load in loads), step_seconds(loads)
     if setting.wire == "bf16":
@@ -401,7 +401,7 @@ def _waits(load: Load, step_s: float) -> str:
     return f"{load.worker_id} waits {share} of each step for {max(load.waits, key=load.waits.__getitem__)}"
 
 
-def _few(loads: Sequence[Load], setting: Setting) -> str:
+def _few(loads: Sequence[Load], setting: AdviceSetting) -> str:
     if setting.microbatches % len(loads) and setting.microbatches < 4 * len(loads):
         return f"{setting.microbatches} micro-batches cannot be shared out equally over {len(loads)} workers"
     if not setting.balance:

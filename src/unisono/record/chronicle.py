@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.events import EvaluationFinished, Event, LinesLost, MachineUsed, RunEnded, RunStarted
+from unisono.core.events import EvaluationFinished, Event, LinesLost, MachineUsed, Once, RunEnded, RunStarted
 from unisono.record.journal.lines import plain
 from unisono.record.journal.newest import Newest
 from unisono.record.rundir import EVENTS_FILE, USE_FILE, holder
@@ -63,8 +63,6 @@ class Chronicle:
         self._is_first = is_first
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
-        self._known: dict[str, None] = {}  # newest events, also those that are written
-        self._number = -1
         self._num_dropped = 0
         self._directory: Path | None = None
         self._run_id = ""
@@ -90,36 +88,19 @@ class Chronicle:
         """Whether this process writes the file."""
         return self._file is not None
 
-    def tell(self, event: Event, number: int = -1) -> bool:
-        """Tell an event, once: one that was told already is left out.
-
-        Args:
-            number: of the event's line in the journal; -1: it has none. The same event of another worker has the same.
-
-        Returns:
-            Whether it is new.
-        """
+    def tell(self, event: Event) -> None:
+        """Tell an event, once (`unisono.core.events.Once`)."""
         with self._changed:
-            if isinstance(event, RunStarted):
-                self._number = -1
-            key = repr(event)
-            if 0 <= number <= self._number or key in self._known:
-                return False
-            self._number = max(self._number, number)
             if isinstance(event, EvaluationFinished):
                 if 0 <= event.time - self._evaluated_at < EVALUATION_S:
-                    return True
+                    return
                 self._evaluated_at = event.time
-            self._known[key] = None
-            if len(self._known) > 2 * KEPT:
-                del self._known[next(iter(self._known))]
             self._has_end = isinstance(event, RunEnded) or (self._has_end and not isinstance(event, RunStarted))
             self._events.append(event)
             if len(self._events) > KEPT:
                 self._events.popleft()
                 self._num_dropped += 1
             self._changed.notify()
-        return True
 
     def use(self, used: Sequence[MachineUsed]) -> None:
         """Keep what machines use at the moment, where this process writes, of the newest time (`Newest`)."""
@@ -187,21 +168,22 @@ class Chronicle:
         if self._file is not None and not self._file.is_in(directory):
             self._free()
         if self._file is None:
-            if holder_of(directory) != run_id or (found := _File.take(directory / EVENTS_FILE)) is None:
+            if holder_of(directory) != run_id or (found := _File.take(directory / EVENTS_FILE, run_id)) is None:
                 return
             self._file = found
         file = self._file
         with self._changed:
             events, num_dropped = list(self._events), self._num_dropped
-        lines = {id(event): line_of(event, run_id) for event in events}
-        missing = [event for event in events if lines[id(event)] not in file.tail]
+        once = Once(file.newest)
+        missing = [event for event in events if once.is_new(event)]
         is_continued = len(missing) < len(events)  # by another process until now
-        texts = [lines[id(event)] for event in missing]
+        texts = [line_of(event, run_id) for event in missing]
         if num_dropped and not is_continued:
             gap = LinesLost(time=missing[0].time if missing else time.time(), first=1, last=num_dropped)
             texts.insert(0, line_of(gap, run_id))
         if texts and not file.append(texts):
             return
+        file.newest = once.newest
         with self._changed:
             for event in events:
                 if self._events and self._events[0] is event:
@@ -246,6 +228,17 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+class _Told(msgspec.Struct):
+    """The part of a line that says which event it is."""
+
+    run_id: str
+    number: int = -1
+    head: str = ""
+
+
+_told: Final = msgspec.json.Decoder(_Told)
+
+
 class _File:
     """The file, locked by this process."""
 
@@ -256,11 +249,12 @@ class _File:
         _open.add(self)
         self.fails = False
         """The last attempt to write has failed."""
-        self.tail: set[str] = set()
-        """Lines that the file had when this process took it: these may be told here as well, or again."""
+        self.newest: dict[str, int] = {}
+        """The newest numbers in the file (`Once`): what another process has written may be told here as well, or
+        again."""
 
     @staticmethod
-    def take(path: Path) -> _File | None:
+    def take(path: Path, run_id: str) -> _File | None:
         """Return the file; None: another process holds it, or it cannot be opened."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -274,7 +268,7 @@ class _File:
                 return None
         file = _File(path, descriptor)
         try:
-            file._read_tail()
+            file._read_tail(run_id)
         except OSError:
             file.close()
             return None
@@ -310,12 +304,16 @@ class _File:
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
 
-    def _read_tail(self) -> None:
-        """Read the last lines, and cut off half a line that a killed process has left."""
+    def _read_tail(self, run_id: str) -> None:
+        """Read which events of the run were written last, and cut off half a line that a killed process has left."""
         size = os.fstat(self._descriptor).st_size
         start = max(0, size - TAIL_BYTES)
         data = os.pread(self._descriptor, size - start, start)
         end = data.rfind(b"\n") + 1
         if end < len(data):
             os.ftruncate(self._descriptor, start + end)
-        self.tail = set(data[:end].decode(errors="replace").splitlines())
+        for text in data[:end].splitlines():
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                line = _told.decode(text)
+                if line.run_id == run_id and line.number >= 0:
+                    self.newest[line.head] = line.number

@@ -14,9 +14,10 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from unisono.core.fingerprints import other_arithmetic
 from unisono.core.words import count, listed, script_in
 
-__all__ = ["Dissected", "Dissection", "Leaf", "causes", "parting"]
+__all__ = ["Dissected", "Dissection", "Leaf", "causes", "parting", "unequal"]
 
 MOST_NAMED = 3
 MOST_SHOWN = 5
@@ -133,7 +134,7 @@ def _not_reproduced(a: Dissected, b: Dissected, journals: tuple[str, str]) -> li
 
 def _in_state(a: Dissected, b: Dissected) -> list[str]:
     """Return what differs in the state before the step; empty if nothing does."""
-    different = _unequal(a.state, b.state)
+    different = unequal(a.state, b.state)
     if not different:
         return []
     missing = [path for path in different if path not in a.state or path not in b.state]
@@ -183,13 +184,13 @@ def _in_leaves(a: Dissected, b: Dissected) -> list[str]:
 
 def _in_leaf(mine: Leaf, theirs: Leaf, a: Dissected, b: Dissected) -> list[str]:
     where = f"{mine.name} of step {a.step}"
-    if paths := _unequal(mine.changed, theirs.changed):
+    if paths := unequal(mine.changed, theirs.changed):
         return [
             f"{where} is the first that differs: the state before the step was equal in both runs, and when the "
             f"micro-batch begins it is not: the first tensor is {paths[0]}{_more(paths)}. So something changes it "
             "between the head of the step and the micro-batch"
         ]
-    if paths := _unequal(mine.batch, theirs.batch):
+    if paths := unequal(mine.batch, theirs.batch):
         first = paths[0]
         return [
             f"{where} is the first that differs, and its data do: {first} is {mine.batch.get(first, 'not there')} in "
@@ -212,7 +213,7 @@ def _in_leaf(mine: Leaf, theirs: Leaf, a: Dissected, b: Dissected) -> list[str]:
     return []
 
 
-def _unequal(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+def unequal(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     return [path for path in dict.fromkeys((*mine, *theirs)) if mine.get(path) != theirs.get(path)]
 
 
@@ -365,7 +366,7 @@ def _untracked(a: Dissected, b: Dissected, facts_a: Mapping[str, Any], facts_b: 
         if not one.drift:
             continue
         before = facts.get("fingerprint")
-        differs = isinstance(before, Mapping) and bool(one.fingerprint) and dict(before) != one.fingerprint
+        differs = isinstance(before, Mapping) and bool(one.fingerprint and other_arithmetic(before, one.fingerprint))
         if differs:
             said.append(
                 f"{one.run} was computed with other arithmetic than this machine has, so it cannot be repeated here"

@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["ABOUT", "About", "Part", "main", "merge", "part_name"]
+__all__ = ["ABOUT", "About", "TracePart", "main", "merge", "part_name"]
 
 ABOUT: Final = "about.json"
 _OF_WORKER: Final = 1_000_000
 """Processes, and flows between events, of one worker have numbers of this million."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     """A worker of whom there is a trace."""
 
     worker_id: str
@@ -44,7 +44,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     stop: int
     """Steps of the run, from the first up to but without this one."""
-    parts: list[Part]
+    parts: list[TracePart]
     """By rank."""
 
 
@@ -95,7 +95,7 @@ def merge(folder: Path, target: Path) -> list[str]:
     return known
 
 
-def _on_common_clock(events: list[dict[str, Any]], part: Part, number: int, later: float) -> list[dict[str, Any]]:
+def _on_common_clock(events: list[dict[str, Any]], part: TracePart, number: int, later: float) -> list[dict[str, Any]]:
     """Return the events of a worker, later by so many microseconds, as those of processes with the worker's name."""
     processes: dict[Any, int] = {part.pid: number * _OF_WORKER}
     changed = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from unisono.core.streams import Wanted
+from unisono.core.stream_plan import WantedSamples
 from unisono.engine.microbatch.bookmarks import Bookmark, Bookmarks
 from unisono.engine.microbatch.streamfetcher import StreamFetcher
 from unisono.engine.rounds.gathering import TalkRound
@@ -47,7 +47,7 @@ class Bookmarking:
         """Return whether these data may have bookmarks. Local, equal on all workers."""
         return not self._bookmarks.has_none(self._key)
 
-    def find(self, wanted: Wanted) -> Bookmark | None:
+    def find(self, wanted: WantedSamples) -> Bookmark | None:
         """Return the bookmark from which a reader comes to these samples, if there is one. Local."""
         return self._bookmarks.find(self._key, wanted)
 

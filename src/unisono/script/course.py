@@ -21,7 +21,7 @@ from unisono.script.keeping import Keeper
 from unisono.script.notes import Beginning
 from unisono.script.profiling import Profiling
 from unisono.script.recording import OUTSIDE, Recorder, Role
-from unisono.script.troubles import OwnTroubles
+from unisono.script.worker_troubles import OwnTroubles
 from unisono.strategies.audit.audited import spoil
 from unisono.strategies.audit.audits import Audits
 

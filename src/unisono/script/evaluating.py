@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from unisono.engine.checkpoint.evaluations import Order
+from unisono.engine.checkpoint.evaluations import EvaluationOrder
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.evaluation import Totals
 from unisono.engine.rounds.life import Rounds
@@ -24,11 +24,11 @@ from unisono.script.batches import Batches
 from unisono.script.course import Course
 from unisono.script.evaluator import Visiting
 from unisono.script.keeping import Keeper
-from unisono.script.talking import Place, Talk, at_once
+from unisono.script.talking import CallPlace, Talk, at_once
 from unisono.script.training import Training
-from unisono.strategies.evaluators.begun import Begun, Entry, Evaluation
+from unisono.strategies.evaluators.begun_evaluations import Begun, BegunEvaluation, Evaluation
 from unisono.strategies.evaluators.beside import BESIDE, NAME, Beside
-from unisono.strategies.evaluators.requests import Request, drive
+from unisono.strategies.evaluators.requests import EvaluationRequest, drive
 
 __all__ = ["Evaluations"]
 
@@ -92,7 +92,7 @@ class Evaluations:
 
     def play(
         self,
-        place: Place,
+        place: CallPlace,
         kind: str,
         make: Callable[[Rounds | None, int], Generator[Any, None, Totals]],
     ) -> Generator[Any, None, Totals]:
@@ -119,7 +119,7 @@ class Evaluations:
         seed_at(self._seed, "after", lines)
         return totals
 
-    def now(self, place: Place, request: Request) -> Totals:
+    def now(self, place: CallPlace, request: EvaluationRequest) -> Totals:
         """Return the totals. Collective."""
 
         def compute(rounds: Rounds | None, number: int) -> Generator[Any, None, Totals]:
@@ -127,7 +127,7 @@ class Evaluations:
 
         return drive(self.play(place, "run.evaluate", compute), lambda batch: None)
 
-    def loop(self, request: Request, batches: Batches) -> Generator[Any, None, Totals]:
+    def loop(self, request: EvaluationRequest, batches: Batches) -> Generator[Any, None, Totals]:
         """Yield the batches of a loop of the script's own, and return the totals of all. Collective."""
         place = self._training.place("run.batches")
         self._course.in_batches = batches
@@ -138,7 +138,7 @@ class Evaluations:
         self._newest = (self._training.phases, self.newest | totals)
         return totals
 
-    def begin(self, place: Place, request: Request) -> Evaluation:
+    def begin(self, place: CallPlace, request: EvaluationRequest) -> Evaluation:
         """Begin an evaluation, and return its handle. Collective."""
         num_steps = self._course.num_steps
         if place.is_early:  # no worker has joined, so each computes it by itself
@@ -154,7 +154,7 @@ class Evaluations:
         seed_at(self._seed, "evaluation", number)
         return self._handle(self._begun.entries[number])
 
-    def _call_at(self, place: Place) -> int:
+    def _call_at(self, place: CallPlace) -> int:
         """Count a call at a place; returns how many there were before."""
         where = (place.phases, place.step)
         if where != self._where:
@@ -178,7 +178,7 @@ class Evaluations:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _begin(self, place: Place, request: Request, call: int) -> int:
+    def _begin(self, place: CallPlace, request: EvaluationRequest, call: int) -> int:
         """Begin an evaluation; returns its number. Collective.
 
         Args:
@@ -191,7 +191,7 @@ class Evaluations:
         known = step if step is not None and step.is_complete else None
         with self._training.apart():
             entry = begun.add(num_steps, stays=place.step is None)
-            order = Order(
+            order = EvaluationOrder(
                 number=entry.number,
                 phases=place.phases,
                 step=-1 if place.step is None else place.step,
@@ -208,7 +208,7 @@ class Evaluations:
         begun.num_done += 1
         return entry.number
 
-    def _handle(self, entry: Entry) -> Evaluation:
+    def _handle(self, entry: BegunEvaluation) -> Evaluation:
         """Return the one handle of an evaluation."""
         number = entry.number
         if number not in self._handles:
@@ -219,7 +219,7 @@ class Evaluations:
             self._handles[number] = Evaluation(entry.step, lambda: self._ask(entry), is_known)
         return self._handles[number]
 
-    def _ask(self, entry: Entry) -> Totals:
+    def _ask(self, entry: BegunEvaluation) -> Totals:
         """Return the totals of an evaluation, which the script asks for. Collective."""
         place = self._training.place("the result of an evaluation")
         if place.has_joined and not entry.is_asked:
@@ -231,7 +231,7 @@ class Evaluations:
         found: Totals = from_bytes(entry.totals)
         return found
 
-    def _hand_out(self, entry: Entry) -> None:
+    def _hand_out(self, entry: BegunEvaluation) -> None:
         entry.is_asked = True
         self._handles.pop(entry.number, None)
         if not entry.stays:

@@ -22,17 +22,17 @@ import torch
 
 from unisono.core.cursor import Cursor
 from unisono.core.errors import StopInspection, UnisonoError, UsageError
-from unisono.core.replaying import other_arithmetic
-from unisono.engine.checkpoint.evaluations import CANNOT, REFUSED, Order, get_on, hand_in, order_of
+from unisono.core.fingerprints import other_arithmetic
+from unisono.engine.checkpoint.evaluations import CANNOT, REFUSED, EvaluationOrder, get_on, hand_in, order_of
 from unisono.engine.checkpoint.loading import read
-from unisono.engine.loop.step import State, Step
+from unisono.engine.loop.step import Step, StepState
 from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.engine.state.tracked import Tracked
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.script.inspecting import Inspector
 from unisono.script.loop import TrainingLoop
-from unisono.script.talking import Place
-from unisono.strategies.evaluators.requests import Request
+from unisono.script.talking import CallPlace
+from unisono.strategies.evaluators.requests import EvaluationRequest
 from unisono.system.fingerprint import fingerprint
 from unisono.system.process import Process
 from unisono.system.stacks import in_one_line
@@ -44,7 +44,7 @@ class VisitedStep(Step):
     """A step of the run, as an evaluator sees it: it is over, and has no batch."""
 
     def __init__(
-        self, cursor: Cursor, order: Order, num_steps: int, process: Process, *, has_gradient: bool = True
+        self, cursor: Cursor, order: EvaluationOrder, num_steps: int, process: Process, *, has_gradient: bool = True
     ) -> None:
         self._has_gradient = has_gradient
         self._cursor = cursor
@@ -59,7 +59,7 @@ class VisitedStep(Step):
         self._is_left = False
         self._known = from_bytes(order.totals) if order.totals else {}
         self._order = order
-        self.state = State.COMPLETE
+        self.state = StepState.COMPLETE
 
     @property
     def number(self) -> int:
@@ -131,7 +131,7 @@ class VisitedStep(Step):
 class VisitedRound(VisitedStep):
     """A round of local steps, as an evaluator sees it: it is over, and has no step."""
 
-    def __init__(self, cursor: Cursor, order: Order, num_rounds: int, process: Process, steps: range) -> None:
+    def __init__(self, cursor: Cursor, order: EvaluationOrder, num_rounds: int, process: Process, steps: range) -> None:
         super().__init__(cursor, order, num_rounds, process)
         self.steps = steps
         self.weight = math.nan
@@ -151,7 +151,7 @@ class VisitedRound(VisitedStep):
         return len(self.steps)
 
 
-def visited(loop: TrainingLoop, order: Order, process: Process) -> VisitedStep:
+def visited(loop: TrainingLoop, order: EvaluationOrder, process: Process) -> VisitedStep:
     """Return what the script gets in the iteration of an order."""
     steps = loop.round_of(order.number_in_loop)
     if steps is None:
@@ -205,7 +205,7 @@ class Visiting(Inspector):
         yield self.step
         raise self._cannot("the script has not come to the call of run.evaluate in that step")
 
-    def compute(self, place: Place, call: int, request: Request) -> None:
+    def compute(self, place: CallPlace, call: int, request: EvaluationRequest) -> None:
         """Compute the totals if this is the call, leave them beside the snapshot, and end the script.
 
         Args:

@@ -22,9 +22,9 @@ import msgspec
 from unisono.cluster.machine.placement import inherited_environment
 from unisono.cluster.worker import member
 from unisono.core.errors import StopInspection
-from unisono.core.replaying import LEFT
+from unisono.core.replay_rules import LEFT
 from unisono.core.spec import RunSpec
-from unisono.script import life
+from unisono.script import open_runs
 from unisono.script.worker import end_of_fork, exit_code, run
 from unisono.system.fingerprint import SWITCHES
 from unisono.system.lifetime import Memory, bind_to_parent, take_inherited
@@ -107,7 +107,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the end
     if os.getpid() != own:
         return end_of_fork(error)
-    return _report(life.end_all(error))
+    return _report(open_runs.end_all(error))
 
 
 def _report(error: BaseException | None) -> int:

@@ -2,7 +2,7 @@
 
 An inspected run has a directory of its own, and does not touch that of another run: it may begin from a checkpoint of
 that run. It writes no checkpoints by itself, gives its events to no sinks, and is not profiled. To add an inspector:
-a module with a factory that takes the settings (JSON) and returns an `Inspector`, and its row in `INSPECTORS`.
+a module with an `Inspector` that is made of its settings (JSON), and its row in `INSPECTORS`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from unisono.engine.rounds.taps import Tap
 __all__ = ["INSPECTORS", "Inspector", "begin", "inspector_of"]
 
 INSPECTORS: Final[dict[str, str]] = {
-    "check": "unisono.tools.check.checked:inspector",
+    "check": "unisono.tools.check.checked:Checked",
     "evaluate": "unisono.script.evaluator:Visiting",
     "dissect": "unisono.tools.replay.dissecting:Dissecting",
     "replay": "unisono.tools.replay.replaying:Replaying",
-    "probe": "unisono.tools.plan.probe:probe",
+    "probe": "unisono.tools.plan.probe_inspector:Probe",
 }
-"""By name, the factory of an inspector: module and function, imported when a run names it."""
+"""By name, the module and the class of an inspector, imported when a run names it."""
 
 
 class Inspector(Tap):
@@ -77,6 +77,6 @@ def inspector_of(spec: RunSpec) -> Inspector | None:
         raise UsageError("a run that is inspected needs a directory of its own, so that it writes into no other run's")
     if name not in INSPECTORS:
         raise UsageError(f"there is no inspector {name!r}; there are {', '.join(sorted(INSPECTORS)) or 'none'}")
-    module, _, function = INSPECTORS[name].partition(":")
-    inspector: Inspector = getattr(importlib.import_module(module), function)(settings)
+    module, _, kind = INSPECTORS[name].partition(":")
+    inspector: Inspector = getattr(importlib.import_module(module), kind)(settings)
     return inspector

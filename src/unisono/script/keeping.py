@@ -20,24 +20,22 @@ from unisono.core.errors import UsageError
 from unisono.engine.checkpoint.copies import absolute, check
 from unisono.engine.checkpoint.saving import Saver
 from unisono.engine.checkpoint.snapshot import Moment
-from unisono.engine.rounds.gathering import together
+from unisono.engine.rounds.gathering import together, union
 from unisono.engine.rounds.life import EVALUATED, Rounds
 from unisono.engine.rounds.team import Team
 from unisono.engine.state.tracked import Tracked
-from unisono.record.checkpoints import complete
+from unisono.record.checkpoint_files import complete
 from unisono.record.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.record.rundir import CHECKPOINTS, RunDirectory
 from unisono.script.resuming import Resumption
-from unisono.script.sharing import LENDING, lend, save_together
+from unisono.script.sharing import LENDING, begin_last, lend
 from unisono.strategies.evaluators.beside import Beside
-from unisono.system.process import Process, tell
-from unisono.system.unwatched import IS_WATCHED
+from unisono.system.process import IS_WATCHED, Process, tell
 
 __all__ = ["Keeper"]
 
 OTHERS_S: Final = 2.0
 COPIES_ROUND_S: Final = 1.0
-HAS_COPIES: Final = b"copies"
 COPIED: Final = b"copied"
 
 
@@ -91,9 +89,7 @@ class Keeper:
             device=device,
             threads=threads,
         )
-        self._saver = Saver(
-            policy, self._directory, device, tracked.whole_state, tracked.updated, tracked.holders, places
-        )
+        self._saver = Saver(policy, self._directory, device, tracked, places)
         path = directory / JOURNAL if directory is not None and IS_WATCHED else None
         self.journal = Journal(path, self._directory.look)
         self._process = Process()
@@ -123,7 +119,7 @@ class Keeper:
         self.run_id, self._is_alone = run_id, alone
         if alone and self._directory.path is not None:
             self._resumption.claim(run_id)
-            code = self.policy.on_signal if self.policy is not None else None
+            code = self.policy.exit_code_on_sigterm if self.policy is not None else None
             if code is not None and threading.current_thread() is threading.main_thread():
                 self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -250,18 +246,14 @@ class Keeper:
             self._misses = False
             tell(f"unisono: the run directory {self._directory.path} is there again")
 
-    def wait_for_directory(self) -> bool:
+    def wait_for_directory(self) -> None:
         """Wait a moment at the end of the run for another side of the run that writes into the directory, in case that
-        side has just joined this one; return whether this member may write.
+        side has just joined this one.
         """
         deadline = time.monotonic() + OTHERS_S
         while self._directory.is_left_to_others and time.monotonic() < deadline:
             time.sleep(OTHERS_S / 100)
-        return self._directory.look()
-
-    def reached(self, worker_ids: Collection[str]) -> None:
-        """Note at the end of the run which members may write."""
-        self._saver.reaching = frozenset(worker_ids)
+        self._directory.look()
 
     def unwritten_lines(self) -> list[str]:
         """Return the lines of the journal that a newcomer may have to write."""
@@ -310,7 +302,7 @@ class Keeper:
             self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
         if self._leaves:
             assert self.policy is not None
-            self.left_by = SystemExit(self.policy.on_signal)
+            self.left_by = SystemExit(self.policy.exit_code_on_sigterm)
             raise self.left_by
         rounds.boundary()
         if may_save:
@@ -325,22 +317,10 @@ class Keeper:
         return self._beside is not None and self._beside.is_under_way
 
     def end_loop(self, rounds: Rounds) -> None:
-        """Have the whole state written at the end of a loop. Collective where something is under way."""
+        """Have the whole state written, because no step follows this one at once. Collective."""
         if self._beside is not None:
             self._beside.settle(rounds)
-        self.save_last(rounds)
-
-    def save_last(self, rounds: Rounds) -> None:
-        """Have the whole state written: no step follows this one at once.
-
-        Local, and one member writes all of it; collective where no member holds all of it.
-        """
-        if self._tracked.is_spread:
-            save_together(rounds, self._saver, lambda: self._moment(rounds))
-            return
-        team = rounds.team
-        with team.waiting():  # for a disk, which is nobody's fault
-            self._saver.save_last(self._moment(rounds))
+        self._begin_last(rounds)
 
     def save_together(self, rounds: Rounds) -> None:
         """Write the last checkpoint, and return when it is on the disk, even if its writer is lost. Collective.
@@ -349,19 +329,20 @@ class Keeper:
         """
         if self._beside is not None:
             self._beside.settle(rounds)
-        if self._tracked.is_spread:
-            self.save_last(rounds)
-
-        def work() -> None:
-            if not self._tracked.is_spread:
-                self.save_last(rounds)
-            self._saver.finish()
-
-        said = together(rounds, work, HAS_COPIES if self._saver.has_copies else b"")
+        while self._begin_last(rounds) and not union(rounds, self._published):
+            pass  # its writer was lost
         self._saver.confirm()
-        while any(said.values()) and COPIED not in said.values():  # in rounds that are short: an exchange has a timeout
-            is_copied = self._is_copied(rounds.team)
-            said = together(rounds, self._wait_for_copies, COPIED if is_copied else HAS_COPIES)
+        is_copied = not self._saver.has_copies
+        while not is_copied:  # in rounds that are short: an exchange has a timeout
+            said = together(rounds, self._wait_for_copies, COPIED if self._is_copied(rounds.team) else b"")
+            is_copied = COPIED in said.values()
+
+    def _begin_last(self, rounds: Rounds) -> bool:
+        return begin_last(rounds, self._saver, lambda: self._moment(rounds))
+
+    def _published(self) -> dict[str, bytes]:
+        """Wait for the disk; return something where this member has published the last checkpoint, or has failed to."""
+        return {"published": b""} if self._saver.finish() else {}
 
     def _is_copied(self, team: Team) -> bool:
         """Return, on the member that writes, whether the newest checkpoint is copied, or given up.

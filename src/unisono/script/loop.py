@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from unisono.core.cadence import Position
-from unisono.core.checks import is_last_checked
 from unisono.core.cursor import Cursor, Recipe
 from unisono.core.errors import StepError, UsageError
+from unisono.core.rehearsals import is_last_checked
 from unisono.core.words import listed
 from unisono.engine.exchange.flat import SUM_DTYPE, Extra
-from unisono.engine.loop.settings import Arithmetic
-from unisono.engine.loop.step import Iteration, State
-from unisono.engine.loop.strategies import Strategy
-from unisono.engine.loop.upcoming import Upcoming
+from unisono.engine.loop.process_settings import Arithmetic
+from unisono.engine.loop.step import Iteration, StepState
+from unisono.engine.loop.strategies import Strategy, Upcoming
 from unisono.engine.microbatch.data import MakeFetcher
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import (
@@ -30,7 +29,7 @@ from unisono.engine.microbatch.guards import (
     watched_zero_grad,
 )
 from unisono.engine.microbatch.losses import Microbatch, Reduction
-from unisono.engine.microbatch.plain import taken_backward
+from unisono.engine.microbatch.plain_backward import taken_backward
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.clock import Clock
@@ -235,8 +234,8 @@ class TrainingLoop:
             team.in_loop(None)
         finally:
             self.is_open = False
-            if self.step is not None and self.step.state is State.NEW:
-                self.step.state = State.FAILED
+            if self.step is not None and self.step.state is StepState.NEW:
+                self.step.state = StepState.FAILED
             for hook in hooks:
                 hook.remove()
             self._strategy.close()
@@ -290,7 +289,7 @@ class TrainingLoop:
 
     def _end_step(self, step: Iteration) -> None:
         """Close a step that the script has finished, and tell the course of it. Once for each step."""
-        if step.state in (State.CLOSED, State.FAILED):
+        if step.state in (StepState.CLOSED, StepState.FAILED):
             return
         step.close()
         point("after_step")

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from unisono.core.errors import StepError, UsageError
+from unisono.system import accelerators
 from unisono.system.fingerprint import FLOATING_POINT, USUAL_FLOATING_POINT, floating_point
 
 __all__ = ["check_begun", "check_unchanged", "modes", "unusual"]
@@ -44,7 +45,7 @@ def modes() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "deterministic algorithms": str(torch.get_deterministic_debug_mode()),
         "autocast on the CPU": _autocast("cpu"),
-        "autocast on GPUs": _autocast("cuda"),
+        "autocast on GPUs": _autocast(accelerators.built_for() or "cuda"),
     }
     return found | {name: _switch(name) for name in _USUAL if "." in name}
 

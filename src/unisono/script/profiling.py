@@ -21,7 +21,7 @@ from unisono.core.errors import UsageError
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.gathering import together
 from unisono.engine.rounds.life import Rounds
-from unisono.record.traces import ABOUT, About, Part, part_name
+from unisono.record.traces import ABOUT, About, TracePart, part_name
 from unisono.system.process import tell
 
 __all__ = ["FOLDER", "Profiling"]
@@ -79,10 +79,9 @@ class Profiling:
         if self._is_done or step not in self._steps:
             return
         if self._profiler is None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self._device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            else:
+            activities = torch.profiler.supported_activities()
+            if self._device.type == "cpu":
+                activities = {torch.profiler.ProfilerActivity.CPU}
                 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it tells every user that it begins, and ends
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
@@ -215,12 +214,12 @@ class Profiling:
             tell(f"unisono: the profile could not be written: {error}; the run goes on")
 
 
-def _parts(received: list[_Sent]) -> list[Part]:
+def _parts(received: list[_Sent]) -> list[TracePart]:
     """Return the workers, with their clocks compared to that of the first one."""
     first, parts = received[0], []
     for each in received:
         ahead, error = (0.0, 0.0) if each.clock == first.clock else offset(first.meetings, each.meetings)
-        parts.append(Part(worker_id=each.worker_id, host=each.host, pid=each.pid, ahead_s=ahead, error_s=error))
+        parts.append(TracePart(worker_id=each.worker_id, host=each.host, pid=each.pid, ahead_s=ahead, error_s=error))
     return parts
 
 

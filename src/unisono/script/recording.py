@@ -38,15 +38,16 @@ from unisono.core.events import (
     StepResult,
     WorkerTimes,
 )
-from unisono.core.messages import Happened, StepDone
+from unisono.core.messages import StepDone
 from unisono.core.stragglers import Stragglers
 from unisono.core.telemetry import StepTelemetry
 from unisono.record.asides import Asides, written
 from unisono.record.chronicle import Chronicle
 from unisono.record.journal import Journal
-from unisono.views.watch import Sink, Stream
+from unisono.record.journal.lines import LineEvent
+from unisono.views.watch import EventStream, Sink
 
-__all__ = ["OUTSIDE", "Head", "Recorder", "Role", "Unwatched"]
+__all__ = ["OUTSIDE", "HeadOfMember", "Recorder", "Role", "Unwatched"]
 
 NUM_REPEATED: Final = 64
 """More than those that rank 0 sends together (`unisono.cluster.worker.outbox.MOST_STEPS`) and those that are on their
@@ -75,12 +76,12 @@ OUTSIDE: Final = Role(rank=-1, generation=0, worker_ids=(), is_writer=False)
 """The role of a worker that has not joined yet, and of one that the others have gone on without."""
 
 
-class Head(Protocol):
+class HeadOfMember(Protocol):
     """The head, as a `unisono.cluster.worker.member.Member` reaches it."""
 
     def step_done(self, done: StepDone) -> None: ...
 
-    def happened(self, message: Happened) -> None: ...
+    def happened(self, event: Event) -> None: ...
 
 
 class Recorder:
@@ -96,13 +97,13 @@ class Recorder:
     """
 
     def __init__(
-        self, journal: Journal, sinks: Sequence[Sink], head: Head | None, clock: Callable[[], float] = time.time
+        self, journal: Journal, sinks: Sequence[Sink], head: HeadOfMember | None, clock: Callable[[], float] = time.time
     ) -> None:
         for sink in sinks:
             _check(sink, "sinks=")
         self._journal = journal
         self._clock = clock
-        self._stream = Stream(sinks)
+        self._stream = EventStream(sinks)
         self._head = head
         self._to_head = _ToHead(head) if head is not None else None
         self._story = Chronicle() if head is None else None
@@ -124,7 +125,7 @@ class Recorder:
             UsageError: it is no sink.
         """
         _check(sink, "run.add_sink")
-        late = Stream([sink]) if self._is_writer and self._is_told else None
+        late = EventStream([sink]) if self._is_writer and self._is_told else None
         if late is not None and self._began is not None:
             late.emit(self._began)
             if self._members is not None:
@@ -237,11 +238,10 @@ class Recorder:
     def _now(self) -> float:
         return round(self._clock(), 3)
 
-    def _record(self, event: Event, role: Role) -> None:
+    def _record(self, event: LineEvent, role: Role) -> None:
         self._take(role)
-        number = self._journal.number
-        self._journal.emit(event)  # not a sink of the stream: without these lines a run cannot go on from a checkpoint
-        self._pass_on(event, role, number)
+        # The journal is not a sink of the stream: without these lines a run cannot go on from a checkpoint.
+        self._pass_on(self._journal.emit(event), role)
 
     def _take(self, role: Role) -> None:
         """Become the writer, or stop being it; record the members of a new generation."""
@@ -280,56 +280,56 @@ class Recorder:
         else:
             self._story.tell(event)
 
-    def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
+    def _pass_on(self, event: Event, role: Role) -> None:
         self._tell_alone(event)
         if self._is_writer:
             self._stream.emit(event)
         if self._to_head is not None:
-            self._to_head.tell(Happened(event=event, number=number), role)
+            self._to_head.tell(event, role)
 
 
 class Unwatched(Recorder):
-    """Makes no events, and only tells the head how far the run is (`unisono.system.unwatched`)."""
+    """Makes no events, and only tells the head how far the run is (`unisono.system.process`)."""
 
     def step_finished(self, result: StepResult, role: Role, *, seconds: Mapping[str, float], **rest: Any) -> None:
         self._journal.skip()
         if role.rank == 0 and self._head is not None:
             self._head.step_done(StepDone(step=result.step, seconds=sum(seconds.values()), samples=result.samples))
 
-    def _record(self, event: Event, role: Role) -> None:
+    def _record(self, event: LineEvent, role: Role) -> None:
         self._journal.skip()
 
-    def _pass_on(self, event: Event, role: Role, number: int = -1) -> None:
+    def _pass_on(self, event: Event, role: Role) -> None:
         pass
 
 
 class _ToHead:
     """Sends the events of the run to the head, on rank 0; keeps the last events on all other members."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: HeadOfMember) -> None:
         self._head = head
         self._is_first = False
-        self._recent: deque[Happened] = deque(maxlen=NUM_REPEATED)
+        self._recent: deque[Event] = deque(maxlen=NUM_REPEATED)
 
     def start(self, started: RunStarted, role: Role) -> None:
         """Send the beginning of the run, before every other event, also before earlier evaluations."""
         if role.rank == 0:
-            self._head.happened(Happened(event=started))
+            self._head.happened(started)
 
-    def tell(self, message: Happened | None, role: Role) -> None:
+    def tell(self, event: Event | None, role: Role) -> None:
         """Send an event (None: there is none); if this worker has just become rank 0, first repeat its last events."""
         was_first, self._is_first = self._is_first, role.rank == 0
         if self._is_first:
-            for each in (*(() if was_first else self._recent), message):
+            for each in (*(() if was_first else self._recent), event):
                 if each is not None:
                     self._send(each)
-        if message is not None and message.number >= 0:
-            self._recent.append(message)
+        if event is not None and event.number >= 0:
+            self._recent.append(event)
 
-    def _send(self, message: Happened) -> None:
-        if isinstance(event := message.event, StepFinished):
+    def _send(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
             self._head.step_done(StepDone(step=event.step, seconds=event.seconds.total(), samples=event.samples))
-        self._head.happened(message)
+        self._head.happened(event)
 
 
 def _check(sink: object, what: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import socket
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,21 +18,24 @@ import torch
 from unisono.core.cadence import Position, differences, table
 from unisono.core.cursor import Recipe
 from unisono.core.errors import CheckpointError, RecipeError, UsageError
+from unisono.core.fingerprints import RESULTS, other_results
 from unisono.core.words import count, listed, without_password
 from unisono.engine.checkpoint.copies import Copy, Store, find, is_copy, lineage
 from unisono.engine.checkpoint.evaluations import Snapshots
 from unisono.engine.checkpoint.loading import Loaded, newest
 from unisono.engine.state.tracked import Tracked
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record.journal import JOURNAL, has_steps, truncate
 from unisono.record.problems.witness import versions
 from unisono.record.rundir import RunDirectory, describe, holder, read_facts, sound_steps
+from unisono.system.arithmetic import name_of
 from unisono.system.fingerprint import about_script, fingerprint, own_command
 from unisono.system.process import tell
 
 __all__ = ["Resumption", "sound_ones"]
 
 RECIPE: Final = {
+    "arithmetic",
     "batch_size",
     "drop_last",
     "first_epoch",
@@ -115,7 +119,7 @@ class Resumption:
         Args:
             recipe: of a phase of the script: its data, and its strategy.
         """
-        return {**recipe, "threads": self._threads}
+        return {**_arithmetic(os.environ), **recipe, "threads": self._threads}
 
     def whole_recipe(self, recipe: Recipe) -> dict[str, Any]:
         """Return the recipe of the run, against which a script that goes on from a checkpoint is compared."""
@@ -288,7 +292,7 @@ class Resumption:
             began = time.monotonic()
             try:
                 store.fetch(copy, partial)
-            except files.Problem as problem:
+            except files.CheckpointDiffers as problem:
                 broken.append(str(problem).replace(partial.name, copy.name))
                 shutil.rmtree(partial, ignore_errors=True)
                 continue
@@ -352,7 +356,8 @@ class Resumption:
         return f"; {count(len(moved), 'other checkpoint')} of {folder} will be removed when the run has written one"
 
     def _check(self, loaded: Loaded, recipe: dict[str, Any]) -> None:
-        found = differences(loaded.manifest.recipe, recipe)
+        manifest = loaded.manifest
+        found = differences({**_arithmetic(manifest.fingerprint), **manifest.recipe}, recipe)  # an older one lacks it
         refused = [row for row in found if row[0].partition(":")[0] not in self._may_differ]
         if refused:
             raise RecipeError(
@@ -364,7 +369,9 @@ class Resumption:
             warnings.warn(
                 f"the run goes on with another recipe, which resume_anyway allows:\n{table(found)}", stacklevel=2
             )
-        others = differences(loaded.manifest.fingerprint, fingerprint(str(self._device)))
+        before, now = manifest.fingerprint, fingerprint(str(self._device))
+        others = [row for row in differences(before, now) if row[0] != RESULTS]
+        others += [("result", name, "another") for name in other_results(before, now)]
         if others:
             warnings.warn(
                 f"{loaded.path} was written on a machine whose arithmetic may differ, so the bits may differ as well:\n"
@@ -380,7 +387,7 @@ class Resumption:
             return (
                 f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for another "
                 "strategy. To train the model on with another one, begin a new run with its weights: "
-                f'unisono.load_model("{path}", model)'
+                f'unisono.load_weights("{path}", model)'
             )
         allowed = sorted(names)
         options = f" or {' '.join(f'--set resume-anyway={name}' for name in allowed)}" if self._command else ""
@@ -391,6 +398,11 @@ class Resumption:
         if theirs.exists() and theirs != directory.resolve() / JOURNAL:
             shutil.copyfile(theirs, directory / JOURNAL)
         truncate(directory / JOURNAL, loaded.manifest.lines)
+
+
+def _arithmetic(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of a recipe that says which instructions were asked for; empty: none."""
+    return {"arithmetic": name} if (name := name_of(environment)) else {}
 
 
 def _refuse_delayed_rounds(path: Path, recipe: Recipe) -> None:
@@ -404,7 +416,7 @@ def _refuse_delayed_rounds(path: Path, recipe: Recipe) -> None:
             f"{path} was made by run.local_steps(delay={recipe['delay']}), and holds a change of a round that is not "
             "applied yet. This version has no delay for local steps: version 0.2.0 goes on with such a run "
             "(pip install unisono==0.2.0). To train the model on with this version, begin a new run with its weights: "
-            f'unisono.load_model("{path}", model)'
+            f'unisono.load_weights("{path}", model)'
         )
 
 

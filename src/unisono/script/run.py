@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from unisono.cluster.worker import member as members
 from unisono.core.cadence import Checkpoints
 from unisono.core.errors import StepError, UsageError
-from unisono.core.settings import AuditThen
-from unisono.engine.loop.settings import Arithmetic, choose_device, choose_threads
-from unisono.engine.loop.step import Step, numbers
-from unisono.engine.loop.steps import Steps
-from unisono.engine.loop.strategies import Strategy, Synchronous
+from unisono.core.old_names import warn_of_old
+from unisono.core.settings import AuditThen, Instructions
+from unisono.engine.loop.process_settings import Arithmetic, choose_device, choose_threads
+from unisono.engine.loop.step import Step, Steps, numbers
+from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.bookmarks import NAME as STREAMS
 from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.losses import Reduction
@@ -46,13 +46,13 @@ from unisono.engine.rounds.connect import build_exchange, build_part, open_wire
 from unisono.engine.rounds.evaluation import Totals
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
-from unisono.engine.rounds.team import AloneTeam, HeadTeam, Team
+from unisono.engine.rounds.team import HeadTeam, Team
 from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.engine.state.tracked import Tracked
-from unisono.script import life
+from unisono.script import open_runs
 from unisono.script.batches import Batches, RunTotal
+from unisono.script.closing import Ending
 from unisono.script.course import Course
-from unisono.script.ending import Ending
 from unisono.script.evaluating import Evaluations
 from unisono.script.evaluator import Visiting
 from unisono.script.inspecting import inspector_of
@@ -64,7 +64,7 @@ from unisono.script.schedule import check_first_step, schedule
 from unisono.script.streamed import StreamSchedule
 from unisono.script.talking import Talk
 from unisono.script.training import Training
-from unisono.script.troubles import OwnTroubles
+from unisono.script.worker_troubles import OwnTroubles
 from unisono.strategies.audit.audited import make_audits
 from unisono.strategies.audit.audits import Audits
 from unisono.strategies.delay.pending import NAME as PENDING
@@ -72,15 +72,15 @@ from unisono.strategies.delay.pending import Pending
 from unisono.strategies.delay.prediction import NAME as PREDICTION
 from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.strategy import Delayed, check_delay
-from unisono.strategies.evaluators.begun import Evaluation
+from unisono.strategies.evaluators.begun_evaluations import Evaluation
 from unisono.strategies.evaluators.requests import Requests, drive
 from unisono.strategies.local.localround import LocalRound, ReplicaSamples, ReplicaStreams, Replication, check_count
 from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
 from unisono.strategies.local.strategy import Delta, InnerState, LocalSteps
 from unisono.system import tasks
-from unisono.system.process import Process
-from unisono.system.unwatched import IS_WATCHED
+from unisono.system.arithmetic import check
+from unisono.system.process import IS_WATCHED, Process
 from unisono.views.watch import Sink, named
 
 __all__ = ["Run"]
@@ -104,6 +104,11 @@ class Run:
     The run ends at the end of the script (or of the function given to `unisono.launch`), or earlier: at the end of a
     block ``with unisono.Run(...) as run:``, or by `close`. An exception that ends the script ends the run as failed.
 
+    Attributes:
+        directory: where it writes (``pathlib.Path``): as ``--run-dir`` says, else as the script does; None: nowhere.
+        seed: of everything random, as given.
+        device: on which this worker computes (``torch.device``).
+
     Alone, another ``unisono.Run`` ends the one before it, unless that one is in a ``with`` block: so the cell of a
     notebook may be run twice. At a prompt an exception does not end the run.
 
@@ -112,6 +117,9 @@ class Run:
         seed: of everything random: initial parameters, order of the data, augmentation, dropout.
         threads: CPU threads of a worker, part of what the bits depend on. Default: ``--threads``, else 1.
         device: default: this worker's GPU if there is one, else the CPU.
+        arithmetic: the instructions that this process has to compute with, "avx2", "avx512" or "compatible", part of
+            what the bits depend on. They are chosen before torch is loaded, by ``--set arithmetic=avx2``, which wins
+            over it. Default: what libraries choose for the processor. See docs/guarantees.md.
         deterministic: use deterministic kernels only; torch names an operation that has none. Without it, "same bits"
             is not promised.
         balance: give faster workers more micro-batches. Changes no bit.
@@ -143,6 +151,7 @@ class Run:
         seed: int = 0,
         threads: int | None = None,
         device: str | torch.device | None = None,
+        arithmetic: Instructions | None = None,
         deterministic: bool = True,
         balance: bool = True,
         checkpoint: Checkpoints | None = None,
@@ -164,6 +173,8 @@ class Run:
         self._visiting = self._inspector if isinstance(self._inspector, Visiting) else None
         self.seed = seed
         self.device = choose_device(device, worker.gpu_number)
+        if arithmetic is not None and settings.arithmetic is None and not settings.inspect:
+            check(arithmetic, os.environ, is_alone=members.current() is None)
         self._arithmetic = Arithmetic(choose_threads(threads, spec.threads), deterministic)
         self._tracked = Tracked()
         self._keeper = Keeper(
@@ -208,7 +219,7 @@ class Run:
             member.begin_run()
         else:
             tasks.refuse_others(os.environ)
-            life.end_forgotten()
+            open_runs.end_forgotten()
         run_id = member.welcome.run_id if member is not None else uuid.uuid4().hex[:12]
         with ExitStack() as begun:  # what the end takes back, or an error on the way
             self._arithmetic.enter()
@@ -275,7 +286,7 @@ class Run:
                 begun=begun.pop_all(),
                 is_alone=member is None,
             )
-        life.begun(self._ending, is_alone=member is None)
+        open_runs.begun(self._ending, is_alone=member is None)
 
     def _before_end(self) -> None:
         self._course.check_not_in_batches("the end of the run was reached")
@@ -287,7 +298,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self._process.check("with run")
-        life.in_block(self._ending)
+        open_runs.in_block(self._ending)
         return self
 
     def __exit__(
@@ -304,13 +315,12 @@ class Run:
 
     def _make_team(self, member: members.Member | None, *, checks: bool) -> Team:
         if member is None:
-            return AloneTeam(self.device)
+            return Team(self.device)
         settings = member.spec.run.settings
         return HeadTeam(
             member,
-            lambda notice, rank: build_exchange(
-                notice,
-                rank,
+            partial(
+                build_exchange,
                 member=member,
                 device=self.device,
                 wanted=settings.exchange,
@@ -645,7 +655,7 @@ class Run:
         prediction = Prediction(delay) if predict else None
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
-        strategy: Strategy = Synchronous()
+        strategy = Strategy()
         if delay:
             if self._pending is None:
                 self._pending = Pending()
@@ -933,7 +943,7 @@ class Run:
         return Batches(request.num_batches, partial(self._evaluations.loop, request))
 
     @property
-    def pending(self) -> list[Evaluation]:
+    def pending_evaluations(self) -> list[Evaluation]:
         """The evaluations that were begun with ``wait=False`` and whose result was not asked for, the oldest first.
         Local.
 
@@ -941,7 +951,7 @@ class Run:
         variable with the handle. So ask for results by it::
 
             if step.number % 100 == 50:
-                for evaluation in run.pending:
+                for evaluation in run.pending_evaluations:
                     print(evaluation.step, evaluation.result())
         """
         return self._evaluations.pending
@@ -972,7 +982,7 @@ class Run:
         """
         return self._talk.broadcast(self._training.place("run.broadcast"), value)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all workers, by rank, on all workers. Collective.
 
         The list is as long as there were workers. **A script whose training depends on it has other bits with another
@@ -985,7 +995,7 @@ class Run:
             UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
                 different calls.
         """
-        return self._talk.gather(self._training.place("run.gather"), value)
+        return self._talk.all_gather(self._training.place("run.all_gather"), value)
 
     def main_first(self) -> AbstractContextManager[bool]:
         """Return a context whose block the main worker runs before all others, e.g. to download data. Collective.
@@ -1016,6 +1026,19 @@ class Run:
             UsageError: called outside of ``run.steps``, where members may not have joined yet, or in the inner loop.
         """
         return self._talk.process_group(self._training.place("run.process_group"))
+
+    # -- old names -----------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """`all_gather`, by the name that it had before version 0.3."""
+        warn_of_old("run.gather", "run.all_gather")
+        return self.all_gather(value)
+
+    @property
+    def pending(self) -> list[Evaluation]:
+        """`pending_evaluations`, by the name that it had before version 0.3."""
+        warn_of_old("run.pending", "run.pending_evaluations")
+        return self.pending_evaluations
 
 
 def _named(texts: Sequence[str]) -> list[Sink]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from unisono.core.cursor import Cursor
 from unisono.core.errors import UsageError
-from unisono.engine.loop.settings import check_whole
+from unisono.engine.loop.process_settings import check_whole
 from unisono.engine.microbatch.data import Fetcher, Loader, MakeFetcher, MapDataset, Request, Samples
 from unisono.engine.microbatch.iterables import Dataset, stream_source_of
 from unisono.engine.microbatch.loaders import Source, source_of

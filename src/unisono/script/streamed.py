@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.core.errors import RecipeError, UsageError
 from unisono.core.orders import digest
-from unisono.core.streams import StreamCursor, StreamOrder, StreamSamples
+from unisono.core.stream_plan import StreamCursor, StreamOrder, StreamSamples
 from unisono.engine.microbatch.bookmarks import Bookmarks
 from unisono.engine.microbatch.data import Loader, Loading, MakeFetcher, Request
 from unisono.engine.microbatch.iterables import StreamSource

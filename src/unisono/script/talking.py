@@ -3,7 +3,7 @@
 A call is made in one of three places:
 
 ====================================  ==========================================================================
-before the first step of ``run.steps``  no worker has joined yet: the head decides (`membership.talking`), and
+before the first step of ``run.steps``  no worker has joined yet: the head decides (`membership.talk_rules`), and
                                         keeps the result for workers that come later
 within a training loop                  the members exchange, in a round; workers that come later begin at a later
                                         step and do not make the call
@@ -31,7 +31,7 @@ from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["Place", "Talk", "at_once"]
+__all__ = ["CallPlace", "Talk", "at_once"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ MAX_EARLY_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CallPlace:
     """Place of a call in the script."""
 
     rounds: Rounds
@@ -66,7 +66,7 @@ class _Call:
     """One call, at its place."""
 
     kind: str
-    place: Place
+    place: CallPlace
     number: int
     """From 0, of the calls at this place."""
 
@@ -109,6 +109,7 @@ class _Log:
     def load_state_dict(self, state: Any) -> None:
         self._results = {}
         for phases, kind, result in state:
+            kind = "run.all_gather" if kind == "run.gather" else kind  # its name before 0.3
             self._results.setdefault(phases, []).append((kind, result))
 
 
@@ -128,10 +129,10 @@ class Talk:
         self._num_early = 0
         self._is_in_block = False
 
-    def barrier(self, place: Place) -> None:
+    def barrier(self, place: CallPlace) -> None:
         self._say(self._call("run.barrier", place), bytes)
 
-    def broadcast(self, place: Place, value: Any) -> Any:
+    def broadcast(self, place: CallPlace, value: Any) -> Any:
         call = self._call("run.broadcast", place)
 
         def value_of_main() -> bytes:  # asked again after a loss, when this worker may have become the first one
@@ -140,13 +141,13 @@ class Talk:
 
         return from_bytes(self._say(call, value_of_main, num_kept=1)[0])
 
-    def gather(self, place: Place, value: Any) -> list[Any]:
-        call = self._call("run.gather", place)
+    def all_gather(self, place: CallPlace, value: Any) -> list[Any]:
+        call = self._call("run.all_gather", place)
         own = _encoded(value, call)
         return [from_bytes(one) for one in self._say(call, lambda: own)]
 
     @contextmanager
-    def main_first(self, find_place: Callable[[], Place]) -> Iterator[bool]:
+    def main_first(self, find_place: Callable[[], CallPlace]) -> Iterator[bool]:
         place = find_place()
         call = self._call("run.main_first", place)
         self._is_in_block = True
@@ -163,7 +164,7 @@ class Talk:
         # The first worker may have drawn numbers, e.g. for data that the others find made.
         seed_at(self._seed, "main_first", place.phases, -1 if place.step is None else place.step, call.number)
 
-    def process_group(self, place: Place) -> dist.ProcessGroup:
+    def process_group(self, place: CallPlace) -> dist.ProcessGroup:
         call = self._call("run.process_group", place)
         if place.step is None:
             raise UsageError(
@@ -176,7 +177,7 @@ class Talk:
         assert round_.group is not None
         return round_.group
 
-    def once(self, place: Place, kind: str, make: Callable[[], Generator[Any, None, T]]) -> Generator[Any, None, T]:
+    def once(self, place: CallPlace, kind: str, make: Callable[[], Generator[Any, None, T]]) -> Generator[Any, None, T]:
         """Yield what ``make`` yields, and return what it returns or has returned when the run was here.
 
         Args:
@@ -195,7 +196,7 @@ class Talk:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _call(self, kind: str, place: Place) -> _Call:
+    def _call(self, kind: str, place: CallPlace) -> _Call:
         """Count a call."""
         if self._is_in_block:
             raise UsageError(

@@ -14,13 +14,12 @@ import msgspec
 import torch
 
 from unisono.cluster.worker import member as members
-from unisono.core.audits import too_few
+from unisono.core.audit_rules import too_few
 from unisono.core.cadence import Position
 from unisono.core.errors import UsageError
-from unisono.core.messages import RunDirectory
-from unisono.engine.loop.settings import Arithmetic
-from unisono.engine.loop.step import Iteration
-from unisono.engine.loop.steps import Steps
+from unisono.core.messages import RunDirectoryChosen
+from unisono.engine.loop.process_settings import Arithmetic
+from unisono.engine.loop.step import Iteration, Steps
 from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.data import MakeFetcher
 from unisono.engine.microbatch.randomness import seed_at
@@ -34,7 +33,7 @@ from unisono.script.length import Length
 from unisono.script.loop import Summing, TrainingLoop
 from unisono.script.schedule import Planned
 from unisono.script.streamed import Asked
-from unisono.script.talking import Place
+from unisono.script.talking import CallPlace
 from unisono.system.process import Process
 
 __all__ = ["Training"]
@@ -139,7 +138,7 @@ class Training:
         """Return a context for what is done together between two steps, which is no update of the script's."""
         return self.loop.apart() if self.loop is not None else nullcontext()
 
-    def place(self, what: str) -> Place:
+    def place(self, what: str) -> CallPlace:
         """Return the place of a call in which all workers take part, in the script.
 
         Args:
@@ -154,13 +153,13 @@ class Training:
         if self._visiting is not None:
             visited = self._visiting.step
             at = visited.number if visited is not None else None
-            return Place(rounds=self._rounds, phases=self.phases, step=at, has_joined=False)
+            return CallPlace(rounds=self._rounds, phases=self.phases, step=at, has_joined=False)
         if self.loop is not None and self.loop.is_apart():
             where = "`for batch in step`, where each worker is at another micro-batch"
             if not self.loop.is_in_microbatch():
                 where = "`for step in round`, where each worker is at another replica"
             raise UsageError(f"{what} was called inside of {where}: call it after that loop")
-        return Place(
+        return CallPlace(
             rounds=self._rounds,
             phases=self.phases,
             step=self.step.number if self.step is not None else None,
@@ -222,10 +221,10 @@ class Training:
         # Every member that sees the directory: the first may be lost before, or have no such path on its machine.
         directory, member = keeper.directory, members.current()
         if keeper.reaches and directory is not None and member is not None:
-            policy = keeper.policy
-            on_signal = policy.on_signal if policy is not None and policy.on_signal is not None else -1
+            code = keeper.policy.exit_code_on_sigterm if keeper.policy is not None else None
+            on_signal = -1 if code is None else code
             facts = json.dumps(read_facts(directory))
-            member.send(RunDirectory(path=str(directory.resolve()), on_signal=on_signal, facts=facts))
+            member.send(RunDirectoryChosen(path=str(directory.resolve()), on_signal=on_signal, facts=facts))
         size, microbatches = rounds.team.size, loop.cursor.microbatches
         if size > microbatches and rounds.team.rank == 0:
             warnings.warn(

@@ -28,8 +28,9 @@ from unisono.cluster.worker.member import Member
 from unisono.core.errors import RunStopped, StopInspection, UsageError
 from unisono.core.messages import MemberInfo
 from unisono.core.spec import WORKER, WorkerSpec
-from unisono.script import life
+from unisono.script import open_runs
 from unisono.system import faults
+from unisono.system.arithmetic import check
 from unisono.system.lifetime import TOKEN_FILE, bind_to_parent, name_process, take_inherited, take_token
 from unisono.system.stacks import trimmed_traceback
 
@@ -135,24 +136,17 @@ def _take_spec() -> WorkerSpec | None:
 
 def _connect(spec: WorkerSpec) -> Member:
     from unisono.engine.exchange.pages import WorkerPage
+    from unisono.system import accelerators
     from unisono.system.fingerprint import fingerprint, script_checksum
 
-    device = _device(spec.gpu_number)
+    if wanted := spec.run.settings.arithmetic:
+        check(wanted, os.environ, is_alone=False)
+    device = str(accelerators.choose(spec.gpu_number))
     page = WorkerPage()
     info = MemberInfo(worker_id=spec.worker_id, host=spec.host, pid=os.getpid(), device=device, page=page.address)
     script = script_checksum(sys.argv[1:])  # the script may have been edited since the other workers began
     slot = open_slot(spec.beats, spec.local_rank)
     return Member(spec, info, fingerprint(device), page, script=script, slot=slot).connect()
-
-
-def _device(number: int) -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "cpu"
-    device = f"cuda:{number % torch.cuda.device_count()}"
-    torch.cuda.set_device(device)
-    return device
 
 
 def _run_and_report(member: Member, arguments: list[str]) -> int:
@@ -169,7 +163,7 @@ def _run_and_report(member: Member, arguments: list[str]) -> int:
         error = raised
     if os.getpid() != own:
         return end_of_fork(error)
-    return _report(member, life.end_all(error))
+    return _report(member, open_runs.end_all(error))
 
 
 def end_of_fork(error: BaseException | None) -> int:
@@ -263,7 +257,7 @@ def _call(function: Path, result: Path) -> None:
 
     sys.path.insert(0, os.getcwd())
     value = cloudpickle.loads(function.read_bytes())()
-    if (failure := life.end_all(None)) is not None:
+    if (failure := open_runs.end_all(None)) is not None:
         raise failure
     member = members.current()
     notice = member.latest() if member is not None else None

@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Final
+
+import psutil
 
 __all__ = ["descendants", "end_descendants"]
 
@@ -16,22 +17,12 @@ LOOK_AGAIN_S: Final = 0.02
 
 
 def descendants() -> list[int]:
-    """Return the ids of all processes below this one (only on Linux), in no order.
+    """Return the ids of all processes below this one, in no order.
 
     A process whose parent has ended is still found if this process adopts orphans
     (`unisono.system.lifetime.adopt_orphans`).
     """
-    children: dict[int, list[int]] = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            if name.isdecimal():
-                with contextlib.suppress(OSError, IndexError, ValueError):
-                    parent = int(Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-                    children.setdefault(parent, []).append(int(name))
-    found = list(children.get(os.getpid(), []))
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    return [found.pid for found in psutil.Process().children(recursive=True)]
 
 
 def end_descendants(patience_s: float) -> None:

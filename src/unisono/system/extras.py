@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 
 from unisono.core.errors import UsageError
 
-__all__ = ["install_words", "need"]
+__all__ = ["check_platform", "install_words", "need"]
 
 
 def need(module: str, what: str, extra: str) -> None:
@@ -40,3 +41,12 @@ def install_words(extra: str) -> str:
     packages = [f"'{package.strip()}'" for package, _, marker in (each.partition(";") for each in listed)
                 if marked.search(marker)]  # fmt: skip
     return f"pip install {' '.join(packages)}" if packages else f"pip install '.[{extra}]' in a clone of unisono"
+
+
+def check_platform() -> None:
+    """Raise UsageError on a system that has no processes to fork, no file locks and no Unix sockets."""
+    if sys.platform == "win32":
+        raise UsageError(
+            "unisono needs Linux (or macOS, where it was not tried), and this is Windows; install it in WSL 2, which "
+            "is a Linux: https://learn.microsoft.com/windows/wsl/install"
+        )

@@ -43,7 +43,7 @@ POINTS: Final[dict[str, str]] = {
     "after_step": "the step is over for this worker: the optimizer has run",
     "in_evaluation": "a batch of an evaluation is done",
     "evaluated": "it has all results of an evaluation, others perhaps not",
-    "in_talk": "it has come to a call of run.barrier, run.gather ... between two steps, and has sent nothing yet",
+    "in_talk": "it has come to a call of run.barrier, run.all_gather ... between two steps, and has sent nothing yet",
     "talked": "it has the result of such a call, others perhaps not",
     "checkpoint_copied": "its part of a checkpoint is copied in memory, and not written yet",
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",

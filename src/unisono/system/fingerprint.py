@@ -35,7 +35,10 @@ SWITCHES: Final = (
     "DNNL_MAX_CPU_ISA",
     "OPENBLAS_CORETYPE",
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "HIPBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Environment variables by which libraries choose their kernels."""
 FLOATING_POINT: Final = "floating point"
@@ -48,6 +51,9 @@ def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> di
     """Return the fingerprint of a worker that computes on ``device``: values by name, as text. Imports torch."""
     import torch
 
+    from unisono.core.fingerprints import RESULTS
+    from unisono.system.arithmetic import results
+
     found = os.environ if environment is None else environment
     facts = {
         **foretold(found),
@@ -55,13 +61,14 @@ def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> di
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "device": device.partition(":")[0],
+        RESULTS: results(),
     }
     if (mode := floating_point()) != USUAL_FLOATING_POINT:
         facts[FLOATING_POINT] = mode
-    if device.startswith("cuda"):
-        facts["device name"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = str(torch.version.cuda)
-        facts["cudnn"] = str(torch.backends.cudnn.version())
+    if not device.startswith("cpu"):
+        from unisono.system import accelerators
+
+        facts |= accelerators.facts(torch.device(device))
     return facts
 
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-import struct
-import sys
-from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Interface", "interfaces", "is_local"]
+__all__ = ["Interface", "interfaces", "is_local", "route_to"]
 
-_SIOCGIFADDR: Final = 0x8915
-_GLOBAL_SCOPE: Final = "00"
 _OF_CONTAINERS: Final = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "lxc")
 
 
@@ -29,9 +24,34 @@ def interfaces() -> list[Interface]:
 
     Neither the loopback interface is among them nor those to this machine's own containers.
     """
-    if sys.platform != "linux":
-        return []
-    return [found for found in _ipv4() + _ipv6() if not found.name.startswith(("lo", *_OF_CONTAINERS))]
+    import psutil  # a head needs none
+
+    return [
+        Interface(name, found.address)
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name, all_found in psutil.net_if_addrs().items()
+        for found in all_found
+        if found.family == family and not name.startswith(("lo", *_OF_CONTAINERS)) and "%" not in found.address
+    ]
+
+
+def route_to(host: str, port: int = 9) -> tuple[socket.AddressFamily, str]:
+    """Return the address at which a machine reaches this one: that of the interface by which this one reaches it.
+
+    No packet is sent.
+
+    Raises:
+        OSError: there is no way to that machine.
+    """
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return family, str(probe.getsockname()[0])
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 def is_local(host: str) -> bool:
@@ -41,25 +61,3 @@ def is_local(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     return False
-
-
-def _ipv4() -> list[Interface]:
-    import fcntl
-
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address of IPv4
-                answer = fcntl.ioctl(asks.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
-    return found
-
-
-def _ipv6() -> list[Interface]:
-    found = []
-    with contextlib.suppress(OSError):  # a system without IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope == _GLOBAL_SCOPE:
-                found.append(Interface(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found

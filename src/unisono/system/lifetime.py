@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -39,6 +40,7 @@ __all__ = [
     "parent_is_gone",
     "raise_file_limit",
     "run_bound",
+    "scratch_folder",
     "start_time",
     "started",
     "take_inherited",
@@ -110,18 +112,16 @@ def run_bound(
     limit_s: float,
     *,
     given: bytes | IO[bytes] = b"",
-    environment: Mapping[str, str] | None = None,
 ) -> Done:
     """Run a command of others, and wait for its end. What it starts ends with it, at the limit, and with this process.
 
     Args:
         given: its standard input.
-        environment: of the command; default: this process's.
 
     Raises:
         OSError: there is no such program.
     """
-    if shutil.which(command[0], path=None if environment is None else environment.get("PATH")) is None:
+    if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     reader, tie = os.pipe()
     try:
@@ -130,7 +130,6 @@ def run_bound(
             stdin=subprocess.PIPE if isinstance(given, bytes) else given,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment,
             pass_fds=(reader,),
             start_new_session=True,
         )
@@ -331,3 +330,30 @@ def close_inherited(path: str) -> None:
     folder, _, name = path.rpartition("/")
     if folder == "/proc/self/fd":
         os.close(int(name))
+
+
+SWEEP: Final = (
+    'trap "" TERM; cat > /dev/null; for n in 1 2 3 4 5; do [ -e "$0" ] || exit 0; rm -rf -- "$0"; sleep 1; done'
+)
+"""Removes a folder when its standard input ends, also where all processes get SIGTERM; again, where a process that is
+just ending still writes there."""
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder for temporary files, and remove it at the end.
+
+    A shell waits for the end of a pipe that only this process holds, and removes the folder if that comes too early.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    reader, writer = os.pipe()
+    try:
+        sweeper = subprocess.Popen(["sh", "-c", SWEEP, folder], stdin=reader, start_new_session=True)
+    finally:
+        os.close(reader)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(writer)
+        sweeper.wait()

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from unisono.core.errors import UsageError
 
-__all__ = ["Process", "tell"]
+__all__ = ["IS_WATCHED", "Process", "tell"]
 
 _kept: Final[list[Any]] = []
 
@@ -64,3 +64,7 @@ def _disown() -> None:
 
 
 os.register_at_fork(after_in_child=_disown)
+
+
+IS_WATCHED: Final = os.environ.get("UNISONO_WATCH") != "0"
+"""False: no view, no journal, no events for them, no samples of machines. Internal: such a run cannot be resumed."""

@@ -6,20 +6,67 @@ In a container the container's limits count: its cores, and its memory.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psutil
 
-from unisono.core.events import MachineUsed, WorkerUse
-from unisono.system.capacity import cpu_limit, machine_cores
+from unisono.core.events import GpuUse, MachineUsed, WorkerUse
+from unisono.system.capacity import cpu_limit, machine_cores, machine_gpus
 from unisono.system.controlgroups import control_groups, memory_of_groups, text_of, value_in
 
-__all__ = ["Meter", "used_cores_of_group"]
+__all__ = ["Gpus", "Meter", "used_cores_of_group"]
+
+
+class Gpus:
+    """The GPUs that the workers of this machine may use. The library is loaded when the first of them is looked at.
+
+    Args:
+        names: of `machine_gpus`; default: those of this machine.
+    """
+
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        self._names = list(machine_gpus() if names is None else names)
+        self._library: Any = None
+        self._handles: list[Any] = []
+
+    def read(self) -> list[GpuUse]:
+        """Return the use of each GPU; nothing where there is none, or it cannot be asked."""
+        if not self._names:
+            return []
+        try:
+            if self._library is None:
+                self._library = importlib.import_module("pynvml")
+                self._library.nvmlInit()
+                self._handles = [_handle(self._library, name.removeprefix("gpu-")) for name in self._names]
+            return [_use(self._library, handle) for handle in self._handles]
+        except ImportError:  # the package is not installed
+            self._names = []
+        except Exception:  # the driver says no, or has other functions
+            self._names = []
+        return []
+
+
+def _handle(library: Any, name: str) -> Any:
+    """Return what the library calls a GPU, by its number or its UUID, as in CUDA_VISIBLE_DEVICES."""
+    if name.isdecimal():
+        return library.nvmlDeviceGetHandleByIndex(int(name))
+    return library.nvmlDeviceGetHandleByUUID(name)
+
+
+def _use(library: Any, handle: Any) -> GpuUse:
+    memory = library.nvmlDeviceGetMemoryInfo(handle)
+    return GpuUse(
+        utilization=library.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        memory_bytes=int(memory.used),
+        memory_total_bytes=int(memory.total),
+    )
+
 
 LOOK_EVERY: Final = 5
 """The processes that workers have started are looked for in every fifth reading."""

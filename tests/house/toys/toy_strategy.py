@@ -16,7 +16,7 @@ import unisono
 from unisono.core.cursor import Recipe
 from unisono.core.events import StepResult
 from unisono.engine.loop.step import Step
-from unisono.engine.loop.strategies import Strategy, Synchronous
+from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.system.process import Process
@@ -33,7 +33,7 @@ class Window(dict[str, Tensor]):
         self.update(state)
 
 
-class Late(Synchronous):
+class Late(Strategy):
     """The gradient of a step is applied in the next one; that of the last step is not."""
 
     def __init__(self, window: Window) -> None:

@@ -34,7 +34,7 @@ def local(data: TensorDataset) -> None:
                 loss: Tensor = model(inputs).mean()
                 loss.backward()
             optimizer.step()
-    gathered: list[int] = run.gather(run.rank)
+    gathered: list[int] = run.all_gather(run.rank)
     run.barrier()
     print(run.broadcast("a word"), gathered)
 

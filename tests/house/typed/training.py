@@ -54,7 +54,7 @@ def main(directory: Path) -> float:
 def resumed(directory: Path) -> nn.Module:
     model = nn.Linear(8, 4)
     try:
-        unisono.load_model(directory, model)
+        unisono.load_weights(directory, model)
     except unisono.CheckpointError as error:
         print(error)
     return model

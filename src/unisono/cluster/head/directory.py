@@ -6,6 +6,7 @@ The head decides by what it has seen of the directory last. It looks there, and 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,12 +16,12 @@ from typing import Final
 import msgspec
 
 from unisono.cluster.head.address import AddressFiles
-from unisono.cluster.head.copying import go_on_in
 from unisono.cluster.head.disk import Disk
-from unisono.cluster.head.pen import Pen, leave
-from unisono.record.rundir import holder
+from unisono.cluster.head.pen import Pen, come_back, leave
+from unisono.core.errors import RunDirectoryError
+from unisono.record.rundir import describe, holder, make
 
-__all__ = ["Directory"]
+__all__ = ["Directory", "go_on_in"]
 
 LOOK_S: Final = 0.2
 FIRST_LOOK_S: Final = 1.0
@@ -181,3 +182,38 @@ def _go_on(said: Callable[[str], None], sentence: str) -> None:
 def _print(sentence: str) -> None:
     if sentence:
         print(f"unisono: {sentence}", file=sys.stderr, flush=True)
+
+
+def go_on_in(run_dir: str, run_id: str, facts: str) -> str:
+    """Make the run's directory on this machine, for the workers here to go on in; returns a sentence for the user.
+
+    Does nothing, and returns "", if this machine sees the run's directory.
+
+    Args:
+        facts: the run's description, as JSON.
+    """
+    folder = Path(run_dir)
+    try:
+        if come_back(folder, run_id):
+            return (
+                f"the run has left {folder} of this machine and comes back: journal and checkpoints go on in {folder}"
+            )
+        found = holder(folder)
+        if found == run_id:
+            return ""
+        if found is not None:
+            return (
+                f"no machine that is left sees the run's directory, and {folder} here holds another run ({found}): the "
+                "run goes on without journal and checkpoints"
+            )
+        make(folder)
+        describe(folder, {**json.loads(facts), "run_id": run_id})
+    except (OSError, ValueError, RunDirectoryError) as error:
+        return (
+            f"no machine that is left sees the run's directory, and {folder} cannot be made here ({error}): the run "
+            "goes on without journal and checkpoints"
+        )
+    return (
+        f"no machine that is left sees the run's directory: journal and checkpoints go on in {folder} of this machine. "
+        "Lines of the journal that nobody here knows are missing there"
+    )

@@ -9,13 +9,13 @@ from typing import Final
 
 import msgspec
 
+from unisono.cluster.head.connections import ConnectionsByName
 from unisono.cluster.head.directory import Directory
-from unisono.cluster.head.lines import Lines
 from unisono.cluster.head.table import Table
 from unisono.cluster.head.telling import Telling
 from unisono.core.errors import ProtocolError
 from unisono.core.messages import AgentHello, Foreign, Hello, Message, Moved, Proposal, Verdict
-from unisono.core.sides import Admission, Rank, Standpoint, admission, merged, verdict
+from unisono.core.sides import HelloAnswer, Rank, Standpoint, admission, merged, verdict
 from unisono.membership import seat_of
 from unisono.membership.roster import WorkerState
 
@@ -40,7 +40,7 @@ class Meeting:
         url: str,
         *,
         table: Table,
-        lines: Lines,
+        lines: ConnectionsByName,
         telling: Telling,
         directory: Directory,
         give_way: Callable[[], None],
@@ -109,13 +109,13 @@ class Meeting:
         self._they_write = other.writes
         return msgspec.structs.replace(found, writes=self._directory.is_held)
 
-    def admit(self, hello: Hello | AgentHello) -> Admission | Message:
+    def admit(self, hello: Hello | AgentHello) -> HelloAnswer | Message:
         """Return what to answer to a worker or an agent: a message, or whether it is welcome."""
         own = self._standpoint()
         match admission(own, hello, is_own=self._table.state.is_own(hello.branch)):
-            case Admission.FOREIGN:
+            case HelloAnswer.FOREIGN:
                 return Foreign(step=own.rank.step)
-            case Admission.MOVED:
+            case HelloAnswer.MOVED:
                 assert isinstance(hello, AgentHello)
                 self._sent_away.add(hello.agent_id)
                 return Moved(url=own.gives_way_to)

@@ -12,10 +12,10 @@ from unisono.core.policy import Policy
 from unisono.core.spec import RunSpec
 from unisono.membership import State
 
-__all__ = ["Memory"]
+__all__ = ["HeadMemory"]
 
 
-class Memory(msgspec.Struct, frozen=True):
+class HeadMemory(msgspec.Struct, frozen=True):
     """State of the membership table, and the values that `unisono watch --once` shows besides."""
 
     state: State
@@ -35,17 +35,17 @@ class Memory(msgspec.Struct, frozen=True):
     """`State.tried` as a list, because MessagePack has no tuples as keys."""
 
     @staticmethod
-    def first(policy: Policy, run: RunSpec) -> Memory:
+    def first(policy: Policy, run: RunSpec) -> HeadMemory:
         """Return the memory of the first head of a run."""
-        return Memory(State(policy=policy, settings=run.settings, script=run.script), time.time(), "starting")
+        return HeadMemory(State(policy=policy, settings=run.settings, script=run.script), time.time(), "starting")
 
     def encode(self) -> bytes:
         flat = msgspec.structs.replace(self.state, tried={})
         return msgspec.msgpack.encode(msgspec.structs.replace(self, state=flat, tried=list(self.state.tried.items())))
 
     @staticmethod
-    def decode(data: bytes) -> Memory:
-        memory = msgspec.msgpack.decode(data, type=Memory)
+    def decode(data: bytes) -> HeadMemory:
+        memory = msgspec.msgpack.decode(data, type=HeadMemory)
         return msgspec.structs.replace(
             memory, state=msgspec.structs.replace(memory.state, tried=dict(memory.tried)), tried=[]
         )

@@ -8,8 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from unisono.cluster.worker.dialing import answer_to, open_link
-from unisono.cluster.worker.link import Refused
+from unisono.cluster.worker.link import Refused, answer_to, open_link
 from unisono.core.errors import ProtocolError
 from unisono.core.messages import Proposal, Verdict, decode, encode
 

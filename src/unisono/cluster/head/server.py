@@ -1,8 +1,7 @@
 """The run's one server: takes connections, and gives each message to the part of the head that it is for.
 
-`unisono.cluster.head.table` decides who is in the run, `unisono.cluster.head.delivery` sends what was decided,
-`unisono.cluster.head.telling` passes on what happens in the run, and `unisono.cluster.head.keys` is the store in which
-members find each other.
+`unisono.cluster.head.table` decides who is in the run, `unisono.cluster.head.telling` sends what was decided and passes
+on what happens in the run, and `unisono.cluster.head.keystore` is the store in which members find each other.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ import msgspec
 from websockets.exceptions import ConnectionClosed
 
 from unisono.cluster.head.address import AddressFiles
-from unisono.cluster.head.delivery import Delivery
+from unisono.cluster.head.connections import ConnectionsByName, Line, Silences
 from unisono.cluster.head.directory import Directory
 from unisono.cluster.head.door import Caller, open_door
-from unisono.cluster.head.keys import Keys
-from unisono.cluster.head.lines import Line, Lines
+from unisono.cluster.head.keystore import Keys
 from unisono.cluster.head.meeting import Meeting
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.processes import Processes
 from unisono.cluster.head.refusals import Refusals
 from unisono.cluster.head.reunion import Reunion
-from unisono.cluster.head.status import machines_status, workers_status
+from unisono.cluster.head.status_json import machines_status, workers_status
 from unisono.cluster.head.story import Story
 from unisono.cluster.head.table import Table
 from unisono.cluster.head.telling import Telling
@@ -40,7 +38,6 @@ from unisono.core.errors import ProtocolError
 from unisono.core.messages import (
     AgentHello,
     Ailing,
-    Announcement,
     Beats,
     Ended,
     Happened,
@@ -51,25 +48,24 @@ from unisono.core.messages import (
     Lost,
     Message,
     Proposal,
-    RunDirectory,
+    RunDirectoryChosen,
     Scale,
     Statement,
-    Steps,
     Stop,
     StoreCall,
-    Told,
     Used,
+    UserSentence,
     Welcome,
     WorkerExit,
     decode,
     encode,
 )
 from unisono.core.policy import Policy
-from unisono.core.sides import Admission
+from unisono.core.sides import HelloAnswer
 from unisono.core.spec import RunSpec
 from unisono.core.words import script_in
 from unisono.membership import Event, Send, TookOver, agent_name, machines, seat_of
-from unisono.membership.likeness import differences
+from unisono.membership.hellos import differences
 from unisono.membership.roster import State, resumed
 from unisono.record.journal.lines import plain
 from unisono.record.overview import OverviewBuilder, status_of
@@ -118,7 +114,7 @@ class Head:
         branch: str = "",
         is_gone: bool = False,
     ) -> None:
-        memory = Memory.decode(snapshot) if snapshot else Memory.first(policy, spec)
+        memory = HeadMemory.decode(snapshot) if snapshot else HeadMemory.first(policy, spec)
         now = time.monotonic()
         since = now if memory.clock is None else memory.clock
         state = memory.state
@@ -131,9 +127,10 @@ class Head:
         self._spec = spec
         self._url = url
         self._full_at = -math.inf
-        self._lines = Lines()
+        self._lines = ConnectionsByName()
         self._keys = Keys()
-        self._story = Story(memory.story)
+        self._silences = Silences(spec.settings.heartbeat_s)
+        self._story = Story(memory.story, f"{term}{name}")
         self._processes = Processes(state)
         self._refusals = Refusals(
             self._announce,
@@ -155,9 +152,10 @@ class Head:
             run_id,
             script=script_in(spec.arguments),
             started=memory.started,
-            interruptions=memory.story.interruptions,
             interrupted_s=memory.story.interrupted_s,
         )
+        for event in memory.story.told:
+            self._overviews.take(event)
         self._viewing = Viewing(self._overviews, run_id, is_first=not snapshot)
         self._viewing.reads_from(run_dir, memory.facts)
         self.table = Table(
@@ -168,7 +166,7 @@ class Head:
             story=self._story,
             follow=self._follow,
             alarm=lambda trouble: self._telling.take_trouble(trouble),
-            send=lambda message: self._delivery.send(message),
+            send=lambda message: self._telling.send(message),
             heartbeat_s=spec.settings.heartbeat_s,
         )
         self._telling = Telling(
@@ -177,12 +175,12 @@ class Head:
             run_id,
             spec,
             token,
+            url=url,
             directory=self._directory,
             story=self._story,
             viewing=self._viewing,
         )
         self._troubles = self._telling.troubles
-        self._delivery = Delivery(self._lines, self._telling, url=url, directory=self._directory)
         self._meeting = Meeting(
             run_id,
             url,
@@ -301,7 +299,7 @@ class Head:
                 await self._take(line, name, decode(_binary(data)))
         except ProtocolError as error:
             why = str(error)
-            line.put(encode(Announcement(text=why)))
+            line.put(encode(UserSentence(text=why)))
             if not name and self._refusals.note(f"with the run's token ({why})", connection.where):
                 self._troubles.say(Trouble(kind="failed-join", host=connection.where, error=why))
         except ConnectionClosed:
@@ -316,7 +314,7 @@ class Head:
                 self._troubles.gone(name)
                 if not self.over.is_set():  # else this head closes all connections, and decides nothing more
                     self.table.take(name, Lost(reason=why))
-            if self.state.ended is not None and self._delivery.is_everybody_informed(self.state):
+            if self.state.ended is not None and self._telling.is_everybody_informed():
                 self.over.set()
             await line.sender
 
@@ -341,7 +339,7 @@ class Head:
                 answer = self._meeting.admit(first)
                 if isinstance(answer, Message):
                     line.put(encode(answer))
-                return self._welcome(line, first) if answer is Admission.WELCOME else ""
+                return self._welcome(line, first) if answer is HelloAnswer.WELCOME else ""
             case _:
                 raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
         return ""
@@ -353,12 +351,10 @@ class Head:
                 asyncio.create_task(self._store(line, message)).add_done_callback(_consume)
             case StoreCall():
                 await self._store(line, message)
-            case RunDirectory():
+            case RunDirectoryChosen():
                 self._take_directory(name, message)
             case Happened():
-                self._telling.pass_on(message)
-            case Steps():
-                self._telling.pass_on_steps(message)
+                self._telling.pass_on(message.events)
             case Used() if name in self.state.agents:
                 self._telling.take_use(name, message.use)
             case Kept():
@@ -370,11 +366,13 @@ class Head:
             case Holds():
                 self._troubles.holds(name, message)
             case Beats() if name in self.state.agents:
+                if words := self._silences.heard(self.state, name, message.beats, time.monotonic()):
+                    self._announce(words)
                 self.table.take_beats(message)
             case _:
                 self.table.take(name, message)
 
-    def _take_directory(self, name: str, message: RunDirectory) -> None:
+    def _take_directory(self, name: str, message: RunDirectoryChosen) -> None:
         """Note where the run writes, and that this worker sees it there."""
         worker = self.state.workers.get(name)
         host = worker.info.host if worker is not None and worker.info is not None else ""
@@ -412,7 +410,7 @@ class Head:
         )
         line.put(encode(welcome))
         if isinstance(first, AgentHello) and first.agent_id == name:  # it may have missed some, also of the head before
-            line.put(encode(Told(events=self._story.recent)))
+            line.put(encode(Happened(events=self._story.recent)))
         if self.state.ended is not None:
             self.table.send_when_held(Send(name, self.state.ended))
             return name
@@ -437,10 +435,10 @@ class Head:
     async def _outside(self, line: Line, message: Scale | Stop) -> None:
         """Answer a command, when the heirs know of it."""
         if self.state.ended is not None:
-            line.put(encode(Announcement(text=f"the run is over: {self.state.ended.reason}")))
+            line.put(encode(UserSentence(text=f"the run is over: {self.state.ended.reason}")))
             return
         self.table.take("", message)
-        answer = Announcement(text=self.table.reason)
+        answer = UserSentence(text=self.table.reason)
         await self.table.held()
         line.put(encode(answer))
 

@@ -1,11 +1,12 @@
 """The story of a run, as the head tells it: what has happened besides the steps, in order, to all that listen.
 
-Each event is told when the heirs hold the state from which it follows, so a head that follows knows of it. The newest
-ones are a part of that state as well: the next head tells them again, and who knows them already leaves them out.
+Each event gets its number here, and is told when the heirs hold a state that has it. So a head that follows knows of
+it, tells the newest ones again, and who knows a number already leaves the event out (`unisono.core.events.Once`).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -15,6 +16,7 @@ import msgspec
 
 from unisono.core.events import (
     Announcement,
+    EvaluationFinished,
     Event,
     Interruption,
     MachineUsed,
@@ -25,14 +27,15 @@ from unisono.core.events import (
 )
 from unisono.record.asides import Asides
 from unisono.record.interruptions import Interruptions
+from unisono.record.journal.lines import LineEvent
+from unisono.record.overview import INTERRUPTIONS
 
-__all__ = ["NOTHING", "Story", "StoryState", "Uses"]
+__all__ = ["NOTHING", "Story", "StoryState", "Uses", "interrupted_s"]
 
 RECENT: Final = 1_000
 """So many of the newest events are told again to an agent that connects again."""
 KEPT_S: Final = 10.0
 """The events of so long a time are a part of the head's state."""
-INTERRUPTIONS: Final = 20
 USE_S: Final = 2.0
 """Least time between two messages about the use of machines."""
 USES_PER_S: Final = 500.0
@@ -43,13 +46,14 @@ class StoryState(msgspec.Struct, frozen=True):
     """The part of the story in the head's state."""
 
     told: tuple[Event, ...] = ()
+    """The newest, and the newest interruptions."""
+    line: int = -1
+    """The newest step of which all is told."""
     last_step_at: float = 0.0
     usual_s: float = 0.0
     """The usual time of a step."""
-    interruptions: tuple[Interruption, ...] = ()
-    """The newest."""
     interrupted_s: float = 0.0
-    """By all of them."""
+    """By interruptions before ``told``."""
 
 
 NOTHING: Final = StoryState()
@@ -60,18 +64,19 @@ class Story:
 
     Args:
         kept: of the head before this one.
+        head: a name that no other head of the run has.
     """
 
-    def __init__(self, kept: StoryState) -> None:
+    def __init__(self, kept: StoryState, head: str) -> None:
+        self._head = head
+        self._number = 0
+        self._line = kept.line
         self._untold: list[Event] = []
         self._recent: deque[Event] = deque(kept.told, RECENT)
         self._interruptions = Interruptions(kept.last_step_at, kept.usual_s)
         self._digests: dict[str, str] = {}
         self._asides = Asides()
-        self.interruptions: deque[Interruption] = deque(kept.interruptions, INTERRUPTIONS)
-        """The newest."""
-        self.interrupted_s = kept.interrupted_s
-        """By which all interruptions have made the run longer."""
+        self._interrupted_s = kept.interrupted_s + interrupted_s(kept.told)
 
     @property
     def has_news(self) -> bool:
@@ -92,9 +97,17 @@ class Story:
                 event = msgspec.structs.replace(event, digests=self._digests)
             if isinstance(event, MembershipChanged):
                 self._interruptions.change(event)
-            self._untold.append(event)
+            self.note(event)
         if reason:
-            self._untold.append(Announcement(time=now, text=reason))
+            self.note(Announcement(time=now, text=reason))
+
+    def note(self, event: Event) -> None:
+        """Note an event; told by `take`."""
+        if isinstance(event, RunStarted):
+            self._interruptions.begin()
+            self._line = -1
+        self._untold.append(msgspec.structs.replace(event, number=self._number, head=self._head))
+        self._number += 1
 
     def take(self) -> list[Event]:
         """Return, once, what is to be told."""
@@ -102,47 +115,39 @@ class Story:
         self._recent += told
         return told
 
-    def announce(self, text: str) -> list[Event]:
-        """Return a sentence as an event that is told now."""
-        told: list[Event] = [Announcement(time=time.time(), text=text)]
-        self._recent += told
-        return told
-
     def kept(self) -> StoryState:
         """Return the part of the story that the next head needs."""
         since = time.time() - KEPT_S
-        told = tuple(event for event in (*self._recent, *self._untold) if event.time >= since)
+        all_told = [*self._recent, *self._untold]
+        interruptions = [event for event in all_told if isinstance(event, Interruption)][-INTERRUPTIONS:]
+        told = tuple(event for event in all_told if event.time >= since or event in interruptions)
         return StoryState(
             told,
+            line=self._line,
             last_step_at=self._interruptions.last,
             usual_s=self._interruptions.usual_s,
-            interruptions=tuple(self.interruptions),
-            interrupted_s=self.interrupted_s,
+            interrupted_s=self._interrupted_s - interrupted_s(told),
         )
 
-    def take_step(self, event: StepFinished) -> list[Event]:
-        """Return what a step tells at once besides its result; nothing where `take` tells it, after what waits."""
-        told: list[Event] = []
-        interruption: Interruption | None = self._interruptions.step(event)
-        if interruption is not None:
-            told.append(interruption)
-            self.interruptions.append(interruption)
-            self.interrupted_s = round(self.interrupted_s + interruption.seconds, 6)
-        told += self._asides.of(event)
-        if self._untold:  # such as that a worker has joined, which is what has interrupted the run
-            self._untold += told
-            return []
-        self._recent += told
-        return told
-
-    def take_other(self, event: Event) -> None:
-        """Note an event that a worker tells."""
-        if isinstance(event, RunStarted):
-            self._interruptions.begin()
+    def take_line(self, event: LineEvent) -> None:
+        """Note what a step tells besides its result, an evaluation, and the digests at the end."""
+        if isinstance(event, EvaluationFinished):
+            self._recent.append(event)
         elif isinstance(event, RunEnded):
             self._digests = event.digests if event.ok else {}
-        else:
-            self._recent.append(event)
+        elif isinstance(event, StepFinished) and not 0 <= event.number <= self._line:
+            self._line = event.number
+            interruption = self._interruptions.step(event)
+            if interruption is not None:
+                self._interrupted_s += interruption.seconds
+                self.note(interruption)
+            for aside in self._asides.of(event):
+                self.note(aside)
+
+
+def interrupted_s(told: Iterable[Event]) -> float:
+    """Return by how much the interruptions among some events have made the run longer."""
+    return math.fsum(event.seconds for event in told if isinstance(event, Interruption))
 
 
 class Uses:

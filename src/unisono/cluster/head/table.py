@@ -14,15 +14,16 @@ from typing import Final
 
 import msgspec
 
-from unisono.cluster.head.clock import Clock
+from unisono.cluster.head.connections import ConnectionsByName
 from unisono.cluster.head.directory import Directory
-from unisono.cluster.head.lines import Lines
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.story import Story
 from unisono.cluster.head.versions import Outgoing, Versions
+from unisono.cluster.head.wakeups import DeadlineTimer
 from unisono.core.messages import (
     Beat,
     Beats,
+    Happened,
     Heads,
     Hello,
     Holding,
@@ -32,7 +33,6 @@ from unisono.core.messages import (
     Ready,
     StepDone,
     TalkCall,
-    Told,
 )
 from unisono.membership import (
     Action,
@@ -73,9 +73,9 @@ class Table:
     def __init__(
         self,
         state: State,
-        memory: Memory,
+        memory: HeadMemory,
         *,
-        lines: Lines,
+        lines: ConnectionsByName,
         directory: Directory,
         story: Story,
         follow: Callable[[State, Event], None],
@@ -94,7 +94,7 @@ class Table:
         self._directory = directory
         self._story = story
         self._heartbeat_s = heartbeat_s
-        self._clock = Clock(heartbeat_s, lambda: self.take("", Tick()))
+        self._clock = DeadlineTimer(heartbeat_s, lambda: self.take("", Tick()))
         self._versions = Versions(lines, send=send, leave_out=lambda heir: self.take(heir, Lags()), slack_s=heartbeat_s)
         self._remembering: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -179,6 +179,8 @@ class Table:
 
     def release(self) -> None:
         """Wait for no heir any more: send all that was decided."""
+        if self._story.has_news:
+            self.remember()
         self._versions.change_heirs(())
 
     def remember(self) -> None:
@@ -186,7 +188,7 @@ class Table:
         if self._remembering is not None:
             self._remembering.cancel()
             self._remembering = None
-        memory = Memory(
+        memory = HeadMemory(
             self.state,
             self.started,
             self.reason,
@@ -198,7 +200,7 @@ class Table:
         )
         self._versions.make(memory)
         if told := self._story.take():
-            self.send_when_held(Told(events=told))
+            self.send_when_held(Happened(events=told))
 
     def remember_soon(self) -> None:
         """`remember` an event that no process acts on, and that a member reports again to a head that follows.

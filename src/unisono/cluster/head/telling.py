@@ -17,19 +17,22 @@ from typing import Final
 
 import msgspec
 
+from unisono.cluster.head.connections import ConnectionsByName
 from unisono.cluster.head.directory import Directory
-from unisono.cluster.head.lines import Lines
 from unisono.cluster.head.story import Story, Uses
 from unisono.cluster.head.table import Table
 from unisono.cluster.head.troubles import Troubles
+from unisono.cluster.head.versions import Outgoing
 from unisono.cluster.head.viewing import Viewing
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core import events
-from unisono.core.events import MachineUsed, StepFinished
+from unisono.core.events import Announcement, Event, MachineUsed, Once, StepFinished
 from unisono.core.following import MAX_HEIRS
-from unisono.core.messages import Evidence, Happened, Inquire, Steps, Told
+from unisono.core.messages import Ended, Happened, Inquire, WriteEvidence, WriteStacks
 from unisono.core.spec import RunSpec
+from unisono.membership import Alarm, Hangup, Invite, seat_of
 from unisono.membership.roster import ALIVE
+from unisono.record.journal.lines import LineEvent
 from unisono.record.problems.kinds import Trouble
 from unisono.system.interfaces import is_local
 
@@ -40,9 +43,10 @@ TOGETHER_S: Final = 0.2
 
 
 class Telling:
-    """What one head tells, and to whom. It is the `unisono.cluster.head.troubles.House` of its troubles.
+    """What one head tells, and to whom.
 
     Args:
+        url: where other machines reach the head, for invitations.
         spec: settings of the run.
         token: must not get into a file.
         directory: of the run.
@@ -53,11 +57,12 @@ class Telling:
     def __init__(
         self,
         table: Table,
-        lines: Lines,
+        lines: ConnectionsByName,
         run_id: str,
         spec: RunSpec,
         token: str,
         *,
+        url: str,
         directory: Directory,
         story: Story,
         viewing: Viewing,
@@ -66,44 +71,80 @@ class Telling:
         self._lines = lines
         self._run_id = run_id
         self._spec = spec
+        self._url = url
         self._directory = directory
         self._story = story
         self._viewing = viewing
         self._waiting: asyncio.TimerHandle | None = None
         self._told_uses_at = -math.inf
-        self.last: StepFinished | None = None
-        """The newest step."""
+        self._once = Once()
+        self._informed: set[str] = set()  # agents and workers that have got the end of the run
         self.uses = Uses()
         self.troubles = Troubles(self, run_id, [token])
 
-    def pass_on(self, message: Happened) -> None:
-        """Give an event to the sinks of all machines that have some."""
-        event = message.event
-        if isinstance(event, StepFinished):
-            self._take_step(event)
-            self._lines.send_all(self._listeners(), message)
-            return
-        self._viewing.take(event)
-        self.troubles.note(event)
-        self._story.take_other(event)
-        self._lines.send_all(self._audience(), message)
+    def pass_on(self, told: Sequence[Event]) -> None:
+        """Take what workers tell, and tell all whom it concerns, when the heirs know of all before."""
+        if lines := [event for event in told if self._take(event)]:
+            self._table.send_when_held(Happened(events=lines))
+        if self._story.has_news:
+            self._table.remember_soon()
 
-    def pass_on_steps(self, message: Steps) -> None:
-        """Give the steps to the sinks of all machines that show them."""
-        for each in message.steps:
-            if isinstance(each.event, StepFinished):
-                self._take_step(each.event)
-        self._lines.send_all(self._listeners(), message)
+    def _take(self, event: Event) -> bool:
+        """Take an event, and return whether it is to be told as it is, because it has a line of the journal."""
+        is_new = self._once.is_new(event)
+        if not isinstance(event, LineEvent):
+            self.tell(event)
+            return False
+        if is_new:
+            self._story.take_line(event)
+        return is_new
 
-    def _take_step(self, event: StepFinished) -> None:
-        self._viewing.take(event)
-        self.troubles.note(event)
-        # A worker that connects again repeats its last step.
-        if self.last is None or event.step >= self.last.step:
-            is_new = self.last is None or event.step > self.last.step
-            self.last = event
-            if is_new and (told := self._story.take_step(event)):
-                self._table.send_when_held(Told(events=told))
+    def tell(self, event: Event) -> None:
+        """Tell an event as a part of the story."""
+        self._story.note(event)
+        self._table.remember()
+
+    def announce(self, text: str) -> None:
+        """Tell a sentence that follows from no decision of the table."""
+        self.tell(Announcement(time=time.time(), text=text))
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Send what waits for no heir any more: a message to one, events to all, or let go on who waits to answer."""
+        match outgoing:
+            case asyncio.Future():
+                if not outgoing.done():
+                    outgoing.set_result(None)
+            case Happened():
+                self._deliver(outgoing)
+            case Invite():
+                self.announce(how_to_join(self._url, self._directory.path))
+            case Alarm():
+                raise AssertionError("it was taken before")
+            case Hangup():
+                self._lines.hang_up(outgoing.worker_id, Ended(ok=False, reason=outgoing.reason, exit_code=1))
+            case _ if outgoing.to in self._lines:
+                message = outgoing.message
+                self._lines.send(outgoing.to, message)
+                if isinstance(message, Ended):
+                    self._informed.add(outgoing.to)
+                elif isinstance(message, WriteStacks):
+                    self.tell(events.WorkerLate(**msgspec.structs.asdict(message)))
+
+    def is_everybody_informed(self) -> bool:
+        """Return whether all agents have got the end of the run, and have disconnected.
+
+        The agent whose child this head is counts even if it has not connected to this head yet; it ends the head when
+        it ends.
+        """
+        state = self._table.state
+        return seat_of(state) in ("", *self._informed) and not state.agents.keys() & self._lines.keys()
+
+    def _deliver(self, message: Happened) -> None:
+        for event in message.events:
+            self._viewing.take(event)
+            self.troubles.note(event)
+        is_step = isinstance(message.events[0], StepFinished)
+        self._lines.send_all(self._listeners() if is_step else self._audience(), message)
 
     def _listeners(self) -> list[str]:
         return [agent_id for agent_id, agent in self._table.state.agents.items() if not agent.launched]
@@ -112,17 +153,6 @@ class Telling:
         """Return who hears the story: who shows it, and who may write it."""
         writers = [*self._table.state.heirs, *itertools.islice(self._directory.seers, MAX_HEIRS)]
         return list(dict.fromkeys([*self._listeners(), *writers]))
-
-    def announce(self, text: str) -> None:
-        """Tell a sentence that follows from no decision of the table."""
-        self.tell_story(self._story.announce(text))
-
-    def tell_story(self, happened: list[events.Event]) -> None:
-        """Tell a part of the story."""
-        for event in happened:
-            self._viewing.take(event)
-            self.troubles.note(event)
-        self._lines.send_all(self._audience(), Told(events=happened))
 
     # -- what machines use -----------------------------------------------------------------------------
 
@@ -141,9 +171,9 @@ class Telling:
             used = self.uses.take()
             for event in used:
                 self._viewing.take(event)
-            self._lines.send_all(self._audience(), Told(events=used))
+            self._lines.send_all(self._audience(), Happened(events=used))
 
-    # -- what goes wrong (`unisono.cluster.head.troubles.House`) ----------------------------------------------
+    # -- what goes wrong (`unisono.cluster.head.troubles`) ---------------------------------------------
 
     def take_trouble(self, trouble: Trouble) -> None:
         """Say what has gone wrong, and put the evidence together."""
@@ -152,37 +182,43 @@ class Telling:
         except Exception:  # a bug of this library: what is decided counts all the same
             traceback.print_exc()
 
-    def tell(self, problem: events.Problem) -> None:
-        self.pass_on(Happened(event=problem))
-
     def ask(self, names: Iterable[str], question: Inquire) -> None:
+        """Send a question to workers and agents."""
         self._lines.send_all(names, question)
 
     def workers(self) -> Sequence[str]:
+        """Return the workers that are connected."""
         return [name for name in self._lines if name in self._table.state.workers]
 
     def host_of(self, worker_id: str) -> str:
+        """Return the host of a worker; "": it is not known."""
         worker = self._table.state.workers.get(worker_id)
         return worker.info.host if worker is not None and worker.info is not None else ""
 
     def num_workers_on(self, host: str) -> int:
+        """Return how many workers live on a host."""
         return sum(self.host_of(w.worker_id) == host for w in self._table.state.workers.values() if w.state in ALIVE)
 
     def agents(self) -> dict[str, str]:
+        """Return the agents that are connected, with their hosts."""
         agents = self._table.state.agents
         return {name: agents[name].host for name in self._lines if name in agents}
 
     def directory(self) -> str:
+        """Return the run's directory; "": there is none that anybody sees."""
         return self._directory.path if self.sees_directory() or self._directory.seers else ""
 
     def sees_directory(self) -> bool:
+        """Return whether this process may write into it."""
         return bool(self._directory.path) and self._directory.may_write and self._directory.is_held
 
     def hand_over(self, name: str, content: str) -> None:
+        """Let a machine that sees the directory write a file of evidence."""
         seers = [agent_id for agent_id in self._directory.seers if agent_id in self._lines]
-        self._lines.send_all(seers[:1], Evidence(directory=self._directory.path, name=name, text=content))
+        self._lines.send_all(seers[:1], WriteEvidence(directory=self._directory.path, name=name, text=content))
 
     def facts(self) -> dict[str, str]:
+        """Return what is to be said about the run, in words, by name."""
         state = self._table.state
         return {
             "run": self._run_id,
@@ -195,9 +231,11 @@ class Telling:
         }
 
     def settings(self) -> str:
+        """Return the settings of the run."""
         return json.dumps(msgspec.to_builtins(self._spec), indent=1)
 
     def recipe(self) -> str:
+        """Return the recipe of the run, as far as it is known."""
         return self._directory.facts
 
 

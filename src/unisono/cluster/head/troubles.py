@@ -23,10 +23,10 @@ from unisono.core.events import Announcement, Event, Problem, StepFinished
 from unisono.core.messages import Ailing, Holds, Inquire, Statement
 from unisono.record.problems import evidence as files
 from unisono.record.problems.evidence import Witness, redacted, shown_environment
-from unisono.record.problems.fit import Held, Setting, advice, table
+from unisono.record.problems.evidence_files import FOLDER, stamp, write
+from unisono.record.problems.fit import FitSetting, Held, advice, table
 from unisono.record.problems.kinds import Trouble, file_name, text
 from unisono.record.problems.witness import versions
-from unisono.record.problems.writing import FOLDER, stamp, write
 
 __all__ = ["House", "Troubles"]
 
@@ -172,7 +172,7 @@ class Troubles:
             limit=trouble.peak_bytes,  # all was used when it was killed
             shared=trouble.limit_bytes,
         )
-        setting = Setting(batch_size=known.batch_size, microbatches=known.microbatches, num_workers=others + 1)
+        setting = FitSetting(batch_size=known.batch_size, microbatches=known.microbatches, num_workers=others + 1)
         return msgspec.structs.replace(trouble, detail=table(held), advice=advice(held, setting))
 
     def gone(self, name: str) -> None:

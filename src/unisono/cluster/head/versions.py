@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from unisono.cluster.head.lines import Line
-from unisono.cluster.head.memory import Memory
+from unisono.cluster.head.connections import Line
+from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.worker.packed import pack
 from unisono.core.following import HEIR_ANSWERS_S, Undelivered
-from unisono.core.messages import Snapshot, Told, encode
-from unisono.membership import Action, holders, keepers, successor
+from unisono.core.messages import Happened, HeadSnapshot, encode
+from unisono.membership import Action, holders, keepers, seat_of
 
 __all__ = ["Outgoing", "Versions"]
 
-Outgoing = Action | Told | asyncio.Future[None]
+Outgoing = Action | Happened | asyncio.Future[None]
 """A message to one, or to all that listen; or a future that somebody waits for to send an answer."""
 
 
@@ -44,6 +45,8 @@ class Versions:
         self._heirs: Sequence[str] = ()
         self._undelivered = Undelivered[Outgoing]()
         self._timer: asyncio.TimerHandle | None = None
+        self._ready: deque[Outgoing] = deque()
+        self._is_sending = False
         self.number = 0
         """Number of the newest version."""
 
@@ -53,17 +56,17 @@ class Versions:
             self._heirs = heirs
             self._deliver()
 
-    def make(self, memory: Memory) -> None:
+    def make(self, memory: HeadMemory) -> None:
         """Send a new version to the agents that keep the state."""
         self.number += 1
         state = memory.state
         connected = [agent_id for agent_id in keepers(state) if agent_id in self._lines]
         if connected:
-            snapshot = Snapshot(
+            snapshot = HeadSnapshot(
                 term=state.term,
                 number=self.number,
                 state=memory.encode(),
-                successor=successor(state),
+                successor=seat_of(state),
                 heirs=list(state.heirs),
                 holders=holders(state),
             )
@@ -91,10 +94,21 @@ class Versions:
     def _deliver(self) -> None:
         now = time.monotonic()
         ready, self._undelivered = self._undelivered.release(self._heirs, now)
-        for message in ready:
-            self._send(message)
+        self._ready += ready
+        self._send_ready()
         if self._timer is None and self._undelivered.waiting:
             self._timer = asyncio.get_running_loop().call_later(HEIR_ANSWERS_S, self._look_for_silent_heirs, now)
+
+    def _send_ready(self) -> None:
+        """Send in order: what a message tells besides follows it."""
+        if self._is_sending:
+            return
+        self._is_sending = True
+        try:
+            while self._ready:
+                self._send(self._ready.popleft())
+        finally:
+            self._is_sending = False
 
     def _look_for_silent_heirs(self, set_at: float) -> None:
         self._timer = None

@@ -1,7 +1,7 @@
 """The run as those who look at it see it: the overview, which the head folds from the events, and what happens.
 
 `unisono.views.page.viewers` tells it to them. Questions are answered by a process of its own
-(`unisono.cluster.head.reading`).
+(`unisono.cluster.head.past_reader`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from unisono.cluster.head.door import Allowance, Caller
-from unisono.cluster.head.reading import Present, Reading
+from unisono.cluster.head.past_reader import Present, Reading
 from unisono.core.events import Event, MachineUsed, StepFinished, WorkerOutput
 from unisono.record.overview import Overview, OverviewBuilder
 from unisono.views.page.viewers import Feed, Viewers

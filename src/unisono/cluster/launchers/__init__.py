@@ -13,10 +13,20 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from unisono.cluster.launchers.asked import in_allocation, in_ray_job, names_hosts
+from unisono.cluster.launchers.agent_processes import AgentProcess
 from unisono.cluster.launchers.fleet import Fleet
-from unisono.cluster.launchers.processes import AgentProcess
-from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Kind, Launcher, Machine, Request
+from unisono.cluster.launchers.protocol import (
+    HERE,
+    AgentCommand,
+    Handle,
+    Kind,
+    Launcher,
+    Machine,
+    Request,
+    in_allocation,
+    in_ray_job,
+    names_hosts,
+)
 from unisono.cluster.machine import agent
 from unisono.cluster.machine.headprocess import Service
 from unisono.core.errors import UsageError
@@ -45,7 +55,7 @@ LAUNCHERS: Final[dict[str, Kind]] = {
     "ssh": Kind("unisono.cluster.launchers.ssh:Ssh", is_asked=names_hosts),
     "slurm": Kind("unisono.cluster.launchers.slurm:Slurm", is_asked=in_allocation),
     "ray": Kind("unisono.cluster.launchers.ray:Ray", is_asked=in_ray_job),
-    "none": Kind("unisono.cluster.launchers.none:Nobody", is_asked=lambda request: False),
+    "none": Kind("unisono.cluster.launchers.local:Nobody", is_asked=lambda request: False),
     "local": Kind("unisono.cluster.launchers.local:Local", is_asked=lambda request: True),
 }
 """By name. Of those that a request or its environment asks for, the first is taken; "local" stays the last one."""

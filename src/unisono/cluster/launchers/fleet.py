@@ -11,14 +11,53 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from unisono.cluster.launchers.protocol import AgentCommand, Handle, Launcher, Machine
-from unisono.cluster.launchers.relaunching import Attempts
 from unisono.cluster.machine.children import TERMINATE_S, Listener
 from unisono.cluster.trust.invitation import Invitation
 from unisono.core.errors import UsageError
 from unisono.core.words import exit_words, listed
 
-__all__ = ["Fleet"]
+__all__ = ["FIRST_S", "LIVED_S", "MOST_S", "Attempts", "Fleet"]
+
+FIRST_S: Final = 5.0
+MOST_S: Final = 300.0
+LIVED_S: Final = 60.0
+
+
+class Attempts(msgspec.Struct, frozen=True, kw_only=True):
+    """The starts of one machine's agent. Times in seconds, of one clock.
+
+    A lost agent is started again after a pause: `FIRST_S` after the first end, twice as long after each further one,
+    and `MOST_S` at most. An agent that has lived for `LIVED_S` has not failed: after its end the pauses begin anew.
+    """
+
+    started_at: float
+    """The last start."""
+    ended_at: float | None = None
+    """The end of the agent that was started then; None: it has not ended."""
+    num_failed: int = 0
+    """Agents in a row that have ended before `LIVED_S`."""
+
+    def ended(self, now: float) -> Attempts:
+        """Return the attempts after the end of the agent."""
+        failed = self.num_failed + 1 if now - self.started_at < LIVED_S else 0
+        return Attempts(started_at=self.started_at, ended_at=now, num_failed=failed)
+
+    def started(self, now: float) -> Attempts:
+        """Return the attempts after another start."""
+        return Attempts(started_at=now, num_failed=self.num_failed)
+
+    @property
+    def pause_s(self) -> float:
+        """The time from the end of an agent to the next start."""
+        return min(FIRST_S * 2.0 ** max(self.num_failed - 1, 0), MOST_S)
+
+    def is_due(self, now: float) -> bool:
+        """Return whether the agent has ended, and the pause is over."""
+        return self.ended_at is not None and now >= self.ended_at + self.pause_s
+
 
 VERDICT_S: Final = 2.0  # after the end of an agent, for the head to say that the run is over
 LOOK_S: Final = 2.0  # between two comparisons of what is wanted with what is there

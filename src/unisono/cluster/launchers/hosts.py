@@ -134,7 +134,7 @@ def spread(workers: Workers, hosts: Sequence[Host], room: Sequence[int], *, is_a
         queue = [
             ((numbers[index] + 1) / size, index)
             for index, size in enumerate(room)
-            if (numbers[index] < size if fits else hosts[index].slots is None)
+            if (numbers[index] < size if fits else size and hosts[index].slots is None)
         ]
         heapq.heapify(queue)
         while queue and sum(numbers) < wanted:

@@ -22,7 +22,7 @@ def answer(question):  # type: ignore[no-untyped-def]
 
     Args:
         question: ``folder``, ``arguments`` and ``threads`` of the run; ``addresses``, ``port`` and ``secret`` of a
-            beacon (`unisono.cluster.launchers.beacon`), where the address "" stands for the one that this connection
+            beacon (`unisono.cluster.launchers.ssh`), where the address "" stands for the one that this connection
             comes from; ``shipped``, ``names`` and ``checksum`` of a folder that could be sent; ``variables`` that an
             agent would have beside those here.
     """

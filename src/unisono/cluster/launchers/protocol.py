@@ -24,15 +24,20 @@ import msgspec
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.system.capacity import Workers
+from unisono.system.tasks import FIRST_SPECIAL_STEP
 
 __all__ = [
     "HERE",
+    "RAY_JOB",
     "AgentCommand",
     "Handle",
     "Kind",
     "Launcher",
     "Machine",
     "Request",
+    "in_allocation",
+    "in_ray_job",
+    "names_hosts",
 ]
 
 HERE: Final = ""
@@ -61,6 +66,28 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def takes_all(self) -> bool:
         """``--workers auto``: as many workers as the machines have room for."""
         return self.settings.workers == "auto"
+
+
+RAY_JOB: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets this variable for the command of ``ray job submit``."""
+
+
+def names_hosts(request: Request) -> bool:
+    """Return whether a command line names machines."""
+    return bool(request.settings.hosts or request.settings.hostfile)
+
+
+def in_allocation(request: Request) -> bool:
+    """Return whether this is a batch script or a shell in an allocation of Slurm, and no task of ``srun``."""
+    environment = request.environment
+    step = environment.get("SLURM_STEP_ID", "")
+    is_task = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    return "SLURM_JOB_ID" in environment and "SLURM_JOB_NODELIST" in environment and not is_task
+
+
+def in_ray_job(request: Request) -> bool:
+    """Return whether the command runs in a job of Ray."""
+    return RAY_JOB in request.environment
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +149,7 @@ class Launcher(ABC):
     """Starts agents on machines. Derive a class, and add a row to `unisono.cluster.launchers.LAUNCHERS`.
 
     Two methods are a launcher: `machines` and `start`. The machines that it has named are kept: where an
-    agent is lost, `start` is called for its machine again, after a pause (`unisono.cluster.launchers.relaunching`).
+    agent is lost, `start` is called for its machine again, after a pause (`unisono.cluster.launchers.fleet`).
     """
 
     is_elastic = False

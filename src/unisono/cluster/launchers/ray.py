@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unisono.cluster.launchers.protocol import AgentCommand, Handle, Launcher, Machine, Request
-from unisono.cluster.launchers.rayactor import make_actor
+from unisono.cluster.launchers.rayactor import Holder
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.system.capacity import Workers
@@ -80,7 +80,7 @@ class Ray(Launcher):
         self._address = request.settings.ray_address
         self._gpus = request.settings.ray_gpus_per_worker
         self._sends_folder = request.settings.ray_send_folder
-        self._actors = make_actor(self._ray)
+        self._actors = self._ray.remote(Holder)
         self._places: dict[str, _Place] = {}
         self._number = 0
         self._lock = threading.Lock()
@@ -97,8 +97,9 @@ class Ray(Launcher):
         self._places, self._is_closed = {}, False
         self._connect()
         try:
-            wanted = sum(_free(self._ray, self._needs())) if self._takes_all else self._workers.maximum
-            needed = max(1, wanted) if self._takes_all else self._workers.start
+            wanted, needed = self._workers.maximum, self._workers.start
+            if self._takes_all:
+                wanted = needed = max(1, sum(room for _, room in _rooms(self._ray, self._needs())))
             self._request(max(1, wanted))
             return self._wait_for(needed)
         except BaseException:
@@ -257,7 +258,11 @@ def _check_reachable(address: str) -> None:
 
 def _rooms(ray: Any, needs: Mapping[str, float]) -> list[tuple[str, int]]:
     """Return the nodes that have room for workers now, and for how many each."""
-    free = ray._private.state.available_resources_per_node()  # Ray has no public call for this (ray.util.tpu uses it)
+    # Ray, up to 2.60, has no public call for what is free on a node (its own ray.util.tpu uses this one). In a version
+    # without it, what a node has in all counts: then a worker may have to wait until there is room for it.
+    state = getattr(getattr(ray, "_private", None), "state", None)
+    ask = getattr(state, "available_resources_per_node", None)
+    free = ask() if ask is not None else {node["NodeID"]: node["Resources"] for node in ray.nodes()}
     found = []
     for node in ray.nodes():
         if node["Alive"]:
@@ -266,10 +271,6 @@ def _rooms(ray: Any, needs: Mapping[str, float]) -> list[tuple[str, int]]:
             if room:
                 found.append((node["NodeID"], room))
     return found
-
-
-def _free(ray: Any, needs: Mapping[str, float]) -> list[int]:
-    return [room for _, room in _rooms(ray, needs)]
 
 
 class _Agent(Handle):

@@ -11,14 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-__all__ = ["Holder", "make_actor"]
-
-
-def make_actor(ray: Any) -> Any:
-    """Return `Holder` as an actor of Ray."""
-    return ray.remote(Holder)
+__all__ = ["Holder"]
 
 
 class Holder:

@@ -18,7 +18,7 @@ from unisono.record.journal import JOURNAL
 from unisono.record.rundir import RUN_FILE
 from unisono.system.lifetime import run_bound
 
-__all__ = ["MEGABYTE", "Parcel", "inspect", "pack"]
+__all__ = ["MEGABYTE", "ShippedFiles", "inspect", "pack"]
 
 MEGABYTE: Final = 1_000_000
 NEVER: Final = frozenset({".git", ".hg", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"})
@@ -27,7 +27,7 @@ GIT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ShippedFiles:
     """The files of a folder that are sent."""
 
     folder: str
@@ -36,7 +36,7 @@ class Parcel:
     checksum: str
 
 
-def inspect(folder: str, *, without: str, max_bytes: int) -> Parcel:
+def inspect(folder: str, *, without: str, max_bytes: int) -> ShippedFiles:
     """Return which files of a folder are sent. Reads all of them once, for the checksum.
 
     What ``.gitignore`` names is left out, also where the folder is no checkout of git; and so are caches of Python and
@@ -74,10 +74,10 @@ def inspect(folder: str, *, without: str, max_bytes: int) -> Parcel:
     if not digest:
         unreadable = next((name for name in sizes if not checksum(folder, [name])), "")
         raise UsageError(f"--ship cannot read {os.path.join(folder, unreadable)}")
-    return Parcel(folder, tuple(sizes), total, digest)
+    return ShippedFiles(folder, tuple(sizes), total, digest)
 
 
-def pack(parcel: Parcel, target: IO[bytes]) -> None:
+def pack(parcel: ShippedFiles, target: IO[bytes]) -> None:
     """Write the archive of a parcel.
 
     Raises:

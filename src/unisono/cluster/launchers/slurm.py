@@ -8,21 +8,25 @@ on; the head ends it with the run, and Slurm with the job.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from unisono.cluster.launchers.asked import in_allocation
-from unisono.cluster.launchers.nodes import binds_to_cores, gpus_of_nodes, node_names, own_address
-from unisono.cluster.launchers.processes import AgentProcess
-from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request
+from unisono.cluster.launchers.agent_processes import AgentProcess
+from unisono.cluster.launchers.hosts import Host, spread
+from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request, in_allocation
+from unisono.cluster.machine.headprocess import reachable
 from unisono.core.errors import UsageError
 from unisono.system.capacity import check_open_files, check_workers
+from unisono.system.interfaces import route_to
+from unisono.system.lifetime import run_bound
 from unisono.system.tasks import counts
 
-__all__ = ["Slurm"]
+__all__ = ["Slurm", "binds_to_cores", "expand", "gpus_of_nodes", "node_names", "own_address", "parse_gpus"]
 
 END_S: Final = 5.0
 _CHOSEN: Final = (
@@ -50,13 +54,11 @@ class Slurm(Launcher):
         nodes = node_names(request.environment)
         room, gpus = capacities(request.environment, nodes, request.spec.threads)
         self._gpus = dict(zip(nodes, gpus, strict=True))
-        wanted = sum(room)
-        if not request.takes_all:
-            wanted = min(request.workers.maximum, max(request.workers.start, wanted))
+        numbers = spread(request.workers, [Host(node) for node in nodes], room, is_auto=request.takes_all)
         own = _own_node(request.environment, nodes)
         self._machines = [
             Machine(name=HERE if name == own else name, num_workers=number)
-            for name, number in zip(nodes, shares(wanted, room), strict=True)
+            for name, number in zip(nodes, numbers, strict=True)
             if number
         ]
         others = [machine.name for machine in self._machines if machine.name != HERE]
@@ -65,7 +67,7 @@ class Slurm(Launcher):
                 f"the job of Slurm has {', '.join(others)} as well, and there is no srun here to start agents there "
                 "(in a container?); use --launcher local for this node alone"
             )
-        check_workers(wanted, len(nodes))
+        check_workers(sum(numbers), len(nodes))
         check_open_files(max(machine.num_workers for machine in self._machines))
 
     def machines(self) -> Sequence[Machine]:
@@ -107,16 +109,6 @@ def capacities(environment: Mapping[str, str], nodes: Sequence[str], threads: in
     return [max(1, number // threads) for number in cores[:num_nodes]], gpus
 
 
-def shares(number: int, room: Sequence[int]) -> list[int]:
-    """Return how many of so many workers each node gets: in proportion to its room."""
-    given = [0] * len(room)
-    for _ in range(number):
-        able = (node for node, most in enumerate(room) if most)
-        node = min(able, key=lambda node: ((given[node] + 1) / room[node], node))
-        given[node] += 1
-    return given
-
-
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of ``srun``: a batch script's wishes for its own steps are not those for an agent."""
     names = [name.removeprefix("SLURM_") for name in environment if name.startswith("SLURM_")]
@@ -131,3 +123,87 @@ def _own_node(environment: Mapping[str, str], nodes: Sequence[str]) -> str:
     name = environment.get("SLURMD_NODENAME", "")
     short = socket.gethostname().partition(".")[0]
     return next((node for node in nodes if node == name or (not name and node.partition(".")[0] == short)), "")
+
+
+SCONTROL_S: Final = 10.0
+ANY: Final = "0.0.0.0"
+_PART: Final = re.compile(r"((?:[^,\[]|\[[^\]]*\])+)")
+
+
+def node_names(environment: Mapping[str, str]) -> list[str]:
+    """Return the nodes that ``srun`` or ``sbatch`` has given to this process; none outside of Slurm."""
+    text = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    if not text:
+        return []
+    return _scontrol("show", "hostnames", text).split() or expand(text)
+
+
+def expand(text: str) -> list[str]:
+    """Return the names in ``n[1-3,07],login``, as ``scontrol show hostnames`` does."""
+    names = []
+    for part in _PART.findall(text):
+        front, bracket, rest = part.partition("[")
+        if not bracket:
+            names.append(front)
+            continue
+        inside, _, back = rest.partition("]")
+        for numbers in inside.split(","):
+            low, _, high = numbers.partition("-")
+            for number in range(int(low), int(high or low) + 1):
+                names += [f"{front}{number:0{len(low)}}{end}" for end in (expand(back) or [""])]
+    return names
+
+
+def gpus_of_nodes(environment: Mapping[str, str], nodes: Sequence[str]) -> list[int]:
+    """Return how many GPUs the job has on each of its nodes; where Slurm does not say: as on the node of this process.
+
+    Raises:
+        ValueError: the variables of Slurm cannot be read.
+    """
+    here = int(environment.get("SLURM_GPUS_ON_NODE", "0") or 0)
+    if len(nodes) > 1 and any(name.startswith("SLURM_") and "GPU" in name for name in environment):
+        known = parse_gpus(_scontrol("show", "job", "--details", environment.get("SLURM_JOB_ID", "")))
+        if known.keys() >= set(nodes):
+            return [known[node] for node in nodes]
+    return [here] * len(nodes)
+
+
+def parse_gpus(details: str) -> dict[str, int]:
+    """Return how many GPUs a job has on each node, from what ``scontrol show job --details`` prints."""
+    found = {}
+    for names, resources in re.findall(r"^\s*Nodes=(\S+) CPU_IDs=(.*)$", details, re.MULTILINE):
+        gpus = [int(number) for number in re.findall(r"\bgpu(?::[^:,()\s]+)?:(\d+)\(", resources)]
+        found.update(dict.fromkeys(expand(names), sum(gpus)))
+    return found
+
+
+def own_address(environment: Mapping[str, str]) -> str:
+    """Return the address at which the other nodes of the job reach this machine: that of the route to one of them.
+
+    Without Slurm, or where a node's address is not found: that of the default route.
+    """
+    own = {environment.get("SLURMD_NODENAME", ""), socket.gethostname()}
+    others = [name for name in node_names(environment) if name not in own]
+    for address in _addresses(others[:1]):
+        with contextlib.suppress(OSError):
+            return route_to(address)[1]
+    return reachable(ANY)
+
+
+def binds_to_cores() -> bool:
+    """Return whether Slurm gives a task cores of its own."""
+    return re.search(r"^TaskPlugin +=.*(affinity|cgroup)", _scontrol("show", "config"), re.MULTILINE) is not None
+
+
+def _addresses(names: Sequence[str]) -> list[str]:
+    """Return what may reach these nodes: the address that Slurm uses, which need not be the name, and the name."""
+    known = [found for name in names for found in re.findall(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))]
+    return [*known, *names]
+
+
+def _scontrol(*words: str) -> str:
+    """Return what ``scontrol`` prints; "" where that does not work."""
+    with contextlib.suppress(OSError):  # there is none
+        done = run_bound(["scontrol", *words], SCONTROL_S)
+        return done.output if done.code == 0 else ""
+    return ""

@@ -7,23 +7,24 @@ What runs on a machine is held there (`unisono.cluster.machine.holder`): nothing
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from unisono.cluster.launchers.answers import SSH_FAILED, Answer, why_no_answer, why_ssh_failed
-from unisono.cluster.launchers.asked import names_hosts
-from unisono.cluster.launchers.beacon import Beacon
+from unisono.cluster.launchers.agent_processes import AgentProcess
 from unisono.cluster.launchers.hosts import Host, is_this_machine, parse_hosts, read_hostfile, spread
-from unisono.cluster.launchers.processes import AgentProcess
-from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request
-from unisono.cluster.launchers.shipping import MEGABYTE, Parcel, inspect, pack
-from unisono.cluster.launchers.way import Unfit, Way, call, for_all
+from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine, Request, names_hosts
+from unisono.cluster.launchers.shipping import MEGABYTE, ShippedFiles, inspect, pack
+from unisono.cluster.launchers.way import SSH_FAILED, Answer, Unfit, Way, call, for_all, why_no_answer, why_ssh_failed
 from unisono.cluster.machine import holder, shipped
 from unisono.cluster.machine.headprocess import reachable
 from unisono.core.errors import UsageError
@@ -81,8 +82,8 @@ class Ssh(Launcher):
         far = [host for host in self._hosts if host not in here]
         known = {host.name: self._place_here(host) for host in here}
         parcel = self._parcel() if far else None
-        with Beacon(request.bind, request.port) as beacon:
-            question = self._question(beacon, parcel)
+        with beacon(request.bind, request.port) as (port, secret):
+            question = {**self._question(parcel), "port": port, "secret": secret}
             found = self._for_all(far, lambda host: self._ask(host, question))
         known |= found
         if parcel is not None:
@@ -115,7 +116,7 @@ class Ssh(Launcher):
         if place.folder != self._folder:
             words += ["--folder", place.folder]
             lock = os.path.join(os.path.dirname(place.folder), shipped.LOCK)
-        order = holder.Order(words, self._environment, lock)
+        order = holder.HolderOrder(words, self._environment, lock)
         there = AgentCommand(
             words=self._way.to(place.host.name, "unisono.cluster.machine.holder"),
             secret=f"{order.encode()}\n{command.secret}",
@@ -136,14 +137,14 @@ class Ssh(Launcher):
         room = host.slots or free_workers(self._request.spec.threads)
         return _Place(host, room, folder=self._folder, arithmetic=foretold(os.environ), is_here=True)
 
-    def _parcel(self) -> Parcel | None:
+    def _parcel(self) -> ShippedFiles | None:
         settings = self._request.settings
         if not settings.ship:
             return None
         without = self._request.spec.settings.run_dir
         return inspect(self._folder, without=without, max_bytes=int(settings.ship_limit * MEGABYTE))
 
-    def _check_script(self, parcel: Parcel) -> None:
+    def _check_script(self, parcel: ShippedFiles) -> None:
         script, *_ = self._request.spec.arguments
         if script == "-m":
             return
@@ -153,7 +154,7 @@ class Ssh(Launcher):
                 "go to the folder of the script, and name the script without a leading path"
             )
 
-    def _question(self, beacon: Beacon, parcel: Parcel | None) -> dict[str, Any]:
+    def _question(self, parcel: ShippedFiles | None) -> dict[str, Any]:
         request = self._request
         addresses = [reachable(request.bind)] if request.bind else ["", *_own_addresses()]
         names = {"names": parcel.names, "checksum": parcel.checksum} if parcel is not None else None
@@ -162,8 +163,6 @@ class Ssh(Launcher):
             "arguments": request.spec.arguments,
             "threads": request.spec.threads,
             "addresses": addresses,
-            "port": beacon.port,
-            "secret": beacon.secret,
             "shipped": names,
             "variables": self._switches(),
         }
@@ -223,7 +222,7 @@ class Ssh(Launcher):
             "--bind ADDRESS"
         )
 
-    def _ship(self, parcel: Parcel, places: Sequence[_Place]) -> dict[str, _Place]:
+    def _ship(self, parcel: ShippedFiles, places: Sequence[_Place]) -> dict[str, _Place]:
         if not places:
             return {}
         with tempfile.TemporaryDirectory(prefix="unisono-ship-") as folder:
@@ -288,14 +287,15 @@ def _all_or_none(found: Mapping[str, _Place | Unfit]) -> dict[str, _Place]:
 def _check_alike(places: Sequence[_Place]) -> None:
     """Raise UsageError where machines may compute other bits than this one, or than the first one without this one."""
     first = next((place for place in places if place.is_here), places[0])
-    where = "on this machine" if first.is_here else f"on {first.host.name}"
+    # The first machine may be the odd one; what is installed is compared with what the command is.
+    own = dict(first.arithmetic) | {name: foretold(os.environ)[name] for name in ("torch", "python")}
 
     def compared(place: _Place) -> _Place | Unfit:
-        names = sorted(first.arithmetic.keys() | place.arithmetic.keys())
-        own, other = first.arithmetic, place.arithmetic
+        other = place.arithmetic
         differ = [
-            f"{name} is {other.get(name) or 'not set'} there, and {own.get(name) or 'not set'} {where}"
-            for name in names
+            f"{name} is {other.get(name) or 'not set'} there, and {own.get(name) or 'not set'} "
+            f"on {'this machine' if first.is_here or name in ('torch', 'python') else first.host.name}"
+            for name in sorted(own.keys() | other.keys())
             if own.get(name) != other.get(name)
         ]
         return Unfit(f"it may compute other bits (--strict): {'; '.join(differ)}") if differ else place
@@ -314,3 +314,49 @@ def _environment(names: Sequence[str]) -> dict[str, str]:
     if missing:
         raise UsageError(f"--pass-env {missing[0]}: there is no such variable here")
     return {name: os.environ[name] for name in (*VARIABLES, *names) if name in os.environ}
+
+
+@contextlib.contextmanager
+def beacon(bind: str, port: int) -> Iterator[tuple[int, str]]:
+    """Send a fresh secret to whoever connects, while the context lasts. Who has read the secret has reached this one.
+
+    Args:
+        bind: where to listen; "": on all interfaces.
+        port: 0 for any.
+
+    Returns:
+        The port, and the secret.
+
+    Raises:
+        UsageError: this port or this address is not free.
+    """
+    both = not bind and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in bind else socket.AF_INET
+    try:
+        listener = socket.create_server((bind, port), family=family, dualstack_ipv6=both)
+    except (OSError, TypeError) as error:
+        where = f"{bind or 'all interfaces'} port {port}"
+        raise UsageError(
+            f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}; use another --bind or --set port "
+            "(0: any)"
+        ) from error
+    secret = secrets.token_hex(16)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(secret.encode())
+
+    thread = threading.Thread(target=serve, name="unisono-beacon", daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1], secret
+    finally:
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes up the thread
+        thread.join()
+        listener.close()

@@ -16,12 +16,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from unisono.cluster.launchers.processes import AgentProcess
+from unisono.cluster.launchers.agent_processes import AgentProcess
 from unisono.cluster.launchers.protocol import HERE, AgentCommand, Handle, Launcher, Machine
 from unisono.cluster.machine import holder
-from unisono.cluster.machine.plain import Order
+from unisono.cluster.machine.torchrunner import Order
 from unisono.core.errors import UsageError
 from unisono.core.words import count, exit_words
+from unisono.system.aside import Aside
 
 __all__ = ["Torchruns", "exit_code", "fewest", "open_store"]
 
@@ -30,7 +31,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OWN_STORES: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Where processes may start again, each start has a store of its own: in torchrun's, which outlives it, gloo finds the
 addresses of the processes before, and waits for them."""
-_COMMAND: Final = (sys.executable, "-P", "-m", "unisono.cluster.machine.plain")
+_COMMAND: Final = (sys.executable, "-P", "-m", "unisono.cluster.machine.torchrunner")
 
 
 def exit_code(codes: Mapping[str, int], num_machines: int, least: int) -> int | None:
@@ -108,6 +109,8 @@ class Torchruns:
         self._handles: dict[str, Handle] = {}
         self._news: asyncio.Queue[tuple[str, int] | signal.Signals]
         """Ends of torchruns (machine, exit code), and signals to this process."""
+        self._loop: asyncio.AbstractEventLoop
+        self._shown: Aside[str]
 
     def run(
         self, machines: Sequence[Machine], *, nodes: tuple[int, int] = (1, 1), endpoint: str = "", name: str = ""
@@ -127,8 +130,10 @@ class Torchruns:
 
     async def _run(self, machines: Sequence[Machine], nodes: tuple[int, int], endpoint: str, name: str) -> int:
         self._news = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._shown = Aside(self._print)
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._news.put_nowait, number)
+            self._loop.add_signal_handler(number, self._on_signal, number)
         least = len(machines) - (nodes[1] - nodes[0])
         codes: dict[str, int] = {}
         try:
@@ -144,6 +149,11 @@ class Torchruns:
             return code
         finally:
             await self._close(set(self._handles) - set(codes))
+            await asyncio.to_thread(self._shown.close)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._shown.hurry()
+        self._news.put_nowait(number)
 
     def _order(self, num_processes: int, nodes: tuple[int, int], endpoint: str, name: str) -> Order:
         options = ["--nproc-per-node", str(num_processes), "--max-restarts", str(self._max_restarts)]
@@ -167,13 +177,14 @@ class Torchruns:
             assert self._launcher is not None
             handle = self._launcher.start(machine, AgentCommand(words=_COMMAND, secret=order.encode()))
         self._handles[machine.name] = handle
-        handle.follow(self._show, lambda code: self._news.put_nowait((machine.name, code)))
+        handle.follow(self._shown.put, lambda code: self._news.put_nowait((machine.name, code)))
 
-    def _show(self, line: str) -> None:
+    def _print(self, line: str) -> None:
+        """Print a line of a script (in a thread)."""
         try:
             print(line, flush=True)
         except BrokenPipeError:  # nobody reads this process's output any more
-            self._news.put_nowait(signal.SIGPIPE)
+            self._loop.call_soon_threadsafe(self._news.put_nowait, signal.SIGPIPE)
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stdout.fileno())
         except OSError:  # a full disk: this line is lost, those after it perhaps not
@@ -198,7 +209,7 @@ class Torchruns:
 def _held_here(order: Order) -> Handle:
     """Start torchrun on this machine. Its output is that of this process."""
     words = (sys.executable, "-P", "-m", "unisono.cluster.machine.holder")
-    given = f"{holder.Order(_COMMAND, merges_output=False).encode()}\n{order.encode()}"
+    given = f"{holder.HolderOrder(_COMMAND, merges_output=False).encode()}\n{order.encode()}"
     return AgentProcess(AgentCommand(words=words, secret=given), shows_output=True)
 
 

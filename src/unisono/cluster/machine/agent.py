@@ -28,16 +28,15 @@ from typing import Final, Protocol
 
 import msgspec
 
-from unisono.cluster.machine.beats import Reporter
+from unisono.cluster.machine.beats import BeatReporter
 from unisono.cluster.machine.children import NOT_STARTED, TERMINATE_S, Listener
 from unisono.cluster.machine.condition import Condition
 from unisono.cluster.machine.evaluators import Evaluators
-from unisono.cluster.machine.following import Following
-from unisono.cluster.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of
+from unisono.cluster.machine.head_connection import Following
+from unisono.cluster.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of, welcome_words
 from unisono.cluster.machine.holder import LOST
-from unisono.cluster.machine.inviting import welcome_words
 from unisono.cluster.machine.metering import Metering
-from unisono.cluster.machine.workers import Workers, machine_label
+from unisono.cluster.machine.workers import WorkerProcesses, machine_label
 from unisono.cluster.trust.certificate import derived
 from unisono.cluster.trust.invitation import HeadUrl, Invitation
 from unisono.core import messages
@@ -47,6 +46,7 @@ from unisono.core.events import (
     Event,
     MachineUsed,
     MembershipChanged,
+    Once,
     RunEnded,
     StepFinished,
     WorkerOutput,
@@ -56,35 +56,35 @@ from unisono.core.messages import (
     Drain,
     Ended,
     Evict,
-    Evidence,
     Happened,
     Inquire,
     MachinesGone,
     Message,
     Offer,
-    RunDirectory,
+    RunDirectoryChosen,
     Start,
     Statement,
     Stop,
-    Told,
     Used,
     WorkerExit,
+    WriteEvidence,
 )
 from unisono.core.policy import Policy
 from unisono.core.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.core.spec import MachineSpec
 from unisono.core.words import count, stopping_words
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record.chronicle import Chronicle
-from unisono.record.journal import conclude, summary
+from unisono.record.journal import conclude
+from unisono.record.problems.evidence_files import write
 from unisono.record.problems.limits import memory_limit
 from unisono.record.problems.witness import about_machine
-from unisono.record.problems.writing import write
 from unisono.record.rundir import doubt, forget_head, holder
+from unisono.system.aside import Aside
 from unisono.system.descendants import end_descendants
 from unisono.system.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
-from unisono.system.unwatched import IS_WATCHED
-from unisono.views.watch import Stream, make
+from unisono.system.process import IS_WATCHED
+from unisono.views.watch import EventStream, make
 
 __all__ = ["Machines", "join", "run"]
 
@@ -164,16 +164,18 @@ async def _run(
     }
     head = HeadProcess(settings, listener, secret, url, certificate)
     agent = _Agent(
-        spec, own_url, token, secret, Stream([make("terminal")] if IS_WATCHED else []), head, machines, is_primary=True
+        spec,
+        own_url,
+        token,
+        secret,
+        EventStream([make("terminal")] if IS_WATCHED else []),
+        head,
+        machines,
+        is_primary=True,
     )
     for text in welcome_words(Invitation(url, token), service, spec.run.settings.run_dir):
         agent.say(text)
-    try:
-        return await agent.run()
-    finally:
-        await head.end()
-        head.close()
-        agent.forget_head(spec.run.settings.run_dir, token, run_id)
+    return await _work(agent, head, spec, token, run_id)
 
 
 def join(spec: MachineSpec, url: str, token: str) -> int:
@@ -194,7 +196,7 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
 
 
 async def _join(spec: MachineSpec, url: str, token: str, secret: Memory, certificate: Memory | None) -> int:
-    stream = Stream([make("relay" if spec.launched else "terminal")])
+    stream = EventStream([make("relay" if spec.launched else "terminal")])
     head = None
     if spec.may_have_head:
         with contextlib.suppress(OSError):  # without a port of its own this machine cannot have the next head
@@ -203,13 +205,18 @@ async def _join(spec: MachineSpec, url: str, token: str, secret: Memory, certifi
             settings = {"policy": Policy(start=1, maximum=1), "run_id": "", "spec": spec.run}
             head = HeadProcess(settings, listener, secret, own_url, certificate)
     agent = _Agent(spec, url, token, secret, stream, head)
+    return await _work(agent, head, spec, token)
+
+
+async def _work(agent: _Agent, head: HeadProcess | None, spec: MachineSpec, token: str, run_id: str = "") -> int:
     try:
         return await agent.run()
     finally:
         if head is not None:
             await head.end()
             head.close()
-            agent.forget_head(spec.run.settings.run_dir, token)
+            agent.forget_head(spec.run.settings.run_dir, token, run_id)
+        await agent.close()
 
 
 class _Agent:
@@ -227,7 +234,7 @@ class _Agent:
         url: str,
         token: str,
         secret: Memory,
-        stream: Stream,
+        stream: EventStream,
         head: HeadProcess | None,
         machines: Machines | None = None,
         *,
@@ -236,6 +243,7 @@ class _Agent:
         self._spec = spec
         settings = spec.run.settings
         self._stream = stream
+        self._shown: Aside[Event] = Aside(stream.emit)
         self._digests: dict[str, str] = {}
         self._is_primary = is_primary
         self._outcome = settings.outcome if is_primary else ""
@@ -252,8 +260,11 @@ class _Agent:
         self._following = Following(
             url, token, hello, self, away_s=settings.head_away_s, head=head, partition=settings.when_cut
         )
-        self._workers = Workers(spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit)
+        self._workers = WorkerProcesses(
+            spec, head=url, host=self._host, secret=secret, listener=self, on_exit=self._on_exit
+        )
         self._evaluators = Evaluators(spec.num_evaluators, self, self._workers.gpu_of_evaluator)
+        self._once = Once()
         self._chronicle = Chronicle(lambda: self._following.has_seat)
         self._is_run_over = False
         self._forgets = False
@@ -292,7 +303,7 @@ class _Agent:
         tasks = [asyncio.create_task(self._following.run())]
         if self._spec.condition:
             tasks.append(asyncio.create_task(Condition(self._spec.condition, self._on_condition).run()))
-        reporter = Reporter(self._workers.slots, self._following.report, self._spec.run.settings.heartbeat_s)
+        reporter = BeatReporter(self._workers.slots, self._following.report, self._spec.run.settings.heartbeat_s)
         metering = self._start_metering() if IS_WATCHED else None
         try:
             if self._machines is not None:
@@ -342,19 +353,12 @@ class _Agent:
         match message:
             case Start():
                 self._workers.start(message.worker_ids, message.delay_s)
-            case Happened(event=RunEnded() as event):
-                self._digests = event.digests  # the run ends for this machine when the head says so
             case Happened():
-                if isinstance(message.event, MembershipChanged):
-                    self._hear()
-                self._stream.emit(message.event, number=message.number)
-                if not isinstance(message.event, StepFinished):
-                    self._chronicle.tell(message.event, message.number)
-            case Told():
-                for told in message.events:
-                    self._take_told(told)
-                self._chronicle.use([told for told in message.events if isinstance(told, MachineUsed)])
-            case messages.Announcement():
+                for event in message.events:
+                    if self._once.is_new(event):
+                        self._take_event(event)
+                self._chronicle.use([event for event in message.events if isinstance(event, MachineUsed)])
+            case messages.UserSentence():
                 if not self._spec.launched:  # the command that has started the run shows it
                     self.say(message.text)
             case messages.Wanted():
@@ -364,26 +368,30 @@ class _Agent:
                 self._workers.evict(message.worker_id)
             case Inquire():
                 self._following.send(Statement(number=message.number, text=self._about_machine(message.about)))
-            case Evidence():
+            case WriteEvidence():
                 self._write_evidence(message)
             case Ended():  # of the run (which is told before), or for this machine alone
                 self._end(self._with_own_exit_code(message), is_run_over=False)
-            case RunDirectory():
+            case RunDirectoryChosen():
                 self._checkpoint_code = message.on_signal
                 self.run_dir, self._run_dir_host = message.path, message.host
                 self._chronicle.write_to(Path(message.path), self._following.run_id)
                 self._evaluators.start(message.path)
 
-    def _take_told(self, event: Event) -> None:
-        """Show an event of the run's story, and keep it for its file."""
+    def _take_event(self, event: Event) -> None:
+        """Show an event, and keep one of the story for its file."""
         if isinstance(event, MembershipChanged):
             self._hear()
-        is_new = isinstance(event, MachineUsed) or self._chronicle.tell(event)
+        if isinstance(event, RunEnded) and not event.head:
+            self._digests = event.digests  # the run ends for this machine when the head says so
+            return
+        if not isinstance(event, StepFinished | MachineUsed):
+            self._chronicle.tell(event)
         if isinstance(event, Announcement) and self._stop and event.text == stopping_words(self._stop.reason):
             return  # this agent has said so at once
         # The command that has started this machine's agent shows it; this agent itself shows how the run has ended.
-        if is_new and not (self._spec.launched or isinstance(event, RunEnded)):
-            self._stream.emit(event)
+        if not (self._spec.launched or isinstance(event, RunEnded)):
+            self._shown.put(event)
 
     def _about_machine(self, worker_id: str) -> str:
         """Return what the kernel knows of this machine and the workers on it, and the last that these have said.
@@ -396,7 +404,7 @@ class _Agent:
         limit = memory_limit()
         return "\n".join([about_machine(processes, limit.words if limit is not None else ""), *said])
 
-    def _write_evidence(self, message: Evidence) -> None:
+    def _write_evidence(self, message: WriteEvidence) -> None:
         """Write a file into the run's directory, which the head does not see."""
 
         def work() -> None:
@@ -405,15 +413,15 @@ class _Agent:
 
         threading.Thread(target=work, name="unisono-evidence", daemon=True).start()
 
-    def announce(self, text: str) -> None:
+    def on_notice(self, text: str) -> None:
         """Show a sentence, as a part of the run's story."""
         event = Announcement(time=time.time(), text=text)
         self._chronicle.tell(event)
-        self._stream.emit(event)
+        self._shown.put(event)
 
     def say(self, text: str) -> None:
         """Show a sentence on this machine only."""
-        self._stream.emit(Announcement(time=time.time(), text=text))
+        self._shown.put(Announcement(time=time.time(), text=text))
 
     def _say_unless_told(self, text: str) -> None:
         """Say after a second what is waited for, unless it is over by then: nobody waits longer without a word."""
@@ -424,9 +432,6 @@ class _Agent:
         """Say nothing about what was waited for: it has come, or something else is waited for."""
         if self._silence is not None:
             self._silence.cancel()
-
-    def show_head_line(self, text: str, is_error: bool) -> None:
-        self.on_line("head", text, is_error)
 
     def end(self, ended: Ended) -> None:
         """End the run for this machine: there is no head any more, or this command ends the run."""
@@ -441,10 +446,12 @@ class _Agent:
 
     def known_end(self) -> Ended | None:
         """Return that the run has ended well, if its journal says so: on another side, while this one was cut off."""
+        from unisono.record.history import History
+
         run_dir = self.run_dir or self._spec.run.settings.run_dir
         with contextlib.suppress(OSError, ValueError):
             is_own = run_dir != "" and holder(Path(run_dir)) == self._following.run_id
-            if is_own and summary(Path(run_dir))["state"] == "finished":
+            if is_own and History(Path(run_dir)).overview().state == "finished":
                 return Ended(ok=True, reason="finished")
         return None
 
@@ -468,10 +475,7 @@ class _Agent:
     # -- processes ----------------------------------------------------------------------------------
 
     def on_line(self, name: str, text: str, is_error: bool) -> None:
-        self._stream.emit(WorkerOutput(source=name, text=text, is_error=is_error))
-
-    def on_notice(self, text: str) -> None:
-        self.announce(text)
+        self._shown.put(WorkerOutput(source=name, text=text, is_error=is_error))
 
     def _on_machines_lost(self, reason: str) -> None:
         if not self._workers.running() and self._following.num_machines == 1:
@@ -509,6 +513,7 @@ class _Agent:
             engine=self._spec.engine,
         )
         self._num_signals += not isinstance(found, AwaitEnd)
+        self._shown.hurry()
         match found:
             case EndRun(reason, exit_code):
                 self._end_now(reason, exit_code)
@@ -603,12 +608,12 @@ class _Agent:
             return FINISH_S
         return 0.0 if ended is None or self._num_signals else FAIL_S
 
-    async def _end_workers(self, ended: Ended | None, reporter: Reporter) -> None:
+    async def _end_workers(self, ended: Ended | None, reporter: BeatReporter) -> None:
         """Wait for the workers that end by themselves, then end the others."""
         patience_s = self._patience_s(ended)
         if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
             late = ", ".join(self._workers.running())
-            self.announce(f"{late}: still running {patience_s:.0f} s after the end of the run; ended now")
+            self.on_notice(f"{late}: still running {patience_s:.0f} s after the end of the run; ended now")
         reporter.close()
         await self._evaluators.close()
         await self._workers.close()
@@ -623,7 +628,7 @@ class _Agent:
                 self.say(hint)
         traceback = "" if self._outcome else ended.traceback
         digests = self._digests if ended.ok else {}
-        self._stream.emit(
+        self._shown.put(
             RunEnded(
                 time=time.time(),
                 ok=ended.ok,
@@ -633,6 +638,10 @@ class _Agent:
                 traceback=traceback,
             )
         )
+
+    async def close(self) -> None:
+        """Wait until all is shown; after a signal not for a reader that stands still."""
+        await asyncio.to_thread(self._shown.close)
         self._stream.close()
 
     def _conclude(self, ended: Ended) -> None:
@@ -679,7 +688,7 @@ class _Agent:
             return ""
         if ended.sound < 0:
             return f"the newest checkpoint is {done[-1].name}; to go on from it: {_command(self.run_dir)}"
-        from unisono.core.audits import advice  # few runs have had a worker that computes wrong values
+        from unisono.core.audit_rules import advice  # few runs have had a worker that computes wrong values
 
         step, is_sound = advice(map(files.step_of, done), ended.sound)
         path = str(next(one for one in done if files.step_of(one) == step))

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from unisono.cluster.worker.beatpage import Slot
+from unisono.cluster.worker.beatpage import BeatSlot
 from unisono.core.errors import ProtocolError
 from unisono.core.messages import Beat, BeatOf, Beats, decode
 
-__all__ = ["Reporter", "next_tick"]
+__all__ = ["BeatReporter", "next_tick"]
 
 LATER: Final = 0.2
 """The agent reads the heartbeats so much of a period after the workers have left them."""
@@ -22,7 +22,7 @@ def next_tick(now: float, period_s: float) -> float:
     return now + period_s - now % period_s
 
 
-class Reporter:
+class BeatReporter:
     """Reports heartbeats until it is closed.
 
     Args:
@@ -30,7 +30,9 @@ class Reporter:
         send: sends a message to the head if it can be sent now; returns whether it was sent.
     """
 
-    def __init__(self, slots: Callable[[], Mapping[str, Slot]], send: Callable[[Beats], bool], period_s: float) -> None:
+    def __init__(
+        self, slots: Callable[[], Mapping[str, BeatSlot]], send: Callable[[Beats], bool], period_s: float
+    ) -> None:
         self._slots = slots
         self._send = send
         self._period_s = period_s

@@ -159,6 +159,13 @@ class Child:
         self._on_end(self)
         self._ended.set()
 
+    def write(self, text: str) -> None:
+        """Write to its standard input, if that was kept open: what fits into a pipe."""
+        if self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended: its exit code says so
+                self.stdin.write(text.encode())
+                self.stdin.flush()
+
     def close_input(self) -> None:
         """End its standard input."""
         if self.stdin is not None:
@@ -250,9 +257,7 @@ def spawn(
     child = Child(name, popen.pid, shown, on_end, keeps_group=keeps_group)
     if popen.stdin is not None and given is not None:
         child.stdin = popen.stdin
-        with contextlib.suppress(BrokenPipeError):  # the process has ended: its exit code says so
-            child.stdin.write(given.encode())
-            child.stdin.flush()
+        child.write(given)
 
     def wait() -> int:
         if is_tied:

@@ -11,6 +11,7 @@ import errno
 import ipaddress
 import os
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -24,25 +25,29 @@ from msgspec.structs import replace
 
 from unisono.cluster.machine.children import Child, spawn
 from unisono.cluster.trust.certificate import Identity, derived, given
-from unisono.cluster.trust.invitation import HeadUrl
+from unisono.cluster.trust.invitation import HeadUrl, Invitation
 from unisono.cluster.worker.link import host_and_port
 from unisono.core.errors import UsageError
 from unisono.core.policy import Policy
 from unisono.core.settings import DEFAULTS, RunSettings
-from unisono.system.interfaces import Interface, interfaces, is_local
+from unisono.core.words import listed
+from unisono.system.interfaces import Interface, interfaces, is_local, route_to
 from unisono.system.lifetime import PARENT, TOKEN_FILE, Memory
+from unisono.system.tasks import is_for_person
 
 __all__ = [
     "MAX_HEADS",
     "HeadProcess",
     "Service",
     "address_like",
+    "at_first_free",
     "listen",
     "local_url",
     "other_addresses",
     "reachable",
     "reserve",
     "url_of",
+    "welcome_words",
 ]
 
 MAX_HEADS: Final = 4
@@ -89,7 +94,7 @@ def listen(service: Service) -> socket.socket:
         return socket.create_server((service.bind, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
     try:
-        return _at_first_free(service.settings.ports, open_at)
+        return at_first_free(service.settings.ports, open_at)
     except (OSError, TypeError) as error:  # TypeError: no name of a host can look like this
         first, last = service.settings.ports
         where = f"port {first}" if first == last else f"a port from {first} to {last}"
@@ -99,7 +104,7 @@ def listen(service: Service) -> socket.socket:
         ) from error
 
 
-def _at_first_free(ports: tuple[int, int], open_at: Callable[[int], socket.socket]) -> socket.socket:
+def at_first_free(ports: tuple[int, int], open_at: Callable[[int], socket.socket]) -> socket.socket:
     """Return a socket at the first port of the range that no other socket has.
 
     Raises:
@@ -123,11 +128,7 @@ def reserve(url: str, ports: tuple[int, int] = (0, 0)) -> tuple[socket.socket, s
     Raises:
         OSError: there is no way to that head, or no port.
     """
-    host, port = host_and_port(url)
-    family, _, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)  # no packet is sent
-        here = str(probe.getsockname()[0])
+    family, here = route_to(*host_and_port(url))
 
     def open_at(port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -138,7 +139,7 @@ def reserve(url: str, ports: tuple[int, int] = (0, 0)) -> tuple[socket.socket, s
             raise
         return listener
 
-    listener = _at_first_free(ports, open_at)
+    listener = at_first_free(ports, open_at)
     return listener, address_like(url, here, listener.getsockname()[1])
 
 
@@ -147,12 +148,9 @@ def reachable(bind: str) -> str:
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(bind).is_unspecified:
             return bind
-        routes = [(socket.AF_INET, "192.0.2.1")] + [(socket.AF_INET6, "2001:db8::1")] * (":" in bind)
-        for family, far in routes:
-            # No packet is sent: this only asks which interface the default route uses.
-            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((far, 9))
-                return str(probe.getsockname()[0])
+        for far in ("192.0.2.1", *["2001:db8::1"] * (":" in bind)):
+            with contextlib.suppress(OSError):
+                return route_to(far)[1]
         return next((found.address for found in _listening(bind)), "127.0.0.1")
     return bind
 
@@ -267,3 +265,27 @@ class HeadProcess:
     async def end(self) -> None:
         if self.child is not None:
             await self.child.close()
+
+
+def welcome_words(invitation: Invitation, service: Service, run_dir: str) -> list[str]:
+    """Return how other machines join, if they can reach the run; on a terminal, also where to look at it.
+
+    Lines with a token are for a terminal. They are not written into a file or a pipe, which others may be able to read:
+    whoever has the run's token can run code as this user.
+    """
+    is_terminal = any(is_for_person(stream, os.environ) for stream in (sys.stdout, sys.stderr))  # see `watch.terminal`
+    found = []
+    host = HeadUrl.parse(invitation.url).host
+    if not is_local(host):
+        status = shlex.join(["unisono", "watch", "--once", run_dir]) if run_dir else "unisono watch --once RUN"
+        words = f"other machines join with the line that `{status}` shows (it is secret, so it is not written here)"
+        if is_terminal:
+            words = f"other machines join with: {invitation.command}"
+        others = [f"{each.address} ({each.name})" for each in other_addresses(service)]
+        if others:
+            words += f"\nthe head is reached at {host}; this machine has {listed(others)} as well: "
+            words += "--set advertise=HOST names another"
+        found.append(words)
+    if is_terminal:
+        found.append(f"watch it in a browser: {invitation.page}")
+    return found

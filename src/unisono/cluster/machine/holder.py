@@ -1,7 +1,7 @@
 """Holder: runs a command at the far end of a connection, and leaves nothing of it behind.
 
 A launcher starts ``python -P -m unisono.cluster.machine.holder`` on another machine (by ssh), and keeps the holder's
-standard input open. Its first line is an `Order`; what follows is passed on to the command. At the end of standard
+standard input open. Its first line is a `HolderOrder`; what follows goes to the command. At the end of standard
 input the launcher, the connection or the process that serves it is gone:
 
 - The process that serves the connection lives: the launcher has ended, or was killed. The holder closes the command's
@@ -35,7 +35,7 @@ from typing import Final
 from unisono.system.descendants import end_descendants
 from unisono.system.lifetime import PARENT, adopt_orphans, fill_standard_streams, name_process
 
-__all__ = ["CANNOT_START", "LOST", "Order", "main"]
+__all__ = ["CANNOT_START", "LOST", "HolderOrder", "main"]
 
 LOST: Final = b"lost\n"
 """What the command reads when the connection to its launcher is lost."""
@@ -51,7 +51,7 @@ MAX_ORDER_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Order:
+class HolderOrder:
     """What a holder runs."""
 
     words: Sequence[str]
@@ -104,7 +104,7 @@ def main() -> int:
             os.close(locked)
 
 
-def _read_order() -> tuple[Order | None, bytes]:
+def _read_order() -> tuple[HolderOrder | None, bytes]:
     """Return the order, and what has come after it; no order where the launcher is gone."""
     data = b""
     while b"\n" not in data:
@@ -113,7 +113,7 @@ def _read_order() -> tuple[Order | None, bytes]:
         if not more or len(data) > MAX_ORDER_BYTES:
             return None, b""
     line, _, rest = data.partition(b"\n")
-    return Order(**json.loads(line)), rest
+    return HolderOrder(**json.loads(line)), rest
 
 
 def _server() -> int:

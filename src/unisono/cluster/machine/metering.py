@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from unisono.core.events import MachineUsed
-from unisono.system.gpus import Gpus
-from unisono.system.usage import Meter
+from unisono.system.usage import Gpus, Meter
 
 __all__ = ["MESSAGES_PER_S", "Metering", "period_s"]
 

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -28,9 +28,10 @@ from unisono.cluster.machine.forking import Forked, ForkRequest, WorkerEnded
 from unisono.core.errors import UsageError
 from unisono.core.settings import StartMethod
 from unisono.core.spec import WORKER, RunSpec, WorkerSpec
+from unisono.system.arithmetic import variables
 from unisono.system.lifetime import NURSERY, PARENT, TOKEN_FILE, Memory, adopt_orphans, end_group
 
-__all__ = ["PLACEMENTS", "Fork", "Nursery", "Placement", "Spawn", "start_method"]
+__all__ = ["PLACEMENTS", "Fork", "Nursery", "Spawn", "start_method"]
 
 SEND_TIMEOUT_S: Final = 5.0
 
@@ -42,33 +43,17 @@ OnEnd = Callable[[Child], None]
 """Callback: a worker's process has ended."""
 
 
-class Placement(Protocol):
-    """One way to start workers on this machine. Complete: `Fork` and `Spawn`."""
-
-    def open(self) -> None:
-        """Start the processes that this placement needs itself.
-
-        Raises:
-            OSError: one of them could not be started. UsageError: a process that was named is not there.
-        """
-
-    def start(self, spec: WorkerSpec, on_started: OnStarted) -> None:
-        """Start a worker; ``on_started`` is called once, now or later."""
-
-    async def close(self) -> None:
-        """End the placement's own processes. All workers have ended before."""
-
-
 def inherited_environment(run: RunSpec) -> dict[str, str]:
     """Return the environment of every process that computes: this process's, and what equal bits need."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     # Python orders sets of strings by this seed: equal on all workers of all machines, unless the user has set it.
     hashing = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
-    return {**os.environ, PARENT: str(os.getpid()), **hashing, **dict.fromkeys(names, str(run.threads))}
+    chosen = dict.fromkeys(names, str(run.threads)) | variables(run.settings.arithmetic)
+    return {**os.environ, PARENT: str(os.getpid()), **hashing, **chosen}
 
 
 class Spawn:
-    """Starts each worker by its command."""
+    """Starts each worker of this machine by its command. Other ways (`PLACEMENTS`) have the same methods."""
 
     def __init__(self, run: RunSpec, secret: Memory, listener: Listener, on_end: OnEnd) -> None:
         self._run = run
@@ -77,9 +62,14 @@ class Spawn:
         self._on_end = on_end
 
     def open(self) -> None:
-        pass
+        """Start the processes that this way needs itself.
+
+        Raises:
+            OSError: one of them could not be started. UsageError: a process that was named is not there.
+        """
 
     def start(self, spec: WorkerSpec, on_started: OnStarted) -> None:
+        """Start a worker; ``on_started`` is called once, now or later."""
         command = [sys.executable, "-u", "-P", "-m", "unisono.script.worker", *self._run.arguments]
         try:
             with Memory("unisono-worker", spec.encode()) as memory:
@@ -98,19 +88,13 @@ class Spawn:
             on_started(child)
 
     async def close(self) -> None:
-        pass
+        """End its own processes. All workers have ended before."""
 
 
-class Fork:
+class Fork(Spawn):
     """Forks workers from a nursery. Where the nursery has ended, each worker starts by its command instead."""
 
-    def __init__(self, run: RunSpec, secret: Memory, listener: Listener, on_end: OnEnd) -> None:
-        self._run = run
-        self._secret = secret
-        self._listener = listener
-        self._on_end = on_end
-        self._otherwise = Spawn(run, secret, listener, on_end)
-        self._nursery: Nursery | None = None
+    _nursery: Nursery | None = None
 
     def open(self) -> None:
         self._nursery = Nursery(inherited_environment(self._run), self._secret, self._listener, self._on_end)
@@ -118,12 +102,12 @@ class Fork:
     def start(self, spec: WorkerSpec, on_started: OnStarted) -> None:
         nursery = self._nursery
         if nursery is None or not nursery.is_alive:
-            self._otherwise.start(spec, on_started)
+            super().start(spec, on_started)
             return
 
         def on_forked(result: Child | OSError) -> None:
             if isinstance(result, OSError) and not nursery.is_alive:
-                self._otherwise.start(spec, on_started)
+                Spawn.start(self, spec, on_started)
             else:
                 on_started(result)
 
@@ -137,8 +121,7 @@ class Fork:
             await self._nursery.close()
 
 
-Builder = Callable[[RunSpec, Memory, Listener, OnEnd], Placement]
-PLACEMENTS: Final[Mapping[str, Builder]] = {"fork": Fork, "spawn": Spawn}
+PLACEMENTS: Final[Mapping[str, Callable[[RunSpec, Memory, Listener, OnEnd], Spawn]]] = {"fork": Fork, "spawn": Spawn}
 """By `start_method`."""
 
 

@@ -11,12 +11,12 @@ from unisono.core.words import count, listed
 from unisono.system import seats
 from unisono.system.capacity import machine_cores, machine_gpus
 
-__all__ = ["NO_GPU", "Place", "Places"]
+__all__ = ["NO_GPU", "Places", "WorkerPlace"]
 
 NO_GPU: Final = -1
 
 
-class Place(msgspec.Struct, frozen=True):
+class WorkerPlace(msgspec.Struct, frozen=True):
     """What one worker gets."""
 
     gpu: int
@@ -41,7 +41,7 @@ class Places:
         self._threads = threads
         self._gpus = machine_gpus()
         self._cores = machine_cores()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, WorkerPlace] = {}
 
     def reserve(self, num_workers: int) -> str:
         """Take places for so many workers, and give back what this process has taken before and does not need.
@@ -55,7 +55,7 @@ class Places:
         seats.release([name for name in (*self._gpus, *self._cores) if name not in needed])
         return self._shortage(num_workers)
 
-    def of(self, local_rank: int) -> Place:
+    def of(self, local_rank: int) -> WorkerPlace:
         """Return the place of a worker; a free one is taken if the worker has none for itself yet."""
         place = self._places.get(local_rank)
         if place is None or not place.is_own:
@@ -69,14 +69,14 @@ class Places:
         if place is not None:
             seats.release(place.held)
 
-    def _find(self, local_rank: int) -> Place:
+    def _find(self, local_rank: int) -> WorkerPlace:
         given = {name for place in self._places.values() for name in place.held}
         cores = _first_free([name for name in self._cores if name not in given], self._threads)
         if not self._gpus:
-            return Place(NO_GPU, tuple(cores), is_own=len(cores) == min(self._threads, len(self._cores)))
+            return WorkerPlace(NO_GPU, tuple(cores), is_own=len(cores) == min(self._threads, len(self._cores)))
         own = _first_free([name for name in self._gpus if name not in given], 1)
         gpu = self._gpus.index(own[0]) if own else self._shared_gpu(local_rank)
-        return Place(gpu, (*own, *cores), is_own=bool(own))
+        return WorkerPlace(gpu, (*own, *cores), is_own=bool(own))
 
     def _shared_gpu(self, local_rank: int) -> int:
         """Return the GPU of this run that the fewest of its workers use; of others only where this run has none."""

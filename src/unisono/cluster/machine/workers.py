@@ -15,9 +15,9 @@ from typing import Final
 import msgspec
 
 from unisono.cluster.machine.children import NOT_STARTED, TERMINATE_S, Child, Listener
-from unisono.cluster.machine.placement import PLACEMENTS, Placement, start_method
+from unisono.cluster.machine.placement import PLACEMENTS, start_method
 from unisono.cluster.machine.places import Places
-from unisono.cluster.worker.beatpage import BeatPage, Slot
+from unisono.cluster.worker.beatpage import BeatPage, BeatSlot
 from unisono.core.messages import WorkerExit
 from unisono.core.spec import MachineSpec, WorkerSpec
 from unisono.record.problems.kinds import place_of_dump
@@ -25,7 +25,7 @@ from unisono.record.problems.limits import Kills
 from unisono.system import seats
 from unisono.system.lifetime import Memory
 
-__all__ = ["Workers", "machine_label"]
+__all__ = ["WorkerProcesses", "machine_label"]
 
 
 def machine_label() -> str:
@@ -69,7 +69,7 @@ class _Evicted(msgspec.Struct, frozen=True):
 _State = _Delayed | _Starting | _Started | _Evicted
 
 
-class Workers:
+class WorkerProcesses:
     """Starts the workers of a machine, reports their ends, ends them.
 
     Args:
@@ -95,7 +95,7 @@ class Workers:
         self._where: Memory | None = None  # the address of the head that the workers are to follow
         self._host = host
         self._on_exit = on_exit
-        self._placement: Placement = PLACEMENTS[start_method(spec.run)](spec.run, secret, listener, self._report)
+        self._placement = PLACEMENTS[start_method(spec.run)](spec.run, secret, listener, self._report)
         self._listener = listener
         self._places = Places(spec.run.threads)
         self._beats: BeatPage | None = None  # made for the first worker
@@ -107,7 +107,7 @@ class Workers:
         """Start the processes that workers are forked from.
 
         Raises:
-            OSError, UsageError: see `Placement.open`.
+            OSError, UsageError: see `Spawn.open`.
         """
         self._where = Memory("unisono-where")
         self.follow(self._head)
@@ -217,7 +217,7 @@ class Workers:
         if where is not None:
             where.close()
 
-    def slots(self) -> dict[str, Slot]:
+    def slots(self) -> dict[str, BeatSlot]:
         """Return the slots in which running workers leave their heartbeats, by the workers' ids."""
         if self._beats is None:
             return {}

@@ -22,7 +22,7 @@ from unisono.core.errors import UsageError
 from unisono.system.lifetime import start_time
 from unisono.system.owned import NotOwned, read_owned
 
-__all__ = ["Meeting", "Rendezvous"]
+__all__ = ["MeetingPoint", "Rendezvous"]
 
 PREFIX: Final = ".unisono-tasks-"
 LOOK_S: Final = 0.05
@@ -30,7 +30,7 @@ SAY_S: Final = 10.0
 ANSWER_S: Final = 2.0
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MeetingPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the file says."""
 
     url: str
@@ -70,7 +70,7 @@ class Rendezvous:
         """
         self._tidy()
         pid = os.getpid()
-        meeting = Meeting(url=url, token=token, host=os.uname().nodename, pid=pid, began=start_time(pid))
+        meeting = MeetingPoint(url=url, token=token, host=os.uname().nodename, pid=pid, began=start_time(pid))
         part = self._file.with_name(f"{self._file.name}.part")
         try:
             part.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ class Rendezvous:
                 "give a directory that all tasks see with --set rendezvous=DIR"
             ) from error
 
-    def wait(self, seconds: float, say: Callable[[str], None]) -> Meeting:
+    def wait(self, seconds: float, say: Callable[[str], None]) -> MeetingPoint:
         """Wait for the file; ``say`` receives a sentence now and then.
 
         Raises:
@@ -110,7 +110,7 @@ class Rendezvous:
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 
-    def _read(self) -> Meeting | None:
+    def _read(self) -> MeetingPoint | None:
         # A directory of a network file system is looked up anew when it is listed.
         with contextlib.suppress(OSError):
             os.listdir(self._directory)
@@ -124,14 +124,14 @@ class Rendezvous:
                     file.unlink(missing_ok=True)
 
 
-def _meeting(file: Path) -> Meeting | None:
+def _meeting(file: Path) -> MeetingPoint | None:
     """Return what a file of this user says; in a folder that several users share, others may have made one."""
     with contextlib.suppress(OSError, NotOwned, msgspec.DecodeError):
-        return msgspec.json.decode(read_owned(file.parent, file.name, is_folder_shared=True), type=Meeting)
+        return msgspec.json.decode(read_owned(file.parent, file.name, is_folder_shared=True), type=MeetingPoint)
     return None
 
 
-def _is_over(meeting: Meeting) -> bool:
+def _is_over(meeting: MeetingPoint) -> bool:
     """Return whether task 0 is known to have ended."""
     if meeting.host == os.uname().nodename and start_time(meeting.pid) == meeting.began:
         return False

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from unisono.system.lifetime import Memory
 
-__all__ = ["NUM_SLOTS", "BeatPage", "Left", "Slot", "open_slot"]
+__all__ = ["NUM_SLOTS", "BeatPage", "BeatSlot", "LeftBeat", "open_slot"]
 
 NUM_SLOTS: Final = 512
 """A machine with more workers has some that always speak for themselves."""
@@ -31,7 +31,7 @@ _TAKEN_AT: Final = SLOT_BYTES - 64  # on a cache line of its own: it has another
 _MAX_BYTES: Final = _TAKEN_AT - _LEFT.size
 
 
-class Left(NamedTuple):
+class LeftBeat(NamedTuple):
     """A heartbeat that a worker has left for its agent."""
 
     number: int
@@ -39,7 +39,7 @@ class Left(NamedTuple):
     data: bytes
 
 
-class Slot:
+class BeatSlot:
     """One worker's slot, as the worker sees it (`leave`) and as its agent does (`read`, `take`).
 
     Args:
@@ -61,15 +61,15 @@ class Slot:
         self._page[self._start + _LEFT.size : self._start + _LEFT.size + len(data)] = data
         return is_taken
 
-    def read(self) -> Left | None:
+    def read(self) -> LeftBeat | None:
         """Return the newest heartbeat, if it is not taken yet and complete."""
         number, at, length, checksum = _LEFT.unpack_from(self._page, self._start)
         if number == self._taken() or length > _MAX_BYTES:
             return None
         data = self._page[self._start + _LEFT.size : self._start + _LEFT.size + length]
-        return Left(number, at, data) if _checksum(number, at, data) == checksum else None
+        return LeftBeat(number, at, data) if _checksum(number, at, data) == checksum else None
 
-    def take(self, left: Left) -> None:
+    def take(self, left: LeftBeat) -> None:
         """Note that the head is told of this heartbeat."""
         _TAKEN.pack_into(self._page, self._start + _TAKEN_AT, left.number)
 
@@ -97,23 +97,23 @@ class BeatPage:
         """Path of the memory, for `open_slot`."""
         return self._memory.path
 
-    def slot(self, index: int) -> Slot | None:
+    def slot(self, index: int) -> BeatSlot | None:
         """Return a slot; None: there are not so many."""
-        return Slot(self._page, index) if index < NUM_SLOTS else None
+        return BeatSlot(self._page, index) if index < NUM_SLOTS else None
 
     def close(self) -> None:
         self._page.close()
         self._memory.close()
 
 
-def open_slot(path: str, index: int) -> Slot | None:
+def open_slot(path: str, index: int) -> BeatSlot | None:
     """Open a worker's slot; None where it cannot be reached: the worker then speaks for itself."""
     if not path or index >= NUM_SLOTS:
         return None
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDWR)
         try:
-            return Slot(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), index)
+            return BeatSlot(mmap.mmap(descriptor, NUM_SLOTS * SLOT_BYTES), index)
         finally:
             os.close(descriptor)
     return None

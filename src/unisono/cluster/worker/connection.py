@@ -21,10 +21,10 @@ from unisono.core.spec import WorkerSpec
 from unisono.system.lifetime import parent_is_gone
 
 if TYPE_CHECKING:
-    from unisono.cluster.worker.beatpage import Slot
+    from unisono.cluster.worker.beatpage import BeatSlot
     from unisono.cluster.worker.link import Link
 
-__all__ = ["Connection", "Worker"]
+__all__ = ["ConnectedWorker", "Connection"]
 
 FLUSH_TIMEOUT_S: Final = 5.0
 RETRY_S: Final = 0.1
@@ -32,7 +32,7 @@ LATE_S: Final = 1.0
 """When a heartbeat goes out so much too late, this whole process stood still."""
 
 
-class Worker(Protocol):
+class ConnectedWorker(Protocol):
     """The worker (`unisono.cluster.worker.member.Member`), as `Connection` needs it. The connection's thread alone
     calls it.
     """
@@ -72,7 +72,7 @@ class Connection:
         slot: where the worker leaves its heartbeats for its agent; None: they all go to the head itself.
     """
 
-    def __init__(self, worker: Worker, spec: WorkerSpec, outbox: Outbox, slot: Slot | None) -> None:
+    def __init__(self, worker: ConnectedWorker, spec: WorkerSpec, outbox: Outbox, slot: BeatSlot | None) -> None:
         self._worker = worker
         self._spec = spec
         self._outbox = outbox

@@ -1,18 +1,21 @@
 """Client side of a WebSocket connection to the head, without a thread and without a loop of its own.
 
 A worker drives it by a thread with a selector (`unisono.cluster.worker.member`), an agent by its event loop
-(`unisono.cluster.machine.following`), a command waits for its one answer (`unisono.cli.reach`).
+(`unisono.cluster.machine.head_connection`), a command waits for its one answer (`unisono.cli.reach`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import logging
 import select
 import socket
+import ssl
 import sys
 import termios
+from collections.abc import Callable
 from typing import Any
 
 from websockets.client import ClientProtocol
@@ -24,12 +27,82 @@ from websockets.uri import parse_uri
 from unisono.cluster.trust.certificate import check, client_context
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.worker.packed import unpack
-from unisono.cluster.worker.records import Clear, Sealed
 from unisono.core.errors import UnisonoError, UsageError
 from unisono.core.messages import is_refusal
 from unisono.system.lifetime import end_when_silent
 
-__all__ = ["Link", "Refused", "host_and_port"]
+__all__ = ["Clear", "Link", "Refused", "Sealed", "answer_to", "host_and_port", "open_link"]
+
+
+class Clear:
+    """A connection without TLS: bytes are sent and received as they are."""
+
+    is_ready = True
+
+    def receive(self, data: bytes) -> bytes:
+        return data
+
+    def send(self, data: bytes) -> bytes:
+        return data
+
+
+class Sealed:
+    """A TLS connection.
+
+    Args:
+        context: its settings.
+        check: receives the certificate of the other end (DER), and raises if it is not the right one. Called before
+            anything is sent to the other end but its part of the handshake.
+    """
+
+    def __init__(self, context: ssl.SSLContext, check: Callable[[bytes | None], None]) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing)
+        self._check = check
+        self.is_ready = False
+        """The other end is known: data may be sent to it."""
+        self._go_on()
+
+    def receive(self, data: bytes) -> bytes:
+        """Return what these bytes say; nothing, where the rest of it is still to come.
+
+        Raises:
+            ConnectionError: the other end is not who it should be, or does not keep to the protocol.
+        """
+        self._incoming.write(data)
+        try:
+            if not self.is_ready:
+                self._go_on()
+            return self._read() if self.is_ready else b""
+        except ssl.SSLError as error:
+            raise ConnectionError(f"the TLS connection failed: {error.reason or error}") from error
+
+    def send(self, data: bytes) -> bytes:
+        """Return the bytes that say this, and what the protocol has to say by itself."""
+        if data:
+            self._tls.write(data)
+        return self._outgoing.read()
+
+    def _go_on(self) -> None:
+        """Go on with the handshake."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        self._check(self._tls.getpeercert(binary_form=True))
+        self.is_ready = True
+
+    def _read(self) -> bytes:
+        found = bytearray()
+        try:
+            while part := self._tls.read(65536):
+                found += part
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:  # it sends no more, and then closes the connection
+            pass
+        return bytes(found)
+
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_BYTES = 262144  # received at once
@@ -244,3 +317,71 @@ def _parsed(url: str) -> HeadUrl:
     except (UsageError, InvalidURI, ValueError) as error:
         raise ConnectionError(str(error)) from error
     return head
+
+
+async def open_link(url: str, token: str, open_s: float) -> Link:
+    """Connect to a head.
+
+    Raises:
+        Refused, OSError: as `Link`; TimeoutError: no answer within ``open_s``.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(open_s):
+            sock = await _connect(*host_and_port(url))
+            try:
+                link = Link(sock, url, token)
+                while not link.is_open:
+                    link.feed(await loop.sock_recv(sock, MAX_BYTES))
+                return link
+            except BaseException:
+                sock.close()
+                raise
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {open_s:.0f} s") from None
+
+
+async def answer_to(message: bytes, link: Link, timeout_s: float) -> bytes:
+    """Send one message to a head; returns the first answer.
+
+    Raises:
+        OSError: the connection broke; TimeoutError: no answer within ``timeout_s``.
+    """
+    link.put(message)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        while not (found := link.take()):
+            await _readable(loop, link.sock)
+    return found[0]
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    """Return a non-blocking socket that is connected to the first address of this host that answers."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:  # a name, whose look-up may take long
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in found:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure

@@ -21,14 +21,13 @@ from unisono.cluster.worker.outbox import Outbox
 from unisono.cluster.worker.progress import Progress
 from unisono.cluster.worker.storecalls import StoreCalls
 from unisono.core.errors import DeadlineExceeded, PeerLost, ProtocolError, RunStopped, UsageError
+from unisono.core.events import Event
 from unisono.core.following import learn_term
 from unisono.core.messages import (
-    Announcement,
     Beat,
     Convicted,
     Ended,
     Finished,
-    Happened,
     Heads,
     Hello,
     Holding,
@@ -45,8 +44,9 @@ from unisono.core.messages import (
     TalkAnswer,
     TalkCall,
     TalkDone,
+    UserSentence,
     Welcome,
-    WorkerLate,
+    WriteStacks,
 )
 from unisono.core.spec import RunSpec, WorkerSpec
 from unisono.record.problems.failures import Failures
@@ -54,7 +54,7 @@ from unisono.record.problems.witness import statement
 from unisono.system.stacks import show_stacks
 
 if TYPE_CHECKING:
-    from unisono.cluster.worker.beatpage import Slot
+    from unisono.cluster.worker.beatpage import BeatSlot
 
 __all__ = ["Member", "current", "settle", "spec"]
 
@@ -103,7 +103,7 @@ class Member:
         page: Any = None,
         *,
         script: str = "",
-        slot: Slot | None = None,
+        slot: BeatSlot | None = None,
     ) -> None:
         self.spec = spec
         self.info = info
@@ -272,12 +272,12 @@ class Member:
         """Report a committed step. One worker does this for all."""
         self._outbox.send_repeatedly(done)
 
-    def happened(self, message: Happened) -> None:
+    def happened(self, event: Event) -> None:
         """Send an event to the head, for the sinks of all machines; an event that is too large for that is not sent.
 
         Steps that come fast are sent together, a moment later.
         """
-        self._outbox.send_event(message)
+        self._outbox.send_event(event)
 
     def finished(self) -> None:
         """Report that the script has returned."""
@@ -382,7 +382,7 @@ class Member:
             raise self._stopped
         return self._store_calls.call(operation, keys, values, amount, timeout_s, generation)
 
-    # -- the connection's thread (`unisono.cluster.worker.connection.Worker`) -----------------------------------------
+    # -- the connection's thread (`unisono.cluster.worker.connection.ConnectedWorker`) -----------------------------
 
     @property
     def heartbeat_s(self) -> float | None:
@@ -443,12 +443,12 @@ class Member:
             case Ended():
                 self._ended = message
                 self.stop(RunStopped(message.reason))
-            case WorkerLate():
+            case WriteStacks():
                 show_stacks(self.worker_id)
                 self._make_statement(-1)
             case Inquire():
                 self._make_statement(message.number)
-            case Announcement():
+            case UserSentence():
                 if self._welcome is None:
                     self.stop(RunStopped(message.text))
             case _:

@@ -14,8 +14,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from unisono.core.events import StepFinished
-from unisono.core.messages import Happened, Message, Steps, encode
+from unisono.core.events import Event, StepFinished
+from unisono.core.messages import Happened, Message, encode
 
 if TYPE_CHECKING:
     from unisono.cluster.worker.link import Link
@@ -41,7 +41,7 @@ class Outbox:
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
         self._repeated: dict[str, Message] = {}  # by kind, in the order in which they were sent
-        self._steps: list[Happened] = []  # that wait to be sent together
+        self._steps: list[Event] = []  # that wait to be sent together
         self._steps_sent_at = -STEPS_S
         self._steps_lock = threading.Lock()
         self.bell, self._rope = socket.socketpair()
@@ -78,22 +78,28 @@ class Outbox:
 
     # -- events --------------------------------------------------------------------------------------
 
-    def send_event(self, message: Happened) -> None:
+    def send_event(self, event: Event) -> None:
         """Send an event; one that is too large for that is not sent. Steps that come fast are sent together."""
-        if isinstance(message.event, StepFinished) and message.number >= 0:
+        if isinstance(event, StepFinished) and event.number >= 0:
             with self._steps_lock:
-                self._steps.append(message)
+                self._steps.append(event)
                 is_due = len(self._steps) >= MOST_STEPS or time.monotonic() - self._steps_sent_at >= STEPS_S
             if is_due:
                 self.send_steps()
             return
         self.send_steps()  # they come before it
+        self._send_events([event])
+
+    def _send_events(self, events: list[Event]) -> bool:
+        """Send events of one kind together; return False if they are too large for that."""
+        message = Happened(events=events)
         if len(encode(message)) > MAX_EVENT_BYTES:
-            return
-        if message.number < 0:  # without a number a receiver cannot recognize a repetition
+            return False
+        if events[0].number < 0:  # without a number a receiver cannot recognize a repetition
             self.send(message)
         else:
-            self.send_repeatedly(message, type(message.event).__name__)
+            self.send_repeatedly(message, type(events[0]).__name__)
+        return True
 
     def send_steps(self) -> None:
         """Send the events of steps that wait."""
@@ -102,13 +108,9 @@ class Outbox:
             if not steps:
                 return
             self._steps_sent_at = time.monotonic()
-            message: Message = Steps(steps=steps) if len(steps) > 1 else steps[0]
-            if len(encode(message)) <= MAX_EVENT_BYTES:
-                self.send_repeatedly(message, StepFinished.__name__)
-                return
-            for step in steps:
-                if len(encode(step)) <= MAX_EVENT_BYTES:
-                    self.send_repeatedly(step, StepFinished.__name__)
+            if not self._send_events(steps):
+                for step in steps:
+                    self._send_events([step])
 
     # -- the connection's thread ---------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from unisono.core.messages import Beat
@@ -79,23 +80,16 @@ Samples = Callable[[], Sequence[int]]
 """Returns the sample indices of a micro-batch."""
 
 
+@dataclass
 class _Position:
     """One position of the loop: a step, and a micro-batch of it; -1 where there is none yet."""
 
-    def __init__(
-        self,
-        phase: int = -1,
-        step: int = -1,
-        microbatch: int = -1,
-        evaluates: bool = False,
-        samples: Samples | None = None,
-    ) -> None:
-        self.phase = phase
-        self.step = step
-        self.microbatch = microbatch
-        self.evaluates = evaluates
-        self._samples = samples
-        self._first_samples: list[int] | None = None
+    phase: int = -1
+    step: int = -1
+    microbatch: int = -1
+    evaluates: bool = False
+    _samples: Samples | None = None
+    _first_samples: list[int] | None = None
 
     def first_samples(self) -> list[int]:
         """Return the first samples of the micro-batch. They are asked for once."""

@@ -35,8 +35,8 @@ from typing import Any, Final, NamedTuple
 from unisono.core.cadence import Checkpoints, choose_kept
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.core.words import listed, without_password
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import Manifest, Problem
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import CheckpointDiffers, Manifest
 from unisono.record.journal import JOURNAL, end_of
 from unisono.record.rundir import RUN_FILE, read_facts
 from unisono.system.process import tell
@@ -181,7 +181,7 @@ class Store:
             if name not in self._known and files.MANIFEST not in self._names(files.FOLDER, name):
                 self.cut_short.add(name)
                 continue
-            with suppress(Problem):
+            with suppress(CheckpointDiffers):
                 known[name] = self._known[name] if name in self._known else self._read(name)
         self._known = known
         return sorted(known.values(), key=_age)
@@ -191,7 +191,7 @@ class Store:
         try:
             facts = json.loads(self._fs.cat_file(self._at(files.FOLDER, name, RUN_FILE)))
         except (FileNotFoundError, ValueError) as error:
-            raise Problem(f"{RUN_FILE} of {name} cannot be read: {error}") from error
+            raise CheckpointDiffers(f"{RUN_FILE} of {name} cannot be read: {error}") from error
         return Copy(name, manifest.step, facts if isinstance(facts, dict) else {}, manifest)
 
     def folder_of(self, copy: Copy) -> Path | None:
@@ -259,14 +259,14 @@ class Store:
             try:
                 self._fs.get_file(f"{there}/{name}", str(folder / name))
             except FileNotFoundError:
-                raise Problem(f"{copy.name}/{name} is missing") from None
+                raise CheckpointDiffers(f"{copy.name}/{name} is missing") from None
         files.verify(folder)
         try:
             with self._fs.open(f"{there}/{COPIED_JOURNAL}", "rb") as source, gzip.open(source) as lines:
                 with (folder / JOURNAL).open("wb") as target:
                     shutil.copyfileobj(lines, target)
         except (EOFError, FileNotFoundError, gzip.BadGzipFile, zlib.error) as error:
-            raise Problem(f"{copy.name}/{COPIED_JOURNAL} is missing or damaged: {error}") from error
+            raise CheckpointDiffers(f"{copy.name}/{COPIED_JOURNAL} is missing or damaged: {error}") from error
 
     def verify(self, copy: Copy) -> None:
         """Read a copy and check every byte of it; nothing is kept.
@@ -279,9 +279,9 @@ class Store:
                 with self._fs.open(self._at(files.FOLDER, copy.name, name), "rb") as file:
                     checks = [zlib.crc32(block) for block in iter(partial(file.read, files.BLOCK_BYTES), b"")]
             except FileNotFoundError:
-                raise Problem(f"{copy.name}/{name} is missing") from None
+                raise CheckpointDiffers(f"{copy.name}/{name} is missing") from None
             if (checks or [0]) != facts.crc32:
-                raise Problem(f"{copy.name}/{name} is damaged: its checksums are not those of the manifest")
+                raise CheckpointDiffers(f"{copy.name}/{name} is damaged: its checksums are not those of the manifest")
 
     def _names(self, *below: str) -> list[str]:
         try:

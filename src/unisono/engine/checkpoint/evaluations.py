@@ -2,8 +2,8 @@
 
     RUN/evaluations/
         evaluators          each evaluator holds a shared lock of this file as long as it lives
-        0000000007/         of evaluation 7: the models, in the format of a checkpoint (`unisono.record.checkpoints`)
-            order.msgpack   what is to be computed (`Order`)
+        0000000007/         of evaluation 7: the models, as checkpoints have them (`record.checkpoint_files`)
+            order.msgpack   what is to be computed (`EvaluationOrder`)
             claim           locked by the evaluator that computes it, which also touches it while it gets on
             totals.msgpack  what the evaluator has found; or
             failed          why it could not find it
@@ -29,13 +29,13 @@ from typing import Final
 
 import msgspec
 
-from unisono.record import checkpoints as files
+from unisono.record import checkpoint_files as files
 from unisono.record.rundir import EVALUATIONS
 from unisono.system.faults import point
 from unisono.system.owned import NotOwned, read_owned
 from unisono.system.process import tell
 
-__all__ = ["CANNOT", "REFUSED", "Order", "Snapshots", "claimed", "get_on", "give_up", "hand_in", "order_of"]
+__all__ = ["CANNOT", "REFUSED", "EvaluationOrder", "Snapshots", "claimed", "get_on", "give_up", "hand_in", "order_of"]
 
 ORDER: Final = "order.msgpack"
 TOTALS: Final = "totals.msgpack"
@@ -52,7 +52,7 @@ REFUSED: Final = 2
 """Exit code of one that would compute other bits, from this snapshot and from all others."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What an evaluator is to compute: the totals of one call of ``run.evaluate(..., wait=False)``."""
 
     number: int
@@ -105,7 +105,7 @@ class Snapshots:
                 return True
         return False
 
-    def put(self, order: Order, write: Callable[[Path, Mapping[str, bytes]], None]) -> None:
+    def put(self, order: EvaluationOrder, write: Callable[[Path, Mapping[str, bytes]], None]) -> None:
         """Write a snapshot; it is there with its name, or not at all.
 
         Args:
@@ -218,13 +218,13 @@ def claimed(snapshot: Path) -> Iterator[bool]:
         yield not is_over
 
 
-def order_of(snapshot: Path) -> Order:
+def order_of(snapshot: Path) -> EvaluationOrder:
     """Return what is to be computed of a snapshot.
 
     Raises:
         NotOwned: another user has written it. OSError, msgspec.MsgspecError: it cannot be read.
     """
-    return msgspec.msgpack.decode(read_owned(snapshot, ORDER), type=Order)
+    return msgspec.msgpack.decode(read_owned(snapshot, ORDER), type=EvaluationOrder)
 
 
 def get_on(snapshot: Path) -> None:

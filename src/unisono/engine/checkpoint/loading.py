@@ -15,19 +15,14 @@ from torch import Tensor, nn
 
 from unisono.core.errors import CheckpointError
 from unisono.engine.state.packing import pack, pack_held, unpack
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import Entry, Manifest, Problem
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import CheckpointDiffers, Entry, Manifest
 
-__all__ = ["Apart", "Loaded", "load_model", "newest", "nothing", "read", "read_tensors"]
+__all__ = ["Apart", "Loaded", "load_weights", "newest", "read", "read_tensors"]
 
 T = TypeVar("T")
 Apart = Callable[[Sequence[str]], Collection[int]]
 """Gets the paths of a checkpoint's tensors; returns the numbers of some."""
-
-
-def nothing(paths: Sequence[str]) -> Collection[int]:
-    """Keep all tensors."""
-    return ()
 
 
 class Loaded(NamedTuple):
@@ -41,11 +36,11 @@ class Loaded(NamedTuple):
     """By newer checkpoint, why it could not be used."""
 
 
-def read(checkpoint: Path, apart: Apart = nothing) -> tuple[Manifest, dict[str, Any]]:
+def read(checkpoint: Path, apart: Apart | None = None) -> tuple[Manifest, dict[str, Any]]:
     """Read a checkpoint and check every byte of it. Nothing in it is executed.
 
     Args:
-        apart: says which tensors are not kept: meta tensors stand for them.
+        apart: says which tensors are not kept: meta tensors stand for them. None: all are.
 
     Raises:
         Problem: the checkpoint is broken.
@@ -53,12 +48,12 @@ def read(checkpoint: Path, apart: Apart = nothing) -> tuple[Manifest, dict[str, 
     return _read(checkpoint, lambda state: state, apart)
 
 
-def newest(location: str | os.PathLike[str], apart: Apart = nothing, *, most: int | None = None) -> Loaded | None:
+def newest(location: str | os.PathLike[str], apart: Apart | None = None, *, most: int | None = None) -> Loaded | None:
     """Read the newest checkpoint that is not broken; None if a run has not written any.
 
     Args:
         location: a run's directory, or one checkpoint: then no other one is used.
-        apart: says which tensors are not kept: meta tensors stand for them.
+        apart: says which tensors are not kept: meta tensors stand for them. None: all are.
         most: steps that it may have; None: any number.
 
     Raises:
@@ -68,7 +63,7 @@ def newest(location: str | os.PathLike[str], apart: Apart = nothing, *, most: in
     return Loaded(found[0], *found[1], found[2]) if found is not None else None
 
 
-def load_model(
+def load_weights(
     place: str | os.PathLike[str], model: nn.Module | None = None, *, name: str | None = None
 ) -> dict[str, Any]:
     """Return the weights of a run, without a run.
@@ -114,7 +109,7 @@ def _first_whole(
             continue
         try:
             return path, read_one(path), broken
-        except Problem as problem:
+        except CheckpointDiffers as problem:
             broken.append(str(problem))
     if broken:
         raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(broken)}")
@@ -155,7 +150,9 @@ def read_tensors(checkpoint: Path, manifest: Manifest, numbers: Collection[int])
     return found
 
 
-def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any], apart: Apart = nothing) -> tuple[Manifest, Any]:
+def _read(
+    checkpoint: Path, choose: Callable[[dict[str, Any]], Any], apart: Apart | None = None
+) -> tuple[Manifest, Any]:
     """Read the part of a state that ``choose`` returns. The tensors have no content yet when ``choose`` is called."""
     manifest = files.read_manifest(checkpoint)
     skeleton = _read_skeleton(checkpoint, manifest)
@@ -163,12 +160,12 @@ def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any], apart: Apar
     try:
         tensors = [_empty(entry) for entry in manifest.tensors]
         state: dict[str, Any] = unpack(skeleton, tensors)
-        if away := apart(pack(state, "tracked").paths):
+        if apart is not None and (away := apart(pack(state, "tracked").paths)):
             for number in away:
                 tensors[number] = tensors[number].to("meta")
             state = unpack(skeleton, tensors)
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise Problem(
+        raise CheckpointDiffers(
             f"{checkpoint.name}/{files.SKELETON} cannot be read by this version of unisono: {error}"
         ) from error
     chosen = choose(state)
@@ -180,7 +177,7 @@ def _read(checkpoint: Path, choose: Callable[[dict[str, Any]], Any], apart: Apar
 def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
     facts = manifest.files.get(files.SKELETON)
     if facts is None:
-        raise Problem(f"the manifest of {checkpoint.name} names no {files.SKELETON}")
+        raise CheckpointDiffers(f"the manifest of {checkpoint.name} names no {files.SKELETON}")
     data = bytearray(facts.num_bytes)
     files.read_blocks(checkpoint / files.SKELETON, facts, [memoryview(data)])
     return bytes(data)
@@ -199,7 +196,7 @@ def _fill(
     needed = {entry.part for entry, tensor in pairs if not tensor.is_meta and tensor.data_ptr() in wanted}
     for part in sorted({*needed, *range(len(names))} if checks_all else needed):
         if part >= len(names):
-            raise Problem(f"the manifest of {checkpoint.name} names no part {part}")
+            raise CheckpointDiffers(f"the manifest of {checkpoint.name} names no part {part}")
         facts = manifest.files[names[part]]
         inside = [(entry, tensor) for entry, tensor in pairs if entry.part == part and entry.num_bytes]
         header = facts.num_bytes - sum(entry.num_bytes for entry, _ in inside)
@@ -228,5 +225,5 @@ def _empty(entry: Entry) -> Tensor:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise Problem(f"a tensor has the type {name!r}, which this torch does not know")
+        raise CheckpointDiffers(f"a tensor has the type {name!r}, which this torch does not know")
     return found

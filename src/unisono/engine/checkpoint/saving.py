@@ -2,18 +2,16 @@
 
 `Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps.
 `unisono.core.cadence` decides what the reports mean for all members; all work that waits for a disk is done by the
-`Writer`. Where all members hold the same bits, any of them can write any part, and at the end of a training one member
-writes everything. Where states are shared out, a part is written by one that holds it, and at the end of a training
-all write together (`unisono.script.sharing`).
+`Writer`. A part is written by a member that holds it; of what is replicated, all do. At the end of a training one
+member writes everything, and what it does not hold is lent to it (`unisono.script.sharing`).
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +24,13 @@ import torch
 from unisono.core.cadence import CheckpointReport, Checkpoints, SnapshotDecision, Status, is_due, judge, may_begin
 from unisono.core.errors import CheckpointError
 from unisono.engine.checkpoint.copies import Copies
-from unisono.engine.checkpoint.snapshot import Camera, Holders, Moment, Snapshot, held_by_all
-from unisono.engine.checkpoint.writer import Writer, read_facts
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import FileFacts
+from unisono.engine.checkpoint.snapshot import Camera, Moment, Snapshot
+from unisono.engine.checkpoint.writer import Writer
+from unisono.engine.state.tracked import Tracked
+from unisono.record import checkpoint_files as files
 from unisono.record.rundir import RunDirectory
 
-__all__ = ["UNSEEN", "Saver", "Wish", "WrittenPart"]
+__all__ = ["Saver", "Wish"]
 
 UNSEEN: Final = "no worker that is left sees that directory, which all machines must share"
 SLOW_S = 1.0
@@ -42,6 +40,8 @@ SLOW_S = 1.0
 class Wish(msgspec.Struct, frozen=True):
     """What a member knows of whether a last checkpoint is to be written."""
 
+    generation: int
+    """The one in which the member says so."""
     wants: bool = False
     asked: bool = False
     """One is to be written also if there is one of this step."""
@@ -53,22 +53,6 @@ class Wish(msgspec.Struct, frozen=True):
     """Another side of the run writes into the directory."""
 
 
-class WrittenPart(msgspec.Struct, frozen=True):
-    """What a member has written of the last checkpoint."""
-
-    generation: int
-    """The one of whose members each was to write a part."""
-    num_parts: int
-    parts: dict[str, FileFacts] = {}
-    """By name of the file."""
-    has_loans: bool = False
-    """The last part is of tensors that no writer holds."""
-    error: str = ""
-    """Why it could not be written."""
-    worker_id: str = ""
-    """The member that met the error."""
-
-
 @dataclass
 class _UnderWay:
     """A checkpoint that is not known to be complete."""
@@ -78,7 +62,7 @@ class _UnderWay:
     publisher: int
     """The rank in that generation of the member that publishes it."""
     snapshot: Snapshot | None = None
-    """None: another member writes all of it."""
+    """None: it was taken in another generation."""
     written: Future[float] | None = None
     """None: this member writes nothing."""
     publication: Future[None] | None = None
@@ -104,9 +88,7 @@ class Saver:
     Args:
         policy: None writes a checkpoint only when `request` was called.
         directory: of the run; without a path nothing is written.
-        state: returns everything that the next step depends on.
-        stable: returns the memory addresses of tensors that only an optimizer changes.
-        holders: returns by path of a tensor the ids of the workers that hold it; () where all do.
+        tracked: everything that the next step depends on.
         copies: where checkpoints are copied to.
     """
 
@@ -115,9 +97,7 @@ class Saver:
         policy: Checkpoints | None,
         directory: RunDirectory,
         device: torch.device,
-        state: Callable[[], dict[str, Any]],
-        stable: Callable[[], Collection[int]] = tuple,
-        holders: Holders = held_by_all,
+        tracked: Tracked,
         copies: Sequence[str] = (),
     ) -> None:
         self.reaching: frozenset[str] | None = None
@@ -129,7 +109,7 @@ class Saver:
         self._copies = Copies(copies, policy, directory.path)
         self._writer = Writer(directory, policy, self._copies)
         overlaps = device.type == "cpu" and (policy is None or policy.overlap)
-        self._camera = Camera(device, state, stable, holders, overlaps=overlaps)
+        self._camera = Camera(device, tracked, overlaps=overlaps)
         self._worker_id = ""
         self._under_way: _UnderWay | None = None
         self._failure: tuple[int, BaseException | None] | None = None
@@ -142,8 +122,6 @@ class Saver:
         self._taken_at = time.monotonic()
         self._prepared_for = self._warned_of = self._last_step = self._missed_step = -1
         self._news: dict[str, Any] = {}
-        self._last: dict[int, Snapshot] = {}
-        """By generation: the snapshots for the last checkpoint of which this member may have written a part."""
 
     @property
     def folder(self) -> Path:
@@ -160,7 +138,7 @@ class Saver:
             is_newcomer: this member does not know which members see the directory until it has their reports.
         """
         self._worker_id = worker_id
-        self._camera.describe(recipe, fingerprint)
+        self.describe(recipe, fingerprint)
         if is_newcomer:
             self.reaching = frozenset()
         if self._directory.is_seen and (found := files.complete(self.folder)):
@@ -168,11 +146,11 @@ class Saver:
 
     def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
         """Set what goes into the manifests from now on: another phase of the script has begun."""
-        self._camera.describe(recipe, fingerprint)
+        self._camera.recipe, self._camera.fingerprint = recipe, fingerprint
 
     def copy_at_once(self) -> None:
         """Copy everything at the boundary from now on: the next step changes the state before its combine."""
-        self._camera.copy_at_once()
+        self._camera.overlaps = False
 
     def request(self) -> None:
         """Take a snapshot soon, also if there is a checkpoint of this step: the state may have changed since."""
@@ -223,7 +201,7 @@ class Saver:
         under_way.waited_s = time.monotonic() - began
         changed = sum(copy.was_changed for copy in under_way.snapshot.late)
         if changed:
-            self._camera.copy_at_once()
+            self._camera.overlaps = False
             self._give_up(is_final=True)
             self._wanted = True
             warnings.warn(
@@ -391,157 +369,97 @@ class Saver:
 
     # -- the end -------------------------------------------------------------------------------------
 
-    def save_last(self, moment: Moment) -> None:
-        """Have one member write the whole state, because no step follows at once. Local; `finish` waits for the disk.
-
-        The other members remember the request until they `confirm` the checkpoint, in case the writer is lost.
-
-        Raises:
-            CheckpointError: see `boundary`.
-        """
-        if self._directory.path is None:
-            return
-        if self._under_way is None:
-            self._writer.drain()  # the writer may be about to find that a checkpoint was lost
-        elif self._under_way.publication is not None:
-            self.finish()
-        if self._policy is None and not self._wanted and self._under_way is None:
-            return
-        if self._directory.is_left_to_others:
-            return  # they write this checkpoint, with the same content
-        asked = self._asked or (self._under_way is not None and self._under_way.asked)
-        self._give_up(is_final=False)
-        self._wanted = self._asked = False
-        self._reports = ()  # these reports do not include this checkpoint
-        step = self._last_step = moment.position.total
-        publisher = self.choose_publisher(moment.worker_ids) or moment.worker_ids[0]
-        rank = moment.worker_ids.index(publisher)
-        if publisher != self._worker_id:
-            self._under_way = _UnderWay(step, moment.generation, rank, asked=asked)
-        elif self._directory.is_seen:
-            self.finish()
-            if self.saved != step or asked:
-                self._publish(self._start(moment, rank, self._take(moment, [publisher], is_last=True)))
-        elif self._missed_step != step:  # the end of the run tries again what the end of its loop has tried
-            self._missed_step = step
-            self._failure = (step, CheckpointError(UNSEEN))
-            self._raise_failure()
-
-    # -- the end, where each worker holds some states ------------------------------------------------
-
-    def wish(self) -> Wish:
+    def wish(self, generation: int) -> Wish:
         """Return what this member knows of whether a last checkpoint is to be written. Local.
 
         Raises:
             CheckpointError: see `boundary`.
         """
         if self._directory.path is None:
-            return Wish()
+            return Wish(generation)
         if self._under_way is None:
             self._writer.drain()  # the writer may be about to find that a checkpoint was lost
         elif self._under_way.publication is not None:
             self.finish()
-        asked = self._asked or (self._under_way is not None and self._under_way.asked)
-        wants = asked or self._policy is not None or self._wanted or self._under_way is not None
-        return Wish(wants, asked, self.saved, self._directory.is_seen, self._directory.is_left_to_others)
+        under_way, asked = self._under_way, self._asked
+        if under_way is not None and under_way.asked:  # and who was to write it is lost, or was not lent everything
+            asked = asked or under_way.written is not None or under_way.generation != generation
+        wants = asked or self._policy is not None or self._wanted or under_way is not None
+        return Wish(generation, wants, asked, self.saved, self._directory.is_seen, self._directory.is_left_to_others)
 
-    def write_part(self, moment: Moment, reaching: Collection[str]) -> WrittenPart:
-        """Write this member's part of the last checkpoint, and wait until it is on the disk. Local.
+    def begin_last(self, moment: Moment, wishes: Mapping[str, Wish]) -> bool:
+        """Begin the last checkpoint, because no step follows at once. Local.
 
-        May be called again after a loss, which gives another part to each member; all that were written stay until
-        `settle`.
+        The first member that sees the directory writes it, with what others lend it: it goes on by `publish_last`. The
+        others remember the checkpoint until they `confirm` it, in case that member is lost.
 
         Args:
-            reaching: the ids of the workers that see the directory.
-        """
-        self._give_up(is_final=False)
-        writers = _writers(moment.worker_ids, reaching)
-        snapshot = self._take(moment, writers, is_last=True)
-        self._last[moment.generation] = snapshot
-        written = WrittenPart(moment.generation, len(snapshot.layout.headers), has_loans=bool(snapshot.loans))
-        if snapshot.part is None:
-            return written
-        try:
-            # Members that have seen that all parts of an earlier attempt were written publish that one.
-            self._writer.write(snapshot, keep={one.folder.name for one in self._last.values()}).result()
-            return msgspec.structs.replace(written, parts={snapshot.path.name: read_facts(snapshot.path)})
-        except Exception as error:  # of the disk: the members decide together what becomes of the checkpoint
-            return msgspec.structs.replace(written, error=_shown(error), worker_id=self._worker_id)
-
-    def attempt(self, generation: int) -> Snapshot:
-        """Return the snapshot of which this member wrote a part in this generation. Local."""
-        return self._last[generation]
-
-    def publish(self, worker_ids: Sequence[str], reaching: Collection[str], whole: WrittenPart) -> str | None:
-        """Publish the last checkpoint, where this member is the first that sees the directory. Local.
-
-        May be called again when that member was lost; a checkpoint that it has published is not published again.
+            wishes: of all members, by their ids.
 
         Returns:
-            Why it could not be published; "": it is published; None: that is for another member to say.
-        """
-        writers = _writers(worker_ids, reaching)
-        if not writers:
-            return UNSEEN
-        if self._worker_id != writers[0]:
-            return None
-        snapshot, rank = self._last[whole.generation], worker_ids.index(self._worker_id)
-        if not snapshot.folder.exists():
-            return "" if snapshot.final.exists() else f"{snapshot.folder.name} was removed before it was published"
-        done: Future[float] = Future()
-        done.set_result(0.0)
-        step = snapshot.manifest.step
-        under_way = self._under_way = _UnderWay(step, whole.generation, rank, snapshot, done)
-        under_way.publication = self._writer.publish(snapshot, done, whole.parts)
-        self._writer.drain()
-        self._conclude(under_way)
-        failure, self._failure = self._failure, None
-        return "" if failure is None or failure[1] is None else _shown(failure[1])
-
-    def settle(self, moment: Moment, whole: WrittenPart | None, *, failure: str = "", teller: str = "") -> None:
-        """Conclude the last checkpoint, which is published, or was not needed, or has failed. Local.
-
-        Args:
-            whole: what was published; None: nothing.
-            failure: why the checkpoint could not be written, equal on all members.
-            teller: the member that warns of it; if it is lost or none is named, the first one does.
+            Whether one is to be written: the same on all members.
 
         Raises:
             CheckpointError: see `boundary`.
         """
-        for generation, snapshot in self._last.items():
-            if snapshot.part is not None and (whole is None or generation != whole.generation):
-                # With the parts of members that were lost.
-                self._writer.submit(partial(shutil.rmtree, snapshot.folder, ignore_errors=True))
-        self._last.clear()
+        known, step = wishes.values(), moment.position.total
+        asked = any(one.asked for one in known)
+        is_done = max(one.saved for one in known) == step and not asked
+        self.reaching = frozenset(worker for worker, one in wishes.items() if one.reaches)
         self._give_up(is_final=False)
         self._wanted = self._asked = False
         self._reports = ()  # these reports do not include this checkpoint
-        self._last_step = moment.position.total
-        if failure and self._missed_step != self._last_step:  # the end of the run tries again what its loop tried
-            self._missed_step = self._last_step
-            tells = self._worker_id == (teller if teller in moment.worker_ids else moment.worker_ids[0])
-            self._failure = (self._last_step, CheckpointError(failure) if tells else None)
-        if whole is not None and self._failure is None:
-            self.saved = self._last_step
-        self._raise_failure()
+        self._last_step = step
+        if is_done or not any(one.wants for one in known):
+            return False
+        if not self.reaching:
+            if not any(one.is_left for one in known):  # else they write this checkpoint, with the same content
+                self._miss(moment)
+            return False
+        publisher = self.choose_publisher(moment.worker_ids)
+        if publisher is None:  # it was lost just now: all hear of it before they go on
+            self._under_way = _UnderWay(step, moment.generation, 0, asked=asked)
+            return True
+        snapshot = self._take(moment, [publisher], is_last=True)
+        self._start(moment, moment.worker_ids.index(publisher), snapshot).asked = asked
+        return True
 
-    # -- the end -------------------------------------------------------------------------------------
+    def _miss(self, moment: Moment) -> None:
+        """Say that nobody can write the last checkpoint: once, although the end of the run follows that of its loop."""
+        if self._missed_step != moment.position.total:
+            self._missed_step = moment.position.total
+            tells = self._worker_id == moment.worker_ids[0]
+            self._failure = (self._missed_step, CheckpointError(UNSEEN) if tells else None)
+            self._raise_failure()
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest snapshot, as long as it is under way."""
+        return self._under_way.snapshot if self._under_way is not None else None
+
+    def publish_last(self) -> None:
+        """Publish the last checkpoint where this member writes it, when all that it lacked was lent to it. Local."""
+        if self._under_way is not None and self._under_way.written is not None:
+            self._publish(self._under_way)
 
     def confirm(self) -> None:
         """Forget the last checkpoint: all members have waited until its writer was done."""
         self._under_way = None
 
-    def finish(self) -> None:
-        """Wait until all that this member writes is on the disk.
+    def finish(self) -> bool:
+        """Wait until all that this member writes is on the disk; return whether it has published a checkpoint, or has
+        tried to.
 
         Raises:
             CheckpointError: see `boundary`.
         """
         self._writer.drain()
-        if self._under_way is not None and self._under_way.publication is not None:
-            self._conclude(self._under_way)
+        under_way = self._under_way
+        publishes = under_way is not None and under_way.publication is not None
+        if under_way is not None and publishes:
+            self._conclude(under_way)
         self._raise_failure()
+        return publishes
 
     @property
     def has_copies(self) -> bool:

@@ -22,18 +22,18 @@ from torch import Tensor
 from unisono.core.cadence import Position, assign_parts
 from unisono.core.errors import StateLost
 from unisono.engine.state.packing import Packed, pack_held
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import Entry, Manifest, Stream
+from unisono.engine.state.tracked import Tracked
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import Entry, Manifest, Stream
+from unisono.system import accelerators
 
 __all__ = [
     "Camera",
-    "Holders",
     "LateCopy",
     "Layout",
     "Loan",
     "Moment",
     "Snapshot",
-    "held_by_all",
     "tensor_names",
     "write_whole",
 ]
@@ -42,15 +42,6 @@ LATE_BYTES = 1 << 20
 """Tensors from this size on are copied while the next step computes."""
 COPY_BYTES = 1 << 24
 """A late copy can be abandoned after each block of this size."""
-
-
-Holders = Callable[[Sequence[str]], Sequence[tuple[str, ...]]]
-"""Returns by path of a tensor the ids of the workers that hold it; () where all do."""
-
-
-def held_by_all(paths: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return that every worker holds everything."""
-    return [()] * len(paths)
 
 
 @dataclass(frozen=True)
@@ -249,50 +240,35 @@ class Camera:
     """Takes the snapshots of one member.
 
     Args:
-        state: returns everything that the next step depends on.
-        stable: returns the memory addresses of tensors that nothing but an optimizer changes.
-        holders: returns by path of a tensor the ids of the workers that hold it; () where all do.
-        overlaps: copy large stable tensors while the next step computes.
+        tracked: everything that the next step depends on.
+        overlaps: copy large tensors that nothing but an optimizer changes while the next step computes.
+
+    Attributes:
+        recipe, fingerprint: for every manifest.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        state: Callable[[], dict[str, Any]],
-        stable: Callable[[], Collection[int]],
-        holders: Holders = held_by_all,
-        *,
-        overlaps: bool,
-    ) -> None:
-        self._overlaps = overlaps
-        self._state, self._stable, self._holders = state, stable, holders
-        self._pinned = device.type == "cuda"
+    def __init__(self, device: torch.device, tracked: Tracked, *, overlaps: bool) -> None:
+        self.overlaps = overlaps
+        self.recipe: dict[str, Any] = {}
+        self.fingerprint: dict[str, str] = {}
+        self._tracked = tracked
+        self._device = device
         self._memory: Tensor = torch.empty(0, dtype=torch.uint8)
         self._filled: tuple[Layout, int] | None = None
         self._views: list[Tensor] = []
         self._layouts: dict[object, Layout] = {}
-        self._recipe: dict[str, Any] = {}
-        self._fingerprint: dict[str, str] = {}
-
-    def describe(self, recipe: dict[str, Any], fingerprint: dict[str, str]) -> None:
-        """Set the recipe and the fingerprint that go into every manifest."""
-        self._recipe, self._fingerprint = recipe, fingerprint
-
-    def copy_at_once(self) -> None:
-        """Copy everything at the boundary from now on."""
-        self._overlaps = False
 
     def num_bytes(self, writers: Sequence[str], part: int) -> int:
         """Return the size of a part."""
-        packed = pack_held(self._state(), "tracked")
-        return self._layout(packed, self._holders(packed.paths), writers).num_bytes[part]
+        packed = pack_held(self._tracked.whole_state(), "tracked")
+        return self._layout(packed, self._tracked.holders(packed.paths), writers).num_bytes[part]
 
     def reserve(self, num_bytes: int) -> None:
         """Make sure that there is memory for a part. The memory is kept, and its pages are touched in advance."""
         if self._memory.numel() < num_bytes:
             self._views, self._filled = [], None
             self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=accelerators.pins(self._device.type))
             self._memory.zero_()
 
     def take(
@@ -307,8 +283,8 @@ class Camera:
         """
         began = time.monotonic()
         position = moment.position
-        packed = pack_held(self._state(), "tracked")
-        holders = self._holders(packed.paths)
+        packed = pack_held(self._tracked.whole_state(), "tracked")
+        holders = self._tracked.holders(packed.paths)
         _check_held(packed, holders, moment.worker_ids)
         layout = self._layout(packed, holders, writers)
         loans = tuple(
@@ -317,18 +293,18 @@ class Camera:
         )
         data, late = memoryview(b""), tuple[LateCopy, ...]()
         if part is not None:
-            later = self._choose_late(packed.tensors) if self._overlaps and not is_last else set[int]()
+            later = self._choose_late(packed.tensors) if self.overlaps and not is_last else set[int]()
             data, late = self._fill(layout, part, packed.tensors, later)
         manifest = Manifest(
             step=position.total, phase=position.phase, phase_step=position.step, lines=position.lines,
-            recipe=self._recipe, fingerprint=self._fingerprint, metrics=dict(moment.metrics),
+            recipe=self.recipe, fingerprint=self.fingerprint, metrics=dict(moment.metrics),
             num_workers=len(moment.worker_ids), saved=0.0, seconds=0.0, tensors=layout.entries, files={},
         )  # fmt: skip
         return Snapshot(manifest, folder, layout, packed.skeleton, part, data, late, began, loans)
 
     def _choose_late(self, tensors: Sequence[Tensor]) -> set[int]:
         """Return the indices of the tensors that can be copied while the next step computes."""
-        stable = self._stable()
+        stable = self._tracked.updated()
         return {
             index
             for index, tensor in enumerate(tensors)
@@ -365,8 +341,8 @@ class Camera:
             for view, index in zip(self._views, mine, strict=True):
                 if index not in late:
                     view.copy_(tensors[index], non_blocking=True)
-        if self._pinned:
-            torch.cuda.synchronize()
+        if self._device.type != "cpu":
+            accelerators.synchronize(self._device)
         copies = [LateCopy(view, tensors[i]) for view, i in zip(self._views, mine, strict=True) if i in late]
         return files.memory_at(self._memory.data_ptr(), num_bytes, self._memory), tuple(copies)
 

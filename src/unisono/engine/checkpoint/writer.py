@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,13 +17,13 @@ from unisono.core.cadence import Checkpoints, choose_kept
 from unisono.core.errors import CheckpointError
 from unisono.engine.checkpoint.copies import Copies
 from unisono.engine.checkpoint.snapshot import Snapshot
-from unisono.record import checkpoints as files
-from unisono.record.checkpoints import FileFacts
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import FileFacts
 from unisono.record.journal import JOURNAL
 from unisono.record.rundir import RunDirectory
 from unisono.system.faults import point
 
-__all__ = ["Writer", "read_facts", "write_facts"]
+__all__ = ["Writer", "write_facts"]
 
 T = TypeVar("T")
 
@@ -71,29 +70,19 @@ class Writer:
 
     # -- the jobs ------------------------------------------------------------------------------------
 
-    def write(self, snapshot: Snapshot, keep: Collection[str] = ()) -> Future[float]:
-        """Make the late copies and write the part of this member; gives the seconds that it took.
+    def write(self, snapshot: Snapshot) -> Future[float]:
+        """Make the late copies and write the part of this member; gives the seconds that it took."""
+        return self.submit(lambda: self._write(snapshot))
 
-        Args:
-            keep: the names of other attempts that may still be published. What else is not complete is garbage.
-        """
-        return self.submit(lambda: self._write(snapshot, keep))
-
-    def publish(
-        self, snapshot: Snapshot, written: Future[float], facts: Mapping[str, FileFacts] = MappingProxyType({})
-    ) -> Future[None]:
-        """Make the snapshot a checkpoint, once the last part, that of this member, is ``written``.
-
-        Args:
-            facts: of its files, by name, as far as they are known; others are read from the directory.
-        """
-        return self.submit(lambda: self._publish(snapshot, written, facts))
+    def publish(self, snapshot: Snapshot, written: Future[float]) -> Future[None]:
+        """Make the snapshot a checkpoint, once the last part, that of this member, is ``written``."""
+        return self.submit(lambda: self._publish(snapshot, written))
 
     def remove(self, snapshot: Snapshot) -> None:
         """Remove the part of this member, of a snapshot that came to nothing."""
         self.submit(lambda: files.remove_part(snapshot.path))
 
-    def _write(self, snapshot: Snapshot, keep: Collection[str]) -> float:
+    def _write(self, snapshot: Snapshot) -> float:
         began = time.monotonic()
         try:
             for copy in snapshot.late:
@@ -105,7 +94,7 @@ class Writer:
             raise CheckpointError("the run's directory was removed or moved")
         folder = snapshot.folder
         if snapshot.part == 0:
-            files.remove_partials(folder.parent, but={folder.name, *keep})
+            files.remove_partials(folder.parent, but={folder.name})
         for each in (
             folder.parent,
             folder,
@@ -118,10 +107,10 @@ class Writer:
             point("checkpoint_part_written")
         return time.monotonic() - began
 
-    def _publish(self, snapshot: Snapshot, written: Future[float], facts: Mapping[str, FileFacts]) -> None:
+    def _publish(self, snapshot: Snapshot, written: Future[float]) -> None:
         try:
             written.result()
-            self._complete(snapshot, facts)
+            self._complete(snapshot)
         except BaseException:
             shutil.rmtree(snapshot.folder, ignore_errors=True)
             raise
@@ -129,12 +118,12 @@ class Writer:
         files.remove_abandoned(snapshot.folder.parent)
         self._prune(snapshot.final)
 
-    def _complete(self, snapshot: Snapshot, known: Mapping[str, FileFacts]) -> None:
+    def _complete(self, snapshot: Snapshot) -> None:
         folder, sizes = snapshot.folder, snapshot.layout.num_bytes
         found = {files.SKELETON: files.write_file(folder / files.SKELETON, memoryview(snapshot.skeleton))}
         for part, num_bytes in enumerate(sizes):
             path = folder / files.part_name(part, len(sizes))
-            found[path.name] = facts = known.get(path.name) or read_facts(path)
+            found[path.name] = facts = _read_facts(path)
             if path.stat().st_size != num_bytes or facts.num_bytes != num_bytes:
                 raise CheckpointError(f"{path.name} does not have the {num_bytes} bytes that were written to it")
         files.leave_only(folder, found)
@@ -180,6 +169,6 @@ def write_facts(part: Path, facts: FileFacts) -> None:
     part.with_suffix(".facts").write_bytes(msgspec.json.encode(facts))
 
 
-def read_facts(part: Path) -> FileFacts:
+def _read_facts(part: Path) -> FileFacts:
     """Return what the worker that has written a part says of it."""
     return msgspec.json.decode(part.with_suffix(".facts").read_bytes(), type=FileFacts)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from unisono.core.tree import root
 from unisono.engine.exchange import Combine, Committed, Parcel, Share
-from unisono.engine.exchange.flat import Rows, Slot, blocks, digest_rows, divide_rows
+from unisono.engine.exchange.flat import Rows, Slot, blocks, digest_there, divide_rows
 from unisono.engine.exchange.private import PrivateSlots
+from unisono.system.reading import read
 
 __all__ = ["Alone"]
 
@@ -46,10 +47,10 @@ class _AloneCombine:
 
     def commit(self, telemetry: bytes) -> Committed:
         slot, layout = self.result(), self._slots.layout
-        rows, total = Rows(slot.memory, 0), float(slot.scalars[0])
-        digest = 0
-        for first, end in blocks(0, layout.num_rows, slot.memory.device):
-            digest += digest_rows(rows, self._slots.multipliers, first, end)
+        rows, digest, total = Rows(slot.memory, 0), 0, 0.0
+        for first, end in blocks(0, layout.num_rows, slot.memory.device):  # of a device there is one
+            part, weight = read([digest_there(rows, self._slots.multipliers, first, end), slot.scalars[0]])
+            digest, total = digest + int(part), float(weight)
             divide_rows(layout, rows, total, first, end, slot)
         return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,), total)
 

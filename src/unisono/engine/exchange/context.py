@@ -11,7 +11,7 @@ import torch.distributed as dist
 from unisono.core.errors import UsageError
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.host import Host
+from unisono.engine.exchange.host import HostMembers
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.exchange.wire import Wire
 
@@ -28,8 +28,6 @@ class Context:
     hosts: tuple[range, ...]
     """The ranks of each host's members: contiguous and ascending."""
     device: torch.device
-    shares_gpu: bool = False
-    """Several members compute on one GPU, which NCCL does not connect; equal on all members."""
     timeout_s: float
     """Longest time of any one wait."""
     store: Callable[[str], dist.Store]
@@ -47,7 +45,7 @@ class Context:
     checks: bool = False
     """Compare what arrives over the network with what was sent; equal on all members."""
 
-    def open_host(self) -> Host:
+    def open_host(self) -> HostMembers:
         """Enter the generation among the members of this host. Waits for nobody."""
         ranks = next(ranks for ranks in self.hosts if self.rank in ranks)
         if self.page is None:
@@ -60,7 +58,7 @@ class Context:
             timeout_s=self.timeout_s,
             names=[self.names[rank] for rank in ranks if self.names],
         )
-        return Host(self.page, counters)
+        return HostMembers(self.page, counters)
 
     def open_wire(self, name: str, ranks: Sequence[int]) -> Wire:
         """Begin to connect this member with those of ``ranks``, of which it is one. Waits for nobody."""
@@ -69,7 +67,6 @@ class Context:
             ranks.index(self.rank),
             len(ranks),
             device=self.device,
-            backend="nccl" if self.device.type == "cuda" and not self.shares_gpu else "gloo",
             address=self.address,
             timeout_s=self.timeout_s,
             names=[self.names[rank] for rank in ranks if self.names],

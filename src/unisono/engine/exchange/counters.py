@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono.core.errors import DeadlineExceeded, PeerLost
-from unisono.engine.exchange.memory import Segment, fence, futex_wait, futex_wake
 from unisono.engine.exchange.pages import GenerationPage, OpenedWorkerPage, WorkerPage
+from unisono.engine.exchange.shared_memory import Segment, fence, futex_wait, futex_wake
 
 __all__ = ["Counters"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.core.delivery import Freight, HostStop, Slice, Turn, check_freight, turns_of
 from unisono.engine.exchange import Parcel
-from unisono.engine.exchange.host import Host
+from unisono.engine.exchange.host import HostMembers
 from unisono.engine.exchange.staging import STAGE_BYTES
 from unisono.engine.exchange.wire import Collective, Wire
 from unisono.system.faults import point
@@ -37,7 +37,7 @@ class Courier:
     """
 
     def __init__(
-        self, rank: int, hosts: Sequence[range], *, host: Host | None = None, wire: Wire | None = None
+        self, rank: int, hosts: Sequence[range], *, host: HostMembers | None = None, wire: Wire | None = None
     ) -> None:
         self._rank = rank
         self._hosts = tuple(hosts)

@@ -18,7 +18,7 @@ implementation, so that it does not matter which member adds it.
 
 A layout may **round**: then the float32 sums of gradients are bfloat16 numbers in every node from a fixed level of the
 tree on (`ROUNDED_NODES`), because whoever forms such a node rounds it at once. They lie in a slot as float32 all the
-same, and travel between hosts in half the bytes (`unisono.engine.exchange.packing`).
+same, and travel between hosts in half the bytes (`unisono.engine.exchange.row_packing`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from unisono.core.tree import Node, level_of, schedule
 __all__ = [
     "ROUNDED_NODES",
     "ROW_BYTES",
-    "Entry",
     "Extra",
     "FlatLayout",
     "Piece",
     "Rows",
     "Slot",
+    "SlotEntry",
     "blocks",
     "check_counting",
     "digest_rows",
@@ -72,7 +72,7 @@ SUM_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass(frozen=True)
-class Entry:
+class SlotEntry:
     """Position of one tensor in a slot."""
 
     name: str
@@ -135,7 +135,7 @@ class FlatLayout:
         self._rounds = rounds
         self.rounded_rows = range(0)
         """The rows of the sums that are rounded: half of their bytes say all."""
-        gradients: dict[int, Entry] = {}
+        gradients: dict[int, SlotEntry] = {}
         kinds = dict.fromkeys(SUM_DTYPE.get(tensor.dtype, tensor.dtype) for _, tensor in reversed(parameters))
         for sum_dtype in kinds:
             group = [i for i, (_, t) in enumerate(parameters) if SUM_DTYPE.get(t.dtype, t.dtype) == sum_dtype]
@@ -150,14 +150,14 @@ class FlatLayout:
         scalars = torch.empty(2)  # weight, and the sum of weight * loss
         self.scalars = self._append(torch.float64, [("scalars", scalars)], mean=False)[0]
         self.used = self._append(torch.int32, [("used", torch.empty(len(parameters)))], mean=False)[0]
-        by_index: dict[int, Entry] = {}
+        by_index: dict[int, SlotEntry] = {}
         for sum_dtype in (torch.int64, torch.float32, torch.float64):
             group = [i for i, (_, t) in enumerate(buffers) if buffer_sum_dtype(t.dtype) == sum_dtype]
             if group:
                 placed = self._append(sum_dtype, [buffers[i] for i in group], mean=sum_dtype.is_floating_point)
                 by_index.update(zip(group, placed, strict=True))
         self.buffers = [by_index[index] for index in range(len(buffers))]
-        placed_extras: dict[int, Entry] = {}
+        placed_extras: dict[int, SlotEntry] = {}
         for dtype in (torch.int64, torch.float64):
             group = [i for i, extra in enumerate(extras) if extra.dtype == dtype]
             if group:
@@ -168,11 +168,11 @@ class FlatLayout:
 
     def _append(
         self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool, rounded: bool = False
-    ) -> list[Entry]:
+    ) -> list[SlotEntry]:
         start = offset = self._row * ROW_BYTES // dtype.itemsize
         entries = []
         for name, tensor in named:
-            entries.append(Entry(name, tensor.shape, tensor.dtype, dtype, offset))
+            entries.append(SlotEntry(name, tensor.shape, tensor.dtype, dtype, offset))
             offset += tensor.numel()
         self._row = -(-offset * dtype.itemsize // ROW_BYTES)
         # Without the padding of the last row, which is never written, so it is zero in every slot and digest.
@@ -189,7 +189,7 @@ class FlatLayout:
         return hash(tuple(self._pieces))
 
     @property
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[SlotEntry]:
         return [*self.gradients, self.scalars, self.used, *self.buffers, *self.extras]
 
     @property
@@ -273,7 +273,7 @@ class Slot:
         other.rows(0, self.layout.num_rows).copy_(self.rows(0, self.layout.num_rows))
         return other
 
-    def _view(self, entry: Entry) -> Tensor:
+    def _view(self, entry: SlotEntry) -> Tensor:
         return self.typed(entry.sum_dtype)[entry.offset : entry.offset + entry.shape.numel()].view(entry.shape)
 
 
@@ -377,9 +377,14 @@ def digest_rows(rows: Rows, multipliers: Tensor, first_row: int, end_row: int) -
     modulo 2**64. So any one changed bit changes the fingerprint, which does not depend on how the rows are cut into
     chunks. It finds divergence, and does not resist an adversary.
     """
+    return int(digest_there(rows, multipliers, first_row, end_row)) & 0xFFFFFFFFFFFFFFFF
+
+
+def digest_there(rows: Rows, multipliers: Tensor, first_row: int, end_row: int) -> Tensor:
+    """Return what `digest_rows` does as an int64 where the rows lie: nothing waits for it."""
     start, stop = first_row - rows.first_row, end_row - rows.first_row
     words = rows.memory[start * ROW_BYTES : stop * ROW_BYTES].view(torch.int64).view(-1, ROW_BYTES // 8)
-    return int((words.sum(dim=1) * multipliers[first_row:end_row]).sum().item()) & 0xFFFFFFFFFFFFFFFF
+    return (words.sum(dim=1) * multipliers[first_row:end_row]).sum()
 
 
 def with_flipped_bit(tensor: Tensor, bit: int) -> Tensor:

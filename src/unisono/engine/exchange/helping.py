@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.memory import fence, futex_wait, futex_wake
 from unisono.engine.exchange.pages import MAX_WORK, GenerationPage
+from unisono.engine.exchange.shared_memory import fence, futex_wait, futex_wake
 
 __all__ = ["HostWork"]
 

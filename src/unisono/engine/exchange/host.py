@@ -62,16 +62,16 @@ from unisono.core.tree import Node, outermost
 from unisono.engine.exchange import Share
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
-from unisono.engine.exchange.gathering import Gathering
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.memory import Segment
 from unisono.engine.exchange.pages import MAX_NODES, NodeFields, WorkerPage
+from unisono.engine.exchange.payloads import Gathering
+from unisono.engine.exchange.shared_memory import Segment
 from unisono.engine.exchange.staging import Stage
 
-__all__ = ["Host", "HostCombine", "HostSlots"]
+__all__ = ["HostCombine", "HostMembers", "HostSlots"]
 
 
-class Host:
+class HostMembers:
     """Members of this host in one generation.
 
     Args:
@@ -148,7 +148,7 @@ class Host:
 class HostSlots:
     """The part of an `Exchange` that is about slots, where the members of a host share them."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostMembers) -> None:
         self._host = host
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
@@ -172,7 +172,7 @@ class HostCombine:
         chunks: by owner (local ranks 0, 1, ...), the rows that this owner sums. Members beyond the last sum nothing.
     """
 
-    def __init__(self, host: Host, layout: FlatLayout, share: Share, chunks: Sequence[range]) -> None:
+    def __init__(self, host: HostMembers, layout: FlatLayout, share: Share, chunks: Sequence[range]) -> None:
         self.host = host
         self.layout = layout
         self.share = share

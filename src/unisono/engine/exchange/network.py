@@ -10,7 +10,7 @@ from unisono.engine.exchange.delivering import Courier
 from unisono.engine.exchange.flat import ROW_BYTES, Rows, Slot, blocks, divide_rows
 from unisono.engine.exchange.private import PrivateSlots
 from unisono.engine.exchange.reduce import Reduction
-from unisono.engine.exchange.stream import Ballot, Stream
+from unisono.engine.exchange.stream import Ballot, RangeSum
 from unisono.engine.exchange.wire import Wire
 
 __all__ = ["Network", "build"]
@@ -35,7 +35,7 @@ class Network(PrivateSlots):
         self.rank = wire.rank
         self.size = wire.size
         self._courier = Courier(wire.rank, [range(rank, rank + 1) for rank in range(wire.size)], wire=wire)
-        self._kind: type[Reduction | Stream] = Stream if wire.device.type == "cpu" else Reduction
+        self._kind: type[Reduction | RangeSum] = RangeSum if wire.device.type == "cpu" else Reduction
         self._offered: _Sums | None = None
 
     def offer(self, share: Share, rows_ready: int) -> None:
@@ -64,14 +64,14 @@ class Network(PrivateSlots):
 class _Sums:
     """The sum of a combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
 
-    def __init__(self, kind: type[Reduction | Stream], wire: Wire, slots: PrivateSlots, share: Share) -> None:
+    def __init__(self, kind: type[Reduction | RangeSum], wire: Wire, slots: PrivateSlots, share: Share) -> None:
         self._kind = kind
         self._wire = wire
         self._slots = slots
         self._share = share
         self._nodes = {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
         self._ballot: Ballot | None = None
-        self._sum: Reduction | Stream | None = None
+        self._sum: Reduction | RangeSum | None = None
         self.slot = slots.slot()
         wire.sent_bytes = 0
 
@@ -81,9 +81,9 @@ class _Sums:
             self._sum = self._begin()
         self._sum.send(self._nodes, rows_ready)
 
-    def _begin(self) -> Reduction | Stream:
+    def _begin(self) -> Reduction | RangeSum:
         wire, layout, share = self._wire, self._slots.layout, self._share
-        if self._kind is Stream:
+        if self._kind is RangeSum:
             self._ballot = Ballot(wire, TELEMETRY_BYTES)
         rows, out = range(layout.num_rows), Rows(self.slot.memory, 0)
         return self._kind(wire, layout, rows, share.plan, share.num_leaves, out, self._slots.multipliers)

@@ -2,8 +2,11 @@
 all-gather. (Between processors, `unisono.engine.exchange.stream` does the same with messages.)
 
 The rows are cut into buckets, so that the first can travel while the last are still being computed; every bucket
-is cut into one chunk per member. Collectives are started in the same order on every member: by bucket, and
-within a bucket by the position of the node in its holder's list.
+is cut into one chunk per member. What is received waits in memory until it is folded, so only some buckets are under
+way at a time. Collectives are started in the same order on every member, S being the messages of a bucket and G the
+gathering of its sums: S0 ... S(k-1), then G0, Sk, G1, S(k+1) and so on; within an S by the position of the node in its
+holder's list. That holds since k depends on the plan alone, since no G begins before the last call of `send`, in which
+all rows are complete, and since `fold` takes the buckets one after the other.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import torch
 from torch import Tensor
 
 from unisono.core.tree import Node, root
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows
-from unisono.engine.exchange.packing import narrowed, regions, widened
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, digest_there, fold_rows
+from unisono.engine.exchange.row_packing import narrowed, regions, widened
 from unisono.engine.exchange.wire import Collective, Wire
 
 __all__ = ["BUCKET_BYTES", "Reduction"]
 
 BUCKET_BYTES = 8 << 20
+RECEIVED_BYTES = 256 << 20
+"""Of the chunks that wait to be folded, on each member: so many, or those of one bucket."""
 
 
 def _bucket_rows(num_members: int) -> int:
@@ -85,16 +90,22 @@ class Reduction:
         self._num_rounds = max(len(nodes) for nodes in plan)
         self._root = root(num_leaves)
         self._buckets = _cut(layout, rows, wire.size)
+        bucket_bytes = BUCKET_BYTES // wire.size * sum(len(nodes) for nodes in plan)
+        self._most_sent = max(1, RECEIVED_BYTES // max(1, bucket_bytes))
+        """Buckets that are sent and not folded yet."""
+        self._num_folded = 0
         self._sent: list[tuple[list[Collective], dict[Node, Tensor]]] = []
         self._gathers: list[tuple[Collective, Tensor, _Bucket]] = []
 
     def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
-        """Send the buckets that lie within the first ``rows_ready`` rows, which are complete in all own nodes.
+        """Send the buckets within the first ``rows_ready`` rows, which are complete in all own nodes, as far as there
+        is room to receive them. The last call is with all rows; `fold` sends the rest.
 
         Args:
             nodes: this member's, each with room behind its rows for as many as there are members.
         """
-        while len(self._sent) < len(self._buckets):
+        self._nodes = nodes
+        while len(self._sent) < min(len(self._buckets), self._num_folded + self._most_sent):
             bucket = self._buckets[len(self._sent)]
             if bucket.stop > rows_ready:
                 return
@@ -127,23 +138,26 @@ class Reduction:
 
     def fold(self) -> int:
         """Receive and add, and start to gather the sums; return the digest of the chunks that this member added."""
-        digest = 0
-        for bucket, (sends, received) in zip(self._buckets, self._sent, strict=True):
+        digest = torch.zeros((), dtype=torch.int64, device=self._wire.device)  # read once, at the end
+        for bucket in self._buckets:
+            sends, received = self._sent[self._num_folded]
             for each in sends:
                 each.wait()
-            digest += self._fold_bucket(bucket, received)
+            self._fold_bucket(bucket, received, digest)
+            sends.clear()
             received.clear()
-        return digest & 0xFFFFFFFFFFFFFFFF
+            self._num_folded += 1
+            self.send(self._nodes, len(self._rows))
+        return int(digest) & 0xFFFFFFFFFFFFFFFF
 
-    def _fold_bucket(self, bucket: _Bucket, received: Mapping[Node, Tensor]) -> int:
+    def _fold_bucket(self, bucket: _Bucket, received: Mapping[Node, Tensor], digest: Tensor) -> None:
         wire, first = self._wire, self._rows.start
         rows_each = len(bucket.rows) // wire.size
         own = bucket.rows.start + wire.rank * rows_each
         end = min(own + rows_each, bucket.stop)
         total = torch.zeros(rows_each * ROW_BYTES, dtype=torch.uint8, device=wire.device)
-        digest = 0
         if own < end:
-            digest = fold_rows(
+            fold_rows(
                 self._layout,
                 {
                     node: Rows(widened(memory) if self._is_narrow(bucket, node) else memory, first + own)
@@ -153,15 +167,14 @@ class Reduction:
                 first + own,
                 first + end,
                 [Rows(total, first + own)],
-                multipliers=self._multipliers,
             )
+            digest += digest_there(Rows(total, first + own), self._multipliers, first + own, first + end)
         if self._is_narrow(bucket, self._root):
             total = narrowed(total)
         target = self._out[bucket.rows.start * ROW_BYTES : bucket.rows.stop * ROW_BYTES]
         is_in_place = bucket.may_overwrite and len(target) == wire.size * len(total)
         sums = target if is_in_place else torch.empty(wire.size * len(total), dtype=torch.uint8, device=wire.device)
         self._gathers.append((wire.all_gather(sums, total), sums, bucket))
-        return digest
 
     def gather(self) -> None:
         """Wait until the sums of all members are in the ``out`` of `fold`."""

@@ -9,7 +9,7 @@ from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
 from unisono.engine.exchange.flat import fold_rows, split_rows
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.host import Host, HostCombine, HostSlots
+from unisono.engine.exchange.host import HostCombine, HostMembers, HostSlots
 
 __all__ = ["SharedMemory", "build"]
 
@@ -26,7 +26,7 @@ class SharedMemory(HostSlots):
         host: all members of the generation.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: HostMembers) -> None:
         super().__init__(host)
         self.rank = host.rank
         self.size = host.size

@@ -10,20 +10,34 @@ __all__ = ["Slots"]
 
 
 class Slots:
-    """Slots of a worker that are in use: the nodes of the step under way, and the results that the script still reads.
+    """Slots of a worker that are in use: the nodes of the open rounds, and the results that the script still reads.
 
     Attributes:
         layout: of the current sums; None before the first sum.
-        nodes: the complete nodes of the step under way.
-        ahead: by number of the step, the nodes of steps whose sums are under way (`unisono.strategies.delay.pipeline`).
+        open: by kind of the round, the complete nodes of the rounds that this worker has begun and not finished.
+        kind: of the one that is being computed; "": none is.
         results: the sums of which the script may still hold gradients, oldest first; ``.grad`` is a view of the last's.
     """
 
     def __init__(self) -> None:
         self.layout: FlatLayout | None = None
-        self.nodes: dict[Node, Slot] = {}
-        self.ahead: dict[int, dict[Node, Slot]] = {}
+        self.open: dict[str, dict[Node, Slot]] = {}
+        self.kind = ""
         self.results: list[Slot] = []
+
+    @property
+    def nodes(self) -> dict[Node, Slot]:
+        """The complete nodes of the round that is being computed."""
+        return self.open.setdefault(self.kind, {})
+
+    @nodes.setter
+    def nodes(self, nodes: dict[Node, Slot]) -> None:
+        self.open[self.kind] = nodes
+
+    def close(self) -> None:
+        """Forget the nodes of the round that is being computed, which is over."""
+        self.open.pop(self.kind, None)
+        self.kind = ""
 
     def bring(self, exchange: Exchange, layout: FlatLayout | None) -> None:
         """Prepare an exchange for a layout, and make the slots in use its own. Collective.
@@ -33,16 +47,12 @@ class Slots:
         """
         if layout is None:
             return
-        nodes = {node: slot for node, slot in self.nodes.items() if slot.layout == layout}
-        results = [slot for slot in self.results if slot.layout == layout]
-        ahead = [slot for held in self.ahead.values() for slot in held.values() if slot.layout == layout]
-        kept = [*nodes.values(), *results, *ahead]
+        in_use = [*(slot for nodes in self.open.values() for slot in nodes.values()), *self.results]
+        kept = [slot for slot in in_use if slot.layout == layout]
         now = {before.key: after for before, after in zip(kept, exchange.prepare(layout, kept), strict=True)}
-        self.nodes = {node: now.get(slot.key, slot) for node, slot in self.nodes.items()}
         self.results = [now.get(slot.key, slot) for slot in self.results]
-        self.ahead = {
-            number: {node: now.get(slot.key, slot) for node, slot in held.items()}
-            for number, held in self.ahead.items()
+        self.open = {
+            kind: {node: now.get(slot.key, slot) for node, slot in nodes.items()} for kind, nodes in self.open.items()
         }
 
     def release_results(self, exchange: Exchange) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.memory import Segment
+from unisono.engine.exchange.shared_memory import Segment
 
 __all__ = ["STAGE_BYTES", "Stage"]
 

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from unisono.core.tree import Node, root
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows, with_flipped_bit
-from unisono.engine.exchange.packing import Packing
 from unisono.engine.exchange.pump import Job
+from unisono.engine.exchange.row_packing import Packing
 from unisono.engine.exchange.wire import DIGEST_BYTES, Wire, count_votes
 from unisono.system.faults import spoils
 
-__all__ = ["PIECE_BYTES", "Ballot", "Stream", "cut"]
+__all__ = ["PIECE_BYTES", "Ballot", "RangeSum", "cut"]
 
 PIECE_BYTES = 256 << 10
 """Of a stream's pieces, at least."""
@@ -49,7 +49,7 @@ def cut(rows: range) -> list[range]:
     return split_rows(rows, num_pieces)
 
 
-class Stream:
+class RangeSum:
     """The sum of one range of rows, in three moves: `send`, `fold`, `gather`.
 
     Making one is collective, in the same order on all members of the wire.

@@ -21,9 +21,9 @@ from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.host import Host, HostCombine, HostSlots
+from unisono.engine.exchange.host import HostCombine, HostMembers, HostSlots
 from unisono.engine.exchange.pages import MAX_TEAM
-from unisono.engine.exchange.stream import Ballot, Stream, cut
+from unisono.engine.exchange.stream import Ballot, RangeSum, cut
 from unisono.engine.exchange.wire import Wire
 
 __all__ = ["TwoLevel", "build"]
@@ -51,7 +51,7 @@ class TwoLevel(HostSlots):
         rank: of this member in the generation.
     """
 
-    def __init__(self, host: Host, wire: Wire | None, *, hosts: Sequence[range], rank: int) -> None:
+    def __init__(self, host: HostMembers, wire: Wire | None, *, hosts: Sequence[range], rank: int) -> None:
         super().__init__(host)
         self._wire = wire
         self._num_lanes = min(map(len, hosts))
@@ -107,7 +107,7 @@ class _TwoLevelCombine(HostCombine):
 
     def __init__(
         self,
-        host: Host,
+        host: HostMembers,
         wire: Wire | None,
         hosts: Sequence[range],
         layout: FlatLayout,
@@ -129,7 +129,7 @@ class _TwoLevelCombine(HostCombine):
         num_leaves = self.share.num_leaves
         plan = [schedule([n for r in ranks for n in self.share.plan[r]], num_leaves)[1] for ranks in self._hosts]
         self._ballot = Ballot(wire, max(self._telemetry_sizes()))
-        stream = Stream(wire, self.layout, lane, plan, num_leaves, self.own_sum(), self.layout.multipliers)
+        stream = RangeSum(wire, self.layout, lane, plan, num_leaves, self.own_sum(), self.layout.multipliers)
         own = {
             node: Rows(torch.zeros(len(lane) * ROW_BYTES, dtype=torch.uint8), lane.start) for node in plan[wire.rank]
         }

@@ -5,16 +5,22 @@ forming of a group nor a blocked collective can be woken: ``abort()`` and ``shut
 group with a pending operation blocks. So no thread of the run waits *in* torch. The group is formed by a
 thread of its own, and the pump (`unisono.engine.exchange.pump`) waits for messages; these threads, a collective's
 future and `interrupt` notify the same condition; and an abandoned group is kept until its last operation has ended. Its
-connections are shut, which ends the operations of gloo at both ends at once; those of NCCL are aborted.
+connections are shut, which ends the operations of gloo at both ends at once; those of a library of accelerators (NCCL)
+are aborted.
+
+Members on accelerators tell each other first on which cards they compute. Where each has its own, and the kind of
+device has a library, that connects them, in the thread that forms the group: a member that is lost there is lost as
+everywhere else. Otherwise, where two share a card too, their tensors travel over gloo, as copies in the host's memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
+import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,30 +30,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from unisono.core.errors import DeadlineExceeded, PeerLost
+from unisono.core.errors import DeadlineExceeded, PeerLost, UsageError
 from unisono.core.words import listed
 from unisono.engine.exchange.addresses import AddressStore
 from unisono.engine.exchange.checking import Checks
-from unisono.engine.exchange.groups import ScriptGroup
 from unisono.engine.exchange.listening import Port
 from unisono.engine.exchange.proof import prove
 from unisono.engine.exchange.pump import Job, Pump
+from unisono.engine.exchange.script_group import ScriptGroup
 from unisono.engine.exchange.sockets import TcpSocket, shut, tcp_sockets
+from unisono.system import accelerators
+from unisono.system.process import tell
 
 __all__ = ["DIGEST_BYTES", "Collective", "Wire", "release_abandoned", "wire_of_one"]
 
 SLICE_S = 0.2  # a wait checks its condition this often even if a notification was missed
 DIGEST_BYTES = 8
 """Of what a vote begins with."""
-POLL_S = 1e-4  # NCCL sends no notification
+POLL_S = 1e-4  # a library of accelerators sends no notification
 CONNECT_S = 20.0
 """Longest time from the arrival of all members until they are connected. A member behind a firewall, which the others
 cannot reach, must not delay them for as long as an exchange may take."""
+LIBRARY_S = 60.0
+"""The same where a library of accelerators connects them, which has to be loaded and to look at the machine."""
 MAX_TAG = 1 << 30
 FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have not come to a group
 
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups that were closed while collectives were pending, with those collectives."""
+_shared: set[tuple[str, ...]] = set()
+"""Workers that share a card, and this process has said so."""
+_overruled: set[str] = set()
+"""What of the environment was overruled, and this process has said so."""
 _abandoning = threading.Lock()
 """Held while these are changed: wires are closed by the thread of the run, and formed by others."""
 
@@ -58,7 +72,6 @@ class Wire:
     Args:
         store: the members find each other there; one prefix for one group.
         device: of the tensors that will be sent.
-        backend: "nccl"; or "gloo", over which the tensors of a GPU travel as copies in the host's memory.
         address: the address that gloo listens on.
         timeout_s: how long any one wait may take.
         names: the ids of the members' workers, by rank, for errors; empty: they have none.
@@ -73,20 +86,18 @@ class Wire:
         size: int,
         *,
         device: torch.device,
-        backend: str,
         address: str,
         timeout_s: float,
         names: Sequence[str] = (),
         secret: bytes = b"",
         checks: bool = False,
     ) -> None:
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"the backend of an exchange is 'gloo' or 'nccl', got {backend!r}")
         self.rank = rank
         self.size = size
         self.device = device
-        self.backend = backend
-        self._copies = backend == "gloo" and device.type != "cpu"
+        self._library = ""
+        """The backend that connects the members' cards, as soon as it is known; "": gloo does."""
+        self._copies = device.type != "cpu"
         self.sent_bytes = 0
         """Data that this member has sent to others."""
         self.checks = Checks(size, names) if checks and size > 1 else None
@@ -114,17 +125,21 @@ class Wire:
             missing: list[str] = []
             try:
                 # A member may arrive late, from its work between two steps: that is no reason to give the member up.
-                store.set(f"here-{rank}", "")
+                store.set(f"here-{rank}", _described(device))
                 store.wait([f"here-{each}" for each in range(size)], timedelta(seconds=timeout_s))
+                self._library = _choose_library(store, size, device, names)
                 self._all_here_at = time.perf_counter()
-                before = tcp_sockets()
-                formed = _make_group(store, rank, size, backend, address, timeout_s, port)
-                if backend == "gloo" and size > 1:
-                    prove(formed, rank, size, secret, names)
-                if backend == "gloo" and size > 1:
-                    self._connections = _own_connections(store, size, port, before)
+                if self._library:
+                    self._copies = False
+                    group = self._connect_cards(store, timedelta(seconds=timeout_s))
+                else:
+                    before = tcp_sockets()
+                    formed = _make_group(store, rank, size, address, timeout_s, port)
+                    if size > 1:
+                        prove(formed, rank, size, secret, names)
+                        self._connections = _own_connections(store, size, port, before)
+                    group = formed
                 port.close()
-                group = formed
             except Exception as error:  # of many kinds; `_connected` raises it as PeerLost
                 failure = error
                 port.forget()
@@ -134,14 +149,37 @@ class Wire:
             with self.changed:
                 self._failure, self._missing = failure, missing
                 if not self._closed:
-                    self._group = group
+                    self._group, group = group, None
                 self.changed.notify_all()
+            if self._library:
+                _abort(group)  # it was formed too late
 
         threading.Thread(target=connect, name="unisono-connect", daemon=True).start()
+
+    def _connect_cards(self, store: dist.Store, timeout: timedelta) -> Any:
+        """Return the group of the library, connected: each member has heard from each other one."""
+        device = self.device
+        if device.index is not None:
+            accelerators.use(device)  # of this thread
+        group, overruled = accelerators.open_library(self._library, store, self.rank, self.size, timeout)
+        if news := [one for one in overruled if one not in _overruled]:
+            _overruled.update(news)
+            tell(f"unisono: {listed(news)} in the environment would end workers that have lost another: overruled")
+        found = torch.zeros(self.size, dtype=torch.int64, device=device)
+        own = torch.full((1,), self.rank + 1, dtype=torch.int64, device=device)
+        try:
+            group._allgather_base(found, own, AllgatherOptions()).wait()
+            if (heard := found.tolist()) != [*range(1, self.size + 1)]:
+                raise RuntimeError(f"{self._library} gave {heard} for the numbers of {self.size} members")
+        except Exception:
+            _abort(group)
+            raise
+        return group
 
     def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Collective:
         """Send ``in_sizes[j]`` bytes of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
         self._count(sum(in_sizes) - in_sizes[self.rank])
+        self._connected()
         there, here = self._room_for(out), self._within_reach(data)
         return self._start(
             lambda group: group.alltoall_base(there, here, out_sizes, in_sizes, AllToAllOptions()), there, here, out=out
@@ -150,6 +188,7 @@ class Wire:
     def all_gather(self, out: Tensor, data: Tensor) -> Collective:
         """Gather the ``data`` of all members in ``out``, by rank; equal sizes."""
         self._count((self.size - 1) * data.nbytes)
+        self._connected()
         there, here = self._room_for(out), self._within_reach(data)
         return self._start(lambda group: group._allgather_base(there, here, AllgatherOptions()), there, here, out=out)
 
@@ -266,7 +305,7 @@ class Wire:
                 raise self._error
             if self._given is None:
                 self._given = ScriptGroup.backed_by(
-                    backend, self._store, self.rank, self.size, self.device, self.backend
+                    backend, self._store, self.rank, self.size, self.device, self._library
                 )
             return self._given
 
@@ -288,7 +327,7 @@ class Wire:
         if given is not None:
             given.end()
             pending += given.pending()
-        if self.backend == "nccl":
+        if self._library:
             # abort() takes long if a peer is gone, and ends the pending collectives.
             threading.Thread(target=_abort, args=(group,), name="unisono-abort", daemon=True).start()
             return
@@ -304,6 +343,8 @@ class Wire:
             raise self._error
         # A little later than the store's own limit, whose error names the members that were not there.
         self._await(self._is_formed, "the group to form", grace_s=FORM_GRACE_S)
+        if isinstance(self._failure, UsageError):
+            raise self._failure
         if self._failure is not None:
             waited_for = f" (not there: {listed(self._missing)})" if self._missing else ""
             raise PeerLost(
@@ -314,7 +355,12 @@ class Wire:
     def _is_formed(self) -> bool:
         if self._group is None and self._failure is None and self._all_here_at is not None:
             waited_s = time.perf_counter() - self._all_here_at
-            if waited_s > CONNECT_S:
+            if self._library and waited_s > LIBRARY_S:
+                raise DeadlineExceeded(
+                    f"{self._library} could not connect {self.size} members within {LIBRARY_S:g} s: each must reach "
+                    "each other one, by the interfaces that the library has chosen"
+                )
+            if not self._library and waited_s > CONNECT_S:
                 raise DeadlineExceeded(
                     f"{self.size} members could not be connected within {CONNECT_S:g} s: each must reach each other "
                     "one, at any port of the address by which it reaches the head; look for a firewall between them"
@@ -326,13 +372,13 @@ class Wire:
         group = self._connected()
         try:
             work = operation(group)
-        except RuntimeError as failure:  # NCCL connects its members with their first collective
+        except RuntimeError as failure:
             raise PeerLost(f"a collective of {self.size} members could not be started: {failure}") from failure
         self._pending.append(work)
         return Collective(self, work, tensors, out)
 
     def _finish(self, work: Any) -> None:
-        if self.backend == "gloo":
+        if not self._library:
             future = work.get_future()
             future.then(self._notify)
             self._await(future.done, "a collective")
@@ -398,8 +444,7 @@ def count_votes(votes: Sequence[bytes]) -> tuple[int, list[bytes]]:
 
 def wire_of_one(device: torch.device) -> Wire:
     """Return the wire of a worker that is alone."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return Wire(dist.HashStore(), 0, 1, device=device, backend=backend, address="127.0.0.1", timeout_s=CONNECT_S)
+    return Wire(dist.HashStore(), 0, 1, device=device, address="127.0.0.1", timeout_s=CONNECT_S)
 
 
 def release_abandoned() -> bool:
@@ -445,18 +490,40 @@ def _own_connections(store: dist.Store, size: int, port: Port, before: Mapping[i
     }
 
 
-def _make_group(
-    store: dist.Store, rank: int, size: int, backend: str, address: str, timeout_s: float, port: Port
-) -> Any:
-    limit = timedelta(seconds=timeout_s)
-    if backend == "nccl":
-        # By default its watchdog ends the process when a peer is gone; here the survivors go on.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+def _described(device: torch.device) -> str:
+    """Return what the members of a group tell each other of where they compute."""
+    return json.dumps([device.type, [] if device.type == "cpu" else accelerators.cards(device)])
+
+
+def _choose_library(store: dist.Store, size: int, device: torch.device, names: Sequence[str]) -> str:
+    """Return the name of the backend that connects these members' cards, the same on all; "": gloo.
+
+    Raises:
+        UsageError: some compute on another kind of device.
+    """
+    if device.type == "cpu":  # those on another kind of device see it
+        return ""
+    found = [json.loads(each) for each in store.multi_get([f"here-{rank}" for rank in range(size)])]
+    if len({kind for kind, _ in found}) > 1:
+        there = listed(
+            [f"{name} on {kind}" for name, (kind, _) in zip(names or map(str, range(size)), found, strict=True)]
+        )
+        raise UsageError(
+            f"the workers of a run compute on one kind of device, and these do not: {there}; use the same kind of "
+            'machine for all, or unisono.Run(device="cpu")'
+        )
+    cards = Counter(card for _, cards in found for card in cards)
+    shared = [name for name, (_, own) in zip(names, found, strict=False) if any(cards[card] > 1 for card in own)]
+    library = accelerators.library(device)
+    if library and shared and tuple(shared) not in _shared:
+        _shared.add(tuple(shared))
+        tell(f"unisono: {listed(shared)} share a card, so sums go by way of the host's memory")
+    return library if max(cards.values()) == 1 else ""
+
+
+def _make_group(store: dist.Store, rank: int, size: int, address: str, timeout_s: float, port: Port) -> Any:
     gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
     store.set(f"port-{rank}", " ".join(map(str, port.address)))
-    gloo._timeout = limit
+    gloo._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupGloo(AddressStore(store, size), rank, size, gloo)

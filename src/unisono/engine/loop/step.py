@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ from unisono.engine.rounds.taps import Place
 from unisono.engine.state.sums import Total, plain
 from unisono.system.process import Process
 
-__all__ = ["CommonRound", "Iteration", "Played", "State", "Step", "numbers"]
+__all__ = ["CommonRound", "Iteration", "Step", "StepState", "Steps", "numbers"]
 
 
-class State(enum.Enum):
+class StepState(enum.Enum):
     """Progress of a step."""
 
     NEW = "its inner loop has not begun"
@@ -33,78 +34,6 @@ class State(enum.Enum):
     COMPLETE = "it has its gradient"
     CLOSED = "the outer loop has gone on"
     FAILED = "it was left without a gradient"
-
-
-class Iteration(Protocol):
-    """What the script gets in one iteration of a training loop, as the loop sees it: `Step`, or what a strategy has
-    instead.
-    """
-
-    state: State
-
-    @property
-    def number(self) -> int:
-        """Number within the run: while its inner loop is under way, of the step whose micro-batch is computed."""
-
-    @property
-    def number_in_loop(self) -> int: ...
-
-    @property
-    def name(self) -> str:
-        """What is computed, as messages name it: the step, or a step of a replica."""
-
-    @property
-    def current(self) -> Microbatch | None:
-        """The micro-batch that is being loaded or computed, or in which the inner loop was left."""
-
-    @property
-    def microbatch(self) -> int | None: ...
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether each worker is elsewhere: within a loop of the script that each runs over its own part."""
-
-    @property
-    def has_begun(self) -> bool: ...
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    @property
-    def has_no_microbatch(self) -> bool: ...
-
-    @property
-    def has_result(self) -> bool: ...
-
-    @property
-    def telemetry(self) -> Mapping[str, StepTelemetry]: ...
-
-    @property
-    def news(self) -> str: ...
-
-    @property
-    def loss(self) -> float: ...
-
-    @property
-    def totals(self) -> dict[str, Any]: ...
-
-    @property
-    def logs(self) -> dict[str, float]: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    def sample_indices(self, microbatch: int) -> list[int]: ...
-
-    def add(self, **values: float | Tensor) -> None: ...
-
-    def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None: ...
-
-    def check_not_left(self) -> None: ...
-
-    def result(self) -> StepResult: ...
-
-    def close(self) -> None: ...
 
 
 class CommonRound(Protocol):
@@ -120,15 +49,15 @@ class CommonRound(Protocol):
         """Micro-batches that this member has computed."""
 
 
-R = TypeVar("R", bound=CommonRound)
+class Iteration(ABC):
+    """What the script gets in one iteration of a training loop: `Step`, or what a strategy has instead.
 
+    It plays a round while the script iterates over it.
+    """
 
-class Played(ABC, Generic[R]):
-    """What iterations have in common that play a round while the script iterates over them."""
-
-    state: State
+    state: StepState
     _context: StepContext
-    _round: R | None
+    _round: CommonRound | None
     _is_left: bool
     _logs: dict[str, float]
 
@@ -157,18 +86,60 @@ class Played(ABC, Generic[R]):
     @property
     def is_complete(self) -> bool:
         """Whether its inner loop has come to its end."""
-        return self.state in (State.COMPLETE, State.CLOSED)
+        return self.state in (StepState.COMPLETE, StepState.CLOSED)
 
     @property
     def has_no_microbatch(self) -> bool:
         """Whether its inner loop is complete, and this worker has computed nothing in it."""
-        return self.is_complete and self.round.num_computed == 0
+        return self.is_complete and self._played.num_computed == 0
 
     @property
-    def round(self) -> R:
+    def _played(self) -> CommonRound:
         """The newest round that it has played. After the inner loop."""
         assert self._round is not None
         return self._round
+
+    @property
+    @abstractmethod
+    def current(self) -> Microbatch | None:
+        """The micro-batch that is being loaded or computed, or in which the inner loop was left."""
+
+    @property
+    def microbatch(self) -> int | None:
+        """The micro-batch that is being loaded or computed; None outside of one."""
+        return self.current.leaf if self.current is not None else None
+
+    @property
+    @abstractmethod
+    def is_apart(self) -> bool:
+        """Whether each worker is elsewhere: within a loop of the script that each runs over its own part."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> float:
+        """The mean loss. After the inner loop."""
+
+    @property
+    @abstractmethod
+    def totals(self) -> dict[str, Any]:
+        """The sums of `add`, by name. After the inner loop."""
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Data that this worker has sent to other hosts."""
+
+    @abstractmethod
+    def sample_indices(self, microbatch: int) -> list[int]:
+        """Return the samples of a micro-batch."""
+
+    @abstractmethod
+    def add(self, **values: float | Tensor) -> None:
+        """Add numbers of the current micro-batch to sums over all of them."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, scaler: Any = None, retain_graph: bool = False) -> None:
+        """Do what ``loss.backward()`` means in the current micro-batch."""
 
     @property
     def has_result(self) -> bool:
@@ -189,13 +160,13 @@ class Played(ABC, Generic[R]):
     @property
     def telemetry(self) -> Mapping[str, StepTelemetry]:
         """What the members have said with the sum, by worker id. After the inner loop."""
-        assert self.round.result is not None
-        return self.round.result.telemetry
+        assert self._played.result is not None
+        return self._played.result.telemetry
 
     @property
     def news(self) -> str:
         """Why the plan differs from the one before; "" where it does not. After the inner loop."""
-        return self.round.news
+        return self._played.news
 
     @property
     def logs(self) -> dict[str, float]:
@@ -208,7 +179,7 @@ class Played(ABC, Generic[R]):
         Raises:
             StepError: that line is written.
         """
-        if self.state in (State.CLOSED, State.FAILED):
+        if self.state in (StepState.CLOSED, StepState.FAILED):
             raise StepError(
                 f"step.log of step {self.number} was called when that step was over, and its line of the journal is "
                 "written: call it within run.steps, or run.log after the training loop"
@@ -230,7 +201,7 @@ class Played(ABC, Generic[R]):
         Args:
             turn: the pass that has ended.
         """
-        self.state = State.COMPLETE
+        self.state = StepState.COMPLETE
         if (taps := self._context.rounds.taps) and self.has_result:
             result = self.result()
             for tap in taps:
@@ -246,10 +217,10 @@ class Played(ABC, Generic[R]):
         Raises:
             StepError: the inner loop has not come to its end.
         """
-        state, self.state = self.state, State.CLOSED if self.state is State.COMPLETE else State.FAILED
-        if state is State.NEW:
+        state, self.state = self.state, StepState.CLOSED if self.state is StepState.COMPLETE else StepState.FAILED
+        if state is StepState.NEW:
             raise self._unused_error()
-        if state is State.INSIDE:
+        if state is StepState.INSIDE:
             raise self._left_error()
 
     @abstractmethod
@@ -282,7 +253,7 @@ def numbers(
     return found
 
 
-class Step(Played[GradientRound]):
+class Step(Iteration):
     """One optimizer update on one global batch. Made by ``run.steps``.
 
     Iterate over it once, calling ``loss.backward()`` or `backward` for every micro-batch; then ``.grad`` of every
@@ -296,7 +267,7 @@ class Step(Played[GradientRound]):
         self._position: StepPosition = context.cursor.position(number)
         self._unused = unused
         self._process = process
-        self.state = State.NEW
+        self.state = StepState.NEW
         self._is_left = False
         self._round: GradientRound | None = None
         self._passes: list[GradientRound] = []  # complete ones
@@ -334,8 +305,8 @@ class Step(Played[GradientRound]):
     def loss(self) -> float:
         """The mean loss of the global batch: sum of weight * loss over sum of weights. After the inner loop.
 
-        With ``run.steps(reduction="sum")``, the sum of the losses. After `again`, that of the newest pass. Local, and
-        equal on all workers.
+        With ``run.steps(reduction="sum")``, the sum of the losses. After `again`, that of the newest pass. NaN where
+        the step has no gradient (`has_gradient`). Local, and equal on all workers.
 
         Raises:
             StepError: the inner loop is not over.
@@ -343,7 +314,12 @@ class Step(Played[GradientRound]):
         self.check_not_left()
         if not self.is_complete:
             raise StepError(f"step.loss of {self.name} is known after the inner loop `for ... in step`")
-        return self.round.loss
+        return self.round.loss if self._passes else math.nan
+
+    @property
+    def round(self) -> GradientRound:
+        """The newest complete pass, whose gradient ``.grad`` is."""
+        return self._passes[-1]
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -363,17 +339,20 @@ class Step(Played[GradientRound]):
         """Whether ``.grad`` has a gradient to apply. After the inner loop; False in the first D steps of
         ``run.steps(delay=D)``, in which ``optimizer.step()`` finds none and changes nothing.
         """
-        return self.is_complete
+        return self.is_complete and self.has_result
 
     @property
-    def microbatch(self) -> int | None:
-        """The micro-batch that is being loaded or computed; None outside of one."""
-        return self.current.leaf if self.current is not None else None
+    def has_result(self) -> bool:
+        return bool(self._passes)
 
     @property
     def current(self) -> Microbatch | None:
-        """The micro-batch that is being loaded or computed, or in which the inner loop was left."""
-        return self._round.microbatch if self._round is not None else None
+        return self._computing.microbatch if self._computing is not None else None
+
+    @property
+    def _computing(self) -> GradientRound | None:
+        """The round whose micro-batches the script gets."""
+        return self._round
 
     @property
     def indices(self) -> Tensor:
@@ -414,12 +393,12 @@ class Step(Played[GradientRound]):
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of this worker; ends when the step's gradient is complete. Collective."""
         self._process.check("for batch in step")
-        if self.state is State.FAILED:
+        if self.state is StepState.FAILED:
             raise StepError(
                 f"the loop of {self.name} is over. To take its steps one by one, keep the iterator: "
                 "`steps = run.steps(...)`, `step = next(steps)`"
             )
-        if self.state is not State.NEW:
+        if self.state is not StepState.NEW:
             raise StepError(
                 f"{self.name} was iterated before; `for ... in step` can be run once for each step. For another "
                 "pass over the same global batch: `for ... in step.again()`"
@@ -450,21 +429,21 @@ class Step(Played[GradientRound]):
             StepError: called within the inner loop, or after the step.
         """
         self._process.check("step.again")
-        if self.state is State.NEW:
+        if self.state is StepState.NEW:
             return self._run()
-        if self.state is not State.COMPLETE:
+        if self.state is not StepState.COMPLETE:
             raise StepError(
                 f"step.again of {self.name} begins another pass when the one before is complete, and {self.state.value}"
             )
         return self._run(reseed=reseed)
 
     def _run(self, *, reseed: bool = False) -> Iterator[Any]:
-        if self.state not in (State.NEW, State.COMPLETE):
+        if self.state not in (StepState.NEW, StepState.COMPLETE):
             raise StepError(
                 f"a pass over {self.name} cannot begin: {self.state.value}. The passes of a step follow each "
                 "other, each in a `for` loop of its own"
             )
-        self.state, turn = State.INSIDE, Pass(len(self._passes), reseed and bool(self._passes))
+        self.state, turn = StepState.INSIDE, Pass(len(self._passes), reseed and bool(self._passes))
         if turn.number == 0:
             self._unused.start_step()  # not earlier: user code may freeze and unfreeze parameters before the inner loop
         context = self._context
@@ -478,15 +457,20 @@ class Step(Played[GradientRound]):
             self._is_left = True
             raise
         current.apply(sums.totals if sums is not None else None)
-        self._passes.append(current)
-        known = context.tracked.sums
-        if turn.number == 0:
-            known.note_loss(current.loss, current.mean_weight, context.phase, self.epoch)
-            self._totals_before = known.begin_step(context.phase, self.epoch)
-        self._totals = {**known.zeros(), **self._totals, **current.totals}
-        known.note(self._totals_before, self._totals, context.phase)
-        self._unused.finish_step(self.name)
+        self._take(current)
         self._complete(turn.number)
+
+    def _take(self, current: GradientRound) -> None:
+        """Note a round whose gradient is applied now."""
+        self._passes.append(current)
+        known, phase = self._context.tracked.sums, self._context.phase
+        if current.turn.number == 0:
+            epoch = current.position.epoch
+            known.note_loss(current.loss, current.mean_weight, phase, epoch)
+            self._totals_before = known.begin_step(phase, epoch)
+        self._totals = {**known.zeros(), **self._totals, **current.totals}
+        known.note(self._totals_before, self._totals, phase)
+        self._unused.finish_step(self.name)
 
     def _begin_round(self, turn: Pass) -> GradientRound:
         self._round = GradientRound(self._context, self._position, self._context.folder(), turn)
@@ -510,7 +494,7 @@ class Step(Played[GradientRound]):
         Raises:
             StepError: called outside of the inner loop. UsageError: a value is no number.
         """
-        current = self._round
+        current = self._computing
         if current is None or current.microbatch is None:
             raise StepError(
                 f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all "
@@ -534,7 +518,8 @@ class Step(Played[GradientRound]):
             retain_graph: keep the graph for another loss of this micro-batch that shares a part of it.
 
         Raises:
-            LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense.
+            LossError: the loss is not a scalar, needs no gradient, or is not finite; or the weight makes no sense. What
+                lies on an accelerator is looked at when the inner loop ends, which raises then.
             StepError: called outside of the inner loop.
         """
         self._process.check("step.backward")
@@ -546,7 +531,6 @@ class Step(Played[GradientRound]):
 
     @property
     def is_apart(self) -> bool:
-        """Whether the script is within a micro-batch."""
         return self.microbatch is not None
 
     def _left_error(self) -> StepError:
@@ -558,18 +542,17 @@ class Step(Played[GradientRound]):
 
     @property
     def sent_bytes(self) -> int:
-        """Data that this worker has sent to other hosts, for all passes."""
         return sum(each.result.sent_bytes for each in self._passes if each.result is not None)
 
     def result(self) -> StepResult:
         """Return what all members agree on about this step. After the inner loop."""
         digests, first = [_digest(each) for each in self._passes], self._passes[0]
         return StepResult(
-            step=self.number,
-            epoch=self.epoch,
+            step=first.number,
+            epoch=first.position.epoch,
             loss=first.loss,
             weight=first.weight,
-            samples=self.num_samples,
+            samples=first.position.num_samples,
             digest=f"{digests[0] if len(digests) == 1 else seed_of(0, *digests):016x}",
             totals=plain(self._totals),
             losses=[each.loss for each in self._passes] if len(self._passes) > 1 else [],
@@ -582,3 +565,29 @@ class Step(Played[GradientRound]):
 def _digest(round_: GradientRound) -> int:
     assert round_.result is not None
     return round_.result.digest
+
+
+S = TypeVar("S", bound=Iteration, covariant=True)
+
+
+class Steps(Iterator[S]):
+    """An iterator over the steps of one call of ``run.steps``, or over the rounds of ``run.local_steps``. Its length is
+    the number of these, also of those that a worker that joins later, or a run that is resumed, has not to do again.
+    """
+
+    def __init__(self, generator: Generator[S, None, None], num_steps: int) -> None:
+        self._generator = generator
+        self._num_steps = num_steps
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Steps[S]:
+        return self
+
+    def __next__(self) -> S:
+        return next(self._generator)
+
+    def close(self) -> None:
+        """Leave the loop, as ``break`` does for a generator."""
+        self._generator.close()

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from unisono.core.errors import UsageError
-from unisono.core.streams import Wanted
+from unisono.core.stream_plan import WantedSamples
 from unisono.engine.microbatch.sampledigests import digest_of_sample, together
 from unisono.engine.state.packing import to_bytes
 
@@ -86,10 +86,10 @@ class Bookmark(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def start(self) -> int:
-        """The sample that follows, as `Wanted.first` counts."""
+        """The sample that follows, as `WantedSamples.first` counts."""
         return self.begin + self.position
 
-    def serves(self, wanted: Wanted) -> bool:
+    def serves(self, wanted: WantedSamples) -> bool:
         """Return whether a reader can come to these samples from here."""
         return self.start <= wanted.first and (wanted.length < 0 or self.epoch == wanted.epoch)
 
@@ -142,7 +142,7 @@ class Marker:
         window: samples of a window of the shuffling; 0: there are none.
     """
 
-    def __init__(self, source: Any, wanted: Wanted, epoch: int, begin: int, window: int, notes: Notes) -> None:
+    def __init__(self, source: Any, wanted: WantedSamples, epoch: int, begin: int, window: int, notes: Notes) -> None:
         self._source, self._stream, self._epoch, self._begin = source, wanted.stream, epoch, begin
         self._most_bytes = min(MOST_BYTES, MOST_TOGETHER // wanted.num_streams)
         self._stride = window * -(-STRIDE // window) if window else STRIDE
@@ -209,7 +209,7 @@ class Taken:
         """Keep none any more."""
         self.able, self._taken = False, {}
 
-    def newest(self, ends: Mapping[int, Wanted]) -> dict[int, Bookmark]:
+    def newest(self, ends: Mapping[int, WantedSamples]) -> dict[int, Bookmark]:
         """Return the newest bookmark of each stream that is not ahead of what was trained on, and forget older ones.
 
         Args:
@@ -231,7 +231,7 @@ class Bookmarks:
         self._known: dict[str, dict[int, Bookmark]] = {}
         self._without: list[str] = []
 
-    def find(self, key: str, wanted: Wanted) -> Bookmark | None:
+    def find(self, key: str, wanted: WantedSamples) -> Bookmark | None:
         """Return the bookmark from which a reader comes to these samples.
 
         Args:

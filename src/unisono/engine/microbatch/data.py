@@ -33,12 +33,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from unisono.core.errors import RecipeError
 from unisono.engine.microbatch.randomness import seed_everything
+from unisono.system import accelerators
 from unisono.system.lifetime import PARENT, bind_to_parent
 from unisono.system.process import Process
 
 __all__ = [
     "Ahead",
-    "Batches",
+    "BatchSource",
     "Fetcher",
     "Loader",
     "Loading",
@@ -78,7 +79,7 @@ class Samples(Protocol):
         """Return (sample index, seed of its augmentation) of each sample of a micro-batch."""
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     """Where micro-batches come from (`Fetcher`)."""
 
     def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
@@ -91,7 +92,7 @@ class Batches(Protocol):
         """Return whether this process can make a batch without reading far for it."""
 
 
-class Loader(Batches, Protocol):
+class Loader(BatchSource, Protocol):
     """Micro-batches of a training loop, and the processes that load them (`Fetcher`)."""
 
     def close(self) -> None:
@@ -161,7 +162,7 @@ class Fetcher:
         if loading.processes > 0 and self._tensors is None:
             assert upcoming is not None
             self._ahead = Ahead(
-                _Seeded(dataset), samples.keys, self.fetch_here, loading, upcoming, pin=device.type == "cuda"
+                _Seeded(dataset), samples.keys, self.fetch_here, loading, upcoming, pin=accelerators.pins(device.type)
             )
 
     def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:

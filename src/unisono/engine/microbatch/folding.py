@@ -27,15 +27,16 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from unisono.core.cursor import MASK
 from unisono.core.errors import StepError
 from unisono.core.tree import Node, leaf, parent, sibling
 from unisono.engine.exchange.flat import (
-    Entry,
     Extra,
     FlatLayout,
     Rows,
     Slot,
-    digest_rows,
+    SlotEntry,
+    digest_there,
     round_in_place,
     with_flipped_bit,
 )
@@ -43,9 +44,10 @@ from unisono.engine.exchange.slots import Slots
 from unisono.engine.microbatch.gradients import gradient_of, is_private
 from unisono.engine.microbatch.parameters import ParameterCheck
 from unisono.engine.state.buffers import Buffers
-from unisono.engine.state.packing import digest_of_tensor
+from unisono.engine.state.packing import digest_of_each
 from unisono.engine.state.tracked import Calls
 from unisono.system.faults import spoils
+from unisono.system.reading import read
 
 __all__ = ["Fingerprint", "GradientFolder"]
 
@@ -95,6 +97,7 @@ class _Leaf:
         is_first_of_chain: whether no sibling of the leaf is held, to which it could be added.
         parts: by parameter, the parts of its gradient that the current call of backward has given so far.
         pending: by parameter, the sum of the calls so far.
+        is_left_out: () bool, where it is not known yet whether the leaf has a weight.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class _Leaf:
         self.num_calls = 0
         self.pending: dict[int, Tensor] = {}
         self.to_come: list[int] | None = None  # by parameter, of the current call if it is the last; None: it is not
+        self.is_left_out: Tensor | None = None
         self.in_backward = False
 
     @property
@@ -233,20 +237,24 @@ class GradientFolder:
         self._compares = compares
         self._num_leaves = num_leaves
         self._turn = turn
-        self._slots.nodes, self._adopted, self._adopter = {}, {}, None
+        self._adopted, self._adopter = {}, None
         self._leaf = self._last = None
         self.buffers.start_step()
         for parameter in self._parameters:
             parameter.grad = None
 
-    def show(self, combined: Slot) -> None:
+    def show(self, combined: Slot, used: Sequence[int] | None = None, *, is_broken: bool | None = None) -> None:
         """Make the combined means the parameters' ``.grad`` and the model's buffers. A gradient is a view of the slot
         where dtype and strides allow.
+
+        Args:
+            used: the slot's; None: it is not known yet.
+            is_broken: of the slot's buffers; see `Buffers.apply`.
         """
-        counts = combined.used.tolist()
+        counts = combined.used.tolist() if used is None else used
         for parameter, mean, count in zip(self._parameters, combined.gradients, counts, strict=True):
             parameter.grad = gradient_of(parameter, mean) if count else None
-        self.buffers.apply(combined.buffers)
+        self.buffers.apply(combined.buffers, is_broken=is_broken)
 
     # -- a micro-batch -------------------------------------------------------------------------------
 
@@ -298,11 +306,19 @@ class GradientFolder:
         """Until the current leaf ends, call ``callback`` with the number of complete rows of its node, as it grows."""
         self._on_rows = callback
 
-    def backward(self, loss: Tensor, seed: float, *, retain_graph: bool = False) -> None:
-        """Fold the gradients of ``seed * loss`` into the current leaf."""
+    def backward(
+        self, loss: Tensor, seed: Tensor, is_left_out: Tensor | None = None, *, retain_graph: bool = False
+    ) -> None:
+        """Fold the gradients of ``seed * loss`` into the current leaf.
+
+        Args:
+            seed: () on the device of the loss.
+            is_left_out: () bool, whether the leaf does not count: its gradients are 0; None: it does.
+        """
         current = self._leaf
         assert current is not None
         current.num_calls += 1
+        current.is_left_out = is_left_out
         current.parts = [0] * len(self._parameters)
         parts, known = self._parts_known.get(self._turn), self._calls.known.get(self._turn, 0)
         current.to_come = [*parts] if parts is not None and current.num_calls == known else None
@@ -314,11 +330,13 @@ class GradientFolder:
             )
         current.in_backward = True
         try:
-            loss.backward(gradient=torch.full_like(loss, seed), retain_graph=retain_graph)
+            loss.backward(gradient=seed.to(loss.dtype).view(loss.shape), retain_graph=retain_graph)
         finally:
             current.in_backward = False
 
-    def finish_leaf(self, weight: float, weighted_loss: float, write_extras: WriteExtras | None = None) -> list[Slot]:
+    def finish_leaf(
+        self, weight: float | Tensor, weighted_loss: float | Tensor, write_extras: WriteExtras | None = None
+    ) -> list[Slot]:
         """Finish the current leaf: add its tail, and keep the node that it completes.
 
         Args:
@@ -361,17 +379,18 @@ class GradientFolder:
         assert self._last is not None
         slot = self._last.own
         multipliers = self.layout.multipliers.to(slot.memory.device)
-        names = [name for name, _ in self.trained]
-        named = [
-            *zip(names, slot.gradients, strict=True),
-            *zip(self.buffers.names, slot.buffers, strict=True),
-            *((entry.name, extra) for entry, extra in zip(self.layout.extras, slot.extras, strict=True)),
+        names = [
+            *(name for name, _ in self.trained),
+            *self.buffers.names,
+            *(entry.name for entry in self.layout.extras),
         ]
+        parts = digest_of_each([*slot.gradients, *slot.buffers, *slot.extras])
+        digest, loss = read([digest_there(Rows(slot.memory, 0), multipliers, 0, self.layout.num_rows), slot.scalars[1]])
         return Fingerprint(
             leaf=index,
-            digest=digest_rows(Rows(slot.memory, 0), multipliers, 0, self.layout.num_rows),
-            weighted_loss=float(slot.scalars[1]),
-            parts={name: f"{digest_of_tensor(part):016x}" for name, part in named},
+            digest=int(digest) & MASK,
+            weighted_loss=float(loss),
+            parts={name: f"{part:016x}" for name, part in zip(names, parts, strict=True)},
         )
 
     def gradients_of_last(self) -> dict[str, Tensor]:
@@ -394,11 +413,19 @@ class GradientFolder:
         device = self._parameters[0].device
         return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=device))
 
-    def _add_tail(self, current: _Leaf, weight: float, weighted_loss: float, write_extras: WriteExtras | None) -> None:
+    def _add_tail(
+        self, current: _Leaf, weight: float | Tensor, weighted_loss: float | Tensor, write_extras: WriteExtras | None
+    ) -> None:
         tail = self._tail
         # A copy to a GPU that blocks would wait until the whole backward pass is done.
-        tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64), non_blocking=True)
+        if isinstance(weight, Tensor) or isinstance(weighted_loss, Tensor):
+            for scalar, given in zip(tail.scalars, (weight, weighted_loss), strict=True):
+                scalar.copy_(torch.as_tensor(given, dtype=torch.float64), non_blocking=True)
+        else:
+            tail.scalars.copy_(torch.tensor([weight, weighted_loss], dtype=torch.float64), non_blocking=True)
         tail.used.copy_(torch.tensor(current.used, dtype=torch.int32), non_blocking=True)
+        if current.is_left_out is not None:
+            tail.used.masked_fill_(current.is_left_out, 0)
         self.buffers.take_changes(tail.buffers, weight)
         for extra in tail.extras:
             extra.zero_()
@@ -469,6 +496,8 @@ class GradientFolder:
                     f"the gradient of {self.trained[index][0]!r} is sparse ({gradient.layout}), and gradients are "
                     "summed as dense tensors: use nn.Embedding(sparse=False), or freeze the parameter"
                 )
+            if current.is_left_out is not None:
+                gradient = gradient.masked_fill(current.is_left_out, 0.0)
             if current.alone is not None:
                 self._write(current, index, gradient, current.alone)
             self._fold_dense(current, index, gradient)
@@ -543,7 +572,7 @@ class _Tail:
         for piece, tensor in zip(pieces, self.pieces, strict=True):
             by_dtype.setdefault(piece.dtype, []).append((piece.start, piece.stop, tensor))
 
-        def view(entry: Entry) -> Tensor:
+        def view(entry: SlotEntry) -> Tensor:
             for start, stop, tensor in by_dtype.get(entry.sum_dtype, []):
                 if start <= entry.offset < stop or entry.offset == stop == start:
                     return tensor[entry.offset - start : entry.offset - start + entry.shape.numel()].view(entry.shape)

@@ -16,7 +16,7 @@ options of an optimizer, its state          `StepError` at the end of the inner 
 ==========================================  ==================================================
 
 Guards look at objects and version counters only, never at values, so they cost microseconds. What they cannot see (a
-counter in a closure, a generator of the script's own) is found by a rehearsal (`unisono.core.checks`).
+counter in a closure, a generator of the script's own) is found by a rehearsal (`unisono.core.rehearsals`).
 """
 
 from __future__ import annotations
@@ -368,7 +368,11 @@ def watched_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
 def _shown(option: Any) -> Any:
     if not isinstance(option, Tensor):
         return option
-    return (id(option), option._version, option.tolist() if option.numel() == 1 and not option.is_cuda else None)
+    return (
+        id(option),
+        option._version,
+        option.tolist() if option.numel() == 1 and option.device.type == "cpu" else None,
+    )
 
 
 def _check_settings(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unisono.core.cursor import seed_of
 from unisono.core.errors import RecipeError
-from unisono.core.streams import StreamBatches
+from unisono.core.stream_plan import StreamBatches
 from unisono.engine.microbatch.bookmarks import is_stateful
 from unisono.engine.microbatch.data import Collate, Loading, MapDataset
 from unisono.engine.microbatch.loaders import check_own_batches, check_said_once, loading_of

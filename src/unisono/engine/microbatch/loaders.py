@@ -34,6 +34,7 @@ from unisono.core.cursor import SampleOrder, seed_of
 from unisono.core.errors import RecipeError
 from unisono.engine.microbatch.data import Collate, Loading, MapDataset, check_dataset
 from unisono.engine.microbatch.randomness import seed_everything
+from unisono.system import accelerators
 
 __all__ = [
     "BucketSampler",
@@ -338,7 +339,8 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Return a context after which the global generators, and these, are as they were."""
     states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
     python = random.getstate()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    accelerator = accelerators.used()
+    on_device = accelerator.get_rng_state() if accelerator is not None else None
     numpy = sys.modules.get("numpy")
     arrays = numpy.random.get_state() if numpy is not None else None
     try:
@@ -347,8 +349,8 @@ def _put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
         random.setstate(python)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        if accelerator is not None:
+            accelerator.set_rng_state(on_device)
         if numpy is not None and arrays is not None:
             numpy.random.set_state(arrays)
 

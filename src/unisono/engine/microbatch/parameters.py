@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from unisono.core.errors import StepError
-from unisono.engine.state.packing import digest_of_tensor
+from unisono.engine.state.packing import digest_of_each
 
 __all__ = ["ParameterCheck"]
 
@@ -37,7 +37,7 @@ class ParameterCheck:
         self._versions = [parameter._version for _, parameter in self._named]
         self._gradients = [parameter.grad for _, parameter in self._frozen]
         if compare_bits:
-            self._digests = [digest_of_tensor(parameter) for _, parameter in self._named]
+            self._digests = digest_of_each([parameter for _, parameter in self._named])
 
     def check(self) -> None:
         """Compare the parameters after the micro-batch.
@@ -48,7 +48,7 @@ class ParameterCheck:
         changed = _first_difference(self._versions, [parameter._version for _, parameter in self._named])
         digests, self._digests = self._digests, None
         if changed is None and digests:
-            changed = _first_difference(digests, [digest_of_tensor(parameter) for _, parameter in self._named])
+            changed = _first_difference(digests, digest_of_each([parameter for _, parameter in self._named]))
         if changed is not None:
             raise StepError(
                 f"parameter {self._named[changed][0]!r} was changed within a micro-batch, only on the worker that "

@@ -1,6 +1,6 @@
 """Random numbers that depend on the position in the run, not on the worker.
 
-The generators of torch, CUDA, numpy and random are set from ``(seed, position)`` before everything that
+The generators of torch, the accelerator, numpy and random are set from ``(seed, position)`` before everything that
 may draw: the head of a step, a micro-batch, a sample. Setting ``torch.default_generator`` takes a microsecond,
 where ``torch.manual_seed`` visits the generators of every kind of device.
 """
@@ -13,15 +13,16 @@ import sys
 import torch
 
 from unisono.core.cursor import seed_of
+from unisono.system import accelerators
 
 __all__ = ["seed_at", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
-    """Set the global generators of torch, CUDA, numpy (if it was imported) and random. ``seed``: 64 bits."""
+    """Set the global generators of torch, the accelerator, numpy (if it was imported) and random. ``seed``: 64 bits."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    if (accelerator := accelerators.used()) is not None:
+        accelerator.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

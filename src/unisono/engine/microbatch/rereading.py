@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.core.errors import RecipeError
-from unisono.core.streams import Wanted
+from unisono.core.stream_plan import WantedSamples
 from unisono.engine.microbatch.bookmarks import is_stateful, share_states
 from unisono.engine.microbatch.streams import Streams
 
@@ -21,7 +21,7 @@ COMPARED = 16
 """Samples of two streams, at least, that are alike only by mistake."""
 
 
-def check_streams(data: Streams, seed: int, wanted: Wanted) -> bool:
+def check_streams(data: Streams, seed: int, wanted: WantedSamples) -> bool:
     """Read the first samples of a stream twice, and where a mistake is likely those of another stream.
 
     Args:
@@ -50,7 +50,7 @@ def check_streams(data: Streams, seed: int, wanted: Wanted) -> bool:
     return not (is_stateful(one) and share_states(one, another))
 
 
-def _check_divided(data: Streams, seed: int, wanted: Wanted, first: list[Any]) -> None:
+def _check_divided(data: Streams, seed: int, wanted: WantedSamples, first: list[Any]) -> None:
     """Raise RecipeError if another stream begins with the same samples."""
     other = (wanted.stream + 1) % wanted.num_streams
     _, theirs = _begin(data, seed, wanted, other, len(first))
@@ -64,7 +64,7 @@ def _check_divided(data: Streams, seed: int, wanted: Wanted, first: list[Any]) -
         )
 
 
-def _begin(data: Streams, seed: int, wanted: Wanted, stream: int, number: int) -> tuple[Any, list[Any]]:
+def _begin(data: Streams, seed: int, wanted: WantedSamples, stream: int, number: int) -> tuple[Any, list[Any]]:
     """Return the iterable of a stream, and its first samples, before they are shuffled."""
     opened = data.opened(seed, stream, wanted.num_streams, wanted.epoch)
     source = iter(opened)

@@ -12,7 +12,7 @@ from typing import Any
 from unisono.core.cursor import Permutation
 from unisono.core.errors import RecipeError
 from unisono.core.orders import digest
-from unisono.core.streams import Piece, cut
+from unisono.core.stream_plan import ShardPiece, cut
 from unisono.engine.microbatch.streams import Streams
 from unisono.engine.microbatch.tarfiles import count_samples, samples_of
 
@@ -97,7 +97,7 @@ class TarShards(Streams):
 class _Pieces:
     """The samples of parts of shards, one after the other."""
 
-    def __init__(self, shards: Sequence[str], counts: Sequence[int], pieces: Sequence[Piece]) -> None:
+    def __init__(self, shards: Sequence[str], counts: Sequence[int], pieces: Sequence[ShardPiece]) -> None:
         self._shards, self._counts, self._pieces = shards, counts, pieces
         self._first = 0
 

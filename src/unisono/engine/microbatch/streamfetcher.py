@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from unisono.core.streams import StreamSamples, Wanted
+from unisono.core.stream_plan import StreamSamples, WantedSamples
 from unisono.engine.microbatch.bookmarks import Bookmark, News, Taken
 from unisono.engine.microbatch.data import Ahead, Collate, Loading, Request, one_thread, to_device
-from unisono.engine.microbatch.streamreader import PATIENCE, Reader, Samples
+from unisono.engine.microbatch.streamreader import PATIENCE, LoadedSamples, Reader
 from unisono.engine.microbatch.streams import Streams
+from unisono.system import accelerators
 
 __all__ = ["StreamFetcher"]
 
@@ -56,7 +57,7 @@ class StreamFetcher:
         loading: Loading,
         upcoming: Callable[[], Iterator[Request]] | None = None,
         at_once: int = 1,
-        find_bookmark: Callable[[Wanted], Bookmark | None] | None = None,
+        find_bookmark: Callable[[WantedSamples], Bookmark | None] | None = None,
         behind: int = 0,
     ) -> None:
         self._samples = samples
@@ -65,9 +66,9 @@ class StreamFetcher:
         self._find = find_bookmark if find_bookmark is not None else _find_nothing
         self._behind = behind
         self.taken = Taken()
-        self._ends: dict[int, Wanted] = {}
+        self._ends: dict[int, WantedSamples] = {}
         """By stream, what follows the batch that was fetched last."""
-        self._asked: dict[int, Wanted] = {}
+        self._asked: dict[int, WantedSamples] = {}
         """By stream, what follows the batch that a loader process was asked for last."""
         self._collate = loading.collate
         # What torch stacks is a copy already.
@@ -95,7 +96,7 @@ class StreamFetcher:
                     self._fetch_with_news,
                     one,
                     partial(self._upcoming_of, number, upcoming),
-                    pin=device.type == "cuda",
+                    pin=accelerators.pins(device.type),
                 )
                 for number in range(self._num_processes)
             ]
@@ -151,7 +152,7 @@ class StreamFetcher:
         """Whether readers are to take bookmarks, as far as they do."""
         return self.taken.able is not False
 
-    def _keys(self, step: int, leaf: int) -> list[tuple[Wanted, Bookmark | None, bool]]:
+    def _keys(self, step: int, leaf: int) -> list[tuple[WantedSamples, Bookmark | None, bool]]:
         """Return what a loader process has to read, with a bookmark where that does not follow what it has read."""
         wanted = self._samples.wanted(step, leaf)
         last, self._asked[wanted.stream] = self._asked.get(wanted.stream), _end_of(wanted)
@@ -178,7 +179,7 @@ class StreamFetcher:
             begin = max(begin, bookmark.start)
         return wanted.first - begin <= FAR or self._seeks(wanted)
 
-    def _seeks(self, wanted: Wanted) -> bool:
+    def _seeks(self, wanted: WantedSamples) -> bool:
         if self._can_seek is None:
             self._can_seek = self._data.seeks(self._samples.seed, wanted)
         return self._can_seek
@@ -197,14 +198,14 @@ class _WithNews:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> tuple[Any, News]:
-        assert isinstance(samples, Samples)
+        assert isinstance(samples, LoadedSamples)
         return self._collate(list(samples)), samples.news
 
 
-def _end_of(wanted: Wanted) -> Wanted:
+def _end_of(wanted: WantedSamples) -> WantedSamples:
     """Return what follows, without a number of samples."""
     return wanted._replace(first=wanted.first + wanted.number, number=0)
 
 
-def _find_nothing(wanted: Wanted) -> None:
+def _find_nothing(wanted: WantedSamples) -> None:
     return None

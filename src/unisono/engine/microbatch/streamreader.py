@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.core.cursor import seed_of
 from unisono.core.errors import RecipeError
-from unisono.core.streams import Wanted, window_order
+from unisono.core.stream_plan import WantedSamples, window_order
 from unisono.core.words import count as counted
 from unisono.engine.microbatch.bookmarks import (
     FOLLOWING,
@@ -28,7 +28,7 @@ from unisono.engine.microbatch.sampledigests import digest_of_sample, together
 from unisono.engine.microbatch.streams import Streams, as_torch_worker, pass_seed, seek_of
 from unisono.engine.state.packing import from_bytes
 
-__all__ = ["Reader", "Samples"]
+__all__ = ["LoadedSamples", "Reader"]
 
 NEAR = 64
 """Samples that are read over rather than sought."""
@@ -56,7 +56,7 @@ class _Pass:
         self,
         data: Streams,
         seed: int,
-        wanted: Wanted,
+        wanted: WantedSamples,
         epoch: int,
         *,
         begin: int = 0,
@@ -188,7 +188,12 @@ class _Open:
     """
 
     def __init__(
-        self, data: Streams, seed: int, wanted: Wanted, bookmark: Bookmark | None = None, notes: Notes | None = None
+        self,
+        data: Streams,
+        seed: int,
+        wanted: WantedSamples,
+        bookmark: Bookmark | None = None,
+        notes: Notes | None = None,
     ) -> None:
         self._data, self._seed, self._notes = data, seed, notes
         self._epoch = wanted.epoch
@@ -197,14 +202,14 @@ class _Open:
         first = wanted.first if wanted.length >= 0 else 0
         self._pass = found if found is not None else _Pass(data, seed, wanted, wanted.epoch, first=first, notes=notes)
 
-    def reaches(self, wanted: Wanted, bookmark: Bookmark | None) -> bool:
+    def reaches(self, wanted: WantedSamples, bookmark: Bookmark | None) -> bool:
         """Return whether these samples lie ahead, and not so far that it is better to open the stream anew there."""
         is_same = wanted.length < 0 or wanted.epoch == self._epoch
         at = self._begin + self._pass.position
         opened = wanted.first if self._pass.can_seek else bookmark.start if bookmark is not None else at
         return is_same and wanted.first >= at and opened - at <= NEAR + 2 * self._data.shuffle
 
-    def _from(self, bookmark: Bookmark, wanted: Wanted) -> _Pass | None:
+    def _from(self, bookmark: Bookmark, wanted: WantedSamples) -> _Pass | None:
         """Return the pass of a bookmark, at its position; None: its state is of no use."""
         begin, epoch, notes = bookmark.begin, bookmark.epoch, self._notes
         place = f"stream {wanted.stream} of {wanted.num_streams}"
@@ -220,7 +225,7 @@ class _Open:
         self._begin, self._epoch = begin, epoch
         return found
 
-    def take(self, wanted: Wanted) -> list[Any]:
+    def take(self, wanted: WantedSamples) -> list[Any]:
         if (gap := wanted.first - self._begin - self._pass.position) > MANY:
             warnings.warn(
                 f"stream {wanted.stream} of {wanted.num_streams} is read over {gap} samples to come to the one that is "
@@ -239,7 +244,7 @@ class _Open:
             )
         return samples
 
-    def _step(self, wanted: Wanted, *, skips: bool = False) -> Any:
+    def _step(self, wanted: WantedSamples, *, skips: bool = False) -> Any:
         """Return the next sample, or leave it out; where a pass has ended, that of the next pass."""
         try:
             return self._pass.skip() if skips else next(self._pass)
@@ -262,7 +267,7 @@ class _Open:
         return self._step(wanted, skips=skips)
 
 
-class Samples(list[Any]):
+class LoadedSamples(list[Any]):
     """Samples of a micro-batch, from a loader process."""
 
     news: News
@@ -283,13 +288,13 @@ class Reader:
         self._patience = PATIENCE * at_once
         self._notes = Notes() if marks else None
         self._open: dict[int, _Open] = {}
-        self._newest: dict[int, tuple[Wanted, list[Any]]] = {}  # for another pass over the same global batch
+        self._newest: dict[int, tuple[WantedSamples, list[Any]]] = {}  # for another pass over the same global batch
         self._num_reads = 0
         self._last_read: dict[int, int] = {}  # by stream, the number of the read
         self._is_checked = False
         self._can_load = True
 
-    def read(self, wanted: Wanted, bookmark: Bookmark | None = None, *, marks: bool = True) -> list[Any]:
+    def read(self, wanted: WantedSamples, bookmark: Bookmark | None = None, *, marks: bool = True) -> list[Any]:
         """Return samples of a stream, with the random generators set for what makes a batch of them.
 
         Args:
@@ -321,9 +326,9 @@ class Reader:
         seed_everything(seed_of(pass_seed(self._seed, wanted.stream, wanted.epoch), "collate", wanted.first))
         return samples
 
-    def __getitems__(self, keys: Sequence[tuple[Wanted, Bookmark | None, bool]]) -> Samples:
+    def __getitems__(self, keys: Sequence[tuple[WantedSamples, Bookmark | None, bool]]) -> LoadedSamples:
         """Return the samples of a micro-batch, in a loader process."""
-        samples = Samples(
+        samples = LoadedSamples(
             sample for wanted, bookmark, marks in keys for sample in self.read(wanted, bookmark, marks=marks)
         )
         samples.news = self.news()
@@ -348,7 +353,7 @@ class Reader:
         for other in [other for other, number in self._last_read.items() if number < oldest]:
             self.close(other)
 
-    def _read(self, wanted: Wanted, bookmark: Bookmark | None) -> list[Any]:
+    def _read(self, wanted: WantedSamples, bookmark: Bookmark | None) -> list[Any]:
         if not self._can_load or (self._notes is not None and self._notes.able is False):
             bookmark = None
         is_open = (stream := self._open.get(wanted.stream)) is not None and stream.reaches(wanted, bookmark)

@@ -1,6 +1,6 @@
 """Data without a length: streams that give their samples one after the other.
 
-The data are M streams, one for each micro-batch of a step (`unisono.core.streams`). A worker reads the streams of
+The data are M streams, one for each micro-batch of a step (`unisono.core.stream_plan`). A worker reads the streams of
 the micro-batches that it computes. When a micro-batch moves to another worker, that one opens its stream anew and goes
 to the same sample: it seeks, it loads a state of the iterable (`unisono.engine.microbatch.bookmarks`), or it counts.
 
@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unisono.core.cursor import seed_of
 from unisono.core.errors import RecipeError, UsageError
-from unisono.core.streams import Wanted
+from unisono.core.stream_plan import WantedSamples
 from unisono.engine.microbatch.randomness import seed_everything
 
 __all__ = ["Streams", "as_torch_worker", "pass_seed", "seek_of"]
@@ -109,7 +109,7 @@ class Streams:
         seed_everything(seed_of(seed, "streams", epoch))
         return self.make(stream, num_streams, epoch)
 
-    def seeks(self, seed: int, wanted: Wanted) -> bool:
+    def seeks(self, seed: int, wanted: WantedSamples) -> bool:
         """Return whether the streams can be opened in the middle.
 
         Raises:
@@ -130,7 +130,7 @@ class Streams:
         return next(source)
 
 
-def seek_of(source: Any, wanted: Wanted) -> Callable[[int], object] | None:
+def seek_of(source: Any, wanted: WantedSamples) -> Callable[[int], object] | None:
     """Return what lets the next iteration over a stream begin with a sample; None: there is nothing, or the length of
     the stream is unknown.
 

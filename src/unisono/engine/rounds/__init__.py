@@ -17,10 +17,10 @@ from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 
-__all__ = ["Dispute", "Finished", "Nothing", "Repeats", "Reporter", "Round"]
+__all__ = ["Dispute", "FinishedRound", "Nothing", "Repeats", "Reporter", "Round"]
 
 
-class Finished(Protocol):
+class FinishedRound(Protocol):
     """Result of a finished round, kept so that slower members can still complete it."""
 
     @property
@@ -69,7 +69,7 @@ class Round(Protocol):
         Every value that this yields goes to the script.
         """
 
-    def combine(self, plan: Plan) -> Finished:
+    def combine(self, plan: Plan) -> FinishedRound:
         """Put the results of all members together; when this returns, the round is committed. Collective."""
 
     def interrupt(self) -> Collection[Node]:

@@ -1,7 +1,7 @@
 """Comparison of the workers: all of them must hold, and compute, the same bits.
 
 With the sums of a step every member sends digests of its state and of micro-batches that two members have computed
-(`unisono.core.checks` has the reasons and the steps). All members see the same digests after the commit, before
+(`unisono.core.rehearsals` has the reasons and the steps). All members see the same digests after the commit, before
 anything is updated, so all raise the same error. Only then do they exchange the details of their states or
 gradients, to name the first difference.
 
@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import nn
 
-from unisono.core.checks import Twice, digest_of, is_compared, is_rehearsed, key_of, minority, odd_ones, rehearsal
 from unisono.core.cursor import seed_of
 from unisono.core.errors import DivergenceError
 from unisono.core.plan import Plan
+from unisono.core.rehearsals import Twice, digest_of, is_compared, is_rehearsed, key_of, minority, odd_ones, rehearsal
 from unisono.core.telemetry import Compared
 from unisono.core.words import NAMES_THE_LINE, listed
 from unisono.engine.microbatch.folding import Fingerprint
@@ -66,8 +66,6 @@ class Digests(msgspec.Struct, frozen=True):
     arithmetic: int
     objects: dict[str, str]
     """By name; empty where there is no other member to compare with."""
-    reaches: bool = False
-    """The member sees the run's directory, and may write there."""
     held: dict[str, dict[int, int]] = {}
     """By sharded optimizer, the digests of the states that the member holds, by the numbers of their tensors."""
 

@@ -47,7 +47,9 @@ def choose_kind(notice: Notice, wanted: str, device: torch.device) -> str:
     if wanted != AUTO and wanted not in EXCHANGES:
         raise UsageError(f"the exchange {wanted!r} is unknown; choose one of {', '.join((AUTO, *EXCHANGES))}")
     hosts = hosts_of(notice)
-    can_share = device.type == "cpu" and all(info.page for info in notice.members)
+    # Where some were found to have an accelerator, and others none, a wire sees what they compute on.
+    is_alike = len({info.device.partition(":")[0] for info in notice.members}) == 1
+    can_share = device.type == "cpu" and is_alike and all(info.page for info in notice.members)
     if wanted in ("shared", "two-level") and not can_share:
         raise UsageError(f"--exchange {wanted} needs workers on CPUs; these are on {device.type}: use auto or gloo")
     if wanted == "shared" and len(hosts) > 1:
@@ -118,13 +120,11 @@ def open_wire(notice: Notice, rank: int, *, member: Member, device: torch.device
 
 
 def _context(notice: Notice, rank: int, member: Member, device: torch.device, timeout_s: float) -> Context:
-    places = {(info.host, info.device) for info in notice.members}
     return Context(
         generation=notice.generation,
         rank=rank,
         hosts=tuple(hosts_of(notice)),
         device=device,
-        shares_gpu=device.type == "cuda" and len(places) < len(notice.members),
         timeout_s=timeout_s,
         store=partial(_store, member, notice.generation, timeout_s),
         names=[info.worker_id for info in notice.members],

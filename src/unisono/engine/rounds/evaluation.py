@@ -26,10 +26,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.core.checks import is_rehearsed, rehearsal
 from unisono.core.errors import DivergenceError, RecipeError, StepError, UsageError
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
+from unisono.core.rehearsals import is_rehearsed, rehearsal
 from unisono.core.tree import Node, fold, leaf
 from unisono.engine.exchange.flat import with_flipped_bit
 from unisono.engine.microbatch.data import Loader, MakeFetcher

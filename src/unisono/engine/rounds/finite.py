@@ -13,13 +13,15 @@ finds the first whose gradient is not finite. The parameters are still those of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Slot, split_rows
+from unisono.system.reading import read
 
 __all__ = ["Finiteness", "NotFinite", "is_finite", "looked_at"]
 
@@ -55,13 +57,25 @@ class Finiteness:
         self._report = report
         self._is_over = False
 
-    def is_broken(self, summed: Slot, step: int) -> bool:
+    def is_broken(self, summed: Slot, step: int, seen: Sequence[float] | None = None) -> bool:
         """Return whether this is the first gradient of the run that is seen not to be finite. Cheap where it is finite.
 
         Args:
             step: of the run: which part is looked at.
+            seen: `sums_of` the rows that are looked at; None: they are not there yet.
         """
-        return not self._is_over and not all(is_finite(summed, rows) for rows in looked_at(summed.layout, step))
+        if self._is_over:
+            return False
+        found = seen if seen is not None else map(float, read(self.sums_of(summed, step)))
+        return not all(map(math.isfinite, found)) and not all(
+            is_finite(summed, rows) for rows in looked_at(summed.layout, step)
+        )
+
+    def sums_of(self, summed: Slot, step: int) -> list[Tensor]:
+        """Return sums of what is looked at in a step, each (). A sum is finite only if all of its terms are."""
+        if self._is_over:
+            return []
+        return [values.sum() for rows in looked_at(summed.layout, step) for values in _gradients(summed, rows)]
 
     def report(self, found: NotFinite) -> None:
         self._is_over = True
@@ -78,12 +92,12 @@ def looked_at(layout: FlatLayout, step: int) -> list[range]:
 
 
 def is_finite(slot: Slot, rows: range) -> bool:
-    """Return whether the gradients in these rows of a slot are finite."""
+    """Return whether the gradients in these rows of a slot are finite: also where their sum would overflow."""
+    return all(bool(torch.isfinite(values).all()) for values in _gradients(slot, rows))
+
+
+def _gradients(slot: Slot, rows: range) -> Iterator[Tensor]:
+    """Yield what is in these rows of a slot, as real numbers."""
     for piece in slot.layout.pieces(rows.start, rows.stop):
         values = slot.typed(piece.dtype)[piece.start : piece.stop]
-        if values.is_complex():
-            values = torch.view_as_real(values)
-        # A sum is finite only if all of its terms are. It is infinite without that only if it overflows.
-        if not math.isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
-            return False
-    return True
+        yield torch.view_as_real(values) if values.is_complex() else values

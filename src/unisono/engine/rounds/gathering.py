@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unisono.core.plan import Plan
 from unisono.core.tree import Node, leaf
-from unisono.engine.exchange.groups import ScriptGroup
+from unisono.engine.exchange.script_group import ScriptGroup
 from unisono.engine.rounds.life import CHECKPOINT, Rounds
 from unisono.engine.rounds.members import Gathered, Members, Undivided
 from unisono.system.faults import point
@@ -62,7 +62,7 @@ class Gather(Undivided):
 
 
 class TalkRound(Gather):
-    """What the members say to each other between two steps, e.g. ``run.barrier``, ``run.broadcast``, ``run.gather``.
+    """What the members say to each other between two steps: ``run.barrier``, ``run.broadcast``, ``run.all_gather``.
 
     Args:
         title: of the call.

@@ -7,26 +7,26 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from torch import Tensor
 
-from unisono.core.checks import Twice, is_compared
 from unisono.core.cursor import Cursor, StepPosition
 from unisono.core.errors import DivergenceError, StepError
 from unisono.core.events import Seconds
 from unisono.core.plan import Plan
+from unisono.core.rehearsals import Twice, is_compared
 from unisono.core.telemetry import StepTelemetry
 from unisono.core.tree import Node
 from unisono.core.waits import Wait
 from unisono.core.words import NAMES_THE_LINE
 from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
-from unisono.engine.microbatch.data import Batches
+from unisono.engine.microbatch.data import BatchSource
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import Guards
-from unisono.engine.microbatch.losses import Microbatch, Reduction
+from unisono.engine.microbatch.losses import Microbatch, Reduction, check_losses
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.agreement import Agreement
@@ -35,13 +35,14 @@ from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness, NotFinite
 from unisono.engine.rounds.life import DISPUTE, Rounds
 from unisono.engine.rounds.members import Members, Summed
-from unisono.engine.rounds.sums import SumsRound
+from unisono.engine.rounds.sum_names import SumsRound
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.carried import Carried
 from unisono.engine.state.sums import Total, as_sum
 from unisono.engine.state.tracked import Tracked
 from unisono.system.faults import point
+from unisono.system.reading import read
 
 __all__ = ["CommittedStep", "GradientRound", "Pass", "StepContext"]
 
@@ -53,7 +54,7 @@ class StepContext:
     rounds: Rounds
     folder: Callable[[], GradientFolder]
     """Returns the folder of the parameters that are trained now. Collective if these have changed."""
-    fetcher: Batches
+    fetcher: BatchSource
     cursor: Cursor
     seed: int
     phase: int
@@ -129,6 +130,20 @@ class CommittedStep:
             )
 
 
+class _Read(NamedTuple):
+    """What Python looks at in the sum of a step, on the CPU."""
+
+    scalars: tuple[float, float]
+    """Total weight, and weighted loss."""
+    used: Sequence[int]
+    is_broken: bool
+    """Of the buffers; see `unisono.engine.state.buffers.Buffers.broken`."""
+    totals: Mapping[str, Total]
+    """Of ``step.add``."""
+    seen: Sequence[float]
+    """Of the gradients; see `unisono.engine.rounds.finite.Finiteness.sums_of`."""
+
+
 class GradientRound:
     """One pass over a global batch: each member's micro-batches go to the script, and their gradients are summed.
 
@@ -137,9 +152,10 @@ class GradientRound:
         news: why the plan differs from that of the step before; "" where it does not.
         result: the means, once the round is over.
         totals: of ``step.add``, by name, once the result is applied.
+        position: of the step within ``run.steps``.
     """
 
-    kind: Final = "step"
+    kind = "step"
     unit: Final = "micro-batch"
 
     def __init__(
@@ -161,13 +177,15 @@ class GradientRound:
         self.result: Summed | None = None
         self._context = context
         self._members = context.rounds.members
-        self._position = position
+        self.position = position
         self._clock = context.clock
         self._folder = folder
         self._compared = Twice()
         self._computed: list[int] = []
         self._is_scaled = False
-        self._weight_of_last = 0.0  # of the micro-batch that was folded last, scaled
+        self._unread: list[Microbatch] = []  # with losses that nobody has looked at yet
+        self._read: _Read | None = None
+        self._weight_of_last: float | Tensor = 0.0  # of the micro-batch that was folded last, scaled
         self._helped_s = 0.0  # waited for members that may need help
         self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
         self._before = dict(context.clock.parts)
@@ -187,12 +205,12 @@ class GradientRound:
     @property
     def number(self) -> int:
         """Number of this step within the run."""
-        return self._context.first_number + self._position.number
+        return self._context.first_number + self.position.number
 
     @property
     def name(self) -> str:
         """The step, as messages name it."""
-        return self._context.name(self._position.number)
+        return self._context.name(self.position.number)
 
     @property
     def loss(self) -> float:
@@ -234,7 +252,8 @@ class GradientRound:
         """
         if self._is_scaled or not self._computed:
             return False
-        return self._context.finiteness.is_broken(self.slot, self.number)
+        seen = self._read.seen if self._read is not None else None
+        return self._context.finiteness.is_broken(self.slot, self.number, seen)
 
     def find_not_finite(self) -> Iterator[Any]:
         """Yield micro-batches of this member to the script once more, to find the one that made the sum not finite.
@@ -248,7 +267,7 @@ class GradientRound:
             for leaf in sorted(self._computed):
                 yield from self._aside(leaf)
                 if names := self._folder.not_finite():
-                    samples = self._context.cursor.indices(self._position.number, leaf)
+                    samples = self._context.cursor.indices(self.position.number, leaf)
                     found = NotFinite(
                         step=self.number,
                         microbatch=leaf,
@@ -268,9 +287,10 @@ class GradientRound:
         Args:
             totals: of the step's sums, if their round has given them.
         """
-        slot = self.slot
-        self.totals = dict(totals) if totals is not None else self._sums.read(slot.extras[: self._num_sums])
-        self._folder.show(slot)
+        slot, known = self.slot, self._read
+        assert known is not None
+        self.totals = dict(known.totals if totals is None else totals)
+        self._folder.show(slot, known.used, is_broken=known.is_broken)
         for carried, views in self._with_views(slot.extras):
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
@@ -294,19 +314,19 @@ class GradientRound:
 
     def first_plan(self) -> Plan:
         # In the first step of a loop everybody computes something: what the script reads after its inner loop is set.
-        is_first = self._position.number == 0
+        is_first = self.position.number == 0
         plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=is_first)
         return plan
 
     def begin(self, plan: Plan) -> None:
         agreement = self._context.agreement
-        agreement.start_step(self._position.number, self.number)
+        agreement.start_step(self.position.number, self.number)
         self._compared = agreement.compared(plan, self.turn.number)
 
     def compute(self, plan: Plan) -> Iterator[Any]:
         """Yield this member's micro-batches to the script, and fold the gradients."""
         compared = self._compared
-        self._context.note_plan(self._position.number, plan, compared.other, self.turn.number)
+        self._context.note_plan(self.position.number, plan, compared.other, self.turn.number)
         todo = plan.ranges[self._members.rank]
         helping = self._helping(plan)
         for index, leaf in enumerate(todo):
@@ -319,7 +339,7 @@ class GradientRound:
             if is_compared:
                 self._context.agreement.note_own(self._folder.fingerprint(leaf))
         for other in compared.other:
-            if self._context.fetcher.comes(self._position.number, other, self.turn.number):
+            if self._context.fetcher.comes(self.position.number, other, self.turn.number):
                 yield from self._rehearse(other)
         if helping is not None:
             yield from self._help(helping)
@@ -350,21 +370,40 @@ class GradientRound:
         point("committed")
         self._note_progress(-1)
         committed.counts = self._context.check(summed)
-        weight, weighted_loss = summed.slot.scalars.tolist()
-        self._scalars = weight, weighted_loss
+        self._read = known = self._read_from(summed.slot)
+        self._scalars = (weight, _) = known.scalars
         if weight == 0.0:
             raise StepError(f"all micro-batches of {self.name} have weight 0: there is no mean gradient")
         self._clock.switch("other")
         rank, seconds = summed.wait  # whoever was waited for last was late before as well
         self._clock.note(Wait(rank, seconds + self._helped_s), summed.network_s, summed.generation)
 
+    def _read_from(self, slot: Slot) -> _Read:
+        """Return what Python looks at in the sum, with one wait for the device."""
+        sums = slot.extras[: self._num_sums]
+        looks = bool(self._computed) and not self._is_scaled
+        seen = self._context.finiteness.sums_of(slot, self.number) if looks else []
+        broken = self._folder.buffers.broken(slot.buffers)
+        scalars, used, is_broken, *others = read([slot.scalars, slot.used, broken, *sums, *seen])
+        weight, weighted_loss = scalars.tolist()
+        totals = self._sums.read(others[: len(sums)])
+        return _Read(
+            (weight, weighted_loss), used.tolist(), bool(is_broken), totals, [*map(float, others[len(sums) :])]
+        )
+
     def _close(self) -> None:
         """Note that this member has computed its micro-batches."""
+        self._check_losses()
         self._context.guards.finish_step(self.name)
         self._clock.switch("exchange")
         self._note_progress(-1)
         point("before_combine")
         self._folder.copy_adopted()
+
+    def _check_losses(self) -> None:
+        """Look at the losses of the micro-batches that this member has computed."""
+        unread, self._unread = self._unread, []
+        check_losses(unread)
 
     # -- one micro-batch -----------------------------------------------------------------------------
 
@@ -425,6 +464,7 @@ class GradientRound:
             tap.before_microbatch(place, batch)
         yield batch
         self._fold()
+        self._check_losses()
         self._tell(taps, place)
 
     def _compute_again(self, leaf: int) -> Iterator[Any]:
@@ -442,7 +482,8 @@ class GradientRound:
         """Tell the taps that look at a micro-batch what it has given."""
         if not taps:
             return
-        fingerprint, factor = self._folder.fingerprint(place.leaf), self._weight_of_last
+        self._check_losses()
+        fingerprint, factor = self._folder.fingerprint(place.leaf), float(self._weight_of_last)
         is_mean = self._context.reduction == "mean"
         loss = fingerprint.weighted_loss
         if is_mean:
@@ -472,20 +513,20 @@ class GradientRound:
 
     def _fetch(self, leaf: int) -> Any:
         self._context.rounds.team.check()
-        samples = partial(self._context.cursor.indices, self._position.number, leaf)
+        samples = partial(self._context.cursor.indices, self.position.number, leaf)
         self._note_progress(leaf, samples)
         self.microbatch = Microbatch(
             self._folder,
             self.name,
             leaf,
-            num_samples=len(self._position.leaf(leaf)),
+            num_samples=len(self.position.leaf(leaf)),
             samples=samples,
             scale=self.scale,
             reduction=self._context.reduction,
         )
         for carried in self._carried:
             carried.open()
-        return self._context.fetcher.fetch(self._position.number, leaf, self.turn.number)
+        return self._context.fetcher.fetch(self.position.number, leaf, self.turn.number)
 
     def _fold(self) -> list[Any]:
         """Fold the gradients of the micro-batch that the script has computed; returns slots that are free again."""
@@ -494,6 +535,8 @@ class GradientRound:
         microbatch.finish()
         self._weight_of_last = microbatch.weight
         self._is_scaled |= microbatch.is_scaled
+        if microbatch.unread:
+            self._unread.append(microbatch)
         write = partial(self._write_extras, microbatch)
         freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss, write)
         self._context.guards.finish_microbatch(microbatch.where, self._folder.trained)
@@ -542,7 +585,7 @@ class GradientRound:
         """Power of two that divides all weights, without rounding, so that gradients have the magnitude of a mean."""
         if self._context.reduction == "sum":
             return 1.0
-        return float(2.0 ** math.floor(math.log2(self._position.microbatch_size)))
+        return float(2.0 ** math.floor(math.log2(self.position.microbatch_size)))
 
     def _note_progress(self, leaf: int, samples: Callable[[], Sequence[int]] | None = None) -> None:
         team = self._context.rounds.team

@@ -22,24 +22,22 @@ from unisono.core.cadence import Position
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StepError
 from unisono.core.plan import Plan
+from unisono.core.plan import plan as even_plan
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.exchange.slots import Slots
-from unisono.engine.rounds import Finished, Nothing, Repeats, Reporter, Round
-from unisono.engine.rounds.book import Book
+from unisono.engine.rounds import FinishedRound, Nothing, Repeats, Reporter, Round
 from unisono.engine.rounds.members import Members
-from unisono.engine.rounds.standing import Behind, Level, Met, Report, Standing, check_alike, plain, plan_of_missing
+from unisono.engine.rounds.standing import Report, Standing, check_alike, plain, plan_of_missing
 from unisono.engine.rounds.taps import Tap
 from unisono.engine.rounds.team import LOST, Team
 from unisono.engine.rounds.transfer import share_state
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["CHECKPOINT", "DELAYED", "DISPUTE", "EVALUATED", "Rounds"]
+__all__ = ["CHECKPOINT", "DISPUTE", "EVALUATED", "MOVING", "Book", "Rounds"]
 
 MOVING = "moving"
 """The kind of the round in which states that are shared out move between members."""
-DELAYED = "delayed"
-"""The kind of the sum of a step that is under way while the script goes on."""
 EVALUATED = "evaluated"
 """The kind of the round in which members take the totals that evaluators have computed beside the training."""
 CHECKPOINT = "together"
@@ -48,6 +46,58 @@ DISPUTE = "dispute"
 """The kind of the rounds in which members find out who has computed a wrong value (`Tap.settle`)."""
 
 R = TypeVar("R", bound=Repeats)
+
+
+class Book:
+    """The rounds of a member that are open beside the one that it plays: here none, so all of this does nothing.
+
+    The book of a strategy in which sums are under way while the script goes on overrides it. All methods are local, but
+    for `drain` and `give`.
+    """
+
+    @property
+    def open(self) -> Sequence[str]:
+        """The kinds of the open rounds, no two alike, in the order in which they are committed."""
+        return ()
+
+    @property
+    def sends(self) -> bool:
+        """Whether this member can `give` the result of its newest commit to members that have not seen it."""
+        return False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there are sums that `drain` would wait for."""
+        return False
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether sums are computed again later, after a loss or because they are wrong: until then members do not
+        change.
+        """
+        return False
+
+    def drain(self) -> None:
+        """Wait until no sum is under way, so that the caller may use the exchange. Collective.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a member was lost.
+        """
+
+    def interrupt(self) -> None:
+        """Stop what is under way, because a member was lost."""
+
+    def give(self, source: int, targets: Sequence[int]) -> None:
+        """Send the result of the newest commit from rank ``source`` to the ranks that have not seen it. Collective."""
+        raise AssertionError("no member says that it can send a result, so nobody asks for it")
+
+    def redo(self) -> None:
+        """Forget the sums that are committed and not applied, because a member that is wrong has a part in them: they
+        are made again. On all members alike.
+        """
+
+    def abandon(self) -> None:
+        """Stop what is under way, because the run ends in this process."""
 
 
 class Rounds:
@@ -87,9 +137,11 @@ class Rounds:
         self.note_round: Callable[[int, str], None] = _note_nothing
         self._recipe: Recipe = {}
         self._round: Round | None = None
-        self._finished: Finished = Nothing()
+        self._have: Collection[Node] = ()  # of that round, when this member is in a meeting
+        self._heard: Sequence[Report] = ()  # when the members met last after a loss, and were in the same round
+        self._finished: FinishedRound = Nothing()
         self._finished_title = ""
-        self._standing: Standing = Level()
+        self._standing = Standing()
         self._joined_at: tuple[int, int] | None = None  # (phase, step) where it came in as a newcomer
 
     @property
@@ -152,42 +204,55 @@ class Rounds:
                     return
                 plan = missing
             except BaseException:
-                if self._round is round_:
-                    self._round = None  # the script has left the round: the next report does not name it
+                if self._round is round_:  # the script has left the round: the next report does not name it
+                    self._close()
                     self.note_round(-1, "")
                 raise
         self.note_round(-1, "")
         self.number += 1
-        self._round = None
-        self.slots.nodes = {}
+        self._close()
         round_.finish()
 
     def _begin(self, round_: Round) -> Plan:
         """Begin a round; returns its first plan. Local, except after a loss."""
-        self._round = round_
-        self.slots.nodes = {}
-        standing, self._standing = self._standing, Level()
-        if isinstance(standing, Level):
+        self._round, self.slots.kind = round_, round_.kind
+        standing, self._standing = self._standing, Standing()
+        if not standing.reports:
             return round_.first_plan()
-        if isinstance(standing, Behind):  # the others wait for this member in a meeting
+        if standing.is_behind:  # the others wait for this member in a meeting
             standing = self._meet()
         return self._plan(round_, standing)
+
+    def _close(self) -> None:
+        """Note that this member is in no round. Local."""
+        self._round, self._have = None, ()
+        self.slots.close()
 
     def _recover(self, round_: Round, lost: Exception) -> Plan | None:
         """A member was lost: meet the survivors; returns the plan of what is missing. Collective.
 
         None: another member had finished the round, and has sent the result.
         """
-        have = round_.interrupt()
-        met = self._regroup(lost, have)
+        self._have = round_.interrupt()
+        met = self._regroup(lost)
         if self._round is None:
             self._standing = met
             return None
         return self._plan(round_, met)
 
-    def _plan(self, round_: Round, met: Met | Behind) -> Plan:
-        self._standing = met if isinstance(met, Behind) else Level()
+    def _plan(self, round_: Round, met: Standing) -> Plan:
+        self._standing, self._have = met if met.is_behind else Standing(), ()
         return plan_of_missing(met.reports, self.number, round_.num_leaves, round_.kind)
+
+    def plan_of_open(self, round_: Round) -> Plan:
+        """Return the plan of what is missing of a round of the book, by what all have reported after a loss. Local."""
+        if not self._heard:
+            return even_plan(self.members.size, round_.num_leaves)
+        return plan_of_missing(self._heard, self.number, round_.num_leaves, round_.kind)
+
+    def forget_heard(self) -> None:
+        """Note that rounds of the book begin anew, of which nobody has anything. Local, and on all members alike."""
+        self._heard = ()
 
     # -- sums that are under way while the script goes on ---------------------------------------------
 
@@ -201,7 +266,7 @@ class Rounds:
         except LOST as lost:
             self.regroup(lost)
 
-    def commit(self, finished: Finished) -> None:
+    def commit(self, finished: FinishedRound) -> None:
         """Note that the oldest sum under way is committed. Local."""
         self._finished, self._finished_title = finished, ""
         self.number += 1
@@ -213,20 +278,16 @@ class Rounds:
     @property
     def is_level(self) -> bool:
         """Whether all members have finished the same rounds, and none of them holds a part of the next one."""
-        return isinstance(self._standing, Level)
+        return not self._standing.reports
 
     def go_on(self) -> None:
         """Note that the script goes on among members that have just moved to a planned generation. Local."""
-        self._standing = Level()
+        self._standing = Standing()
 
     @property
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedRound:
         """The result of the round that was committed last."""
         return self._finished
-
-    def reports(self) -> Sequence[Report]:
-        """Return what the members have reported when they met last; nothing if all are level."""
-        return () if isinstance(self._standing, Level) else self._standing.reports
 
     def abandon(self) -> None:
         """Stop what is under way, because the run ends in this process. Local."""
@@ -234,17 +295,17 @@ class Rounds:
 
     # -- meetings ------------------------------------------------------------------------------------
 
-    def _meet(self) -> Met | Behind:
+    def _meet(self) -> Standing:
         try:
             return self._catch_up(self.team.meet(self.report()))
         except LOST as lost:
             return self._regroup(lost)
 
-    def _regroup(self, lost: Exception, have: Collection[Node] = ()) -> Met | Behind:
+    def _regroup(self, lost: Exception) -> Standing:
         self.book.interrupt()
-        return self._catch_up(self.team.regroup(self.report(have), lost), have)
+        return self._catch_up(self.team.regroup(self.report(), lost))
 
-    def _catch_up(self, reports: Sequence[Report], have: Collection[Node] = ()) -> Met | Behind:
+    def _catch_up(self, reports: Sequence[Report]) -> Standing:
         """Stand by the members that are a round behind, after a meeting, until none is. Collective."""
         before = self.number
         while True:
@@ -256,24 +317,24 @@ class Rounds:
                     self.slots.bring(self.team.exchange, layout or self.slots.layout)
                 if rounds == {self.number}:
                     check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.number)
-                    self.book.met([report.open for report in reports])
-                    return Met(reports)
+                    self._heard = reports
+                    return Standing(reports)
                 if self._is_given(reports):
                     if self.number > before:
-                        have, self._round, self.slots.nodes = (), None, {}
-                    reports = self.team.meet(self.report(have))
+                        self._close()
+                    reports = self.team.meet(self.report())
                     continue
                 if min(rounds) == self.number:
-                    return Behind(reports, frozenset(one.kind for one in reports if one.round > self.number) - {""})
+                    return Standing(reports, is_behind=True)
                 self._stand_by(reports)
-                reports = self.team.meet(self.report(have))
+                reports = self.team.meet(self.report())
             except LOST as lost:
-                reports = self.team.regroup(self.report(have), lost)
+                reports = self.team.regroup(self.report(), lost)
 
     def _is_given(self, reports: Sequence[Report]) -> bool:
         """Have the newest result sent to the members that have not seen its commit, where one has it. Collective."""
         newest = max(report.round for report in reports)
-        source = next((rank for rank, one in enumerate(reports) if one.round == newest and one.open.sends), None)
+        source = next((rank for rank, one in enumerate(reports) if one.round == newest and one.sends), None)
         if source is None:
             return False
         behind = [rank for rank, one in enumerate(reports) if one.round < newest]
@@ -293,28 +354,22 @@ class Rounds:
         with self.members.taking_part(self._finished_title, self.position.number):
             self._finished.stand_by(plan)
 
-    def report(self, have: Collection[Node] = ()) -> Report:
-        """Return the report that this member sends to the others when they meet.
-
-        Args:
-            have: the complete nodes of this member in the current round.
-        """
+    def report(self) -> Report:
+        """Return the report that this member sends to the others when they meet."""
         current = self._round
-        kind = current.kind if current is not None else ""
-        num_leaves = current.num_leaves if current is not None else 1
-        nodes, open_ = plain(have), self.book.report()
-        if not kind and open_.have:  # the next that this member commits
-            kind, num_leaves, nodes = DELAYED, open_.num_leaves, open_.have[0][1]
+        open_ = {kind: plain(self.slots.open.get(kind, ())) for kind in self.book.open}
+        if current is not None:
+            open_[current.kind] = plain(self._have)
         return Report(
             fresh=False,
             phase=self.position.phase,
             step=self.position.step,
             round=self.number,
-            kind=kind,
+            kind=current.kind if current is not None else next(iter(open_), ""),
             title=current.title if current is not None else "",
-            num_leaves=num_leaves,
-            have=nodes,
+            num_leaves=current.num_leaves if current is not None else 1,
             open=open_,
+            sends=self.book.sends,
             lines=self.position.lines,
             total=self.position.total,
             recipe=self._recipe,
@@ -344,7 +399,7 @@ class Rounds:
         """Sum what this layout describes from now on. Collective."""
         self.drain()
         self.slots.layout = layout
-        if isinstance(self._standing, Behind):  # the members that are ahead wait for this member in a meeting
+        if self._standing.is_behind:  # the members that are ahead wait for this member in a meeting
             self._standing = self._meet()
             return
         try:
@@ -363,7 +418,7 @@ class Rounds:
 
         None: nobody has begun anything, so all decide alike, by what they have last told each other. Local.
         """
-        if self._standing.begun or isinstance(self._standing, Behind):
+        if self._standing.begun or self._standing.is_behind:
             return kind in self._standing.begun
         return False if self.book.holds_back else None
 
@@ -398,10 +453,10 @@ class Rounds:
         if self.before_departure is not None and self._is_departure():
             self.before_departure()
         agreed = self.members.agreed_generation
-        if not isinstance(self._standing, Behind) and agreed > self.team.generation:
+        if not self._standing.is_behind and agreed > self.team.generation:
             self._enter(lambda: self.team.switch(agreed, self.report()))
         # If other members have begun the next step already, the pause comes after that step.
-        while not isinstance(self._standing, Behind) and not self._standing.begun and self.team.paused():
+        while not self._standing.is_behind and not self._standing.begun and self.team.paused():
             if self.book.holds_back:
                 return
             self._wait_in_pause()
@@ -427,7 +482,7 @@ class Rounds:
         get ready for it.
         """
         begun = self._standing.begun
-        if begun or isinstance(self._standing, Behind):
+        if begun or self._standing.is_behind:
             return MOVING in begun
         return bool(self.members.departing())
 

@@ -24,10 +24,10 @@ from unisono.engine.rounds.members import Gathered, Members, Undivided
 from unisono.engine.state.packing import pack_held
 from unisono.system.faults import point
 
-__all__ = ["Holding", "MovingRound", "move"]
+__all__ = ["HeldUnits", "MovingRound", "move"]
 
 
-class Holding(Protocol):
+class HeldUnits(Protocol):
     """The units of a state of which this member holds some, by their numbers: e.g. the states of parameters.
 
     A state of a unit is a tree of dicts, lists, tensors and plain values; the tree is the same on all members.
@@ -49,7 +49,7 @@ class Holding(Protocol):
         """Hold a unit from now on."""
 
 
-def move(members: Members, holding: Holding, now: Holders, wanted: Holders) -> None:
+def move(members: Members, holding: HeldUnits, now: Holders, wanted: Holders) -> None:
     """Bring units to members that are to hold them and do not. Collective.
 
     Args:
@@ -100,7 +100,7 @@ class MovingRound(Undivided, ABC):
 
     kind: Final = MOVING
 
-    def __init__(self, members: Members, holding: Holding, title: str, clock: Clock) -> None:
+    def __init__(self, members: Members, holding: HeldUnits, title: str, clock: Clock) -> None:
         super().__init__(members)
         self.title = title
         self.wanted: dict[int, tuple[str, ...]] = {}

@@ -13,33 +13,13 @@ from unisono.core.plan import Plan, plan, replan
 from unisono.core.tree import Node
 
 __all__ = [
-    "Behind",
-    "Level",
-    "Met",
-    "Open",
     "Report",
     "Standing",
     "check_alike",
     "check_titles",
     "plain",
-    "plan_of",
     "plan_of_missing",
 ]
-
-
-class Open(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member has of the steps that are under way while its script goes on
-    (`unisono.strategies.delay.pipeline`).
-    """
-
-    at: int = -1
-    """The step of the script in which the member takes part in the sum of the first one under way."""
-    num_leaves: int = 1
-    """Of the first one."""
-    have: list[tuple[int, list[tuple[int, int]]]] = []
-    """By number of the step, in their order, the nodes that the member has finished."""
-    sends: bool = False
-    """The member can send the result of the round that it has finished last to members that have not."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,75 +33,49 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     """The round that the member has not finished yet."""
     kind: str = ""
-    """Kind of the round that the member has begun; "" between two rounds."""
+    """Kind of the round that the member has begun, and finishes next; "" between two rounds."""
     title: str = ""
     """Title of that round: "a step of 8 micro-batches"."""
     num_leaves: int = 1
-    have: list[tuple[int, int]] = []
-    """Nodes of that round that the member has finished."""
+    open: dict[str, list[tuple[int, int]]] = {}
+    """By kind of the round, the nodes that the member has finished of each round that it has begun."""
+    sends: bool = False
+    """The member can send the result of the round that it has finished last to members that have not."""
     lines: int = 0
     """Lines of the journal."""
     total: int = 0
     """Steps of the run that are done, of all phases."""
     recipe: Recipe = {}
     """Recipe of the phase in which the member was admitted, or asks to be."""
-    open: Open = Open()
-    """What the member has of rounds that are open beside that one."""
 
 
 @dataclass(frozen=True)
-class Level:
-    """All members have finished the same rounds, and none of them holds a part of the next one."""
+class Standing:
+    """How far this member is against the others, since they have met."""
 
-    @property
-    def begun(self) -> frozenset[str]:
-        return frozenset()
-
-
-@dataclass(frozen=True)
-class Met:
-    """The members have met after a loss and are in the same round; these reports say what each holds of it."""
-
-    reports: Sequence[Report]
-
-    @property
-    def begun(self) -> frozenset[str]:
-        """The kinds of this round that members have begun."""
-        return frozenset(report.kind for report in self.reports if report.kind)
-
-
-@dataclass(frozen=True)
-class Behind:
+    reports: Sequence[Report] = ()
+    """What each has said of itself in the last meeting after a loss; none: all members have finished the same rounds,
+    and nobody holds a part of the next one.
+    """
+    is_behind: bool = False
     """This member is in the middle of a round that others have finished: all meet again before it begins the next."""
 
-    reports: Sequence[Report]
-    begun: frozenset[str]
-    """The kinds of the next round that others have begun."""
-
-
-Standing = Level | Met | Behind
+    @property
+    def begun(self) -> frozenset[str]:
+        """The kinds of the newest round that members have begun."""
+        newest = max((report.round for report in self.reports), default=0)
+        return frozenset(report.kind for report in self.reports if report.round == newest) - {""}
 
 
 def plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int, kind: str) -> Plan:
-    """Return the plan of the missing leaves of a round, from the nodes of the members that have not finished it.
+    """Return the plan of the leaves of a round that no member has, by what all have reported.
 
     Args:
-        kind: of the round; nodes of members that are at another kind are nodes of something else.
+        number: those that have finished the round of this number can compute nothing of it.
+        kind: of the round.
     """
-    able = [report.round == number for report in reports]
-    held = [
-        report.have if is_able and report.kind == kind else [] for report, is_able in zip(reports, able, strict=True)
-    ]
-    return plan_of(held, able, num_leaves)
-
-
-def plan_of(held: Sequence[Sequence[tuple[int, int]]], able: Sequence[bool], num_leaves: int) -> Plan:
-    """Return the plan of the leaves of a round that no member has.
-
-    Args:
-        held: by rank, the (level, index) of the nodes that each member has finished.
-        able: by rank, whether the member can compute leaves of that round.
-    """
+    able = [report.round <= number for report in reports]
+    held = [report.open.get(kind, []) if able else [] for report, able in zip(reports, able, strict=True)]
     if not any(held) and all(able):
         return plan(len(held), num_leaves)
     nodes = [[Node(level, index) for level, index in each] for each in held]
@@ -145,7 +99,7 @@ def check_titles(begun: Mapping[str, str], step: int) -> None:
             f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
             "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
             "all workers must call run.steps, run.evaluate, run.save, step() of an optimizer that is shared out "
-            "(unisono.shard), run.barrier, run.broadcast, run.gather and run.main_first alike"
+            "(unisono.shard), run.barrier, run.broadcast, run.all_gather and run.main_first alike"
         )
 
 

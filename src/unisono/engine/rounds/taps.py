@@ -14,10 +14,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.core.checks import Twice
 from unisono.core.cursor import Recipe
 from unisono.core.events import StepResult
 from unisono.core.plan import Plan
+from unisono.core.rehearsals import Twice
 from unisono.core.telemetry import Compared
 from unisono.engine.microbatch.folding import Fingerprint
 from unisono.engine.rounds import Dispute, Repeats

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from unisono.cluster.worker.member import Member
 from unisono.core.errors import DeadlineExceeded, PeerLost, RunStopped
 from unisono.core.messages import Notice
-from unisono.core.ownership import Place
+from unisono.core.ownership import MemberPlace
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.pages import WorkerPage
@@ -28,7 +27,7 @@ from unisono.engine.exchange.wire import Wire, wire_of_one
 from unisono.engine.rounds.standing import Report
 from unisono.system.faults import point
 
-__all__ = ["LOST", "AloneTeam", "HeadTeam", "LeftBehind", "Listener", "Part", "Team", "places"]
+__all__ = ["LOST", "HeadTeam", "LeftBehind", "Listener", "Part", "Team", "places"]
 
 LOST = (PeerLost, DeadlineExceeded)
 """Errors that end a generation for its members, which meet again in the next."""
@@ -58,56 +57,73 @@ class Part:
     """The addresses of those of all members of the part."""
 
 
-class Team(Protocol):
-    """The members of the current generation, as a run sees them. Complete: `AloneTeam` and `HeadTeam`."""
+class Team:
+    """The members of the current generation, as a run sees them.
 
-    rank: int
-    size: int
-    generation: int
-    worker_ids: tuple[str, ...]
-    hosts: tuple[str, ...]
+    As it is, a team is one worker, which opens nothing and waits for nobody; `HeadTeam` has others.
+    """
+
+    exchange: Exchange
+    """Of the current generation."""
+    rank = 0
+    size = 1
+    generation = 1
+    worker_ids: tuple[str, ...] = ("w0",)
+    hosts: tuple[str, ...] = ("",)
     """By rank; members of one host share memory."""
-    reason: str
+    reason = "the run begins"
     """Why there is this generation."""
-    arithmetic: int
+    arithmetic = 0
     """Fingerprint of everything that this worker's arithmetic depends on."""
+    _wire: Wire | None = None
 
-    @property
-    def exchange(self) -> Exchange:
-        """The exchange of the current generation."""
+    def __init__(self, device: torch.device) -> None:
+        self.exchange = Alone(device)
+        self._device = device
 
     def join(self, phase: int, report: Report) -> list[Report]:
         """Get into the run: wait to be admitted, and meet the others. Returns their reports, by rank."""
+        return [report]
 
     def meet(self, report: Report) -> list[Report]:
         """Exchange reports within the generation. Collective."""
+        with self.waiting():
+            payloads = self.exchange.all_gather(msgspec.msgpack.encode(report))
+        return [msgspec.msgpack.decode(payload, type=Report) for payload in payloads]
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
         """Enter the generation of the survivors after a loss, and meet them. Returns their reports, by rank."""
+        raise lost
 
     def suspect(self, lost: Exception) -> None:
         """Report to the head that this member's exchange failed, which the head may not have seen."""
 
     def is_evicted(self) -> bool:
         """Return whether the others go on without this worker, which has not noticed yet."""
+        return False
 
     def check(self) -> None:
         """Raise the error that an exchange would raise now, without waiting: a lost peer, or the end of the run."""
 
     def newest_generation(self) -> int:
         """Return the newest planned generation that this member has a notice of; 0 if none is to come."""
+        return 0
 
     def stops_at(self, generation: int) -> bool:
         """Return whether the run stops or pauses at this planned generation."""
+        return False
 
     def departing(self, generation: int) -> tuple[str, ...]:
         """Return the members that take no part in this planned generation; () if the run stops there."""
+        return ()
 
     def switch(self, generation: int, report: Report) -> list[Report]:
         """Move to a planned generation at a step boundary that all members agreed on, and meet its members."""
+        return [report]
 
     def paused(self) -> bool:
         """Return whether fewer members are left than the run wants, so that they wait at the next boundary."""
+        return False
 
     def next_planned(self) -> int:
         """Wait, in a pause at a step boundary, for the next planned generation; returns its number.
@@ -115,6 +131,7 @@ class Team(Protocol):
         Raises:
             PeerLost: a member was lost.
         """
+        return self.generation
 
     def holding(self) -> None:
         """Report to the head that this worker has the run's state."""
@@ -137,15 +154,19 @@ class Team(Protocol):
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context in which this worker waits for others: its lack of progress is then not its own fault."""
+        return nullcontext()
 
     def take_warnings(self) -> list[str]:
         """Return, once, the warnings about members that were admitted and may compute differently."""
+        return []
 
     def new_page(self) -> WorkerPage | None:
         """Return a new page in shared memory, for a `Part`; None where this worker has no shared memory."""
+        return None
 
     def connect(self, part: Part) -> Exchange:
         """Begin to connect some members of the current generation; waits for nobody. The caller closes the exchange."""
+        return Alone(self._device)
 
     def listen(self, listener: Listener | None) -> None:
         """Have a listener told, at once and from now on, when the generation is over because of a loss, or the run."""
@@ -156,97 +177,6 @@ class Team(Protocol):
         Raises:
             PeerLost, DeadlineExceeded: a member was lost.
         """
-
-    def close(self) -> None: ...
-
-
-def places(team: Team) -> list[Place]:
-    """Return the members of the current generation with their hosts, in the order of the ranks."""
-    return [Place(*one) for one in zip(team.worker_ids, team.hosts, strict=True)]
-
-
-class AloneTeam:
-    """One worker. Opens nothing and waits for nobody."""
-
-    rank = 0
-    size = 1
-    generation = 1
-    worker_ids: tuple[str, ...] = ("w0",)
-    hosts: tuple[str, ...] = ("",)
-    reason = "the run begins"
-    arithmetic = 0
-    _wire: Wire | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self.exchange: Exchange = Alone(device)
-        self._device = device
-
-    def join(self, phase: int, report: Report) -> list[Report]:
-        return [report]
-
-    def meet(self, report: Report) -> list[Report]:
-        return [report]
-
-    def regroup(self, report: Report, lost: Exception) -> list[Report]:
-        raise lost
-
-    def suspect(self, lost: Exception) -> None:
-        pass
-
-    def is_evicted(self) -> bool:
-        return False
-
-    def check(self) -> None:
-        pass
-
-    def newest_generation(self) -> int:
-        return 0
-
-    def stops_at(self, generation: int) -> bool:
-        return False
-
-    def departing(self, generation: int) -> tuple[str, ...]:
-        return ()
-
-    def switch(self, generation: int, report: Report) -> list[Report]:
-        return [report]
-
-    def paused(self) -> bool:
-        return False
-
-    def next_planned(self) -> int:
-        return self.generation
-
-    def holding(self) -> None:
-        pass
-
-    def at(
-        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
-    ) -> None:
-        pass
-
-    def in_loop(self, position: tuple[int, int] | None) -> None:
-        pass
-
-    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
-        pass
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def take_warnings(self) -> list[str]:
-        return []
-
-    def new_page(self) -> WorkerPage | None:
-        return None
-
-    def connect(self, part: Part) -> Exchange:
-        return Alone(self._device)
-
-    def listen(self, listener: Listener | None) -> None:
-        pass
-
-    def process_group(self) -> dist.ProcessGroup:
         if self._wire is None:
             self._wire = wire_of_one(self._device)
         return self._wire.process_group()
@@ -257,7 +187,12 @@ class AloneTeam:
             self._wire.close()
 
 
-class HeadTeam:
+def places(team: Team) -> list[MemberPlace]:
+    """Return the members of the current generation with their hosts, in the order of the ranks."""
+    return [MemberPlace(*one) for one in zip(team.worker_ids, team.hosts, strict=True)]
+
+
+class HeadTeam(Team):
     """The members of a generation that a head announced.
 
     Args:
@@ -301,7 +236,7 @@ class HeadTeam:
             self._receive(notice)
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Exchange:  # type: ignore[override]
         if self._exchange is None:
             raise RunStopped("this worker is in no generation")
         return self._exchange
@@ -345,11 +280,6 @@ class HeadTeam:
                 return self.meet(report)
             except LOST as lost:
                 self.suspect(lost)
-
-    def meet(self, report: Report) -> list[Report]:
-        with self.waiting():
-            payloads = self.exchange.all_gather(msgspec.msgpack.encode(report))
-        return [msgspec.msgpack.decode(payload, type=Report) for payload in payloads]
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
         while True:

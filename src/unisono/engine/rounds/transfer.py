@@ -14,7 +14,7 @@ from unisono.engine.exchange import Exchange, Parcel
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import Team
-from unisono.engine.state.packing import Packed, digest_of_tensor, pack, unpack
+from unisono.engine.state.packing import Packed, digest_of_each, pack, unpack
 from unisono.engine.state.tracked import Tracked
 from unisono.system.faults import point
 
@@ -37,7 +37,7 @@ class StateHeader(msgspec.Struct, frozen=True):
         kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors]
         away = [number for number, tensor in enumerate(packed.tensors) if tensor.is_meta]
         here = [tensor for tensor in packed.tensors if not tensor.is_meta] if digests else []
-        return cls(packed.skeleton, kinds, away, [digest_of_tensor(tensor) for tensor in here])
+        return cls(packed.skeleton, kinds, away, digest_of_each(here))
 
     def empty(self, *, is_target: bool = True) -> list[torch.Tensor]:
         """Return tensors of these kinds, to be filled; meta tensors for those that do not travel.
@@ -53,7 +53,7 @@ class StateHeader(msgspec.Struct, frozen=True):
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise PeerLost if tensors that were received are not those that were sent."""
-        if any(digest_of_tensor(one) != digest for one, digest in zip(tensors, self.digests, strict=True)):
+        if digest_of_each(tensors) != self.digests:
             raise PeerLost("tensors have changed on their way between two workers")
 
 

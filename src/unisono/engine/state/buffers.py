@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from unisono.core.errors import StepError
 __all__ = ["Buffers"]
 
 COMPARED_FROM = 1 << 16
-"""Buffers of more elements (masks, tables, codebooks) are compared before they are subtracted."""
+"""On the CPU, buffers of more elements (masks, tables, codebooks) are compared before they are subtracted."""
 
 
 class Buffers:
@@ -55,48 +55,99 @@ class Buffers:
                     self._start[index] = now.detach().clone()
         self._seen = [(now, now._version) for now in current]
 
-    def take_changes(self, out: Sequence[Tensor], weight: float) -> None:
+    def take_changes(self, out: Sequence[Tensor], weight: float | Tensor) -> None:
         """Write the changes of the micro-batch to ``out`` (of float buffers: times its weight), and undo them."""
+        changed = []
         for index, (start, now) in enumerate(zip(self._start, self.tensors(), strict=True)):
-            change = out[index]
-            if change.shape != now.shape and start.shape == now.shape:  # a cache that has grown before
-                change.zero_()
-                continue
-            if not self._touched(index, now):
-                change.zero_()
-                continue
-            if start.shape != now.shape or start.is_complex():
+            # A cache that has grown before, or a buffer as it was.
+            is_left = (out[index].shape != now.shape and start.shape == now.shape) or not self._touched(index, now)
+            if not is_left and (start.shape != now.shape or start.is_complex()):
                 self._refuse(index, start, now)
-                change.zero_()
-                continue
-            torch.sub(now.to(change.dtype), start.to(change.dtype), out=change)
-            if start.dtype.is_floating_point:
+                is_left = True
+            if is_left:
+                out[index].zero_()
+            else:
+                changed.append(index)
+        for numbers in self._alike(changed, out):
+            dtype = out[numbers[0]].dtype
+            start, now = _flat(self._start, numbers, dtype), _flat(self.tensors(), numbers, dtype)
+            change = now - start
+            if dtype.is_floating_point:
                 # inf - inf is NaN, but an entry that did not change has changed by 0.
-                change.mul_(weight).masked_fill_(now == start, 0.0)
-            now.copy_(start)
-            self._seen[index] = (now, now._version)
+                there = weight.to(change.device) if isinstance(weight, Tensor) else weight
+                change.mul_(there).masked_fill_(now == start, 0.0)
+            _write(change, [out[index] for index in numbers])
+        self._put_back(changed)
 
     def restore(self) -> None:
         """Undo all changes since `start_step`; a buffer that has another shape now is left as it is."""
-        for index, (start, now) in enumerate(zip(self._start, self.tensors(), strict=True)):
-            if start.shape == now.shape and self._touched(index, now):
-                now.copy_(start)
-                self._seen[index] = (now, now._version)
+        pairs = enumerate(zip(self._start, self.tensors(), strict=True))
+        self._put_back([i for i, (start, now) in pairs if start.shape == now.shape and self._touched(i, now)])
 
-    def apply(self, changes: Sequence[Tensor]) -> None:
-        """Add the step's changes: the weighted mean for float buffers, the sum for integer ones, any for flags."""
+    def broken(self, changes: Sequence[Tensor]) -> Tensor:
+        """Return whether a buffer was infinite and would be finite after this step: () bool."""
+        flags = [wrong.any() for _, wrong in self._wrong(changes)]
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else torch.tensor(False)
+
+    def apply(self, changes: Sequence[Tensor], *, is_broken: bool | None = None) -> None:
+        """Add the step's changes: the weighted mean for float buffers, the sum for integer ones, any for flags.
+
+        Args:
+            is_broken: what `broken` has returned for the changes; None: it is not known yet.
+
+        Raises:
+            StepError: a buffer is broken.
+        """
+        if bool(self.broken(changes)) if is_broken is None else is_broken:
+            index = next(
+                index
+                for numbers, wrong in self._wrong(changes)
+                for index, part in zip(numbers, wrong.split([changes[index].numel() for index in numbers]), strict=True)
+                if bool(part.any())
+            )
+            raise StepError(
+                f"buffer {self.names[index]!r} was infinite and is finite after this step: such a change has no mean "
+                "over the micro-batches. Give the buffer finite values before run.steps, e.g. by one forward pass"
+            )
+        now = self.tensors()
+        for numbers, start, change in self._moving(changes):
+            _write(torch.where(change == 0, start, start + change), [now[index] for index in numbers])
+
+    def _wrong(self, changes: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield buffers of floats by dtype: (numbers, where they are infinite and their change is not)."""
+        for numbers, start, change in self._moving(changes):
+            if start.is_floating_point():
+                yield numbers, start.isinf() & (start + change).isnan()
+
+    def _moving(self, changes: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Yield what may have changed in the step, by dtype: (numbers, values at its beginning, changes), both (n,)."""
+        found = []
         for index, (start, now, change) in enumerate(zip(self._start, self.tensors(), changes, strict=True)):
-            if change.numel() and bool(change.any()):
-                # A flag is turned over whether one micro-batch or several have turned it over.
-                step = change.sign() if start.dtype is torch.bool else change
-                moved = (start.to(change.dtype) + step).to(start.dtype)
-                if start.dtype.is_floating_point and bool((start.isinf() & moved.isnan()).any()):
-                    raise StepError(
-                        f"buffer {self.names[index]!r} was infinite and is finite after this step: such a change has "
-                        "no mean over the micro-batches. Give the buffer finite values before run.steps, e.g. by one "
-                        "forward pass"
-                    )
-                now.copy_(torch.where(change == 0, start, moved))
+            fits = change.shape == start.shape == now.shape and change.numel() and not start.is_complex()
+            if fits and not _is_expanded(now) and (change.device.type != "cpu" or bool(change.any())):
+                found.append(index)
+        for numbers in self._alike(found, changes):
+            dtype = changes[numbers[0]].dtype
+            start, change = _flat(self._start, numbers, dtype), _flat(changes, numbers, dtype)
+            change = change.to(start.device)  # a buffer may have been left on the CPU
+            # A flag is turned over whether one micro-batch or several have turned it over.
+            yield numbers, start, change.sign() if self._start[numbers[0]].dtype is torch.bool else change
+
+    def _alike(self, numbers: Iterable[int], changes: Sequence[Tensor]) -> Iterable[list[int]]:
+        """Return buffers in groups that are computed together: an accelerator takes as long to begin as to compute."""
+        groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
+        for index in numbers:
+            start = self._start[index]
+            groups.setdefault((start.dtype, changes[index].dtype, start.device), []).append(index)
+        return groups.values()
+
+    def _put_back(self, numbers: Sequence[int]) -> None:
+        """Undo the changes of buffers."""
+        now = self.tensors()
+        if numbers:
+            torch._foreach_copy_([now[index] for index in numbers], [self._start[index] for index in numbers])
+        for index in numbers:
+            self._seen[index] = (now[index], now[index]._version)
 
     def _tensor(self, index: int) -> Tensor:
         module, attribute = self.owners[index]
@@ -128,10 +179,26 @@ class Buffers:
             )
 
     def _touched(self, index: int, now: Tensor) -> bool:
-        if 0 in now.stride() and now.numel() > 1:  # an expanded tensor cannot be written
+        if _is_expanded(now):  # it cannot be written
             return not torch.equal(now, self._start[index])
         tensor, version = self._seen[index]
-        if now is not tensor or now._version != version or now.numel() <= COMPARED_FROM:
+        if now is not tensor or now._version != version or now.numel() <= COMPARED_FROM or now.device.type != "cpu":
             return True
         # The version counter is not enough: batch_norm and writes through `.data` do not count.
         return not torch.equal(now, self._start[index])
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return 0 in tensor.stride() and tensor.numel() > 1
+
+
+def _flat(tensors: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return some of the tensors as one, (n,); of a dtype to which all can be converted without rounding."""
+    flat = [tensors[index].reshape(-1) for index in numbers]
+    return (torch.cat(flat) if len(flat) > 1 else flat[0]).to(dtype)
+
+
+def _write(flat: Tensor, out: Sequence[Tensor]) -> None:
+    """Write what `_flat` has put together to tensors of any dtype."""
+    parts = flat.split([each.numel() for each in out])
+    torch._foreach_copy_(list(out), [part.view(each.shape) for part, each in zip(parts, out, strict=True)])

@@ -8,6 +8,7 @@ way. A value of an unknown type is refused before anything is sent or written; t
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from unisono.core.cursor import MASK, mix
 from unisono.core.errors import UsageError
+from unisono.system.reading import read
 
 __all__ = [
     "Packed",
     "described",
+    "digest_of_each",
     "digest_of_state",
     "digest_of_tensor",
     "digest_of_tensors",
@@ -40,6 +43,11 @@ T = TypeVar("T")
 
 TOGETHER_BYTES = 1 << 16
 """Tensors up to this size are concatenated before a digest is taken, because every digest costs some operations."""
+
+BLOCK = 1 << 16
+"""Words of a tensor that are added up to one number, of which its digest is made."""
+BLOCKS_AT_ONCE = 128
+"""On a device, where each launch costs time and each product memory: 64 MiB."""
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -222,17 +230,45 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 
 def digest_of_tensor(tensor: Tensor) -> int:
     """Return a 64-bit fingerprint of a tensor's shape, dtype and bits."""
-    value = mix(hash_bytes(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
-    flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    if whole:
-        words = flat[:whole].clone().view(torch.int64) if flat.data_ptr() % 8 else flat[:whole].view(torch.int64)
-        # Sum of each word times an odd number that belongs to its index, modulo 2**64; by blocks, to stay in the cache.
-        for start in range(0, words.numel(), 1 << 16):
-            block = words[start : start + (1 << 16)]
-            factors = _odd_numbers()[: block.numel()]
-            value = mix((value ^ int((block * factors).sum().item())) & MASK)
-    return mix(value ^ hash_bytes(bytes(flat[whole:].tolist())))
+    return digest_of_each([tensor])[0]
+
+
+def digest_of_each(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the fingerprint of each tensor. What lies on a device is added up there, and read with one wait."""
+    sums = read([part for tensor in tensors for part in (_sums_of_blocks(tensor), _rest(tensor))])
+    found = []
+    for tensor, blocks, rest in zip(tensors, sums[::2], sums[1::2], strict=True):
+        value = mix(hash_bytes(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
+        for block in blocks.tolist():
+            value = mix((value ^ block) & MASK)
+        found.append(mix(value ^ hash_bytes(bytes(rest.tolist()))))
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _rest(tensor: Tensor) -> Tensor:
+    """Return the last bytes of a tensor, behind its words of 8."""
+    flat = _bytes_of(tensor)
+    return flat[len(flat) // 8 * 8 :]
+
+
+def _sums_of_blocks(tensor: Tensor) -> Tensor:
+    """Return by block of a tensor the sum of each word times an odd number that belongs to its index in the block,
+    modulo 2**64, where the tensor lies: (blocks,) int64.
+    """
+    flat = _bytes_of(tensor)
+    flat = flat[: len(flat) // 8 * 8]
+    words = (flat.clone() if flat.storage_offset() % 8 or flat.data_ptr() % 8 else flat).view(torch.int64)
+    factors = _odd_numbers(words.device)
+    if words.device.type == "cpu":  # block by block, to stay in the cache
+        return torch.stack([(one * factors[: len(one)]).sum() for one in words.split(BLOCK)]) if len(words) else words
+    whole = words[: len(words) // BLOCK * BLOCK].view(-1, BLOCK)
+    last = words[whole.numel() :]
+    sums = [(part * factors).sum(dim=1) for part in whole.split(BLOCKS_AT_ONCE)]
+    return torch.cat([*sums, (last * factors[: len(last)]).sum().view(1)[: len(last)]])
 
 
 def digest_of_tensors(tensors: Sequence[Tensor]) -> int:
@@ -241,14 +277,15 @@ def digest_of_tensors(tensors: Sequence[Tensor]) -> int:
     For comparing processes of one version only: shapes and dtypes do not count.
     """
     small: dict[torch.device, list[Tensor]] = {}
-    value = len(tensors)
+    large = []
     for tensor in tensors:
         if tensor.nbytes > TOGETHER_BYTES:
-            value = mix(value ^ digest_of_tensor(tensor))
+            large.append(tensor)
         elif tensor.numel():
-            small.setdefault(tensor.device, []).append(tensor.detach().reshape(-1).view(torch.uint8))
-    for together in small.values():
-        value = mix(value ^ digest_of_tensor(torch.cat(together)))
+            small.setdefault(tensor.device, []).append(_bytes_of(tensor))
+    value = len(tensors)
+    for digest in digest_of_each([*large, *map(torch.cat, small.values())]):
+        value = mix(value ^ digest)
     return value
 
 
@@ -262,16 +299,12 @@ def quick_digest(state: Any) -> int:
     return digest_of_tensor(skeleton) ^ digest_of_tensors([one for one in packed.tensors if not one.is_meta])
 
 
-_factors: list[Tensor] = []
-
-
-def _odd_numbers() -> Tensor:
+@functools.cache
+def _odd_numbers(device: torch.device) -> Tensor:
     """Return an odd number for each index of a block: the same in all processes and versions."""
-    if not _factors:
-        mixed = torch.arange(1 << 16, dtype=torch.int64) * -7046029254386353131
-        mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
-        _factors.append(mixed | 1)
-    return _factors[0]
+    mixed = torch.arange(BLOCK, dtype=torch.int64) * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+    return (mixed | 1).to(device)
 
 
 def hash_bytes(data: bytes) -> int:
@@ -296,7 +329,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
         return a.is_meta and b.is_meta
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device:
         return True  # one tensor: many objects keep the tensors that they load
-    words = [tensor.contiguous().cpu().view(-1).view(torch.uint8) for tensor in (a, b)]
+    if a.device != b.device:
+        a, b = read([a, b])
+    words = [_bytes_of(tensor) for tensor in (a, b)]
     whole = words[0].numel() // 8 * 8
     if whole and all(tensor.data_ptr() % 8 == 0 for tensor in words):
         # Comparing words of 8 bytes takes a quarter of the time.
@@ -314,9 +349,10 @@ def digest_of_state(state: Any, others: Mapping[int, int] = MappingProxyType({})
             of the state.
     """
     packed = pack_held(state)
+    own = iter(digest_of_each([tensor for tensor in packed.tensors if not tensor.is_meta]))
     value = hash_bytes(packed.skeleton)
     for number, tensor in enumerate(packed.tensors):
-        value = mix(value ^ (others[number] if tensor.is_meta else digest_of_tensor(tensor)))
+        value = mix(value ^ (others[number] if tensor.is_meta else next(own)))
     return value
 
 
@@ -326,10 +362,11 @@ def described(state: Any, name: str) -> dict[str, str]:
     For a message that names the first difference between two states. Slow for large containers.
     """
     packed = pack_held(state, name)
+    held = [(path, one) for path, one in zip(packed.paths, packed.tensors, strict=True) if not one.is_meta]
+    digests = digest_of_each([tensor for _, tensor in held])
     found = {
-        path: f"a tensor {tuple(tensor.shape)} with digest {digest_of_tensor(tensor):016x}"
-        for path, tensor in zip(packed.paths, packed.tensors, strict=True)
-        if not tensor.is_meta
+        path: f"a tensor {tuple(tensor.shape)} with digest {digest:016x}"
+        for (path, tensor), digest in zip(held, digests, strict=True)
     }
     _describe(state, name, found)
     return found

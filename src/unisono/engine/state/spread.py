@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from unisono.core.ownership import Place
-from unisono.engine.state.packing import digest_of_tensor, digest_of_tensors, pack_held
+from unisono.core.ownership import MemberPlace
+from unisono.engine.state.packing import digest_of_each, digest_of_tensors, pack_held
 
 __all__ = ["Spread", "digests_of_units", "held_digests", "units_in"]
 
@@ -34,7 +34,7 @@ class Spread(Protocol):
     def unit(self, path: str) -> int | None:
         """Return the unit of the tensor at a path within ``state_dict``; None: every worker holds the tensor."""
 
-    def plan(self, members: Sequence[Place]) -> Mapping[int, tuple[str, ...]]:
+    def plan(self, members: Sequence[MemberPlace]) -> Mapping[int, tuple[str, ...]]:
         """Return by unit the ids of those who are to hold it when the next training loop begins, where nobody does yet.
 
         So a member that loads a checkpoint knows what to read of it. The loop finds out by itself who has loaded what,
@@ -74,7 +74,9 @@ def units_in(part: Spread, paths: Sequence[str], start: str = "") -> Iterator[tu
 
 def held_digests(part: Spread) -> dict[int, int]:
     """Return the digests of what this worker holds of the units, by the numbers of the tensors in ``state_dict``."""
-    return {number: digest_of_tensor(tensor) for number, _, tensor in _held(part)}
+    held = list(_held(part))
+    digests = digest_of_each([tensor for _, _, tensor in held])
+    return {number: digest for (number, _, _), digest in zip(held, digests, strict=True)}
 
 
 def digests_of_units(part: Spread) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Sums that a script adds up over the micro-batches: their kinds, and their totals over an epoch.
 
 A sum lies in the tail of the slot, so its name, shape and kind belong to the layout and must be known to all members
-before a step begins. The step in which a name is new is the exception: `unisono.engine.rounds.sums` collects its
+before a step begins. The step in which a name is new is the exception: `unisono.engine.rounds.sum_names` collects its
 values, and from the next step on the name is known. Known names are a part of the state, so a newcomer has the same
 layout.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from unisono.core.errors import StepError, UsageError
 from unisono.core.tree import fold, leaf
 from unisono.engine.exchange.flat import Extra
+from unisono.system.reading import read
 
 __all__ = ["Sums", "Total", "as_sum", "plain"]
 
@@ -92,8 +93,9 @@ class Sums:
         """Return the totals of the names that any micro-batch has added, from views in the order of `extras`."""
         if not self._known:
             return {}
-        counts = views[0].tolist()
-        return {name: _total(views[1 + i]) for i, name in enumerate(self._known) if counts[i]}
+        counts, *totals = read(views)
+        added = zip(self._known, counts.tolist(), totals, strict=True)
+        return {name: _total(total) for name, count, total in added if count}
 
     def learn(self, by_leaf: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Total]:
         """Note the names and kinds of all micro-batches' sums; returns their totals, added in the order of the tree.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from unisono.core.checks import balance_of_copies
 from unisono.core.errors import StateLost, StepError, UsageError
+from unisono.core.rehearsals import balance_of_copies
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.carried import Carried
 from unisono.engine.state.packing import digest_of_state, is_same_state

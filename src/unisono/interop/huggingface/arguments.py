@@ -28,7 +28,7 @@ _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     ),
     "ignore_data_skip": (bool, "leave it out: a training that goes on computes the samples that are left"),
     "save_on_each_node": (bool, "leave it out: one worker writes; unisono run --copies-to keeps copies elsewhere"),
-    "enable_jit_checkpoint": (bool, "use unisono.Checkpoints(on_signal=...) in unisono.Run(checkpoint=...)"),
+    "enable_jit_checkpoint": (bool, "use unisono.Checkpoints(exit_code_on_sigterm=...) in unisono.Run(checkpoint=...)"),
     "fp16_full_eval": (bool, "cast the model before the trainer is made"),
     "bf16_full_eval": (bool, "cast the model before the trainer is made"),
     "optim": (

@@ -7,7 +7,7 @@ The Trainer's own loop runs. What it takes for a batch is a `unisono.Step`, and 
 ``_run_epoch``             gives the loop the steps of an epoch; a worker that has joined later leaves epochs out
 ``training_step``          computes the micro-batches of this worker
 ``evaluate``               takes the metrics and the logs of the main worker: a script may have them there only
-``evaluation_loop``        shares the batches among the workers (`unisono.interop.huggingface.evaluation`)
+``evaluation_loop``        shares the batches among the workers (`unisono.interop.huggingface.evaluation_loop`)
 ``_save_checkpoint``       the main worker writes, and another one does if that worker is lost on the way
 ``_finalize_training``     leaves the loop of ``run.steps``
 =========================  =========================================================================================
@@ -31,9 +31,9 @@ from transformers.trainer_utils import get_last_checkpoint, has_length, seed_wor
 from unisono.core.errors import UsageError
 from unisono.engine.loop.step import Step
 from unisono.interop.huggingface.arguments import adapted, check_dataset
-from unisono.interop.huggingface.batches import batches_of, is_of_its_own
-from unisono.interop.huggingface.evaluation import shared
-from unisono.interop.huggingface.progress import Following, Handler, Handout, Progress
+from unisono.interop.huggingface.eval_batches import batches_of, is_of_its_own
+from unisono.interop.huggingface.evaluation_loop import shared
+from unisono.interop.huggingface.trainer_progress import Handler, Handout, RunFollower, TrainerProgress
 from unisono.script.run import Run
 
 __all__ = ["UnisonoTrainer"]
@@ -69,9 +69,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         self._tr_loss = torch.tensor(0.0, device=self.args.device)
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = 0
-        self._progress = Progress(self)
+        self._progress = TrainerProgress(self)
         self.callback_handler: Handler = Handler.instead_of(self.callback_handler, run.broadcast)
-        self.callback_handler.callbacks.insert(0, Following(self, run))
+        self.callback_handler.callbacks.insert(0, RunFollower(self, run))
         if self.args.push_to_hub:  # another worker goes on pushing if the one that does is lost
             self.hub_model_id: str | None = run.broadcast(self.hub_model_id)
             self.push_in_progress = None
@@ -232,7 +232,9 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         if not self._handout.has_taken_part:
             if self._handout.is_over:
                 self._handout.begins_in(self.state.num_train_epochs)  # raises where the run has steps left
-        elif self.args.load_best_model_at_end and best is not None and not all(self.run.gather(Path(best).is_dir())):
+        elif (
+            self.args.load_best_model_at_end and best is not None and not all(self.run.all_gather(Path(best).is_dir()))
+        ):
             raise UsageError(
                 f"load_best_model_at_end reads {best}, and not all workers see it: choose an output_dir that all "
                 "machines of the run share"

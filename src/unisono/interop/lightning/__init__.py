@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.interop.lightning.strategy import UnisonoStrategy
+from unisono.interop.lightning.trainer_strategy import UnisonoStrategy
 
 __all__ = ["UnisonoStrategy"]

@@ -3,7 +3,7 @@
 Within a micro-batch each worker has other values than the others, so nothing may be logged there. What the module logs
 is added to sums (``step.add``, or the totals of ``run.evaluate``), and when these are known, equal on all workers,
 each worker logs them once. A worker that had no micro-batch does not know what was logged, so the name of a sum says
-all about it: `Entry`.
+all about it: `LogEntry`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from unisono.core.errors import UsageError
-from unisono.interop.lightning.data import GlobalBatch, WholeSet
+from unisono.interop.lightning.trainer_data import GlobalBatch, WholeSet
 
-__all__ = ["Entry", "Place", "Results", "Taken", "replay"]
+__all__ = ["BatchPlace", "LogEntry", "LogSums", "Results", "replay"]
 
 FLAGS: Final = ("bar", "logger", "step", "epoch", "suffix")
 """``prog_bar``, ``logger``, ``on_step``, ``on_epoch``, ``add_dataloader_idx``."""
@@ -35,7 +35,7 @@ _REDUCTIONS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """What one name of ``self.log`` is, as text the name of its sum: ``train_loss [training_step mean bar step]``."""
 
     name: str
@@ -53,7 +53,7 @@ class Entry:
         return f"{self.name} [{' '.join(words)}]"
 
     @classmethod
-    def parse(cls, key: str) -> Entry | None:
+    def parse(cls, key: str) -> LogEntry | None:
         """Return the entry of a key; None: the key is not that of an entry."""
         name, _, rest = key.removesuffix("]").rpartition(" [")
         words = rest.split()
@@ -64,7 +64,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchPlace:
     """Which part of a step or of an evaluation is computed."""
 
     number: int
@@ -73,18 +73,18 @@ class Place:
     num_samples: int
 
 
-class Taken:
+class LogSums:
     """The sums of one micro-batch or batch.
 
     Attributes:
         sums: by name: what is to be added up over all of them.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: BatchPlace) -> None:
         self.place = place
         self.sums: dict[str, Tensor] = {}
 
-    def note(self, entry: Entry, value: Any, batch_size: float | None) -> None:
+    def note(self, entry: LogEntry, value: Any, batch_size: float | None) -> None:
         """Take one call of ``self.log``."""
         if entry.kind == "metric":
             self.add(entry.key, torch.ones((), dtype=torch.int64))
@@ -116,7 +116,7 @@ class Taken:
 
 
 def extreme(kind: str, total: Tensor) -> Tensor:
-    """Return the maximum or minimum over the micro-batches that have given a value, from a sum of `Taken.spread`."""
+    """Return the maximum or minimum over the micro-batches that have given a value, from a sum of `LogSums.spread`."""
     given = total[0][total[1].reshape(len(total[1]), -1)[:, 0] > 0]
     return given.amax(0) if kind == "max" else given.amin(0)
 
@@ -128,7 +128,7 @@ class Results(_ResultCollection):
         taking: of the micro-batch that is computed; None: outside of one.
     """
 
-    taking: Taken | None = None
+    taking: LogSums | None = None
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """See ``LightningModule.log``."""
@@ -144,7 +144,7 @@ class Results(_ResultCollection):
             "suffix": options.get("add_dataloader_idx", True),
         }
         flags = tuple(flag for flag in FLAGS if given[flag])
-        entry = Entry(name, fx, kind, flags, options.get("metric_attribute") or "")
+        entry = LogEntry(name, fx, kind, flags, options.get("metric_attribute") or "")
         self.taking.note(entry, value, options.get("batch_size"))
 
     def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
@@ -171,10 +171,10 @@ def _kind_of(name: str, reduce: Any) -> str:
     return kind
 
 
-def logged(totals: Mapping[str, Any]) -> Iterator[tuple[Entry, Any]]:
+def logged(totals: Mapping[str, Any]) -> Iterator[tuple[LogEntry, Any]]:
     """Yield the entries that a step or an evaluation has logged, with their sums."""
     for key, total in totals.items():
-        entry = Entry.parse(key)
+        entry = LogEntry.parse(key)
         if entry is None:
             continue
         counted = total if entry.kind == "metric" else total[1].sum()

@@ -19,7 +19,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 from torchmetrics.wrappers import MetricTracker, MinMaxMetric, Running
 
 from unisono.core.errors import UsageError
-from unisono.interop.lightning.logs import Taken, extreme
+from unisono.interop.lightning.logs import LogSums, extreme
 
 __all__ = ["Metrics", "Rows", "metrics_of"]
 
@@ -104,7 +104,7 @@ class Metrics:
                     setattr(metric, name, [])  # `reset` would clear the list that is remembered
             metric.reset()
 
-    def take(self, taken: Taken, *, keeps_rows: bool) -> None:
+    def take(self, taken: LogSums, *, keeps_rows: bool) -> None:
         """Add the states after a micro-batch to its sums.
 
         Args:

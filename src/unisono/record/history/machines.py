@@ -13,7 +13,7 @@ import msgspec
 
 from unisono.core.events import GpuUse, MachineUsed, Seconds
 from unisono.record.journal.newest import newest_first
-from unisono.record.journal.times import COLUMNS, Told, numbers_of, with_next
+from unisono.record.journal.times import COLUMNS, TimesRecord, numbers_of, with_next
 
 __all__ = ["added_up", "natural", "read_use", "seconds_of", "steps_of", "times_of", "use_of"]
 
@@ -26,7 +26,7 @@ _USED: Final = (
 _GPU: Final = GpuUse.__struct_fields__
 
 
-def times_of(told: Sequence[Told], last: int, points: int) -> dict[str, Any]:
+def times_of(told: Sequence[TimesRecord], last: int, points: int) -> dict[str, Any]:
     """Return the times of the workers by column, in at most so many means of steps that follow each other.
 
     Args:

@@ -14,22 +14,24 @@ import msgspec
 
 from unisono.core.events import Seconds
 from unisono.core.words import count
-from unisono.record.history.folding import Fold
+from unisono.record.history.from_files import Fold
 from unisono.record.history.index import Block, Placed, Scanned, block_of, column_of
-from unisono.record.history.lines import Lines
+from unisono.record.history.journal_blocks import Lines
 from unisono.record.history.machines import read_use, times_of, use_of
 from unisono.record.history.series import Series
-from unisono.record.history.story import Story
+from unisono.record.history.story_events import StoryLines
 from unisono.record.journal import JOURNAL
 from unisono.record.journal.lines import number_in
 from unisono.record.journal.times import read_times
-from unisono.record.overview import CURVE_POINTS, CurvePoint, Overview, Past, efficiency
+from unisono.record.overview import CURVE_POINTS, CurvePoint, Overview, Past, efficiency, status_of
 from unisono.record.rundir import EVENTS_FILE, RUN_FILE, RUN_SCHEMA, USE_FILE, is_going
 
 __all__ = ["EXACT_STEPS", "History", "without_head"]
 
 EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
+NO_END: Final = "no process has said how the run ended: all were killed, or their machines were lost"
+NO_HEAD: Final = "a process of the run holds its directory, and no head answers from here"
 _FACTS: Final = {"run_id": str, "recipe": dict, "command": dict, "environment": dict, "resumed": list, "earlier": list}
 """What ``run.json`` has, where it is as this version knows it."""
 _ORDER: Final = ("loss", "samples_per_s", "step_s", "sent_bytes")
@@ -50,7 +52,7 @@ class History:
         self._lines = Lines(directory if directory.is_file() else directory / JOURNAL)
         self._facts: dict[str, Any] = {}
         self._facts_note = ""
-        self._story = Story(self.directory / EVENTS_FILE)
+        self._story = StoryLines(self.directory / EVENTS_FILE)
         self._fold = Fold(self.directory, self._lines, self._story)
         self._curve: tuple[int, int, list[CurvePoint]] = (0, -1, [])
         """First and last step, and the loss of them."""
@@ -233,6 +235,29 @@ class History:
         here = str(self.directory.absolute())  # and not where the run was, of which this may be a copy
         found = msgspec.structs.replace(found, curve=self._whole_curve(), efficiency=self._efficiency(), run_dir=here)
         return found if is_going(self.directory) else without_head(found)
+
+    def status(self) -> dict[str, Any]:
+        """Return the figures of the run, as no head tells them (``unisono watch --once --json``)."""
+        overview = self.overview()
+        state, reason = overview.state, overview.reason
+        if is_going(self.directory):
+            state, reason = "training", NO_HEAD
+        elif not overview.ended:
+            state = "stopped" if overview.step >= 0 else "unknown"
+            reason = NO_END if overview.started else ""
+        return {
+            "run_id": overview.run_id,
+            "run_dir": str(self.directory),
+            "state": state,
+            "reason": reason or (state if state == "finished" else ""),
+            **status_of(overview),
+            "generation": overview.generation,
+            "digest": overview.digest,
+            "digests": overview.digests,
+            "workers": [],
+            "started": overview.started,
+            "ended": overview.ended,
+        }
 
     def past(self) -> Past:
         """Return who took part in the runs of the directory, and what interrupted them."""

@@ -7,10 +7,10 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
-from unisono.core.events import RunEnded, StepFinished
-from unisono.record.journal.lines import Line, LineEvent, from_line, parse, plain, text_of, to_line
+from unisono.core.events import RunEnded
+from unisono.record.journal.lines import Line, LineEvent, from_line, parse, text_of, to_line
 
 __all__ = [
     "BLOCK_BYTES",
@@ -22,7 +22,6 @@ __all__ = [
     "events",
     "has_steps",
     "read",
-    "summary",
     "tail",
     "truncate",
 ]
@@ -151,44 +150,3 @@ def conclude(directory: Path, reason: str) -> None:
         number = last["line"] + 1 if last is not None else 0
         line = to_line(RunEnded(ok=False, reason=reason, digests={}))
         file.write((text_of({"line": number, **line}) + "\n").encode())
-
-
-def summary(directory: Path) -> dict[str, Any]:
-    """Return the status of a run that is over (or whose head does not answer), from the end of its journal.
-
-    Raises:
-        OSError, ValueError: the journal cannot be read.
-    """
-    found: dict[str, Any] = {"state": "unknown", "step": None, "loss": None, "workers": []}
-    path = directory / JOURNAL
-    if not path.exists():
-        return found
-    with path.open("rb") as file:
-        for offset, text in backwards(file):
-            if not text.endswith(b"\n"):
-                continue
-            try:
-                event = from_line(parse(path, text))
-            except ValueError:
-                parse(path, text, f"line {_number_of(file, offset)}")
-                raise
-            if isinstance(event, RunEnded) and found["state"] == "unknown":
-                state = "finished" if event.ok else "failed"
-                found.update(state=state, digests=event.digests, reason=event.reason)
-            elif isinstance(event, StepFinished):
-                names = ("step", "num_steps", "unit", "epoch", "loss", "digest", "generation")
-                found.update({name: getattr(event, name) for name in names})
-                found["state"] = "stopped" if found["state"] == "unknown" else found["state"]
-                break
-    shown: dict[str, Any] = plain(found)
-    return shown
-
-
-def _number_of(file: BinaryIO, offset: int) -> int:
-    """Return the number of the line at an offset, from 1, by counting."""
-    file.seek(0)
-    number = 1
-    while offset > 0 and (data := file.read(min(offset, 1 << 20))):
-        number += data.count(b"\n")
-        offset -= len(data)
-    return number

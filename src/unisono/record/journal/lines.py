@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Final, TypeGuard, get_args
+from typing import Any, Final
 
 import msgspec
 
-from unisono.core.events import EQUAL_FIELDS, EvaluationFinished, Event, LinesLost, RunEnded, StepFinished
+from unisono.core.events import EQUAL_FIELDS, EvaluationFinished, LinesLost, RunEnded, StepFinished
 
 __all__ = [
     "CANONICAL",
     "Line",
     "LineEvent",
     "from_line",
-    "is_line",
     "is_number",
     "number_in",
     "parse",
@@ -38,7 +37,6 @@ CANONICAL: Final = {
 bytes for any number of workers and any losses."""
 
 _FINITE: Final = json.JSONEncoder(allow_nan=False)
-_LINE_EVENTS: Final = get_args(LineEvent)
 
 _ABSENT: Final[dict[str, Line]] = {
     "step": {
@@ -52,19 +50,15 @@ _ABSENT: Final[dict[str, Line]] = {
 """By kind: the keys that every line has now, and the values that are read where an old line lacks them."""
 
 
-def is_line(event: Event) -> TypeGuard[LineEvent]:
-    """Return whether an event has a line in the journal."""
-    return isinstance(event, _LINE_EVENTS)
-
-
 def to_line(event: LineEvent) -> Line:
-    """Return the line of an event, without its number: the canonical part first (`CANONICAL`), then the time and all
+    """Return the line of an event without its number: the canonical part first (`CANONICAL`), then the time and all
     else. What is told by worker is kept elsewhere (`journal.times`).
     """
     if isinstance(event, StepFinished) and event.workers:
         event = msgspec.structs.replace(event, workers={})
     known: Line = msgspec.to_builtins(event)
-    known.pop("workers", None)
+    for name in ("workers", "number"):
+        known.pop(name, None)
     first = ("kind", *CANONICAL.get(known["kind"], ()))
     return {key: known[key] for key in first if key in known} | known
 
@@ -80,7 +74,8 @@ def from_line(line: Line) -> LineEvent | None:
         return None
     known = {key: value for key, value in line.items() if value is not None}
     try:
-        event: LineEvent = msgspec.convert({**absent, **known}, LineEvent, strict=False)
+        number = known.pop("line", -1)
+        event: LineEvent = msgspec.convert({**absent, **known, "number": number}, LineEvent, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(
             f"the journal's line {line.get('line', '?')} is not a line of kind {line['kind']!r}: {error}"

@@ -16,7 +16,7 @@ import msgspec
 from unisono.core.events import Seconds, StepFinished, WorkerTimes
 from unisono.record.journal.newest import newest_first
 
-__all__ = ["COLUMNS", "TIMES", "Told", "by_step", "numbers_of", "read_times", "record_of", "with_next"]
+__all__ = ["COLUMNS", "TIMES", "TimesRecord", "by_step", "numbers_of", "read_times", "record_of", "with_next"]
 
 TIMES: Final = "times.jsonl"
 _SECONDS: Final = Seconds.__struct_fields__
@@ -30,7 +30,7 @@ COLUMNS: Final = ("leaves", *_SECONDS, *_NUMBERS)
 """Names of the numbers of a worker in a step."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class TimesRecord(msgspec.Struct, frozen=True):
     """A record: what the workers have told with a step."""
 
     step: int
@@ -39,20 +39,20 @@ class Told(msgspec.Struct, frozen=True):
     """By id, in the order of their ranks."""
 
 
-_told: Final = msgspec.json.Decoder(Told)
+_told: Final = msgspec.json.Decoder(TimesRecord)
 
 
 def record_of(event: StepFinished) -> bytes:
     """Return the record of a step."""
-    return msgspec.json.encode(Told(event.step, event.time, event.workers))
+    return msgspec.json.encode(TimesRecord(event.step, event.time, event.workers))
 
 
-def read_times(directory: Path, since: int = 0) -> list[Told]:
+def read_times(directory: Path, since: int = 0) -> list[TimesRecord]:
     """Return what the workers have told with the newest steps, by step: with those from ``since`` on that are kept.
 
     A record that cannot be read is left out. Of a step that was done again, its newest record counts.
     """
-    found: list[Told] = []
+    found: list[TimesRecord] = []
     with contextlib.suppress(OSError):
         for text in newest_first(directory / TIMES):
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -91,9 +91,9 @@ def by_step(directory: Path) -> dict[int, dict[str, dict[str, float | None]]]:
     }
 
 
-def with_next(found: Iterable[Told]) -> Iterator[tuple[Told, dict[str, WorkerTimes]]]:
+def with_next(found: Iterable[TimesRecord]) -> Iterator[tuple[TimesRecord, dict[str, WorkerTimes]]]:
     """Yield each record with what the workers have told in the step after it; {}: that step has no record."""
-    last: Told | None = None
+    last: TimesRecord | None = None
     for each in found:
         if last is not None:
             yield last, each.workers if each.step == last.step + 1 else {}

@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
-from unisono.core.events import Event, LinesLost, StepFinished
+import msgspec
+
+from unisono.core.events import LinesLost, StepFinished
 from unisono.record.journal.file import tail, truncate
-from unisono.record.journal.lines import LineEvent, from_line, is_line, text_of, to_line
+from unisono.record.journal.lines import LineEvent, from_line, text_of, to_line
 from unisono.record.journal.newest import Newest
 from unisono.record.journal.times import TIMES, record_of
 
@@ -29,15 +31,7 @@ MOST_KEPT_LINES = 1000
 LINES_AT_ONCE = 32
 """While the disk is full, each step tries to write so many lines, and not all kept lines."""
 
-
-class _Numbered(NamedTuple):
-    """An event, and the number of its line."""
-
-    number: int
-    event: LineEvent
-
-    def text(self) -> str:
-        return text_of({"line": self.number, **to_line(self.event)})
+E = TypeVar("E", bound=LineEvent)
 
 
 class Journal:
@@ -53,7 +47,7 @@ class Journal:
         self._name = os.fspath(path) if path is not None else ""
         self._is_there = is_there
         self._is_writer = False
-        self._recent: deque[_Numbered] = deque()
+        self._recent: deque[LineEvent] = deque()
         self._number = 0
         self._in_file = 0  # all lines before this one are in the file, as far as this member knows
         self._last: int | None = None  # the last line of the file; None: not known yet
@@ -81,14 +75,14 @@ class Journal:
         self._last = self._failed_at = None
         if self._path is not None:
             self._times = Newest(self._path.parent / TIMES)  # another one may have written since
-        return [event for _, event in self._write()] if writer else []
+        return self._write() if writer else []
 
     def go_on_at(self, number: int, lines: Iterable[str] = ()) -> None:
         """Set, on a newcomer, that the run has ``number`` lines, of which ``lines`` may be missing in the file."""
         if number == 0:
             return  # the run begins, and all members have emitted the same events until here
         self._number = number
-        self._recent = deque(_numbered(line) for line in lines)
+        self._recent = deque(map(_event, lines))
         self._in_file = self._recent[0].number if self._recent else number
 
     @property
@@ -108,19 +102,22 @@ class Journal:
 
     def unwritten(self) -> list[str]:
         """Return the lines that may be missing in the file, as text."""
-        return [each.text() for each in self._recent if each.number >= self._in_file]
+        return [_text(each) for each in self._recent if each.number >= self._in_file]
 
-    def emit(self, event: Event) -> None:
-        """Add the line of an event, if it has one. Every member emits the same; only the writer writes."""
-        if not is_line(event):
-            return
-        number, self._number = self._number, self._number + 1
-        if self._path is None:
-            return
-        self._recent.append(_Numbered(number, event))
-        if self._is_writer:
-            self._write()
-        self._forget()
+    def emit(self, event: E) -> E:
+        """Add the line of an event. Every member emits the same; only the writer writes.
+
+        Returns:
+            The event with the line's number.
+        """
+        event = msgspec.structs.replace(event, number=self._number)
+        self._number += 1
+        if self._path is not None:
+            self._recent.append(event)
+            if self._is_writer:
+                self._write()
+            self._forget()
+        return event
 
     def skip(self) -> None:
         """Count a line, and write none."""
@@ -131,13 +128,13 @@ class Journal:
         while recent and len(recent) > (self._num_kept if recent[0].number < self._in_file else MOST_KEPT_LINES):
             recent.popleft()
 
-    def _write(self) -> list[_Numbered]:
+    def _write(self) -> list[LineEvent]:
         """Write the kept lines that are missing in the file: the newest, and lines that a full disk had no room for.
 
         Returns:
             The missing lines, whether they could be written or not.
         """
-        missing: list[_Numbered] = []
+        missing: list[LineEvent] = []
         if self._path is None:
             return missing
         try:
@@ -151,7 +148,7 @@ class Journal:
                 return missing
             lines = missing
             if (first := missing[0].number) > self._last + 1:
-                lines = [_Numbered(first - 1, LinesLost(first=self._last + 1, last=first - 1)), *missing]
+                lines = [LinesLost(number=first - 1, first=self._last + 1, last=first - 1), *missing]
             with FileIO(self._name, "ab") as file:  # each line is written at once, so this is done each step
                 for start in range(0, len(lines), LINES_AT_ONCE):
                     self._put(file, lines[start : start + LINES_AT_ONCE])
@@ -159,12 +156,12 @@ class Journal:
             self._warn(error)  # training is worth more than its journal
         return missing
 
-    def _put(self, file: FileIO, lines: list[_Numbered]) -> None:
-        self._put_times([each.event for each in lines])
+    def _put(self, file: FileIO, lines: list[LineEvent]) -> None:
+        self._put_times(lines)
         if self._failed_at is not None:  # half a line: the next line would be spoiled too
             file.truncate(self._failed_at)
         self._failed_at = os.fstat(file.fileno()).st_size
-        data = memoryview("".join(f"{each.text()}\n" for each in lines).encode())
+        data = memoryview("".join(f"{_text(each)}\n" for each in lines).encode())
         while data:
             data = data[file.write(data) :]
         self._last, self._failed_at = lines[-1].number, None
@@ -188,11 +185,14 @@ class Journal:
             )
 
 
-def _numbered(text: str) -> _Numbered:
-    line = json.loads(text)
-    event = from_line(line)
+def _text(event: LineEvent) -> str:
+    return text_of({"line": event.number, **to_line(event)})
+
+
+def _event(text: str) -> LineEvent:
+    event = from_line(json.loads(text))
     assert event is not None, "a member of this run has written it"
-    return _Numbered(line["line"], event)
+    return event
 
 
 def _take_over(path: Path, number: int) -> int:

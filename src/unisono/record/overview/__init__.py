@@ -6,7 +6,7 @@ The head, a terminal and a reader of a finished run fold the same events, so the
 
 from __future__ import annotations
 
-from unisono.record.overview.folding import OverviewBuilder
+from unisono.record.overview.builder import OverviewBuilder
 from unisono.record.overview.past import Interrupted, MachinePresence, Past, Presence
 from unisono.record.overview.values import (
     CURVE_POINTS,

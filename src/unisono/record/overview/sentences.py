@@ -138,7 +138,7 @@ def evaluation_words(event: EvaluationFinished) -> str:
 
 
 def checkpoint_name(checkpoint: Mapping[str, Any]) -> str:
-    """Return the name of a checkpoint from the news about it (`unisono.record.checkpoints.step_name`)."""
+    """Return the name of a checkpoint from the news about it (`unisono.record.checkpoint_files.step_name`)."""
     return f"step-{checkpoint['step']:010}" if "step" in checkpoint else ""
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from unisono.core.words import count, shown_bytes
 
-__all__ = ["Held", "Setting", "advice", "asked_bytes", "table"]
+__all__ = ["FitSetting", "Held", "advice", "asked_bytes", "table"]
 
 REST: Final = "activations, batches, all else"
 UNTIL_ITS_END: Final = 2.0
@@ -51,7 +51,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
         return int(UNTIL_ITS_END * max(0, self.used + self.asked - self.fixed))
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class FitSetting(msgspec.Struct, frozen=True, kw_only=True):
     """What could be set otherwise."""
 
     batch_size: int = 0
@@ -80,7 +80,7 @@ def table(held: Held) -> str:
     return "\n".join(lines)
 
 
-def advice(held: Held, setting: Setting) -> str:
+def advice(held: Held, setting: FitSetting) -> str:
     """Return which setting makes the training fit, computed from the numbers; "" where they are not known."""
     if not held.limit or not setting.microbatches:
         return ""
@@ -109,7 +109,7 @@ def advice(held: Held, setting: Setting) -> str:
     return f"{text}; or {workers}" if workers else text
 
 
-def _fewer_workers(held: Held, setting: Setting) -> str:
+def _fewer_workers(held: Held, setting: FitSetting) -> str:
     if setting.num_workers < 2:
         return ""
     fitting = min(setting.num_workers - 1, int(SPARE * held.shared / (held.fixed + held.rest)))

@@ -255,7 +255,7 @@ def file_name(kind: str, step: int, when: str, taken: Sequence[str] = ()) -> str
     """Return the name of a file of evidence that no other one has. Names are in the order of time.
 
     Args:
-        when: ``20261122-130405-125`` (`unisono.record.problems.writing.stamp`).
+        when: ``20261122-130405-125`` (`unisono.record.problems.evidence_files.stamp`).
         taken: names that are given already.
     """
     stem = f"{when}-{kind}" + (f"-step{step}" if step >= 0 else "")

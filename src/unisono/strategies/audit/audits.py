@@ -1,4 +1,4 @@
-"""Audits: what follows when two members have computed different values. `unisono.core.audits` has the rules.
+"""Audits: what follows when two members have computed different values. `unisono.core.audit_rules` has the rules.
 
 The digests travel with the sums of a step, so all members see the same difference after the commit, before anything is
 updated (`unisono.engine.rounds.agreement`). Then, in a step where there is one:
@@ -27,11 +27,11 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.audits import AuditVerdict, Record, judge, parts, tried
-from unisono.core.checks import Twice, key_of, odd_ones
+from unisono.core.audit_rules import AuditVerdict, Record, judge, parts, tried
 from unisono.core.errors import DivergenceError, PeerLost
 from unisono.core.messages import Convicted
 from unisono.core.plan import Plan
+from unisono.core.rehearsals import Twice, key_of, odd_ones
 from unisono.core.settings import AuditThen
 from unisono.core.telemetry import NOT_COMPARED, Compared
 from unisono.core.words import NAMES_THE_LINE, count, listed
@@ -295,7 +295,7 @@ class _Pair(msgspec.Struct, frozen=True):
     """Two members of equal arithmetic that have computed the same micro-batches."""
 
     key: int
-    """Of the micro-batches (`unisono.core.checks.key_of`); of one, its number."""
+    """Of the micro-batches (`unisono.core.rehearsals.key_of`); of one, its number."""
     arithmetic: int
     digests: dict[str, int]
     """By worker, of all these micro-batches together: of the one that has summed them, and of its helper."""

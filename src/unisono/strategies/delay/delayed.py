@@ -1,62 +1,91 @@
-"""The sum of one step whose gradient is applied later. `unisono.strategies.delay.pipeline` says when, and what a loss
-does.
+"""A step whose gradient is applied later, and how its sum reaches members that have not seen the commit.
+
+`unisono.strategies.delay.pipeline` says when it is applied, and what a loss does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import Final
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
+import torch
 from torch import Tensor
 
 from unisono.core.plan import Plan
+from unisono.core.telemetry import StepTelemetry
 from unisono.core.words import NAMES_THE_LINE
-from unisono.engine.exchange import Share, combine
-from unisono.engine.exchange.flat import Slot
+from unisono.engine.exchange import Parcel, Share, combine
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Slot
 from unisono.engine.microbatch.folding import GradientFolder
-from unisono.engine.rounds import Dispute
+from unisono.engine.rounds import Dispute, FinishedRound
 from unisono.engine.rounds.gradient import GradientRound, StepContext
-from unisono.engine.rounds.life import DELAYED
-from unisono.engine.rounds.members import Summed
-from unisono.strategies.delay.arrived import Arrived, Committed
+from unisono.engine.rounds.members import Members, Summed
+from unisono.engine.state.earlier_values import Values
+from unisono.engine.state.sums import Total
 from unisono.strategies.delay.underway import Spare
 from unisono.system.faults import point
 
-__all__ = ["DelayedRound"]
+__all__ = ["Committed", "DelayedRound", "give", "kind_of"]
+
+
+def kind_of(number: int) -> str:
+    """Return the kind of the round of a step: several are open at the same time."""
+    return f"delayed {number}"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The newest commit of a step, kept for members that have not seen it: they are sent the result."""
+
+    layout: FlatLayout
+    summed: Summed
+
+    def stand_by(self, plan: Plan) -> None:
+        raise AssertionError("the result of a delayed sum is sent to members that have not seen its commit")
 
 
 class DelayedRound(GradientRound):
     """The sum of one step. It is computed ahead, or played after a loss, where it is a round like any other.
 
     Args:
+        number: of the step within ``run.steps``.
         spare: has slots for its sum.
 
     Attributes:
-        missing: the plan of what is missing of it after a loss, by what all members have reported.
-        came: its sum, where it was played.
+        result: the means, in memory of this member's own, once they are committed.
+        share: this member's part in the sum; None: the sum was made after a loss, or comes from another member, or with
+            the state of the run.
+        values: with what it is computed, where it may have to be computed again.
+        has_new_sums: micro-batches have added sums for which there was no room, and which are in nobody's totals yet.
+        is_disputed: members have computed different values of it.
+        is_stale: what the members have said with it does not count any more.
     """
-
-    kind: Final = DELAYED  # type: ignore[misc]
 
     def __init__(self, spare: Spare, context: StepContext, number: int, folder: GradientFolder) -> None:
         super().__init__(context, context.cursor.position(number), folder)
+        self.kind = kind_of(number)
         self.title = "the sum of an earlier step, whose gradient is applied now"
         self.at = number
-        self.missing: Plan | None = None
-        self.came: Arrived | None = None
-        self._spare = spare
         self.layout = folder.layout
-        self.num_sums = self._num_sums
-        self._arrived: Arrived | None = None
+        self.share: Share | None = None
+        self.values: Values | None = None
+        self.has_new_sums = self.is_disputed = self.is_stale = False
+        self._spare = spare
+        self._num_totals = self._num_sums
 
     @property
     def slot(self) -> Slot:
-        assert self._arrived is not None
-        return self._arrived.slot
+        return self.summed.slot
 
     @property
-    def values(self) -> dict[int, dict[str, Tensor]]:
+    def summed(self) -> Summed:
+        """The sum, once it is committed."""
+        assert self.result is not None
+        return self.result
+
+    @property
+    def added(self) -> dict[int, dict[str, Tensor]]:
         """By micro-batch, what the script has added."""
         return self._values
 
@@ -120,15 +149,13 @@ class DelayedRound(GradientRound):
     # -- after a loss --------------------------------------------------------------------------------
 
     def first_plan(self) -> Plan:
-        assert self.missing is not None
-        return self.missing
+        return self._context.rounds.plan_of_open(self)
 
     def begin(self, plan: Plan) -> None:
         point("delay.again")
         self._context.agreement.pass_over(self.number)
         self._folder.start_step(self.num_leaves, self.turn.number)
         self._context.guards.start_step()
-        self._members.slots.nodes = self._members.slots.ahead.pop(self.at, {})
 
     def combine(self, plan: Plan) -> Committed:  # type: ignore[override]
         self._close()
@@ -140,8 +167,8 @@ class DelayedRound(GradientRound):
             combined = combine(self._members.exchange, share, own, out)
         for slot in nodes.values():
             self._members.release(slot)
-        self.came = self.receive(self._members.summed(combined), None)
-        return Committed(self.came.slot.layout, self.came)
+        self.receive(self._members.summed(combined), None)
+        return Committed(self.slot.layout, self.summed)
 
     def finish(self) -> None:
         point("committed")
@@ -157,38 +184,83 @@ class DelayedRound(GradientRound):
 
     # -- its sum -------------------------------------------------------------------------------------
 
-    def receive(self, summed: Summed, share: Share | None) -> Arrived:
-        """Return the committed sum with what the micro-batches have added up. Local.
+    def receive(self, summed: Summed, share: Share | None) -> None:
+        """Take the committed sum, with what the micro-batches have added up. Local.
 
         Args:
-            share: this member's part in it; None: it was made after a loss, or comes from another member.
+            share: as the attribute.
         """
-        totals = self._sums.read(summed.slot.extras[: self.num_sums])
-        has_new = any(each.new_sums for each in summed.telemetry.values())
-        return Arrived(self.at, summed.slot, summed.digest, totals, has_new, summed, share)
+        self.result, self.share = summed, share
+        self.totals = self._sums.read(summed.slot.extras[: self._num_totals])
+        self.has_new_sums = any(each.new_sums for each in summed.telemetry.values())
+        self.is_disputed = self._context.agreement.differs(summed.compared)
+
+    def load(self, slot: Slot, digest: int, totals: dict[str, Total], *, has_new_sums: bool) -> None:
+        """Take the sum that has come with the state of the run. Local."""
+        self.result, self.totals, self.has_new_sums = Summed(slot, digest, {}), totals, has_new_sums
 
     # -- when it is applied --------------------------------------------------------------------------
 
-    def show(self, arrived: Arrived) -> None:
-        """Take the committed sum as the result of this round."""
-        self._arrived, self.result = arrived, arrived.summed
-        self._scalars = arrived.scalars
-
-    def differs(self, arrived: Arrived) -> bool:
-        """Return whether the members have computed different values, so that it will be found out who is wrong. Local,
-        and the same on all members.
-        """
-        return arrived.summed is not None and self._context.agreement.differs(arrived.summed.compared)
+    def read(self) -> None:
+        """Read the weight and the loss, before the slot is used for another step."""
+        weight, weighted_loss = self.slot.scalars.tolist()
+        self._scalars = weight, weighted_loss
 
     def remembered(self) -> Dispute:
-        """Return what this member remembers of the sum, in which members `differs`. Local."""
-        assert self.result is not None
-        self._context.agreement.is_in_dispute(self.result.compared, is_disputed=True)
+        """Return what this member remembers of the sum, where it `is_disputed`. Local."""
+        self._context.agreement.is_in_dispute(self.summed.compared, is_disputed=True)
         dispute = self._context.agreement.dispute
         assert dispute is not None
         return dispute
 
     def check(self) -> None:
         """Compare what the members have said with the sum. Collective where they differ."""
-        assert self.result is not None
-        self._context.agreement.check(self.result.compared)
+        self._context.agreement.check(self.summed.compared)
+
+
+class _Gift(msgspec.Struct, frozen=True):
+    """What a member sends with a result to members that have not seen the commit."""
+
+    digest: int
+    workers: list[str]
+    telemetry: list[bytes]
+
+
+def give(
+    members: Members,
+    source: int,
+    targets: Sequence[int],
+    finished: FinishedRound,
+    new_slot: Callable[[FlatLayout], Slot],
+) -> Summed | None:
+    """Send the result of the newest commit to members that have not seen it. Collective.
+
+    Args:
+        source: the rank of the member that sends.
+        targets: the ranks of the members that have not seen the commit.
+        finished: what this member has committed last.
+        new_slot: makes a slot for the result, where this member is a target.
+
+    Returns:
+        The result, on a target. On all others None.
+    """
+    gift = b""
+    slot: Slot | None = None
+    if members.rank == source:
+        assert isinstance(finished, Committed)
+        slot, known = finished.summed.slot, finished.summed.telemetry
+        gift = msgspec.msgpack.encode(
+            _Gift(finished.summed.digest, list(known), [each.pack() for each in known.values()])
+        )
+    layout = members.slots.layout if members.rank in targets else finished.layout
+    assert layout is not None
+    if members.rank in targets:
+        slot = new_slot(layout)
+    said = msgspec.msgpack.decode(members.exchange.all_gather(gift)[source], type=_Gift)
+    nbytes = layout.num_rows * ROW_BYTES
+    rows = slot.memory[:nbytes] if slot is not None else torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    members.exchange.deliver([Parcel(source, tuple(targets), rows)])
+    if slot is None or members.rank == source:
+        return None
+    telemetry = {one: StepTelemetry.unpack(each) for one, each in zip(said.workers, said.telemetry, strict=True)}
+    return Summed(slot, said.digest, telemetry)

@@ -8,29 +8,20 @@ it costs; "ACCO", 2024, hides communication in the same way). `unisono.strategie
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StepError, UsageError
-from unisono.core.events import StepResult
-from unisono.core.telemetry import StepTelemetry
-from unisono.engine.exchange.flat import FlatLayout
-from unisono.engine.loop.step import State, Step
-from unisono.engine.loop.upcoming import Upcoming
-from unisono.engine.microbatch.data import Request
-from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.loop.step import Step, StepState
+from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.guards import UnusedGradients
-from unisono.engine.microbatch.losses import Microbatch
-from unisono.engine.rounds.gradient import StepContext
+from unisono.engine.rounds.gradient import GradientRound, StepContext
 from unisono.engine.state.spread import Spread
-from unisono.engine.state.sums import plain
 from unisono.engine.state.tracked import Tracked
-from unisono.strategies.delay.arrived import Arrived
 from unisono.strategies.delay.pending import Pending
 from unisono.strategies.delay.pipeline import Pipeline
 from unisono.strategies.delay.prediction import Prediction
@@ -87,7 +78,7 @@ def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
         )
 
 
-class Delayed:
+class Delayed(Strategy):
     """The strategy of ``run.steps(delay=D)``, D > 0."""
 
     def __init__(self, delay: int, num_steps: int, pending: Pending, prediction: Prediction | None = None) -> None:
@@ -96,28 +87,16 @@ class Delayed:
         self._num_steps = num_steps
         self._pending = pending
         self._prediction = prediction
+        self.overlaps = prediction is None  # which changes the parameters before the next update does
         self._pipeline: Pipeline | None = None
-
-    @property
-    def overlaps(self) -> bool:
-        return self._prediction is None  # which changes the parameters before the next update does
 
     @property
     def recipe(self) -> Recipe:
         predicted: Recipe = {"predict": True} if self._prediction is not None else {}
         return {"delay": self._delay, **predicted}
 
-    def layout(self, folder: GradientFolder) -> FlatLayout:
-        return folder.layout
-
-    def forecast(self, upcoming: Upcoming) -> Iterator[Request]:
-        return upcoming()
-
     def num_done(self, number: int) -> int:
         return min(max(0, number - self._delay), self._num_steps)
-
-    def round_of(self, number: int) -> range | None:
-        return None
 
     def open(self, context: StepContext, first: int) -> None:
         self._context = context
@@ -163,10 +142,7 @@ class DelayedStep(Step):
         self._pipeline = pipeline
         self._iteration = number
         self._num_steps = num_steps
-        self._arrived: Arrived | None = None
         self._begun = False
-        self._news = ""
-        self._num_computed = 0
         if number >= num_steps:
             self._position = context.cursor.position(num_steps - 1)
 
@@ -177,8 +153,8 @@ class DelayedStep(Step):
         """Number within ``run.steps``, from 0. Within the inner loop that of the step of the micro-batch: after a loss,
         micro-batches of earlier steps may be computed again.
         """
-        number = self._pipeline.number if self.state is State.INSIDE else None
-        return self._iteration if number is None else number
+        active = self._pipeline.active if self.state is StepState.INSIDE else None
+        return self._iteration if active is None else active.at
 
     @property
     def epoch(self) -> int:
@@ -200,25 +176,13 @@ class DelayedStep(Step):
         return self._context.cursor.position(self.number_in_loop).num_samples
 
     @property
-    def has_gradient(self) -> bool:
-        return self.is_complete and self._arrived is not None
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of the step whose gradient ``.grad`` is; NaN in the first D steps, which have none."""
-        self.check_not_left()
-        if not self.is_complete:
-            raise StepError(f"step.loss of {self.name} is known after the inner loop `for ... in step`")
-        return self._loss_of(self._arrived) if self._arrived is not None else math.nan
-
-    @property
-    def current(self) -> Microbatch | None:
-        return self._pipeline.microbatch
+    def _computing(self) -> GradientRound | None:
+        return self._pipeline.active
 
     # -- the inner loop ------------------------------------------------------------------------------
 
     def again(self, *, reseed: bool = False) -> Iterator[Any]:
-        if self.state is State.COMPLETE:
+        if self.state is StepState.COMPLETE:
             raise StepError(
                 f"step.again of {self.name}: with run.steps(delay=) the gradient that is applied now is that of "
                 "an earlier step, so another pass over this step's batch would belong to no update. Use delay=0"
@@ -226,40 +190,20 @@ class DelayedStep(Step):
         return super().again(reseed=reseed)
 
     def _run(self, *, reseed: bool = False) -> Iterator[Any]:
-        if self.state is not State.NEW:
+        if self.state is not StepState.NEW:
             raise StepError(f"a pass over {self.name} cannot begin: {self.state.value}")
-        self.state, self._begun = State.INSIDE, True
+        self.state, self._begun = StepState.INSIDE, True
         self._unused.start_step()
         try:
-            self._arrived = arrived = yield from self._pipeline.iterate(self._iteration)
+            self._round = due = yield from self._pipeline.iterate(self._iteration)
         except GeneratorExit:
             self._is_left = True
             raise
-        self._news, self._num_computed = self._pipeline.news, self._pipeline.num_computed
-        if arrived is not None:
-            sums, phase = self._context.tracked.sums, self._context.phase
-            epoch = self._context.cursor.position(arrived.number).epoch
-            weight = self._weight_of(arrived) if self._context.reduction == "mean" else 1.0
-            sums.note_loss(self._loss_of(arrived), weight, phase, epoch)
-            before = sums.begin_step(phase, epoch)
-            self._totals = {**sums.zeros(), **arrived.totals}
-            sums.note(before, self._totals, phase)
-            self._unused.finish_step(self._context.name(self._iteration))
+        if due is not None:
+            self._take(due)
         self._complete()
 
-    def add(self, **values: Any) -> None:
-        if self._pipeline.microbatch is None:
-            raise StepError(
-                f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all "
-                "workers would add the same; what is known there needs no sum"
-            )
-        self._pipeline.add(values)
-
     # -- for the outer loop --------------------------------------------------------------------------
-
-    @property
-    def has_result(self) -> bool:
-        return self._arrived is not None
 
     @property
     def has_begun(self) -> bool:
@@ -267,44 +211,8 @@ class DelayedStep(Step):
 
     @property
     def has_no_microbatch(self) -> bool:
-        return self.is_complete and self._num_computed == 0
-
-    @property
-    def telemetry(self) -> Mapping[str, StepTelemetry]:
-        return self._arrived.telemetry if self._arrived is not None else {}
+        return self.is_complete and self._pipeline.num_computed == 0
 
     @property
     def news(self) -> str:
-        return self._news
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._arrived.sent_bytes if self._arrived is not None else 0
-
-    def result(self) -> StepResult:
-        arrived = self._arrived
-        assert arrived is not None
-        position = self._context.cursor.position(arrived.number)
-        return StepResult(
-            step=self._context.first_number + arrived.number,
-            epoch=position.epoch,
-            loss=self._loss_of(arrived),
-            weight=self._weight_of(arrived),
-            samples=position.num_samples,
-            digest=f"{arrived.digest:016x}",
-            totals=plain(self._totals),
-            losses=[],
-        )
-
-    # -- inside --------------------------------------------------------------------------------------
-
-    def _loss_of(self, arrived: Arrived) -> float:
-        weight, weighted_loss = arrived.scalars
-        return weighted_loss / weight if self._context.reduction == "mean" else weighted_loss
-
-    def _weight_of(self, arrived: Arrived) -> float:
-        weight = arrived.scalars[0]
-        if self._context.reduction == "sum":
-            return weight
-        size = self._context.cursor.position(arrived.number).microbatch_size
-        return weight * float(2.0 ** math.floor(math.log2(size)))
+        return self._pipeline.news

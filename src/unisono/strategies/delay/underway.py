@@ -7,18 +7,27 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 
-from unisono.engine.exchange import Combined, Share, combine
+from unisono.engine.exchange import Combined, Exchange, Share, combine
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.rounds.members import Members
+from unisono.system import accelerators
 
 __all__ = ["Spare", "UnderWay"]
+
+_Begun = tuple[Future[tuple[Combined, Any]], Callable[[], tuple[Combined, Any]]]
+"""What gets a sum and the event after it, and what makes them."""
 
 
 class UnderWay:
     """The sums of some steps, in the order in which they were begun. All methods are local, but for `next`.
+
+    On an accelerator the thread launches on a stream of its own, so that sums do not stand behind what the script has
+    launched meanwhile. A sum begins after what was launched before its `begin`, and it has ended before what is
+    launched after `next` begins.
 
     After one that fails the thread makes no more, until `stop`. It is a daemon, so it does not hold up the end of a
     process whose script has failed, as the thread of an executor does.
@@ -27,8 +36,8 @@ class UnderWay:
     def __init__(self, members: Members, device: torch.device) -> None:
         self._members = members
         self._device = device
-        self._sums: dict[int, tuple[Future[Combined], Share]] = {}
-        self._queue: queue.SimpleQueue[tuple[Future[Combined], Callable[[], Combined]] | None] = queue.SimpleQueue()
+        self._sums: dict[int, tuple[Future[tuple[Combined, Any]], Share]] = {}
+        self._queue: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
@@ -42,9 +51,10 @@ class UnderWay:
             own: what this member says with it.
             out: for the result.
         """
-        future: Future[Combined] = Future()
+        future: Future[tuple[Combined, Any]] = Future()
         self._sums[number] = (future, share)
-        self._queue.put((future, partial(combine, self._members.exchange, share, own, out)))
+        written = accelerators.mark(self._device)
+        self._queue.put((future, partial(self._combine, written, self._members.exchange, share, own, out)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="unisono-sums", daemon=True)
             self._thread.start()
@@ -57,7 +67,8 @@ class UnderWay:
         """
         number = next(iter(self._sums))
         future, share = self._sums[number]
-        combined = future.result()
+        combined, summed = future.result()
+        accelerators.follow(self._device, summed)
         del self._sums[number]
         return number, combined, share
 
@@ -83,9 +94,12 @@ class UnderWay:
         """Let the thread end when all are done. Waits for nothing."""
         self._queue.put(None)
 
+    def _combine(self, written: Any, exchange: Exchange, share: Share, own: bytes, out: Slot) -> tuple[Combined, Any]:
+        accelerators.follow(self._device, written)
+        return combine(exchange, share, own, out), accelerators.mark(self._device)
+
     def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        accelerators.use_own_stream(self._device)
         while self._make_next():
             pass
 

@@ -26,15 +26,15 @@ import torch
 
 from unisono.core.errors import CheckpointError, StepError
 from unisono.core.plan import Plan
-from unisono.engine.checkpoint.evaluations import Order, Snapshots
+from unisono.engine.checkpoint.evaluations import EvaluationOrder, Snapshots
 from unisono.engine.checkpoint.loading import read
 from unisono.engine.checkpoint.snapshot import write_whole
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import CHECKPOINT, EVALUATED, Rounds
 from unisono.engine.state.packing import pack, to_bytes, unpack
 from unisono.engine.state.tracked import Tracked
-from unisono.strategies.evaluators.begun import Begun
-from unisono.strategies.evaluators.requests import Request
+from unisono.strategies.evaluators.begun_evaluations import Begun
+from unisono.strategies.evaluators.requests import EvaluationRequest
 from unisono.system.faults import point
 from unisono.system.fingerprint import fingerprint
 from unisono.system.process import tell
@@ -83,14 +83,14 @@ class Beside:
         self._reaches = reaches
         self._all_reach = all_reach
         self._apart = apart
-        self._requests: dict[int, Request] = {}  # of the evaluations under way
+        self._requests: dict[int, EvaluationRequest] = {}  # of the evaluations under way
         self._has_warned = False
         self._looks_at = 0.0
         self._sees_end = False
 
     # -- the beginning -------------------------------------------------------------------------------
 
-    def begin(self, rounds: Rounds, order: Order, request: Request) -> bool:
+    def begin(self, rounds: Rounds, order: EvaluationOrder, request: EvaluationRequest) -> bool:
         """Leave an evaluation to the evaluators; False: there is none, or they have enough to do. Collective."""
         if self._snapshots is None:
             return False
@@ -111,7 +111,7 @@ class Beside:
         self._requests[order.number] = request
         return True
 
-    def _put(self, rounds: Rounds, order: Order) -> bytes:
+    def _put(self, rounds: Rounds, order: EvaluationOrder) -> bytes:
         """Write the snapshot, on rank 0; empty: there is none."""
         members = rounds.members
         if members.rank != 0 or self._snapshots is None:

@@ -20,7 +20,7 @@ from unisono.engine.rounds.evaluation import BatchSums, Totals, check_batches, e
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["Request", "Requests", "drive"]
+__all__ = ["EvaluationRequest", "Requests", "drive"]
 
 T = TypeVar("T")
 Function = Callable[[Any], Mapping[str, Any]]
@@ -39,7 +39,7 @@ def drive(playing: Generator[Any, None, T], work: Callable[[Any], object]) -> T:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EvaluationRequest:
     """What a call asks for, checked."""
 
     samples: int
@@ -115,7 +115,7 @@ class Requests:
         batch_size: int | None,
         collate: Callable[[list[Any]], Any] | None,
         loader_workers: int | None,
-    ) -> Request:
+    ) -> EvaluationRequest:
         """Return what a call asks for; the arguments are those of `unisono.Run.evaluate`.
 
         Args:
@@ -128,7 +128,7 @@ class Requests:
         what = "run.evaluate" if function is not None else "run.batches"
         if (streams := stream_source_of(dataset, what, **options)) is not None:
             samples = batches_of(streams, self.seed)
-            return Request(
+            return EvaluationRequest(
                 samples=samples.num_samples,
                 batch_size=streams.batch_size,
                 num_batches=samples.num_batches,
@@ -142,7 +142,7 @@ class Requests:
         num_batches = check_batches(source.order.num_samples, source.batch_size, drop_last=source.drop_last)
         whole = source.batch_size * num_batches  # one step, whose micro-batches are the batches
         cursor = Cursor(order=source.order, batch_size=whole, microbatches=num_batches, seed=self.seed)
-        return Request(
+        return EvaluationRequest(
             samples=source.order.num_samples,
             batch_size=source.batch_size,
             num_batches=num_batches,

@@ -1,6 +1,6 @@
 """How the changes of the replicas travel and are averaged: in float32, or in 8 bits with error feedback.
 
-`Plain` changes lie in the slot in the place of gradients, and are summed as these are: 8 bytes for each parameter are
+`Changes` lie in the slot in the place of gradients, and are summed as these are: 8 bytes for each parameter are
 sent and received by each host.
 
 `Coded` changes are compressed replica by replica (`unisono.strategies.local.compression`). What is lost by that is the
@@ -12,7 +12,7 @@ parameter. A chunk begins where a block begins, so no bit depends on the number 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from unisono.engine.state.packing import digest_of_tensor
 from unisono.strategies.local.compression import BLOCK, compress, compressed_bytes, decompress
 from unisono.system.faults import point
 
-__all__ = ["ERROR", "Changes", "Coded", "Plain"]
+__all__ = ["ERROR", "Changes", "Coded"]
 
 ERROR: Final = "error feedback"
 """Where the error lies in a replica's state: no optimizer has this name."""
@@ -36,11 +36,23 @@ BLOCKS_AT_ONCE: Final = 1 << 14
 """Of each replica, which are averaged together: 8 MiB."""
 
 
-class Changes(Protocol):
-    """The changes of one round's replicas, on one member."""
+class Changes:
+    """The changes of one round's replicas, on one member: in the slots, in float32 (float64 for parameters in float64).
 
-    layout: FlatLayout
-    """Of the slots."""
+    Attributes:
+        layout: of the slots.
+    """
+
+    def __init__(self, folder: GradientFolder) -> None:
+        self.layout = self.layout_of(folder)
+        self._parameters: list[nn.Parameter] = [parameter for _, parameter in folder.trained]
+
+    @staticmethod
+    def layout_of(folder: GradientFolder) -> FlatLayout:
+        """Return the layout of slots with changes in the place of gradients: means, also where gradients are sums, and
+        without the sums of ``step.add``, which are known replica by replica.
+        """
+        return FlatLayout(folder.trained, folder.buffers.named())
 
     def write(self, replica: int, slot: Slot, start: Sequence[Tensor], weight: float, error: Tensor | None) -> None:
         """Take a replica's change from the parameters. Local.
@@ -51,6 +63,10 @@ class Changes(Protocol):
             weight: of the replica.
             error: what was lost of the replica's changes before; replaced.
         """
+        for parameter, before, change in zip(self._parameters, start, slot.gradients, strict=True):
+            torch.sub(before.to(change.dtype), parameter.detach().to(change.dtype), out=change)
+            change.mul_(weight)
+        slot.used.fill_(1)
 
     def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
         """Average what does not lie in the slots, before the commit. Collective.
@@ -65,47 +81,18 @@ class Changes(Protocol):
         Args:
             slot: the sum of the slots.
         """
-
-    def digest(self, summed: int) -> int:
-        """Return the digest of the round, from that of the sum of the slots."""
-
-
-class Plain:
-    """Changes in the slots, in float32 (float64 for parameters in float64)."""
-
-    def __init__(self, folder: GradientFolder) -> None:
-        self.layout = self.layout_of(folder)
-        self._parameters = [parameter for _, parameter in folder.trained]
-
-    @staticmethod
-    def layout_of(folder: GradientFolder) -> FlatLayout:
-        """Return the layout of slots with changes in the place of gradients: means, also where gradients are sums, and
-        without the sums of ``step.add``, which are known replica by replica.
-        """
-        return FlatLayout(folder.trained, folder.buffers.named())
-
-    def write(self, replica: int, slot: Slot, start: Sequence[Tensor], weight: float, error: Tensor | None) -> None:
-        for parameter, before, change in zip(self._parameters, start, slot.gradients, strict=True):
-            torch.sub(before.to(change.dtype), parameter.detach().to(change.dtype), out=change)
-            change.mul_(weight)
-        slot.used.fill_(1)
-
-    def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
-        pass
-
-    def means(self, slot: Slot) -> list[Tensor]:
         return slot.gradients
 
     def digest(self, summed: int) -> int:
+        """Return the digest of the round, from that of the sum of the slots."""
         return summed
 
 
-class Coded:
+class Coded(Changes):
     """Changes in 8 bits, replica by replica."""
 
     def __init__(self, folder: GradientFolder) -> None:
-        self.layout = self.layout_of(folder)
-        self._parameters: list[nn.Parameter] = [parameter for _, parameter in folder.trained]
+        super().__init__(folder)
         self._num_blocks = self.num_values(folder) // BLOCK
         self._coded: dict[int, Tensor] = {}
         self._means = torch.empty(0)

@@ -28,7 +28,7 @@ from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.standing import Report
-from unisono.engine.rounds.team import LOST, AloneTeam, Part, Samples, Team
+from unisono.engine.rounds.team import LOST, Part, Samples, Team
 from unisono.strategies.local.groups import Grouping
 from unisono.system.faults import point
 
@@ -51,7 +51,7 @@ class Seat(msgspec.Struct, frozen=True):
     """The address of its page in shared memory for groups; "": it has none."""
 
 
-class GroupTeam(AloneTeam):
+class GroupTeam(Team):
     """The team of a replica's steps: the members of this worker's group, or this worker alone.
 
     Attributes:
@@ -131,11 +131,6 @@ class GroupTeam(AloneTeam):
             raise self._alarm
         with contextlib.suppress(*LOST):
             self._whole.check()
-
-    def meet(self, report: Report) -> list[Report]:
-        with self.waiting():
-            payloads = self.exchange.all_gather(msgspec.msgpack.encode(report))
-        return [msgspec.msgpack.decode(payload, type=Report) for payload in payloads]
 
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
         """Go on alone, to the end of the step."""

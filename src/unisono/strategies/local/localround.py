@@ -13,9 +13,9 @@ from torch import Tensor
 from unisono.core.cursor import Cursor, PartOfCursor
 from unisono.core.errors import StepError, UsageError
 from unisono.core.events import StepResult
-from unisono.core.streams import StreamCursor, StreamPart, Wanted
-from unisono.engine.loop.settings import check_whole
-from unisono.engine.loop.step import Played, State, Step
+from unisono.core.stream_plan import StreamCursor, StreamPart, WantedSamples
+from unisono.engine.loop.process_settings import check_whole
+from unisono.engine.loop.step import Iteration, Step, StepState
 from unisono.engine.microbatch.losses import Microbatch
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.state.sums import Total, plain
@@ -105,7 +105,7 @@ class ReplicaStreams(ReplicaSamples):
         number, replica = self._replication.at(step)
         return self._streams[replica].stream(number, leaf)
 
-    def wanted(self, step: int, leaf: int) -> Wanted:
+    def wanted(self, step: int, leaf: int) -> WantedSamples:
         number, replica = self._replication.at(step)
         return self._streams[replica].wanted(number, leaf)
 
@@ -157,7 +157,7 @@ class Replicating(Protocol):
         """Make the new global model of the mean over the replicas. The same on all members."""
 
 
-class LocalRound(Played[ReplicaRound]):
+class LocalRound(Iteration):
     """One round of local steps. Made by ``run.local_steps``.
 
     Iterate over it once: it gives the steps of the replicas that this worker computes, replica after replica. Then the
@@ -169,7 +169,7 @@ class LocalRound(Played[ReplicaRound]):
         self._context = context
         self._process = process
         self._number = number
-        self.state = State.NEW
+        self.state = StepState.NEW
         self._is_left = False
         self._round: ReplicaRound | None = None
         self._inner: InnerStep | None = None
@@ -241,7 +241,7 @@ class LocalRound(Played[ReplicaRound]):
             StepError: called within ``for step in round``, or when the round is over.
         """
         self.check_not_left()
-        if self.state is State.INSIDE:
+        if self.state is StepState.INSIDE:
             raise StepError(
                 "round.log was called inside of `for step in round`, where each worker is at another replica: call it "
                 "after that loop"
@@ -260,7 +260,7 @@ class LocalRound(Played[ReplicaRound]):
     def __iter__(self) -> Iterator[InnerStep]:
         """Yield the steps of this worker's replicas; ends when the replicas are averaged. Collective."""
         self._process.check("for step in round")
-        if self.state is not State.NEW:
+        if self.state is not StepState.NEW:
             raise StepError(
                 f"round {self.number} was iterated before, or its loop is over; `for step in round` can be run once "
                 "for each round"
@@ -268,7 +268,7 @@ class LocalRound(Played[ReplicaRound]):
         return self._run()
 
     def _run(self) -> Iterator[InnerStep]:
-        self.state = State.INSIDE
+        self.state = StepState.INSIDE
         context, strategy = self._context, self._strategy
         try:
             current = yield from context.rounds.play_until_agreed(self._begin_round)
@@ -304,15 +304,11 @@ class LocalRound(Played[ReplicaRound]):
     @property
     def is_apart(self) -> bool:
         """Whether the script is where each worker is at another replica."""
-        return self.state is State.INSIDE
+        return self.state is StepState.INSIDE
 
     @property
     def current(self) -> Microbatch | None:
         return self._inner.current if self._inner is not None else None
-
-    @property
-    def microbatch(self) -> int | None:
-        return self._inner.microbatch if self._inner is not None else None
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """Return the samples of a micro-batch of the step that the script got last."""
@@ -358,13 +354,14 @@ class LocalRound(Played[ReplicaRound]):
 
     def result(self) -> StepResult:
         """Return what all members agree on about this round. After the middle loop."""
+        assert self._round is not None
         return StepResult(
             step=self.number,
             epoch=self.epoch,
             loss=self._loss,
             weight=self.weight,
             samples=self.num_samples,
-            digest=f"{self.round.digest:016x}",
+            digest=f"{self._round.digest:016x}",
             totals=plain(self._totals),
             losses=[],
             unit="round",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from unisono.core.errors import StepError, UsageError
 from unisono.core.holdings import copied as with_copies
 from unisono.core.holdings import holders_of
-from unisono.core.ownership import Place
+from unisono.core.ownership import MemberPlace
 from unisono.core.plan import plan as even_plan
 from unisono.engine.state.packing import Packed, digest_of_state, from_bytes, pack, pack_held, to_bytes, unpack
 from unisono.strategies.local.groups import groups_of
@@ -218,7 +218,7 @@ class Replicas:
         found = re.match(r"\['held'\]\[(\d+)\]", path)
         return int(found[1]) if found is not None else None
 
-    def plan(self, members: Sequence[Place]) -> dict[int, tuple[str, ...]]:
+    def plan(self, members: Sequence[MemberPlace]) -> dict[int, tuple[str, ...]]:
         """Return by replica the ids of the workers that will probably compute it, and of those that hold a copy."""
         number, hosts = len(self.now.headers), [one.host for one in members]
         if not number:

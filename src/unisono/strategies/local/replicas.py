@@ -28,12 +28,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.core.checks import Twice
 from unisono.core.errors import DivergenceError, StateLost, StepError
 from unisono.core.events import Seconds
-from unisono.core.holdings import Holders, computed, holders_of, keepers
+from unisono.core.holdings import Holders, computed, copied, handed_over, holders_of, keepers
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
+from unisono.core.rehearsals import Twice
 from unisono.core.telemetry import StepTelemetry
 from unisono.core.tree import Node, leaf, parent, sibling
 from unisono.core.words import NAMES_THE_LINE, listed
@@ -41,23 +41,23 @@ from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Rows, Slot, fold_rows
 from unisono.engine.microbatch.folding import Fingerprint, GradientFolder
 from unisono.engine.rounds import Dispute
+from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.members import Members, Summed
-from unisono.engine.rounds.moving import move
+from unisono.engine.rounds.moving import MovingRound, move
 from unisono.engine.state.packing import from_bytes
 from unisono.strategies.local.changes import ERROR, Changes
-from unisono.strategies.local.copying import copy_states
 from unisono.strategies.local.grouping import Groups, Seat
 from unisono.strategies.local.groups import Grouping, groups_of
 from unisono.strategies.local.replica_states import Header, Replicas, ReplicaState, Shelf, check_alike
 from unisono.system.faults import point
 
-__all__ = ["Ended", "ReplicaRound", "Trained", "Trainer", "check_held"]
+__all__ = ["LeavingRound", "ReplicaEnd", "ReplicaRound", "Trained", "Trainer", "check_held"]
 
 ReplicaSums = dict[str, Tensor]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ReplicaEnd(msgspec.Struct, frozen=True):
     """What a replica ended its round with, besides its parameters, buffers and state."""
 
     digests: dict[str, str]
@@ -78,7 +78,7 @@ class Trained:
 
     weighted_loss: float
     state: ReplicaState
-    ended: Ended
+    ended: ReplicaEnd
     first: Fingerprint | None = None
     """Of the first micro-batch of its first step, if it was asked for."""
 
@@ -117,7 +117,7 @@ class CommittedRound:
     step: int
     layout: FlatLayout
     digest: int
-    ended: Mapping[int, Ended]
+    ended: Mapping[int, ReplicaEnd]
     copies: int
     changes: Changes
     groups: Groups
@@ -126,10 +126,10 @@ class CommittedRound:
 
     def stand_by(self, plan: Plan) -> None:
         shelf = self.replicas.before if self.copies else None
-        plan = _place(self.members, shelf, plan, self.groups, able=False).plan
+        plan = _place(self.members, shelf, plan, self.groups, able=False)[0].plan
         _tell(self.members, self.ended)
         if self.copies:
-            copy_states(self.members, self.replicas.now, self.copies)
+            _copy_states(self.members, self.replicas.now, self.copies)
         self.changes.average(self.members, plan, _weights(self.ended))
         summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), StepTelemetry())
         self.members.release(summed.slot)
@@ -180,7 +180,7 @@ class ReplicaRound:
         self.title = f"a round of {num_replicas} replicas"
         self.news = ""
         self.result: Summed | None = None
-        self.ended: dict[int, Ended] = {}
+        self.ended: dict[int, ReplicaEnd] = {}
         self.num_computed = 0
         self.digest = 0
         self._context = context
@@ -195,7 +195,7 @@ class ReplicaRound:
         self._start = start
         self._copies = copies
         self._groups = groups
-        self._placed: _Placed | None = None
+        self._grouping: Grouping | None = None
         self._members = context.rounds.members
         self._after = Shelf()
         self._seconds = 0.0
@@ -225,16 +225,18 @@ class ReplicaRound:
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
         shelf = self._replicas.now if self._copies else None
-        self._placed = placed = _place(self._members, shelf, plan, self._groups, able=True)
+        grouping, holders = _place(self._members, shelf, plan, self._groups, able=True)
+        self._grouping = grouping
         if self._copies:
             self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
         point("local.placed")
         rank = self._members.rank
-        keepers = placed.keepers(self._copies)
-        for replica in placed.replicas(rank):
-            if not placed.group_of(rank):
+        together = {grouping.plan.ranges[group[0]][0]: group for group in grouping.groups if len(group) > 1}
+        kept_by = keepers(holders, together, self._copies) if self._copies else {}
+        for replica in grouping.replicas(rank):
+            if not grouping.group_of(rank):
                 self._context.rounds.team.check()
-            yield from self._compute(replica, keeps=self._keeps or rank in keepers.get(replica, ()))
+            yield from self._compute(replica, keeps=self._keeps or rank in kept_by.get(replica, ()))
         yield from self._compute_others()
         self._clock.switch("exchange")
 
@@ -249,14 +251,14 @@ class ReplicaRound:
         """Exchange what the replicas ended with, and sum what they have changed: the commit of the round."""
         point("before_combine")
         members = self._members
-        assert self._placed is not None
-        plan = self._placed.plan
+        assert self._grouping is not None
+        plan = self._grouping.plan
         with members.waiting():
             self.ended = _tell(members, self.ended)
             check_alike({replica: each.digests for replica, each in self.ended.items()})
             if self._copies:
                 self._after.headers = {replica: each.header for replica, each in self.ended.items()}
-                copy_states(members, self._after, self._copies)
+                _copy_states(members, self._after, self._copies)
             point("local.copied")
             self._changes.average(members, plan, _weights(self.ended))
         telemetry = msgspec.structs.replace(self._telemetry(), compared=self._context.agreement.says())
@@ -335,8 +337,8 @@ class ReplicaRound:
 
     def _is_handed_in(self, replica: int) -> bool:
         """Return whether this member is the one of its group that hands in the replica's change."""
-        assert self._placed is not None
-        return replica in self._placed.plan.ranges[self._members.rank]
+        assert self._grouping is not None
+        return replica in self._grouping.plan.ranges[self._members.rank]
 
     def _write(self, replica: int, slot: Slot, trained: Trained) -> None:
         """Write a replica's change to a slot, and put parameters and buffers back to the boundary."""
@@ -389,49 +391,30 @@ class ReplicaRound:
 # -- between members ---------------------------------------------------------------------------------
 
 
-def _tell(members: Members, ended: Mapping[int, Ended]) -> dict[int, Ended]:
+def _tell(members: Members, ended: Mapping[int, ReplicaEnd]) -> dict[int, ReplicaEnd]:
     """Return what all replicas ended with, of which each member knows some. Collective."""
-    found: dict[int, Ended] = {}
+    found: dict[int, ReplicaEnd] = {}
     for payload in members.gather(msgspec.msgpack.encode(dict(ended))):
-        for replica, each in msgspec.msgpack.decode(payload, type=dict[int, Ended]).items():
+        for replica, each in msgspec.msgpack.decode(payload, type=dict[int, ReplicaEnd]).items():
             found.setdefault(replica, each)
     return dict(sorted(found.items()))
 
 
-def _weights(ended: Mapping[int, Ended]) -> dict[int, float]:
+def _weights(ended: Mapping[int, ReplicaEnd]) -> dict[int, float]:
     return {replica: each.weight for replica, each in ended.items()}
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """Who computes what in a round, and has the states for that."""
-
-    grouping: Grouping
-    holders: Holders
-    """By replica, the ranks that have its state at the boundary; empty where replicas keep no states."""
-
-    @property
-    def plan(self) -> Plan:
-        return self.grouping.plan
-
-    def replicas(self, rank: int) -> Sequence[int]:
-        return self.grouping.replicas(rank)
-
-    def group_of(self, rank: int) -> tuple[int, ...]:
-        return self.grouping.group_of(rank)
-
-    def keepers(self, num_copies: int) -> dict[int, tuple[int, ...]]:
-        """Return by replica that a group computes the ranks that keep its state meanwhile."""
-        groups = {self.plan.ranges[group[0]][0]: group for group in self.grouping.groups if len(group) > 1}
-        return keepers(self.holders, groups, num_copies) if num_copies else {}
-
-
-def _place(members: Members, shelf: Shelf | None, plan: Plan, groups: Groups, *, able: bool) -> _Placed:
+def _place(
+    members: Members, shelf: Shelf | None, plan: Plan, groups: Groups, *, able: bool
+) -> tuple[Grouping, Holders]:
     """Form the groups, and give each member the states of the replicas that it is to compute. Collective.
 
     Args:
         shelf: the states at the boundary; None: replicas keep none.
         able: this member can compute replicas of this round.
+
+    Returns:
+        Who computes what, and by replica the ranks that have its state at the boundary; none where replicas keep none.
 
     Raises:
         StateLost: no member has a state.
@@ -444,12 +427,12 @@ def _place(members: Members, shelf: Shelf | None, plan: Plan, groups: Groups, *,
     grouping = groups_of(plan, members.team.hosts, [seat.able for seat in seats]) if seats else Grouping(plan)
     groups.take(members, grouping, seats)
     if shelf is None:
-        return _Placed(grouping, {})
+        return grouping, {}
     now = holders_of([seat.held for seat in seats])
     check_held(members, now, shelf, todo)
     wanted = computed(now, [grouping.replicas(rank) for rank in range(members.size)])
     move(members, shelf, now, wanted)
-    return _Placed(grouping, wanted)
+    return grouping, wanted
 
 
 def check_held(members: Members, holders: Holders, shelf: Shelf, todo: Sequence[int]) -> None:
@@ -468,3 +451,37 @@ def check_held(members: Members, holders: Holders, shelf: Shelf, todo: Sequence[
                 f"them are lost: the run cannot go on from here. Go on from {members.newest()}; with more copies= it "
                 "survives more losses within one round"
             )
+
+
+def _copy_states(members: Members, shelf: Shelf, num_copies: int) -> None:
+    """Bring each state to as many members as are to hold it, and note who does. Collective."""
+    payloads = members.gather(msgspec.msgpack.encode(shelf.here()))
+    now = holders_of([msgspec.msgpack.decode(payload, type=list[int]) for payload in payloads])
+    wanted = copied(now, members.hosts, num_copies)
+    move(members, shelf, now, wanted)
+    shelf.holders = _by_id(members, wanted)
+
+
+class LeavingRound(MovingRound):
+    """Members that stay get the states that they would lack, with as many copies as the run wants.
+
+    Args:
+        replicas: at a boundary.
+        num_copies: how many members keep the state of each replica.
+    """
+
+    def __init__(self, members: Members, replicas: Replicas, num_copies: int, clock: Clock) -> None:
+        title = "the states of replicas moving to the workers that stay"
+        super().__init__(members, replicas.now, title, clock)
+        self._shelf = replicas.now
+        self._num_copies = num_copies
+
+    def choose(self, now: Holders, staying: Sequence[int]) -> Mapping[int, tuple[str, ...]]:
+        return _by_id(self._members, handed_over(now, staying, self._num_copies))
+
+    def finish(self) -> None:
+        self._shelf.holders = self.wanted
+
+
+def _by_id(members: Members, holders: Holders) -> dict[int, tuple[str, ...]]:
+    return {replica: tuple(members.worker_ids[rank] for rank in ranks) for replica, ranks in holders.items()}

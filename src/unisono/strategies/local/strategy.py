@@ -16,19 +16,21 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from unisono.core.checks import Twice
 from unisono.core.cursor import Recipe, seed_of
 from unisono.core.errors import StepError, UsageError
+from unisono.core.events import StepResult
 from unisono.core.plan import Plan, plan
+from unisono.core.rehearsals import Twice
 from unisono.core.telemetry import Compared
 from unisono.engine.exchange.flat import FlatLayout
-from unisono.engine.loop.upcoming import Upcoming
-from unisono.engine.microbatch.data import Batches, Request
+from unisono.engine.loop.strategies import Strategy, Upcoming
+from unisono.engine.microbatch.data import BatchSource, Request
 from unisono.engine.microbatch.folding import Fingerprint, GradientFolder
 from unisono.engine.microbatch.gradients import gradient_of
 from unisono.engine.microbatch.guards import Structure, UnusedGradients
@@ -38,18 +40,17 @@ from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import Team
 from unisono.engine.state.packing import pack, to_bytes
 from unisono.engine.state.sums import Sums, as_sum
 from unisono.engine.state.tracked import Tracked
-from unisono.strategies.local.changes import ERROR, Changes, Coded, Plain
-from unisono.strategies.local.copying import LeavingRound
+from unisono.strategies.local.changes import ERROR, Changes, Coded
 from unisono.strategies.local.grouping import Groups
 from unisono.strategies.local.groups import groups_of
 from unisono.strategies.local.localround import InnerStep, LocalRound, ReplicaSamples, Replication, check_count
-from unisono.strategies.local.looking import InReplica
 from unisono.strategies.local.replica_states import Header, Replicas, ReplicaState, common, give, restore, take
-from unisono.strategies.local.replicas import Ended, ReplicaRound, Trained
+from unisono.strategies.local.replicas import LeavingRound, ReplicaEnd, ReplicaRound, Trained
 from unisono.system.faults import point
 from unisono.system.process import Process
 
@@ -62,14 +63,13 @@ Delta = Literal["fp32", "int8"]
 AVERAGE: Final = "average"
 
 
-class LocalSteps:
+class LocalSteps(Strategy):
     """Rounds of local steps, as a strategy of the training loop.
 
     Args:
         outer: gets the mean change of the replicas as a gradient; None: parameters become the mean of the replicas'.
     """
 
-    num_more = 0
     overlaps = False
     """The steps of a replica change parameters before all members have told each other of their checkpoints."""
 
@@ -177,14 +177,8 @@ class LocalSteps:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def num_done(self, number: int) -> int:
-        return number
-
     def round_of(self, number: int) -> range | None:
         return self.steps_of(number)
-
-    def may_save(self, number: int) -> bool:
-        return True
 
     def open(self, context: StepContext, first: int) -> None:
         self._context = context
@@ -236,9 +230,6 @@ class LocalSteps:
         self._now = LocalRound(self, self._context, number, process)
         self._team.round = self._context.first_number + number
         return self._now
-
-    def settle(self) -> None:
-        pass
 
     def close(self) -> None:
         self._context.rounds.before_departure = None
@@ -320,7 +311,7 @@ class LocalSteps:
         self._common = common(self._objects)
         self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
         self._place, self._steps = -1, now.steps
-        self._changes = Plain(folder) if self._delta == "fp32" else Coded(folder)
+        self._changes = Changes(folder) if self._delta == "fp32" else Coded(folder)
         return ReplicaRound(
             context,
             now.number_in_loop,
@@ -391,7 +382,7 @@ class LocalSteps:
         found = common(self._objects)
         self._structure.restore_modes()
         header = Header.of(pack(state, "replica"))
-        ended = Ended(found.digests, to_bytes(totals), header, weight, found.content if replica == 0 else b"")
+        ended = ReplicaEnd(found.digests, to_bytes(totals), header, weight, found.content if replica == 0 else b"")
         for _, parameter in self._outer_folder.trained:
             parameter.grad = None
         self._inner_rounds.members.release_results()
@@ -477,7 +468,7 @@ class LocalSteps:
 
     def layout(self, folder: GradientFolder) -> FlatLayout:
         """Return the layout of what the members sum."""
-        return Plain.layout_of(folder) if self._delta == "fp32" else Coded.layout_of(folder)
+        return (Changes if self._delta == "fp32" else Coded).layout_of(folder)
 
     def _check_trained(self, replica: int) -> None:
         """Raise StepError if the script has frozen or unfrozen a parameter within a round."""
@@ -518,7 +509,7 @@ class LocalSteps:
         context, now = self._context, self._now
         if now is not None:
             self._inner_rounds.taps = [
-                InReplica(tap, step=now.number, first=now.steps.start, replica=replica, aside=aside)
+                _InReplica(tap, step=now.number, first=now.steps.start, replica=replica, aside=aside)
                 for tap in context.rounds.taps
             ]
         self._tracked.sums = Sums()
@@ -578,7 +569,7 @@ class LocalSteps:
 class _Batches:
     """The micro-batches of one replica, counted from 0."""
 
-    def __init__(self, whole: Batches, replication: Replication, replica: int) -> None:
+    def __init__(self, whole: BatchSource, replication: Replication, replica: int) -> None:
         self._whole = whole
         self._replication = replication
         self._replica = replica
@@ -616,6 +607,44 @@ class _FirstMicrobatch(Agreement):
 
     def check(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
         return True
+
+
+class _InReplica(Tap):
+    """Tells a tap about the steps of a replica.
+
+    Args:
+        step: the round, by its number in the run.
+        first: the first global batch of the round, within the loop.
+        aside: the replica is another member's, and is only compared.
+    """
+
+    def __init__(self, tap: Tap, *, step: int, first: int, replica: int, aside: bool) -> None:
+        self._tap = tap
+        self._step = step
+        self._first = first
+        self._replica = replica
+        self._aside = aside
+
+    def looks_at(self, place: Place) -> bool:
+        return self._tap.looks_at(self._at(place))
+
+    def before_microbatch(self, place: Place, batch: Any) -> None:
+        self._tap.before_microbatch(self._at(place), batch)
+
+    def after_microbatch(self, place: Place, computed: Computed) -> None:
+        self._tap.after_microbatch(self._at(place), computed)
+
+    def after_sum(self, place: Place, result: StepResult) -> None:
+        self._tap.after_sum(self._at(place), result)
+
+    def _at(self, place: Place) -> Place:
+        return msgspec.structs.replace(
+            place,
+            step=self._step,
+            replica=self._replica,
+            inner=place.step - self._first,
+            aside=place.aside or self._aside,
+        )
 
 
 def _name_of(tracked: Tracked, outer: torch.optim.Optimizer | None) -> str:

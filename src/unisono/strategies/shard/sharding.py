@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.core.errors import UsageError
-from unisono.core.ownership import Owners, Place, owners
+from unisono.core.ownership import MemberPlace, Owners, owners
 from unisono.strategies.shard.separable import check_separable, is_plain, unhooked
 
 __all__ = ["Outline", "ShardedOptimizer", "Shares", "shard"]
@@ -327,7 +327,7 @@ class ShardedOptimizer(Optimizer):
         """Load a `state_dict`; the next training loop finds out who has which state. Local."""
         self.load_state_dict(state)
 
-    def plan(self, members: Sequence[Place]) -> dict[int, tuple[str, ...]]:
+    def plan(self, members: Sequence[MemberPlace]) -> dict[int, tuple[str, ...]]:
         """Return who is to hold which state when the next training loop begins, where nobody holds any yet. Local.
 
         Args:

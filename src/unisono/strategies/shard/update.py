@@ -24,7 +24,7 @@ import torch
 
 from unisono.core.errors import DivergenceError, StateLost
 from unisono.core.holdings import Holders
-from unisono.core.ownership import Owners, Place, living, owners, senders
+from unisono.core.ownership import MemberPlace, Owners, living, owners, senders
 from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange import Parcel
@@ -73,7 +73,7 @@ class UpdateRound(Undivided):
     def __init__(self, members: Members, shares: Shares, name: str, clock: Clock) -> None:
         super().__init__(members)
         assert shares.owners is not None
-        self.members_then: list[Place] = []
+        self.members_then: list[MemberPlace] = []
         """The members that have finished the round, equal on all."""
         self._clock = clock
         self._shares = shares
@@ -207,7 +207,7 @@ class UpdateRound(Undivided):
     def _read(self, said: bytes) -> None:
         heard: dict[str, Any] = from_bytes(said)
         self._changes = heard["changes"]
-        self.members_then = [Place(*one) for one in heard["members"]]
+        self.members_then = [MemberPlace(*one) for one in heard["members"]]
 
 
 class StatesRound(MovingRound):
@@ -280,7 +280,7 @@ class _Update:
         self._shares = shares
         self._clock = clock
         self._what = (rounds.members, shares, name, clock)
-        self._good: tuple[list[int], list[Place], Owners] | None = None
+        self._good: tuple[list[int], list[MemberPlace], Owners] | None = None
         """Sizes, members and owners that are as they should be."""
 
     def __call__(self) -> None:

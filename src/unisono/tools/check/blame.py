@@ -26,7 +26,7 @@ __all__ = ["Culprit", "FindStatements", "blame"]
 
 SETUP: Final = Where(-1, "setup")
 COLLECTIONS: Final = ("list ", "tuple ", "dict ", "deque ", "array ", "tensor ")
-"""How the texts of values begin (`unisono.tools.check.values`) that have an order."""
+"""How the texts of values begin (`unisono.tools.check.value_texts`) that have an order."""
 
 FindStatements = Callable[[str], Statements]
 """The statements of a file, by its path."""

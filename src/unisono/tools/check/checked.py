@@ -25,12 +25,11 @@ from unisono.tools.check.records import (
     StateRecord,
     Sum,
     Where,
-    Written,
 )
 from unisono.tools.check.tracing import Tracer
-from unisono.tools.check.values import text_of
+from unisono.tools.check.value_texts import text_of
 
-__all__ = ["Checked", "TrialSettings", "inspector"]
+__all__ = ["Checked", "TrialSettings"]
 
 WAIT_S: Final = 60.0
 
@@ -53,23 +52,22 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     members: int = 1
 
 
-def inspector(settings: str) -> Checked:
-    """Return the inspector with these settings (JSON)."""
-    return Checked(msgspec.json.decode(settings, type=TrialSettings))
-
-
 class Checked(Inspector):
-    """Writes down what one worker of a trial computes."""
+    """Writes down what one worker of a trial computes.
 
-    def __init__(self, settings: TrialSettings) -> None:
-        self._settings = settings
+    Args:
+        settings: `TrialSettings` as JSON.
+    """
+
+    def __init__(self, settings: str) -> None:
+        self._settings = asked = msgspec.json.decode(settings, type=TrialSettings)
         member = members.current()
         worker = member.worker_id if member is not None else "w0"
-        self._file = Written(Path(settings.folder) / f"{worker}.jsonl")
+        self._file = (Path(asked.folder) / f"{worker}.jsonl").open("ab")
         self._tracked: Tracked | None = None
         self._where = Where(-1, "setup")
         self._is_aside = False
-        self._tracer = Tracer() if settings.traces else None
+        self._tracer = Tracer() if asked.traces else None
         if self._tracer is not None:
             self._tracer.start()
 
@@ -119,7 +117,8 @@ class Checked(Inspector):
     # -- inside --------------------------------------------------------------------------------------
 
     def _add(self, record: Record) -> None:
-        self._file.add(record)
+        self._file.write(msgspec.json.encode(record) + b"\n")
+        self._file.flush()  # on its way to the disk now: a kill loses no record
 
     def _add_state(self, step: int) -> None:
         assert self._tracked is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -16,8 +16,6 @@ __all__ = [
     "StatementEvent",
     "Sum",
     "Where",
-    "Written",
-    "read_records",
     "records_of",
 ]
 
@@ -104,34 +102,14 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
 
 Record = StateRecord | LeafRecord | Sum | Section | Changed
 _LINE = msgspec.json.Decoder(Record)
-_WHOLE = msgspec.json.Encoder()
-
-
-class Written:
-    """A file of records that is being written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
-
-    def add(self, record: Record) -> None:
-        """Write one more; it is on its way to the disk when this returns, so that a kill loses none."""
-        self._file.write(_WHOLE.encode(record) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file; a half line at its end, of a worker that was killed, is left out."""
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            yield _LINE.decode(line)
-        except msgspec.MsgspecError:
-            continue
 
 
 def records_of(folder: Path) -> dict[str, list[Record]]:
-    """Return the records of all workers of a trial, by worker."""
-    return {path.stem: list(read_records(path)) for path in sorted(folder.glob("*.jsonl"))}
+    """Return the records of all workers of a trial, by worker. A half line, of one that was killed, is left out."""
+    found: dict[str, list[Record]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        found[path.stem] = []
+        for line in path.read_bytes().split(b"\n"):
+            with contextlib.suppress(msgspec.MsgspecError):
+                found[path.stem].append(_LINE.decode(line))
+    return found

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from unisono.tools.check.records import StatementEvent
 from unisono.tools.check.statements import SourceStatement, Statements, read_script
-from unisono.tools.check.values import MISSING, resolve, text_of
+from unisono.tools.check.value_texts import MISSING, resolve, text_of
 
 __all__ = ["MAX_EVENTS", "Tracer", "is_of_script"]
 

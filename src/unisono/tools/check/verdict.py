@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from unisono.core.errors import UsageError
-from unisono.core.words import count, without_evidence
+from unisono.core.words import count, exit_words, without_evidence
 from unisono.tools.check.blame import Culprit, FindStatements, blame
-from unisono.tools.check.comparing import TrialDifference, first_difference, places_of, sections_of
 from unisono.tools.check.records import Changed, LeafRecord, Record, Section, StateRecord, Where
 from unisono.tools.check.statements import Statements, read_scripts
 from unisono.tools.check.tracing import MAX_EVENTS
+from unisono.tools.check.trial_diff import TrialDifference, first_difference, places_of, sections_of
 from unisono.tools.check.trials import ALONE, TRIALS, Runner, Trial, TrialOutcome
 
 __all__ = ["CheckVerdict", "TrialFinding", "check_script"]
@@ -209,7 +209,7 @@ def _totals(evaluation: tuple[int, str] | None, step: int) -> str:
 def _failure(outcome: TrialOutcome, alone: TrialOutcome) -> str:
     """Return why a trial has not done what the script did alone; "" if it has."""
     if outcome.exit_code != 0:
-        return _last_lines(outcome.output) or f"it ended with exit code {outcome.exit_code}"
+        return _last_lines(outcome.output) or f"it {exit_words(outcome.exit_code)}"
     if outcome.num_steps != alone.num_steps:
         return f"the script ended after {count(outcome.num_steps, 'step')}, and alone after {alone.num_steps}"
     return ""

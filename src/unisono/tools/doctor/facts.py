@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 from unisono.cluster.machine.headprocess import reachable
 from unisono.system.capacity import cpu_limit, machine_cores, machine_gpus
 from unisono.system.controlgroups import memory_of_groups
+from unisono.system.fingerprint import foretold
 from unisono.system.interfaces import interfaces, is_local
 from unisono.system.seats import holder
 
@@ -105,12 +107,8 @@ def _versions(asked: Scope) -> dict[str, Any]:
 
 def _processors(asked: Scope) -> dict[str, Any]:
     gpus, cores = machine_gpus(), machine_cores()
-    model = ""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
-        "arithmetic": model or platform.machine(),
+        "arithmetic": foretold(os.environ)["processor"],
         "num_cores": len(cores),
         "num_gpus": len(gpus),
         "num_taken": sum(bool(holder(name)) for name in gpus or cores),
@@ -120,14 +118,9 @@ def _processors(asked: Scope) -> dict[str, Any]:
 
 
 def _memory(asked: Scope) -> dict[str, Any]:
-    kilobytes = {
-        line.split(":")[0]: int(line.split()[1])
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if ":" in line
-    }
-    group = memory_of_groups()
-    total = min([kilobytes["MemTotal"] * 1024, *([group.limit] if group is not None else [])])
-    return {"memory": total, "memory_free": min(kilobytes["MemAvailable"] * 1024, total)}
+    machine, group = psutil.virtual_memory(), memory_of_groups()
+    total = machine.total if group is None else min(machine.total, group.limit)
+    return {"memory": total, "memory_free": min(machine.available, total)}
 
 
 def _shared_memory(asked: Scope) -> dict[str, Any]:
@@ -158,13 +151,9 @@ def _disk(asked: Scope) -> dict[str, Any]:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the file system that holds a folder."""
-    best, kind = -1, ""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        place = before.split()[4].encode().decode("unicode_escape")
-        if folder.is_relative_to(place) and len(place) >= best:
-            best, kind = len(place), after.split()[0]
-    return kind
+    mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
+    # Of two at one place the later one is seen.
+    return str(max(reversed(mounts), key=lambda each: len(each.mountpoint)).fstype) if mounts else ""
 
 
 def _sync_time(folder: Path) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from unisono.core.words import count, shown_bytes
+from unisono.system.process import tell
 from unisono.tools.plan.fitting import SPARE, Tried, expected_peak, fastest, largest, next_size, sizes_for
 from unisono.tools.plan.forecast import ForecastInputs, Roster, forecast
 from unisono.tools.plan.found import IN_A_ROW_ALONE, PROGRAM, ProbeSettings, WorkerFindings
@@ -41,15 +42,12 @@ class Search:
     """Why no larger size was tried, where that was not the memory."""
 
 
-def search(
-    script: Script, found: WorkerFindings, steps: int, what: Sequence[str], tell: Callable[[str], None]
-) -> Search:
+def search(script: Script, found: WorkerFindings, steps: int, what: Sequence[str]) -> Search:
     """Try sizes of a micro-batch, each alone, in a process of its own. Blocks until enough is known.
 
     Args:
         found: by the trial of the script as it is.
         what: of `WHAT`.
-        tell: is told what is tried.
     """
     batch_size, number = int(found.recipe["batch_size"]), int(found.recipe["microbatches"])
     samples = int(found.recipe.get("num_samples", batch_size))
@@ -62,7 +60,7 @@ def search(
     else:
         sizes = sizes_for(batch_size, own, batch_size)
     fixed = sum(found.parts.values()) - found.gradient_bytes * (number.bit_length() - 1)
-    is_gpu = found.device.startswith("cuda")
+    is_gpu = not found.device.startswith("cpu")
     made = Search(
         tried=(),
         fixed=fixed,
@@ -77,7 +75,7 @@ def search(
     following: int | None = own
     while following is not None:
         size = following
-        tell(f"tries micro-batches of {count(size, 'sample')}")
+        tell(f"unisono: tries micro-batches of {count(size, 'sample')}")
         settings = ProbeSettings(steps=steps, seconds=1.0, microbatches=1, batch_size=size, room=room)
         try:
             done = trial(script, settings, least=IN_A_ROW_ALONE)  # larger batches: fewer steps

@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from unisono.core.checks import FIRST_STEPS
 from unisono.core.cursor import Recipe
+from unisono.core.rehearsals import FIRST_STEPS
 
 __all__ = [
     "FILE",
@@ -29,7 +29,7 @@ NUM_COUNTED: Final = 4
 """Steps that count, at least: of fewer, the median is one of the two extremes or lies between them."""
 IN_A_ROW: Final = FIRST_STEPS + 1 + NUM_COUNTED + 2
 """Steps from the beginning of a run, with the same workers, from which a plan can be made. Those that are compared do
-not count (`unisono.core.checks`: the first of a run, and the one after them), the times of a step come with the
+not count (`unisono.core.rehearsals`: the first of a run, and the one after them), the times of a step come with the
 next one, and a trial ends within its last step.
 """
 IN_A_ROW_ALONE: Final = WARM_UP + NUM_COUNTED + 2

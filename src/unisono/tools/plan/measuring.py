@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.core.checks import is_compared
 from unisono.core.errors import UsageError
+from unisono.core.rehearsals import is_compared
 from unisono.record.history import History
 from unisono.record.journal.times import by_step
 from unisono.record.rundir import read_facts

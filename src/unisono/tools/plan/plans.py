@@ -12,7 +12,7 @@ import msgspec
 from unisono.core.errors import UsageError
 from unisono.core.words import listed
 from unisono.tools.plan.forecast import ForecastInputs, Parts, Roster, Sample, candidates, forecast
-from unisono.tools.plan.strategies import STRATEGIES, StrategyOptions, WorkerMemory
+from unisono.tools.plan.strategy_models import STRATEGIES, StrategyOptions, WorkerMemory
 from unisono.tools.plan.wires import NetworkLink
 
 __all__ = [

@@ -12,12 +12,12 @@ from typing import Final
 import msgspec
 
 from unisono.core.errors import UsageError
-from unisono.core.words import count, without_evidence
+from unisono.core.words import count, exit_words, without_evidence
 from unisono.record.history import History
 from unisono.tools.plan.forecast import ForecastInputs, Sample
 from unisono.tools.plan.found import IN_A_ROW, ProbeSettings, WorkerFindings, found_in
 from unisono.tools.plan.measuring import check_recipe, facts_from, samples_in
-from unisono.tools.plan.strategies import WorkerMemory
+from unisono.tools.plan.strategy_models import WorkerMemory
 from unisono.tools.trialrun import Script, trial_run
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "TrialFailed",
     "facts_of",
     "memories_of",
-    "memory_of",
     "trial",
 ]
 
@@ -111,20 +110,18 @@ def facts_of(trials: Sequence[Measurement], room: int) -> ForecastInputs:
     )
 
 
-def memory_of(one: Measurement) -> WorkerMemory:
-    """Return the memory of a worker in a trial. Of what workers of a machine share, each counts its part."""
-    found, number = one.found, int(one.found.recipe["microbatches"])
-    return WorkerMemory(
-        parts=found.parts,
-        activations=max(0, found.peak - sum(found.parts.values())),
-        gradient_bytes=found.gradient_bytes,
-        leaves=math.ceil(number / one.sample.workers),
-    )
-
-
 def memories_of(trials: Sequence[Measurement]) -> dict[int, WorkerMemory]:
-    """Return the memory of a worker by the number of workers of its machine."""
-    return {one.sample.workers: memory_of(one) for one in trials if one.sample.hosts == 1}
+    """Return the memory of a worker by the number of workers of its machine; of what they share, each has a part."""
+    return {
+        one.sample.workers: WorkerMemory(
+            parts=one.found.parts,
+            activations=max(0, one.found.peak - sum(one.found.parts.values())),
+            gradient_bytes=one.found.gradient_bytes,
+            leaves=math.ceil(int(one.found.recipe["microbatches"]) / one.sample.workers),
+        )
+        for one in trials
+        if one.sample.hosts == 1
+    }
 
 
 def _was_short_of_memory(directory: Path) -> bool:
@@ -140,4 +137,4 @@ def _words(code: int, enough: int, output: str, done: int) -> str:
         if not done:
             return f"{what}it did none (a script that does not use Unisono does none){told}"
         return f"{what}it did {done}, and a plan needs {enough}; let it do more (epochs, max_steps){told}"
-    return f"the trial ended with exit code {code}:{told}"
+    return f"the trial {exit_words(code)}:{told}"

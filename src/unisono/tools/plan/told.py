@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from unisono.core.words import count, short_duration, shown_bytes
 from unisono.tools.plan.forecast import ForecastInputs, Roster
 from unisono.tools.plan.plans import WORTH, Came, Forecast, PlanRecord, best_microbatches
-from unisono.tools.plan.strategies import STRATEGIES, StrategyOptions
+from unisono.tools.plan.strategy_models import STRATEGIES, StrategyOptions
 
 __all__ = [
     "shown_came",

@@ -8,7 +8,7 @@ import math
 import pdb
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -18,13 +18,13 @@ import torch
 
 from unisono.core.errors import StopInspection
 from unisono.core.events import StepResult
-from unisono.core.replaying import (
+from unisono.core.fingerprints import other_arithmetic
+from unisono.core.replay_rules import (
     LEFT,
     Replay,
     audited_with,
     compare_audits,
     find_difference,
-    other_arithmetic,
     seconds_left,
 )
 from unisono.core.words import count, duration, listed
@@ -32,6 +32,7 @@ from unisono.engine.rounds.taps import Computed, Loop, Place
 from unisono.record.journal import Line, read
 from unisono.record.journal.lines import plain
 from unisono.script.inspecting import Inspector
+from unisono.system import accelerators
 from unisono.system.fingerprint import fingerprint
 from unisono.system.process import tell
 from unisono.system.stacks import frame_outside
@@ -220,9 +221,7 @@ class Replaying(Inspector):
             name: {key: _copied(value) for key, value in module.state_dict().items()} for name, module in modules
         }
         self._batch = _copied(batch)
-        self._generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            self._generators["cuda"] = torch.cuda.get_rng_state()
+        self._generators = {"cpu": torch.get_rng_state(), **accelerators.generators()}
 
     def _save(self, place: Place, computed: Computed) -> Path:
         folder = Path(self._asked.save)
@@ -323,7 +322,8 @@ class Against:
     """
 
     def __init__(self, run: Path) -> None:
-        self._lines = _steps_of(run)
+        self._lines = (line for line in read(run) if line["kind"] == "step")
+        self._newest: Line | None = {"step": -1}
         self.num_compared = self.num_equal = 0
 
     def compare(self, result: StepResult) -> tuple[Line | None, str]:
@@ -351,15 +351,11 @@ class Against:
             StopInspection: the journal cannot be read.
         """
         try:
-            for line in self._lines:
-                if line["step"] == step:
-                    return line
-                if line["step"] > step:
-                    self._lines = _chained(line, self._lines)
-                    break
+            while self._newest is not None and self._newest["step"] < step:
+                self._newest = next(self._lines, None)
         except (ValueError, OSError) as error:
             raise StopInspection(f"the journal cannot be read: {error}", NOT_THERE) from error
-        return None
+        return self._newest if self._newest is not None and self._newest["step"] == step else None
 
 
 def _audits_of(line: Line | None) -> dict[str, str]:
@@ -388,15 +384,6 @@ def _number(loop: Loop, name: str, default: int) -> int:
 
 def _steps(first: int, last: int) -> str:
     return f"step {last}" if first == last else f"the steps {first} to {last}"
-
-
-def _steps_of(run: Path) -> Iterator[Line]:
-    return (line for line in read(run) if line["kind"] == "step")
-
-
-def _chained(line: Line, rest: Iterator[Line]) -> Iterator[Line]:
-    yield line
-    yield from rest
 
 
 def _named(place: Place) -> str:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-from unisono.system.scratch import scratch_folder
+from unisono.system.lifetime import scratch_folder
 
 __all__ = ["redirecting"]
 

@@ -1,7 +1,7 @@
 """Answers over HTTP of whoever serves the page, and what a request says of where it comes from.
 
-Two serve it: the head (`unisono.cluster.head.visitors`) and `unisono watch --web` (`unisono.views.page.local`). Each
-has rules of its own for tokens and for the names that it goes by.
+Two serve it: the head (`unisono.cluster.head.visitors`) and `unisono watch --web`
+(`unisono.views.page.directory_server`). Each has rules of its own for tokens and for the names that it goes by.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Viewers of runs: what they are told unasked, and their questions.
 
 Two have viewers: a head, of its run (`unisono.cluster.head.viewing`), and `unisono watch --web`, of directories
-(`unisono.views.page.local`). Who may be one, and where answers come from, is theirs.
+(`unisono.views.page.directory_server`). Who may be one, and where answers come from, is theirs.
 
 A head's members come first. So a run is encoded once for all viewers, at most once a second; it is sent to a few of
 them at a time, between members' messages, and the more viewers there are, the rarer each is told. A viewer that does

@@ -14,7 +14,7 @@ import msgspec
 
 from unisono.core.events import Seconds, WorkerGone, WorkerJoined
 from unisono.core.words import count, duration
-from unisono.record.advice import Advice, Load, Setting, advise
+from unisono.record.advice import Advice, AdviceSetting, Load, advise
 from unisono.record.history import History
 from unisono.record.history.machines import added_up, seconds_of, steps_of
 from unisono.record.journal.lines import is_number
@@ -229,7 +229,7 @@ def _loads(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> lis
     return loads
 
 
-def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
+def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> AdviceSetting:
     """Return how the run was set, as far as its description says it."""
     recipe = facts.get("recipe") or {}
     spare = [
@@ -237,7 +237,7 @@ def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> Setting:
         for used in use.get("machines", {}).values()
         if used.get("num_cores") and (cores := [value for value in used.get("cores", ()) if is_number(value)])
     ]
-    return Setting(
+    return AdviceSetting(
         microbatches=_whole(recipe.get("microbatches")),
         batch_size=_whole(recipe.get("batch_size")),
         spare_cores=max(0.0, min(spare)) if spare else math.inf,

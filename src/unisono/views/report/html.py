@@ -10,7 +10,6 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from html import escape
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from unisono.core.words import count, duration
 from unisono.record.journal.lines import is_number
 from unisono.record.overview import Interrupted, Presence
 from unisono.record.problems.evidence import redacted
+from unisono.views import date
 from unisono.views.report.account import Account, WorkerAccount, words_of
 
 __all__ = ["report"]
@@ -58,7 +58,7 @@ def report(accounts: Sequence[Account], made: float) -> str:
     )
     for each in accounts:
         body.append(_one(each, f"{each.name}: " if len(accounts) > 1 else ""))
-    body.append(f"</main><footer>Made by unisono report on {_date(made)}.</footer>")
+    body.append(f"</main><footer>Made by unisono report on {date(made)}.</footer>")
     return _page(title, "\n".join(body), charts)
 
 
@@ -96,7 +96,7 @@ def _result(account: Account) -> str:
     rows += [(f"Evaluation: {name}", _number(value)) for name, value in found.evaluation.items()]
     rows += [(name, _number(value)) for name, value in list(found.logs.items())[:MOST_METRICS]]
     if found.started:
-        rows.append(("Began", _date(found.started)))
+        rows.append(("Began", date(found.started)))
     if account.elapsed_s:
         rows.append(("Took", duration(account.elapsed_s)))
     if account.overview.efficiency is not None:
@@ -136,7 +136,7 @@ def _comparison(accounts: Sequence[Account]) -> str:
         rows.append((name, [recipe(each, name) for each in accounts]))
     head = "".join(f'<th scope="col">{_marked(each, accounts)}{escape(each.name)}</th>' for each in accounts)
     lines = [
-        f'<tr{_if(len(set(values)) > 1, " class=differs")}><th scope="row">{escape(name)}</th>'
+        f'<tr{" class=differs" if len(set(values)) > 1 else ""}><th scope="row">{escape(name)}</th>'
         + "".join(f"<td>{escape(value)}</td>" for value in values)
         + "</tr>"
         for name, values in rows
@@ -154,21 +154,13 @@ def _times(account: Account) -> str:
     found = sorted(account.workers, key=lambda each: -each.total)
     longest = found[0].total or 1.0
     legend = "".join(f'<li><span class="swatch {part}"></span>{words}</li>' for part, words in PARTS.items())
-    rows = "".join(_worker(each, longest) for each in found[:MOST_ROWS])
-    rest = f"<p>and {count(len(found) - MOST_ROWS, 'more worker')}</p>" if len(found) > MOST_ROWS else ""
-    head = "".join(f'<th scope="col">{words}</th>' for words in PARTS.values())
+    rows = [_worker(each, longest) for each in found]
     of = ""
     if account.since > account.first:
         steps = count(account.last + 1 - account.since, "step")
         of = f"<p>In the last {steps}: of earlier ones the times of each worker are not kept.</p>"
-    return (
-        f'{of}<ul class="legend">{legend}</ul>'
-        + _scrolls(
-            '<table class="times"><thead><tr><th scope="col">worker</th>'
-            '<th scope="col" class="wide">time in steps</th>'
-            f'<th scope="col">of the micro-batches</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        )
-        + rest
+    return f'{of}<ul class="legend">{legend}</ul>' + _table(
+        ("worker", "*time in steps", "of the micro-batches", *PARTS.values()), rows, ' class="times"'
     )
 
 
@@ -199,18 +191,13 @@ def _interruptions(account: Account) -> str:
     words = (
         f"<p>{count(len(found), 'interruption')}; together they made the run {duration(sum(known))} longer{part}.</p>"
     )
-    rows = "".join(_interruption(each) for each in found[:MOST_ROWS])
-    rest = f"<p>and {len(found) - MOST_ROWS:,} more</p>" if len(found) > MOST_ROWS else ""
-    return words + _scrolls(
-        '<table><thead><tr><th scope="col">when</th><th scope="col">step</th><th scope="col">cost</th>'
-        f'<th scope="col" class="wide">what happened</th></tr></thead><tbody>{rows}</tbody></table>{rest}'
-    )
+    return words + _table(("when", "step", "cost", "*what happened"), list(map(_interruption, found)))
 
 
 def _interruption(found: Interrupted) -> str:
     cost = "unknown" if found.seconds is None else duration(found.seconds)
     what = "<br>".join(escape(each) for each in words_of(found))
-    return f"<tr><td>{_date(found.time)}</td><td>{found.step:,}</td><td>{cost}</td><td class=wide>{what}</td></tr>"
+    return f"<tr><td>{date(found.time)}</td><td>{found.step:,}</td><td>{cost}</td><td class=wide>{what}</td></tr>"
 
 
 def _presences(account: Account) -> str:
@@ -218,13 +205,8 @@ def _presences(account: Account) -> str:
     found = account.presences
     begin = min(each.joined for each in found)
     whole = max(max(each.gone for each in found) - begin, 1e-9)
-    rows = "".join(_presence(each, begin, whole) for each in found[:MOST_ROWS])
-    rest = f"<p>and {len(found) - MOST_ROWS:,} more</p>" if len(found) > MOST_ROWS else ""
-    return _scrolls(
-        '<table class="presence"><thead><tr><th scope="col">worker</th>'
-        '<th scope="col" class="wide">from the first to the last moment of the run</th>'
-        f'<th scope="col">how it went</th></tr></thead><tbody>{rows}</tbody></table>{rest}'
-    )
+    columns = "worker", "*from the first to the last moment of the run", "how it went"
+    return _table(columns, [_presence(each, begin, whole) for each in found], ' class="presence"')
 
 
 def _presence(found: Presence, begin: float, whole: float) -> str:
@@ -242,7 +224,7 @@ def _problems(account: Account) -> str:
     items = []
     for each in account.problems[:MOST_ROWS]:
         where = f' <span class="dim">evidence: {escape(str(each["evidence"]))}</span>' if each.get("evidence") else ""
-        items.append(f"<li>{_date(float(each.get('time') or 0))}: {escape(str(each.get('text', '')))}{where}</li>")
+        items.append(f"<li>{date(float(each.get('time') or 0))}: {escape(str(each.get('text', '')))}{where}</li>")
     return f"<ul>{''.join(items)}</ul>"
 
 
@@ -352,6 +334,21 @@ def _text_of_script(account: Account) -> str:
     return f"checksum {checksum}" if checksum else ""
 
 
+def _table(columns: Sequence[str], rows: Sequence[str], more: str = "") -> str:
+    """Return a table of the first `MOST_ROWS` rows, and how many more there are.
+
+    Args:
+        columns: the wide one begins with ``*``.
+        more: attributes of the table.
+    """
+    head = "".join(
+        f'<th scope="col"{" class=wide" if name.startswith("*") else ""}>{name.removeprefix("*")}</th>'
+        for name in columns
+    )
+    table = f"<table{more}><thead><tr>{head}</tr></thead><tbody>{''.join(rows[:MOST_ROWS])}</tbody></table>"
+    return _scrolls(table) + (f"<p>and {len(rows) - MOST_ROWS:,} more</p>" if len(rows) > MOST_ROWS else "")
+
+
 def _scrolls(table: str) -> str:
     return f'<div class="scrolls" tabindex="0" role="region" aria-label="table">{table}</div>'
 
@@ -360,10 +357,6 @@ def _marked(account: Account, accounts: Sequence[Account]) -> str:
     """Return the mark of a run's colour; nothing where there is only one."""
     place = next(number for number, each in enumerate(accounts) if each is account)
     return f'<span class="run run{place % 8}" aria-hidden="true"></span> ' if len(accounts) > 1 else ""
-
-
-def _if(condition: bool, text: str) -> str:
-    return text if condition else ""
 
 
 def _times_word(number: int) -> str:
@@ -381,7 +374,3 @@ def _number(value: Any) -> str:
 def _mean(account: Account, name: str) -> float | None:
     values = [value for value in account.series.get(name, {}).get("mean", ()) if is_number(value)]
     return math.fsum(values) / len(values) if values else None
-
-
-def _date(time: float) -> str:
-    return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S") if time else "unknown"

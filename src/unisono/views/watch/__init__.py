@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol, cast, runtime_checkable
 
 from unisono.core.errors import UsageError
-from unisono.core.events import Event, RunStarted
+from unisono.core.events import Event
 from unisono.views.watch.queued import print_error
 
-__all__ = ["SINKS", "Sink", "Stream", "make", "named"]
+__all__ = ["SINKS", "EventStream", "Sink", "make", "named"]
 
 SINKS: Final = {
     "relay": "unisono.views.watch.relay:Relay",
@@ -85,7 +85,7 @@ def _load(place: str) -> Callable[..., object]:
     return found
 
 
-class Stream:
+class EventStream:
     """Gives each event to several sinks, in their order. A sink that raises is reported once, closed and dropped: it
     never ends a run.
 
@@ -96,7 +96,6 @@ class Stream:
     def __init__(self, sinks: Iterable[Sink], report: Callable[[str], None] = print_error) -> None:
         self._sinks = list(sinks)
         self._report = report
-        self._number = -1
 
     def add(self, sink: Sink) -> None:
         """Give events to one more sink from now on."""
@@ -107,18 +106,8 @@ class Stream:
         """Whether a sink is left."""
         return bool(self._sinks)
 
-    def emit(self, event: Event, *, number: int = -1) -> None:
-        """Give an event to all sinks.
-
-        Args:
-            number: of the event's line in the journal; -1: it has none. A repeated event (the worker that sent it
-                first was lost) has the same number again, and is not given twice.
-        """
-        if isinstance(event, RunStarted):
-            self._number = -1
-        if 0 <= number <= self._number:
-            return
-        self._number = max(self._number, number)
+    def emit(self, event: Event) -> None:
+        """Give an event to all sinks."""
         for sink in self._sinks.copy():
             try:
                 sink.emit(event)

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from unisono.core.events import EvaluationFinished, Event, RunEnded, RunStarted, StepFinished
-from unisono.views.watch.since import Once, since
+from unisono.core.events import EvaluationFinished, Event, Once, RunEnded, RunStarted, StepFinished
+from unisono.views.watch.since import since
 
 __all__ = ["Charts"]
 
@@ -17,16 +17,18 @@ class Charts(ABC):
 
     def __init__(self) -> None:
         self._once = Once()
+        self._next_step = 0
+        """All steps before are in the charts."""
 
     def emit_all(self, events: Sequence[Event]) -> None:
         """Put what these events have."""
         for event in events:
             match event:
                 case RunStarted():
-                    first = self._begin(event)
-                    self._once.begin(first)
+                    self._next_step = self._begin(event)
+                    self._once = Once()
                     if event.directory:
-                        for earlier in since(Path(event.directory), first):
+                        for earlier in since(Path(event.directory), self._next_step):
                             self._put_once(earlier)
                 case StepFinished() | EvaluationFinished():
                     if self._is_open:
@@ -36,6 +38,10 @@ class Charts(ABC):
         self._keep()
 
     def _put_once(self, event: StepFinished | EvaluationFinished) -> None:
+        if isinstance(event, StepFinished):
+            if event.step < self._next_step:
+                return  # the tool has it, and the journal may lack it
+            self._next_step = event.step + 1
         if self._once.is_new(event):
             self._put(event)
 

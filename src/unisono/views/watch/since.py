@@ -15,16 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.core.events import EvaluationFinished, Event, StepFinished
+from unisono.core.events import EvaluationFinished, StepFinished
 from unisono.record.journal import JOURNAL, from_line
 
-__all__ = ["Once", "ToolBookmark", "since"]
+__all__ = ["ToolBookmark", "since"]
 
 BLOCK_BYTES: Final = 1 << 16
 TOOLS: Final = "tools"
 """Folder in the directory of a run."""
-MOST_REMEMBERED: Final = 4096
-"""Evaluations."""
 BURST_S: Final = 0.005
 PAUSE_S: Final = 0.01
 """An old journal is read in bursts, because a thread that computes takes the interpreter from the training."""
@@ -71,39 +69,6 @@ def _offset(file: Any, step: int) -> int:
                     return int(place)
                 break
     return 0
-
-
-class Once:
-    """Lets each event of a run through once, although the journal has some of them as well."""
-
-    def __init__(self) -> None:
-        self._step = -1
-        self._evaluated: dict[tuple[int, tuple[str, ...]], None] = {}  # the newest ones
-
-    def begin(self, step: int) -> None:
-        """Begin anew: all before this step is known."""
-        self._step = step - 1
-        self._evaluated.clear()
-
-    @property
-    def next_step(self) -> int:
-        """The step that is expected."""
-        return self._step + 1
-
-    def is_new(self, event: Event) -> bool:
-        """Return whether an event comes for the first time; events that are in no journal always do."""
-        if isinstance(event, StepFinished):
-            if event.step <= self._step:
-                return False
-            self._step = event.step
-        elif isinstance(event, EvaluationFinished):  # perhaps after later steps
-            key = event.step, tuple(event.values)
-            if key in self._evaluated:
-                return False
-            self._evaluated[key] = None
-            if len(self._evaluated) > MOST_REMEMBERED:
-                del self._evaluated[next(iter(self._evaluated))]
-        return True
 
 
 class ToolBookmark:

@@ -98,7 +98,7 @@ class _EventFile(Charts):
     def _keep(self) -> None:
         if self._writer is not None and self._memory is not None:
             self._writer.flush()
-            self._memory.write({"directory": str(self._directory), "steps": self._once.next_step})
+            self._memory.write({"directory": str(self._directory), "steps": self._next_step})
 
     def _put(self, event: StepFinished | EvaluationFinished) -> None:
         summary = _summary()

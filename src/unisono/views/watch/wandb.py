@@ -93,7 +93,7 @@ class _Client(Charts):
 
     def _keep(self) -> None:
         if self._run is not None and self._memory is not None:
-            self._memory.write({**self._about, "steps": self._once.next_step})
+            self._memory.write({**self._about, "steps": self._next_step})
 
     def _end(self, ended: RunEnded) -> None:
         self._finish(0 if ended.ok else 1)
@@ -102,6 +102,6 @@ class _Client(Charts):
         run, self._run = self._run, None
         if run is not None:
             if self._evaluation:
-                run.log(self._evaluation, step=self._once.next_step, commit=True)
+                run.log(self._evaluation, step=self._next_step, commit=True)
                 self._evaluation = {}
             run.finish(exit_code=code)

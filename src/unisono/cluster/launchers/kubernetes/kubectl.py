@@ -15,7 +15,7 @@ from unisono.cluster.launchers.kubernetes.manifests import HEAD, as_json, head_n
 from unisono.core.errors import UsageError
 from unisono.system.lifetime import run_bound
 
-__all__ = ["Cluster", "Output"]
+__all__ = ["Cluster", "PodOutput"]
 
 CALL_S: Final = 60.0
 LOOK_S: Final = 2.0
@@ -88,7 +88,7 @@ class Cluster:
         Raises:
             UsageError: there is no such run, or the cluster does not answer for `MAX_SILENCE_S`.
         """
-        outputs: dict[str, Output] = {}
+        outputs: dict[str, PodOutput] = {}
         answered_at = time.monotonic()
         while True:
             try:
@@ -103,7 +103,7 @@ class Cluster:
                     raise UsageError(f"the run {name} cannot be followed: {error}") from error
             time.sleep(LOOK_S)
 
-    def _look(self, name: str, outputs: dict[str, Output], show: Callable[[str], None]) -> set[str]:
+    def _look(self, name: str, outputs: dict[str, PodOutput], show: Callable[[str], None]) -> set[str]:
         """Show what the head's pods have printed since the last look; return how its job has ended, or nothing."""
         found = self._call("get", f"job/{head_name(name)}", "--ignore-not-found", "--output=json")
         if not found:
@@ -113,10 +113,10 @@ class Cluster:
         for pod in json.loads(self._call("get", "pods", f"--selector={chosen}", "--output=json"))["items"]:
             pod_name, phase = str(pod["metadata"]["name"]), pod.get("status", {}).get("phase")
             if phase in ("Running", "Succeeded", "Failed"):
-                self._show(pod_name, outputs.setdefault(pod_name, Output()), show, is_over=phase != "Running")
+                self._show(pod_name, outputs.setdefault(pod_name, PodOutput()), show, is_over=phase != "Running")
         return {str(end["type"]) for end in conditions if end.get("status") == "True"}
 
-    def _show(self, pod: str, output: Output, show: Callable[[str], None], *, is_over: bool) -> None:
+    def _show(self, pod: str, output: PodOutput, show: Callable[[str], None], *, is_over: bool) -> None:
         try:
             text = self._call("logs", pod, f"--container={HEAD}", "--timestamps", *output.since())
         except _Failed as error:
@@ -148,7 +148,7 @@ class Cluster:
         return done.output
 
 
-class Output:
+class PodOutput:
     """What a pod has printed, as far as it is known."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from unisono.core.errors import UsageError
 __all__ = [
     "HEAD",
     "PARTS",
-    "Request",
+    "ClusterRequest",
     "Volume",
     "as_json",
     "head_name",
@@ -79,7 +79,7 @@ def parse_volume(text: str) -> Volume:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ClusterRequest:
     """What the user asks for."""
 
     name: str
@@ -143,7 +143,7 @@ def labels(name: str, part: str = "") -> dict[str, str]:
     return {**common, "app.kubernetes.io/component": part} if part else common
 
 
-def render(request: Request) -> list[dict[str, Any]]:
+def render(request: ClusterRequest) -> list[dict[str, Any]]:
     """Return the objects of the run, in the order in which they are made."""
     specs: dict[str, Mapping[str, Any] | None] = {
         "Secret": {"type": "Opaque", "stringData": {"token": request.token}},
@@ -172,23 +172,23 @@ def as_json(objects: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2) + "\n"
 
 
-def _service(request: Request) -> dict[str, Any]:
+def _service(request: ClusterRequest) -> dict[str, Any]:
     ports = [{"name": "head", "port": PORT, "targetPort": "head", "protocol": "TCP"}]
     return {"selector": labels(request.name, HEAD), "ports": ports}
 
 
-def _network_policy(request: Request) -> dict[str, Any]:
+def _network_policy(request: ClusterRequest) -> dict[str, Any]:
     """Only the pods of the run talk to each other."""
     own = {"podSelector": {"matchLabels": labels(request.name)}}
     return {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
 
 
-def _disruption_budget(request: Request) -> dict[str, Any]:
+def _disruption_budget(request: ClusterRequest) -> dict[str, Any]:
     """One pod of workers at a time is evicted from nodes that are drained: its workers leave at the end of a step."""
     return {"maxUnavailable": 1, "selector": {"matchLabels": labels(request.name, "workers")}}
 
 
-def _job(request: Request) -> dict[str, Any]:
+def _job(request: ClusterRequest) -> dict[str, Any]:
     words = ["unisono", "run", *request.command, "--run-dir", request.run_dir]
     words += [
         "--resume",
@@ -226,7 +226,7 @@ def _job(request: Request) -> dict[str, Any]:
     }
 
 
-def _deployment(request: Request) -> dict[str, Any]:
+def _deployment(request: ClusterRequest) -> dict[str, Any]:
     words = ["unisono", "join", f"wss://{head_name(request.name)}:{PORT}", "--token-file", TOKEN]
     # Only the head's Job has the head: a worker's pod is not behind the Service.
     words += ["--no-head", "--workers", str(request.workers_per_pod)]
@@ -248,7 +248,7 @@ def _deployment(request: Request) -> dict[str, Any]:
     }
 
 
-def _pod(request: Request, part: str, container: dict[str, Any], *, restart: str) -> dict[str, Any]:
+def _pod(request: ClusterRequest, part: str, container: dict[str, Any], *, restart: str) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "token", "secret": {"secretName": f"{request.name}-token", "defaultMode": 0o440}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shm}},
@@ -276,7 +276,7 @@ def _pod(request: Request, part: str, container: dict[str, Any], *, restart: str
     }
 
 
-def _container(request: Request, name: str, words: list[str]) -> dict[str, Any]:
+def _container(request: ClusterRequest, name: str, words: list[str]) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [
         {"name": "token", "mountPath": str(PurePosixPath(TOKEN).parent), "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -296,7 +296,7 @@ def _container(request: Request, name: str, words: list[str]) -> dict[str, Any]:
     }
 
 
-def how_to_follow(request: Request) -> str:
+def how_to_follow(request: ClusterRequest) -> str:
     """Return the commands that a user needs next."""
     where = shlex.join(["-n", request.namespace])
     return (

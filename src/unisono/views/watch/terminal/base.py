@@ -65,7 +65,7 @@ class Terminal(ABC):
 
     def emit(self, event: Event) -> None:
         with self._lock:
-            is_new = self._builder.take(event)
+            self._builder.take(event)
         match event:
             case WorkerOutput():
                 self._output(event)
@@ -74,7 +74,7 @@ class Terminal(ABC):
                 self._say_evidence()
             case Problem():
                 self._say_problem(event)
-            case StepFinished() if is_new:
+            case StepFinished():
                 self._say_balance(event.balance)
                 self._step()
             case RunEnded():

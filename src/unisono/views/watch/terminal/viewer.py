@@ -13,8 +13,8 @@ from unisono.record.overview import Overview
 from unisono.views.watch.terminal.canvas import colours_wanted, shows_unicode
 from unisono.views.watch.terminal.drawing import draw, in_short
 from unisono.views.watch.terminal.keys import Keyboard
-from unisono.views.watch.terminal.pages import Looked, draw_page, turned
 from unisono.views.watch.terminal.screen import Screen, rows_beside_output
+from unisono.views.watch.terminal.screens import Looked, draw_page, turned
 from unisono.views.watch.terminal.text import Line, plain
 
 __all__ = ["Viewer"]

@@ -1,0 +1,215 @@
+"""End of a run: its last step, its last checkpoint, the last line of its journal; what was begun is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from unisono.core.errors import RunStopped, StepError, UnisonoError
+from unisono.core.words import progress
+from unisono.engine.loop.step import Steps
+from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
+from unisono.engine.rounds.gathering import together
+from unisono.engine.rounds.life import Rounds
+from unisono.script import open_runs
+from unisono.script.course import Course
+from unisono.script.keeping import Keeper
+from unisono.script.notes import note_beginning, note_idle, note_microbatch
+from unisono.script.recording import Recorder
+from unisono.script.training import Training
+from unisono.script.worker_troubles import OwnTroubles
+from unisono.system.process import Process, tell
+
+__all__ = ["Ending"]
+
+
+class Ending:
+    """Ends a run, once.
+
+    Args:
+        before_end: called before the members end the run together, where all is well. Collective for members.
+        begun: what is taken back at the end.
+        is_alone: there are no other workers, and no head that knows how the script ends.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        keeper: Keeper,
+        recorder: Recorder,
+        process: Process,
+        training: Training,
+        course: Course,
+        troubles: OwnTroubles,
+        *,
+        before_end: Callable[[], None],
+        begun: ExitStack,
+        is_alone: bool,
+    ) -> None:
+        self._rounds = rounds
+        self._keeper = keeper
+        self._recorder = recorder
+        self._process = process
+        self._training = training
+        self._course = course
+        self._troubles = troubles
+        self._before_end = before_end
+        self._begun: ExitStack | None = begun
+        self._is_alone = is_alone
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the script is between the first step of a training loop and its end."""
+        return self._training.is_open
+
+    def end(self, error: BaseException | None, how: str = "the script, or another run in it, has ended it") -> None:
+        """End the run, as the script has been left by ``error``. Does nothing the second time, and in a fork.
+
+        Args:
+            error: None: all is well, and the end is collective.
+            how: the reason, for errors of those who use the run later.
+
+        Raises:
+            UnisonoError: the run could not be ended well; the journal has the reason.
+        """
+        if not self._process.is_this:
+            self._process.keep(self)
+            return
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        open_runs.ended(self)
+        error = error or self._keeper.left_by
+        try:
+            with begun:
+                if (steps := self._training.steps) is not None:
+                    begun.callback(steps.close)
+                if error is None or self._is_good_exit(error):
+                    self._end_well(steps)
+                else:
+                    self._end_badly(error)
+        finally:
+            self._process.end(how)
+
+    def explain(self, error: BaseException) -> bool:
+        """Add to an exception of the script where it was raised; returns whether that was in a micro-batch."""
+        if (beginning := self._course.beginning) is not None:
+            note_beginning(error, beginning, self._course.num_steps - beginning.step)
+        step = self._training.loop.step if self._training.loop is not None else None
+        note_idle(error, step)
+        return note_microbatch(error, step)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _end_well(self, steps: Steps[Any] | None) -> None:
+        course = self._course
+        try:
+            if steps is not None:
+                steps.close()
+            if self._training.loop is not None:
+                self._training.loop.leave()
+            own, held = self._own_digests(), {}
+            self._before_end()
+            if course.has_joined:
+                held = self._end_together(own)
+            digests = self._rounds.tracked.digests(held) if self._rounds.tracked.sharded else dict(own.objects)
+        except UnisonoError as failure:
+            self._append_failure(failure)
+            raise
+        if course.beginning is not None and course.beginning.step == course.num_steps:
+            self._say_nothing_left(course.num_steps)
+        self._recorder.last_checkpoint(self._keeper.news(), course.role())
+        self._recorder.run_ended(course.role(), ok=True, digests=digests)
+
+    def _say_nothing_left(self, num_steps: int) -> None:
+        if self._rounds.team.rank == 0:
+            tell(f"unisono: nothing is left to do: {progress(num_steps, num_steps)} are done")
+
+    def _end_badly(self, error: BaseException) -> None:
+        loop = self._training.loop
+        is_tried_again = self.explain(error) and self._rounds.team.size > 1
+        if _code_of(error) == 0 and loop is not None and loop.has_gradient():
+            loop.leave()
+        # Asked to leave, or tried again by another worker: the run does not end with this worker.
+        goes_on = isinstance(error, RunStopped) or is_tried_again or self._says_nothing(error)
+        is_end = self._course.has_joined and not goes_on
+        if isinstance(error, Exception) and not isinstance(error, RunStopped):
+            step, cursor = (loop.step, loop.cursor) if loop is not None else (None, None)
+            self._troubles.explain(error, self._rounds, step, cursor, is_end=is_end)
+        if is_end:
+            self._append_failure(error)
+
+    def _own_digests(self) -> Digests:
+        tracked = self._rounds.tracked
+        return Digests(self._rounds.team.arithmetic, tracked.common_digests(), held=tracked.held_digests())
+
+    def _end_together(self, digests: Digests) -> dict[str, dict[int, int]]:
+        """Write the last checkpoint, and compare the final digests of the members. Collective.
+
+        All members are at the end of the run, and have left the training loop at the same step.
+
+        Args:
+            digests: of this member.
+
+        Returns:
+            The digests of the states that all members together hold.
+
+        Raises:
+            DivergenceError: the members do not end with the same bits.
+        """
+        rounds, team = self._rounds, self._rounds.team
+        team.leaving(rounds.position.phase, rounds.position.number)
+        self._keeper.wait_for_directory()
+        own = msgspec.structs.replace(digests, objects=digests.objects if team.size > 1 else {})
+        payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
+        by_worker = {worker: _decode(payload, worker) for worker, payload in payloads.items()}
+        check_digests(by_worker)  # before the last checkpoint is kept
+        held = held_by_all(by_worker)
+        self._keeper.save_together(rounds)
+        self._recorder.tell_again(self._course.role())
+        team.in_loop(None)
+        return held
+
+    def _append_failure(self, error: BaseException) -> None:
+        self._recorder.run_ended(self._course.role(), ok=False, reason=f"{type(error).__name__}: {error}")
+
+    def _is_good_exit(self, error: BaseException) -> bool:
+        """Return whether this is ``sys.exit(0)`` of a script that runs alone, between two steps or at the end."""
+        loop = self._training.loop
+        is_between = loop is None or loop.step is None or not loop.step.has_begun or loop.has_gradient()
+        return _code_of(error) == 0 and self._is_alone and is_between and not self._keeper.is_leaving
+
+    def _says_nothing(self, error: BaseException) -> bool:
+        """Return whether this exception does not say how the run ends.
+
+        A worker's SystemExit does not: the head has its exit code, or has asked for it. Alone it does, unless the run
+        was asked to stop after the current step.
+        """
+        code = _code_of(error)
+        return code is not None and (code == 0 or not self._is_alone or self._keeper.is_leaving)
+
+
+def _decode(payload: bytes, worker_id: str) -> Digests:
+    """Return the digests that a worker sends at the end of its script.
+
+    Raises:
+        StepError: the worker is elsewhere.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=Digests)
+    except msgspec.MsgspecError:
+        raise StepError(
+            f"this worker is at the end of its script, and {worker_id} is still training. Do their scripts make "
+            "different numbers of calls of run.steps, e.g. because one has found a file that the run itself has "
+            "written (a snapshot of the script's own)? Let run.broadcast give such a value to all workers"
+        ) from None
+
+
+def _code_of(error: BaseException) -> object | None:
+    """Return the exit code of a SystemExit, 0 where it has none; None for every other exception."""
+    if not isinstance(error, SystemExit):
+        return None
+    return 0 if error.code is None else error.code

@@ -1,0 +1,151 @@
+"""What a step reads from the device, by line, and what comes of values that are read late.
+
+``python -m tests.emulated.counted``: a process of its own, as `tests.emulated.trainings`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from tests.workers.processes import Seat, Team
+from tests.workers.static_team import Place, train_on
+from unisono.core.errors import LossError
+from unisono.core.rehearsals import is_compared
+from unisono.engine.state.packing import digest_of_tensor
+from unisono.script import run as run_module
+from unisono.script.run import Run
+
+FIRST = 9
+"""Up to the eighth step, states are compared and micro-batches rehearsed."""
+STEPS = 11
+
+
+def use_the_device() -> None:
+    importlib.import_module("tests.emulated.accelerator")
+    vars(run_module).update(choose_device=lambda *_: torch.device("emu", 0))
+
+
+def count(run: Run, *, scaler: bool = False, weighs: bool = False) -> dict[str, Any]:
+    """Train, and return the most that a step has read: by line, between forward and backward, in bytes of copies."""
+    device = importlib.import_module("tests.emulated.accelerator")
+    generator = torch.Generator().manual_seed(1)
+    images, labels = torch.randn(512, 1, 8, 8, generator=generator), torch.randint(0, 10, (512,), generator=generator)
+    with run:
+        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(64, 10)).to(run.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        tracked = {"scaler": torch.amp.GradScaler("emu")} if scaler else {}
+        run.track(model=model, optimizer=optimizer, **tracked)
+        most: list[Any] = []
+        between = staged = 0
+        for step in run.steps(TensorDataset(images, labels), batch_size=16, microbatches=4, max_steps=STEPS):
+            is_counted = step.number >= FIRST and not is_compared(step.number, is_last=step.number == STEPS - 1)
+            device.reads.clear()
+            for inputs, targets in step:
+                inputs, targets = inputs.to(run.device), targets.to(run.device)
+                out = model(inputs)
+                loss = F.cross_entropy(out, targets)
+                before = len(device.reads)
+                step.backward(loss, weight=(targets > 4).sum() if weighs else None, scaler=tracked.get("scaler"))
+                between += len(device.reads) - before if is_counted else 0
+                step.add(right=(out.argmax(1) == targets).sum(), loss=loss, seen=len(targets))
+            found = device.control_reads()
+            if is_counted:
+                most = max(most, found, key=len)
+                staged = max(staged, device.staged_bytes())
+            if scaler:
+                tracked["scaler"].step(optimizer)
+                tracked["scaler"].update()
+            else:
+                optimizer.step()
+    return {"lines": dict(Counter(read.place for read in most)), "between": between, "staged": staged}
+
+
+def weighed(device: str) -> dict[str, int]:
+    """Train with losses that are 0 / 0 where their weight is 0, as those of texts without a word that counts; return
+    digests of the parameters and buffers.
+    """
+    generator = torch.Generator().manual_seed(1)
+    images, labels = torch.randn(64, 1, 6, 6, generator=generator), torch.randint(0, 4, (64,), generator=generator)
+    vars(run_module).update(choose_device=lambda *_: torch.device(device))
+    with Run(None, seed=3) as run:
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 4)).to(run.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(TensorDataset(images, labels), batch_size=16, microbatches=8, epochs=2):
+            for inputs, targets in step:
+                targets = targets.to(run.device)
+                keep = targets > 1
+                losses = F.cross_entropy(model(inputs.to(run.device)), targets, reduction="none")
+                step.backward((losses * keep).sum() / keep.sum(), weight=keep.sum())
+            optimizer.step()
+        return {name: digest_of_tensor(value) for name, value in model.state_dict().items()}
+
+
+def refusal(value: float, weight: float) -> str:
+    """Return what is said of the third micro-batch's loss or weight."""
+    try:
+        with Run(None, seed=3) as run:
+            model = nn.Linear(2, 1).to(run.device)
+            run.track(model=model)
+            for step in run.steps(TensorDataset(torch.ones(8, 2)), batch_size=8, microbatches=4, shuffle=False):
+                for number, (inputs,) in enumerate(step):
+                    factor, share = (value, weight) if number == 2 else (1.0, 1.0)
+                    loss = model(inputs.to(run.device)).mean() * factor
+                    step.backward(loss, weight=torch.tensor(share, device=run.device))
+    except LossError as error:
+        return str(error)
+    return ""
+
+
+def digests_differ() -> list[str]:
+    """Return the kinds of tensors whose digest is another on the device."""
+    large = torch.randn(3 * (1 << 17) + 5)
+    tensors = {
+        "nothing": torch.empty(0, 3),
+        "one byte": torch.tensor(True),
+        "odd": torch.arange(11, dtype=torch.int16),
+        "some blocks": large,
+        "a part": large[1:700],
+        "turned": torch.randn(5, 7).T,
+    }
+    return [name for name, one in tensors.items() if digest_of_tensor(one) != digest_of_tensor(one.to("emu"))]
+
+
+def _alone(seat: Seat) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    use_the_device()
+    found: dict[str, Any] = {
+        "alone": count(Run(None, seed=3)),
+        "with a scaler": count(Run(None, seed=3), scaler=True),
+        "with weights": count(Run(None, seed=3), weighs=True),
+        "refusals": [refusal(math.nan, 1.0), refusal(1.0, -1.0), refusal(math.nan, 0.0)],
+        "digests": digests_differ(),
+    }
+    return {**found, "weighed": [weighed("cpu"), weighed("emu:0")]}
+
+
+def _together(seat: Seat, place: Place) -> dict[str, Any]:
+    use_the_device()
+    place.device = torch.device("emu", 0)
+    return count(place.run(None, seed=3))
+
+
+def main() -> None:
+    with Team(1, _alone) as team:
+        (alone,) = team.results()
+    first, second = train_on("gloo", 2, _together)
+    print(json.dumps({**alone, "first of two": first, "second of two": second}))
+
+
+if __name__ == "__main__":
+    main()

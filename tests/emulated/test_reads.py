@@ -1,0 +1,67 @@
+"""How often a step waits for the device, because Python looks at a value: counted by line on an emulated one.
+
+Steps without a comparison, a rehearsal or a checkpoint. What the script reads is its own, and is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.house.rooms import ROOT
+from tests.waiting import WAIT_S
+
+MOST_ALONE, MOST_TOGETHER = 3, 6
+PLACES = ("alone", "with a scaler", "with weights", "first of two", "second of two")
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emulated.counted"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_step_reads_a_few_times(counted: dict[str, Any], where: str) -> None:
+    most = MOST_TOGETHER if "two" in where else MOST_ALONE
+    assert 1 <= sum(counted[where]["lines"].values()) <= most, counted[where]["lines"]
+
+
+def test_nothing_is_read_between_forward_and_backward(counted: dict[str, Any]) -> None:
+    between = {where: counted[where]["between"] for where in PLACES}
+    assert between == dict.fromkeys(PLACES, 0)
+
+
+def test_what_travels_by_way_of_the_host_is_counted_apart(counted: dict[str, Any]) -> None:
+    assert counted["alone"]["staged"] == 0
+    assert counted["first of two"]["staged"] > 0
+
+
+def test_a_weight_that_lies_on_the_device_gives_the_bits_of_one_on_the_cpu(counted: dict[str, Any]) -> None:
+    """Also where it is 0, and its loss is not a number."""
+    here, there = counted["weighed"]
+    assert here == there
+
+
+def test_what_makes_no_sense_is_refused_at_the_end_of_the_step(counted: dict[str, Any]) -> None:
+    not_finite, negative, left_out = counted["refusals"]
+    assert "the loss of step 0, micro-batch 2 is nan (samples [4, 5]); nothing was updated" in not_finite
+    assert negative == "step 0, micro-batch 2: a weight must be finite and at least 0, got -1.0"
+    assert left_out == ""
+
+
+def test_digests_that_are_taken_on_the_device_are_those_of_the_cpu(counted: dict[str, Any]) -> None:
+    assert counted["digests"] == []

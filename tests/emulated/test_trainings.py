@@ -1,0 +1,38 @@
+"""Trainings on an accelerator, emulated: the bits are those of the CPU, on one worker and on several.
+
+The two are on one card, so their sums travel by way of the host's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.rooms import ROOT
+from tests.waiting import WAIT_S
+from tests.workers.models import RECIPES
+
+TRAININGS = ("cnn", "transformer", "mixed", "fused", "scaler", "checkpointed")
+NOT_THERE = {
+    "tied": "module.to() makes new parameters on the emulated device",
+    "lstm": "the emulated device has no such operation",
+    "autocast": "the recipe asks for that of the CPU",
+}
+REST = tuple(name for name in RECIPES if name not in (*TRAININGS, *NOT_THERE))
+
+
+@pytest.mark.parametrize("names", [TRAININGS, pytest.param(REST, marks=pytest.mark.more)], ids=["six", "the rest"])
+def test_the_bits_are_those_of_the_cpu(names: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.emulated.trainings", *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"alone": [], "first of two": [], "second of two": []}
