@@ -57,6 +57,20 @@ NODE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 WORLD = "ip link set lo up && echo up && exec sleep infinity"
 SPACES = ("--pid", "--mount", "--mount-proc", "--fork", "--kill-child=KILL")
 UNTIL_KILLED = ("setpriv", "--pdeathsig", "KILL")
+NUM_CPUS = 2
+"""Of a node."""
+ROOMS = """
+    import sys, time
+    import ray
+    from unisono.cluster.launchers.ray import _rooms
+
+    said, sys.stdout = sys.stdout, sys.stderr  # Ray prints what it hears of lost nodes
+    ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+    for line in sys.stdin:
+        while sorted(room for _, room in _rooms(ray, {"CPU": 1.0})) != [int(sys.argv[2])] * int(line):
+            time.sleep(0.05)
+        print("free", file=said, flush=True)
+    """
 
 
 class Cluster:
@@ -100,10 +114,31 @@ class Cluster:
         self.before = ["nsenter", "--target", child, "--net"]
         options = ("--num-cpus", 0, "--port", PORT, "--temp-dir", self._folder, "--system-config", json.dumps(QUICK))
         self._start("head", "--head", "--include-dashboard", "false", "--disable-usage-stats", *options)
+        self._rooms = subprocess.Popen(
+            [*self._inside, *UNTIL_KILLED, sys.executable, "-c", textwrap.dedent(ROOMS), ADDRESS, str(NUM_CPUS)],
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._nodes["rooms"] = self._rooms
 
-    def add(self, name: str, num_cpus: int = 2) -> None:
+    def add(self, name: str) -> None:
         """Add a node. One after the other: two that start at a time on one address take each other's ports."""
-        self._start(name, "--address", ADDRESS, "--num-cpus", num_cpus)
+        self._start(name, "--address", ADDRESS, "--num-cpus", NUM_CPUS)
+
+    def wait_until_free(self) -> None:
+        """Wait until Ray has room on all nodes, as a launcher would see it, and on no other.
+
+        A process that has ended holds its CPUs until Ray has heard of its end.
+        """
+        assert self._rooms.stdin is not None
+        assert self._rooms.stdout is not None
+        self._rooms.stdin.write(f"{len(self._nodes.keys() - {'world', 'head', 'rooms'})}\n")
+        self._rooms.stdin.flush()
+        ready, _, _ = select.select([self._rooms.stdout], [], [], WAIT_S)
+        assert ready, f"Ray has not all of its nodes free within {WAIT_S:.0f} s"
+        assert self._rooms.stdout.readline() == "free\n"
 
     def _start(self, name: str, *options: object) -> None:
         machine = [*self._inside, *UNTIL_KILLED, "unshare", "--uts", "--ipc", *SPACES, "sh", "-c", NODE, name]
@@ -161,6 +196,7 @@ def running(*nodes: str, **variables: str) -> Iterator[Cluster]:
         found.start()
         for node in nodes:
             found.add(node)
+        found.wait_until_free()
         yield found
     finally:
         found.close()
@@ -172,11 +208,12 @@ def running(*nodes: str, **variables: str) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster: Cluster, mark: str) -> Iterator[None]:
-    """No agent, worker or nursery is left on a node after a test."""
+    """No agent, worker or nursery is left on a node after a test, and the next one finds all nodes free."""
     yield
     left = cluster.agents()
     wait_until_gone(set(left), time.monotonic() + 60.0)
     assert cluster.agents() == {}, "processes were left behind on the nodes"
+    cluster.wait_until_free()
 
 
 @pytest.fixture(scope="module")
@@ -312,16 +349,18 @@ def test_machines_come_when_the_cluster_grows(cluster: Cluster, tmp_path: Path) 
             assert json.loads(process.stdout.readline()) == [2, 2], "there is room for 4 of 6"
             assert resize(6) == []
             cluster.add("n3")
-            came, deadline = [], time.monotonic() + WAIT_S
-            while len(came) < 2:
-                assert time.monotonic() < deadline
-                came += resize(6)
-            assert came == [1, 1]
-            assert resize(6) == []
+            try:
+                came, deadline = [], time.monotonic() + WAIT_S
+                while len(came) < 2:
+                    assert time.monotonic() < deadline
+                    came += resize(6)
+                assert came == [1, 1]
+                assert resize(6) == []
+            finally:
+                cluster.kill("n3")
         finally:
             process.stdin.close()
             process.wait(WAIT_S)
-            cluster.kill("n3")
 
 
 def test_a_cluster_with_a_token_takes_a_run_that_has_it_and_the_others_are_told(

@@ -40,6 +40,7 @@ __all__ = ["mark", "unisono"]
 
 SCRIPT = Path(__file__).with_name("lightning_training.py")
 DEMOS = SCRIPT.with_name("lightning_demos.py")
+CLI = SCRIPT.with_name("lightning_cli_training.py")
 LOGS = Path("log/version_0/metrics.csv")
 
 
@@ -132,6 +133,26 @@ def test_batches_that_are_accumulated_are_one_global_batch(
     # The state of the Trainer has other numbers of batches.
     assert {**again.final, "trainer": ""} == {**alone[1].final, "trainer": ""}
     assert results_of(again) == results_of(alone[1])
+
+
+@pytest.mark.usefixtures("nursery")
+def test_the_command_line_of_lightning_names_the_strategy_or_the_script_does(tmp_path: Path) -> None:
+    outcomes = []
+    for where, workers in (("command-line", 1), ("command-line", 2), ("script", 2)):
+        root = tmp_path / f"{where}{workers}"
+        arguments = [where, "fit", "--trainer.max_epochs", "2", "--trainer.default_root_dir", str(root)]
+        arguments += ["--trainer.enable_progress_bar", "false", "--data.batch_size", "20"]
+        if where == "command-line":
+            arguments += ["--trainer.strategy", "unisono.interop.lightning.UnisonoStrategy"]
+            arguments += ["--trainer.strategy.microbatches", "4"]
+        outcomes.append(run_workers(CLI, workers, directory=root / "run", arguments=arguments))
+        assert outcomes[-1].exit_code == 0, outcomes[-1].output
+        (kept,) = root.glob("lightning_logs/version_*/config.yaml")
+        assert "class_path: unisono.interop.lightning.UnisonoStrategy" in kept.read_text()
+    assert len(outcomes[0].digests) == 6
+    for outcome in outcomes[1:]:
+        assert outcome.final == outcomes[0].final
+        assert results_of(outcome) == results_of(outcomes[0])
 
 
 @pytest.mark.usefixtures("nursery")
