@@ -1,30 +1,43 @@
-"""Checks that pass or fail: the exchanges' conformance tests, and the same bits on any number of workers."""
+"""Checks that pass or fail: the exchanges' conformance tests, the same bits on any number of workers, lost workers."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import os
+import math
 import shutil
-import subprocess
+import statistics
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from benchmarks.gpu.report import Result, shortened
-from benchmarks.gpu.training import CASES
-from unisono.record.journal import Difference, compare
-from unisono.system.lifetime import PARENT
+from benchmarks.gpu.training import CASES, COMPILER, DEVICE, abilities
+from unisono.record.journal import Difference, compare, read
+from unisono.system.lifetime import run_bound
 from unisono.testing import Faults
 
-__all__ = ["ROOT", "Place", "exchanges", "same_bits"]
+__all__ = ["ROOT", "Check", "OutOfTime", "Place", "exchanges", "recovery", "run_words", "same_bits"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 INTERRUPTED: Final = ("plain", "compiled graphs")
 """Cases in which a worker is killed as well, and which are resumed."""
+
+
+class OutOfTime(Exception):
+    """No time is left for a check: it belongs to the next call."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is checked, or measured, as one: all of its results, or none, are in a report."""
+
+    name: str
+    results: Callable[[], Iterator[Result]]
 
 
 @dataclass(frozen=True)
@@ -36,27 +49,54 @@ class Place:
     folder: Path
     limit_s: float
     """Of one command."""
+    module: str = ""
+    """Is imported by each process; it makes the device known to torch."""
+    ends: float = math.inf
+    """When no command runs any more, by `time.monotonic`."""
 
-    def run(self, *command: str | Path, environment: dict[str, str] | None = None) -> tuple[int, str]:
-        """Return the exit code and the output of a command. It ends with this process, or at the limit with -1."""
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        own = {**os.environ, "PYTHONPATH": path, PARENT: str(os.getpid()), **(environment or {})}
-        if self.device == "cpu":
-            own["CUDA_VISIBLE_DEVICES"] = ""
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=self.limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output, _ = process.communicate()
-            return -1, f"{output}\nit took longer than {self.limit_s:g} s"
-        return process.returncode, output
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The arguments of a script that say where it computes."""
+        return "--device", self.device, *(["--import", self.module] if self.module else [])
+
+    @property
+    def is_large(self) -> bool:
+        """Whether figures are those of a device as people train on."""
+        return {DEVICE, COMPILER} <= abilities(self.device)
+
+    def left_s(self) -> float:
+        """Return how long a command may take that begins now.
+
+        Raises:
+            OutOfTime: it may not begin.
+        """
+        if (left_s := self.ends - time.monotonic()) <= 0:
+            raise OutOfTime
+        return min(self.limit_s, left_s)
+
+    def run(self, *command: str | Path, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+        """Return the exit code and the output of a command. It ends with this process, or at the limit with -1.
+
+        Raises:
+            OutOfTime: it would have been allowed to take longer than the time that was left.
+        """
+        limit_s = self.left_s()
+        variables = [f"{name}={value}" for name, value in (environment or {}).items()]
+        done = run_bound([*(["env", *variables] if variables else []), *map(str, command)], limit_s)
+        output = f"{done.output}{done.errors}"
+        if done.code is not None:
+            return done.code, output
+        if limit_s < self.limit_s:
+            raise OutOfTime
+        return -1, f"{output}\nit took longer than {self.limit_s:g} s"
 
 
-def exchanges(place: Place) -> Iterator[Result]:
+def exchanges(place: Place) -> Check:
+    """Return the check of every exchange, on this device."""
+    return Check("exchanges", lambda: _exchanges(place))
+
+
+def _exchanges(place: Place) -> Iterator[Result]:
     """Run ``tests/gpu``: every exchange, on this device."""
     if missing := [name for name in ("pytest", "pytest_timeout") if not _has(name)]:
         yield Result("exchanges", "skipped", words=f"{' and '.join(missing)} is not installed: pip install '.[test]'")
@@ -87,14 +127,18 @@ def _has(module: str) -> bool:
 # -- the same bits -------------------------------------------------------------------------------------
 
 
-def same_bits(place: Place, names: Sequence[str] | None = None, most: int = 0) -> list[Iterator[Result]]:
+def same_bits(place: Place, names: Sequence[str] | None = None, most: int = 0) -> list[Check]:
     """Return the checks of the training of each case, alone and on several workers.
 
     Args:
         most: only so many of the teams; 0: all.
     """
-    teams = list(_teams(place.num_gpus).items())[: most or None]
-    return [_same(place, name, dict(teams)) for name in CASES if names is None or name in names]
+    teams = dict(list(_teams(place.num_gpus).items())[: most or None])
+    return [
+        Check(f"same bits: {name}", functools.partial(_same, place, name, teams))
+        for name in CASES
+        if names is None or name in names
+    ]
 
 
 def _teams(num_gpus: int) -> dict[str, int]:
@@ -106,8 +150,8 @@ def _teams(num_gpus: int) -> dict[str, int]:
 
 def _same(place: Place, name: str, teams: Mapping[str, int]) -> Iterator[Result]:
     case, title = CASES[name], f"same bits: {name} ({CASES[name].says})"
-    if case.cuda_only and place.device != "cuda":
-        yield Result(title, "skipped", words="on a GPU only")
+    if missing := case.needs - abilities(place.device):
+        yield Result(title, "skipped", words=f"{place.device} has no {' and no '.join(sorted(missing))}")
         return
     folder, began = place.folder / name.replace(" ", "-"), time.monotonic()
     code, output = _train(place, name, folder / "alone", 1)
@@ -138,12 +182,19 @@ def _train(
     workers: int,
     resume: str = "",
     environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
 ) -> tuple[int, str]:
-    command = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.gpu.training", "--workers", str(workers)]
-    command += ["--run-dir", str(directory), *(["--resume", resume] if resume else [])]
+    command = run_words("benchmarks.gpu.training", directory, workers)
+    command += ["--resume", resume] if resume else []
+    return place.run(*command, "--", name, *place.words, *arguments, environment=environment)
+
+
+def run_words(module: str, directory: Path, workers: int) -> list[str]:
+    """Return the words of a run of one of the modules here, without the arguments of the module."""
+    command = [sys.executable, "-m", "unisono", "run", "-m", module, "--workers", str(workers)]
     # A compiler works for a while, and its threads with it.
     command += ["--set", "heartbeat-timeout=60s", "--set", "go-on-without-after=300s", "--set", "kill-after=600s"]
-    return place.run(*command, "--", name, "--device", place.device, environment=dict(environment or {}))
+    return [*command, "--run-dir", str(directory)]
 
 
 def _difference(one: Path, other: Path) -> str:
@@ -157,3 +208,52 @@ def _difference(one: Path, other: Path) -> str:
 
 def _result(name: str, began: float, wrong: str) -> Result:
     return Result(name, "failed" if wrong else "passed", time.monotonic() - began, wrong)
+
+
+# -- lost workers --------------------------------------------------------------------------------------------------
+
+KILLS: Final = (("w1", 12), ("w2", 30), ("w3", 48))
+"""Worker and step: each is the replacement of the one before."""
+KILLED_STEPS: Final = 64
+FEW_KILLS: Final = (("w1", 3),)
+FEW_STEPS: Final = 16
+"""Where it is only tried whether the programme works."""
+
+
+def recovery(place: Place) -> Check:
+    """Return the check of a training whose workers are killed one after the other: what each loss has cost."""
+    return Check("recovery", lambda: _recovery(place))
+
+
+def _recovery(place: Place) -> Iterator[Result]:
+    kills = KILLS if place.is_large else FEW_KILLS
+    steps = ("--steps", str(KILLED_STEPS if place.is_large else FEW_STEPS))
+    folder, began = place.folder / "recovery", time.monotonic()
+    code, output = _train(place, "plain", folder / "alone", 1, arguments=steps)
+    yield _result("recovery: alone", began, shortened(output) if code else "")
+    if code:
+        return
+    faults, began = Faults(), time.monotonic()
+    for worker, step in kills:
+        faults = faults.kill(worker, step=step, at="after_backward")
+    code, output = _train(place, "plain", folder / "killed", 2, environment=faults.environment(), arguments=steps)
+    yield _result(
+        "recovery: the same bits",
+        began,
+        shortened(output) if code else _difference(folder / "alone", folder / "killed"),
+    )
+    if code:
+        return
+    costs: dict[str, list[float]] = {"is killed": [], "joins": []}
+    for event in read(folder / "killed" / "events.jsonl"):
+        if event["kind"] == "interruption" and event["seconds"] > 0:
+            costs["is killed" if "was killed" in event["reason"] else "joins"].append(event["seconds"])
+    for what, found in costs.items():
+        name = f"recovery: a worker {what}"
+        if not found:
+            yield Result(name, "failed", words="the run says nothing of it")
+            continue
+        median_ms = 1e3 * statistics.median(found)
+        words = f"a step is {median_ms:.1f} ms longer (median of {len(found)})"
+        yield Result(name, "measured", words=words, figures={"ms": median_ms})
+    shutil.rmtree(folder, ignore_errors=True)

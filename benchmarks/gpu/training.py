@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from benchmarks.gpu.gpt import GPT, TINY
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "Case", "abilities", "import_device"]
+
+COMPILER, DEVICE, GRAPHS = "compiler", "accelerator", "graphs"
 
 NUM_SAMPLES, BATCH_SIZE, MICROBATCHES = 96, 24, 6
 
@@ -39,7 +44,8 @@ class Case:
     wrap: Callable[[nn.Module, torch.device], Callable[..., Tensor]] = lambda model, _: model
     channels_last: bool = False
     loaders: int = 0
-    cuda_only: bool = False
+    needs: frozenset[str] = frozenset()
+    """Of `abilities`."""
 
 
 class Pictures(nn.Module):
@@ -47,7 +53,7 @@ class Pictures(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8, 10),
+            nn.AvgPool2d(8), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8, 10),
         )  # fmt: skip
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -77,6 +83,26 @@ def _graphed(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
     return made
 
 
+def _recomputed(model: nn.Module, device: torch.device) -> Callable[..., Tensor]:
+    """The model with activation checkpointing: each block is computed again in the backward pass."""
+    assert isinstance(model, GPT)
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def abilities(device: str) -> frozenset[str]:
+    """Return what this kind of device has: a compiler, graphs; and whether it is an accelerator."""
+    found = {"cpu": {COMPILER}, "cuda": {COMPILER, DEVICE, GRAPHS}, "xpu": {COMPILER, DEVICE}}
+    return frozenset(found.get(device, {DEVICE}))
+
+
+def import_device(module: str) -> None:
+    """Import what makes a device known to torch, if anything has to."""
+    if module:
+        importlib.import_module(module)
+
+
 ADAMW = {"lr": 1e-3}
 FUSED = {"lr": 1e-3, "fused": True}
 
@@ -84,21 +110,23 @@ CASES = {
     "plain": Case(says="float32, dropout", model=_gpt, options=ADAMW),
     "fused": Case(says="a fused optimizer", model=_gpt, options=FUSED),
     "capturable": Case(says="an optimizer with its step on the GPU", model=_gpt,
-                       options={"lr": 1e-3, "capturable": True}, cuda_only=True),
+                       options={"lr": 1e-3, "capturable": True}, needs=frozenset({DEVICE})),
     "bf16": Case(says="autocast to bfloat16", model=_gpt, options=FUSED, autocast=torch.bfloat16),
     "fp16": Case(says="autocast to float16, with a GradScaler", model=_gpt, options=FUSED, autocast=torch.float16,
-                 scales=True, cuda_only=True),
+                 scales=True, needs=frozenset({DEVICE})),
     "pictures": Case(says="convolutions and BatchNorm", model=Pictures, is_language=False,
                      optimizer=torch.optim.SGD, options={"lr": 0.1, "momentum": 0.9}),
     "channels-last": Case(says="convolutions in channels-last, a fused optimizer", model=Pictures, is_language=False,
                           optimizer=torch.optim.SGD, options={"lr": 0.1, "fused": True}, channels_last=True),
     "loaders": Case(says="loader processes, pinned memory", model=Pictures, is_language=False,
                     optimizer=torch.optim.SGD, options={"lr": 0.1}, loaders=1),
-    "compiled": Case(says="torch.compile", model=_gpt, options=FUSED, wrap=_compiled("default")),
+    "recomputed": Case(says="activation checkpointing, with dropout", model=_gpt, options=FUSED, wrap=_recomputed),
+    "compiled": Case(says="torch.compile", model=_gpt, options=FUSED, wrap=_compiled("default"),
+                     needs=frozenset({COMPILER})),
     "compiled graphs": Case(says="torch.compile with CUDA graphs", model=_gpt, options=FUSED,
-                            wrap=_compiled("reduce-overhead"), cuda_only=True),
+                            wrap=_compiled("reduce-overhead"), needs=frozenset({GRAPHS})),
     "graphs": Case(says="torch.cuda.make_graphed_callables", model=_still_gpt, options=FUSED, wrap=_graphed,
-                   cuda_only=True),
+                   needs=frozenset({GRAPHS})),
 }  # fmt: skip
 
 
@@ -152,9 +180,11 @@ def train(case: Case, steps: int, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="a training of a moment, for python -m benchmarks.gpu")
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--import", dest="module", default="", help="a module that makes the device known to torch")
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
+    import_device(arguments.module)
     train(CASES[arguments.case], arguments.steps, arguments.device)
 
 
