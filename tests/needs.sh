@@ -6,7 +6,7 @@ PATH="$PATH:/usr/sbin:/sbin"
 missing=""
 for need in ip:iproute2 iptables:iptables unshare:util-linux hostname:hostname sshd:openssh-server ssh:openssh-client \
     slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client mpiexec.openmpi:openmpi-bin mpiexec.mpich:mpich chromium:chromium \
-    chromedriver:chromium-driver kubectl:kubernetes-client; do
+    chromedriver:chromium-driver kubectl:kubernetes-client g++:g++; do
     command -v "${need%:*}" >/dev/null || missing="$missing ${need#*:}"
 done
 [ -n "$missing" ] || exit 0

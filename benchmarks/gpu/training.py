@@ -123,6 +123,8 @@ CASES = {
     "recomputed": Case(says="activation checkpointing, with dropout", model=_gpt, options=FUSED, wrap=_recomputed),
     "compiled": Case(says="torch.compile", model=_gpt, options=FUSED, wrap=_compiled("default"),
                      needs=frozenset({COMPILER})),
+    "max-autotune": Case(says="torch.compile, asked to measure kernels", model=_gpt, options=FUSED,
+                         wrap=_compiled("max-autotune-no-cudagraphs"), needs=frozenset({COMPILER})),
     "compiled graphs": Case(says="torch.compile with CUDA graphs", model=_gpt, options=FUSED,
                             wrap=_compiled("reduce-overhead"), needs=frozenset({GRAPHS})),
     "graphs": Case(says="torch.cuda.make_graphed_callables", model=_still_gpt, options=FUSED, wrap=_graphed,

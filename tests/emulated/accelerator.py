@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["CARD", "NAME", "Emulated", "Read", "calls", "control_reads", "reads", "staged_bytes", "synchronize"]
+__all__ = ["CARD", "NAME", "Emulated", "Held", "Read", "calls", "control_reads", "reads", "staged_bytes", "synchronize"]
 
 NAME = "emu"
 CARD = "EMULATED_CARD"
@@ -98,6 +99,32 @@ def _note(nbytes: int) -> None:
     reads.append(Read("?", 0, threading.current_thread().name, nbytes))
 
 
+class Held:
+    """The bytes of the device that are in use: those of all tensors that came after it, each storage once."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._tensors: Counter[int] = Counter()  # by storage
+
+    def hold(self, inner: torch.Tensor) -> None:
+        storage = inner.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if not self._tensors[address]:
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+        self._tensors[address] += 1
+        weakref.finalize(inner, self._release, address, nbytes)
+
+    def _release(self, address: int, nbytes: int) -> None:
+        self._tensors[address] -= 1
+        if not self._tensors[address]:
+            self.now -= nbytes
+
+
+held: Held | None = None
+"""Set it to count bytes: it costs time."""
+
+
 class Emulated(torch.Tensor):
     """A tensor on the device."""
 
@@ -117,6 +144,8 @@ class Emulated(torch.Tensor):
 
     def __init__(self, inner: torch.Tensor, requires_grad: bool = False) -> None:
         self._inner = inner
+        if held is not None:
+            held.hold(inner)
 
     def __repr__(self, **_: Any) -> str:
         return f"{self._inner!r} on {self.device}"

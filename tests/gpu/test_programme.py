@@ -63,6 +63,14 @@ def test_the_programme_trains_compares_and_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+def test_workers_that_compile_get_the_same_bits_even_if_they_are_asked_to_measure(tmp_path: Path) -> None:
+    """It takes a C++ compiler."""
+    arguments = ("--device", "cpu", "--only", "same-bits", "--cases", "max-autotune", "--teams", "1")
+    said, results = check(*arguments, out=tmp_path)
+    assert [one.outcome for one in results] == ["passed"] * 2, said
+
+
+@pytest.mark.more
 def test_an_emulated_device_takes_the_programme_to_its_end(tmp_path: Path) -> None:
     arguments = (
         "--only",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.workers.static_team import AloneRun, Place, train_on
 from unisono import Checkpoints
 from unisono.core.errors import RecipeError, StepError, UsageError
 from unisono.engine.state.packing import digest_of_state
+from unisono.script.modes import MEASURING, modes
 from unisono.script.run import Run
 from unisono.system.fingerprint import fingerprint, floating_point
 
@@ -229,3 +232,26 @@ def _autocast(around: bool) -> int:
 def test_autocast_around_the_loop_computes_with_the_weights_of_the_step() -> None:
     """Torch keeps what it has cast until the outermost autocast ends; a worker that joins later would not have it."""
     assert _autocast(around=True) == _autocast(around=False)
+
+
+def _compiled(seat: Seat, place: Place, *, is_old: bool) -> str:
+    """Train with what measures kernels; in a version of torch that has no deterministic mode for it, ``is_old``."""
+    with place.run() as run:
+        model = Faint()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        run.track(model=model, optimizer=optimizer)
+        torch.compile(model, mode="max-autotune")
+        options: Any = importlib.import_module("torch._inductor.config")
+        options.deterministic = options.deterministic and not is_old
+        try:
+            _epoch(run, model, optimizer, int)
+        except UsageError as error:
+            return str(error)
+        return modes()[MEASURING]
+
+
+def test_kernels_that_are_chosen_by_measuring_are_refused_on_several_workers() -> None:
+    assert train_on("shared", 2, partial(_compiled, is_old=False)) == ["none", "none"]
+    for error in train_on("shared", 2, partial(_compiled, is_old=True)):
+        assert error.startswith("torch.compile chooses kernels by measuring (max_autotune, coordinate_descent_tuning)")
+    assert train_on("shared", 1, partial(_compiled, is_old=True)) == ["max_autotune, coordinate_descent_tuning"]

@@ -153,7 +153,12 @@ class TrainingLoop:
             make_fetcher: makes what fetches the data; gets what will probably be needed next.
         """
         rounds, team = self._rounds, self._rounds.team
-        check_begun(self._arithmetic.floating_point, threads=torch.get_num_threads())
+        check_begun(
+            self._arithmetic.floating_point,
+            threads=torch.get_num_threads(),
+            num_workers=team.size,
+            deterministic=self._arithmetic.deterministic,
+        )
         at_begin = modes()
         self._phase, self._base = phase, self._course.num_steps - self._strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None

@@ -9,6 +9,7 @@ there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,10 +19,12 @@ from unisono.core.errors import StepError, UsageError
 from unisono.system import accelerators
 from unisono.system.fingerprint import FLOATING_POINT, USUAL_FLOATING_POINT, floating_point
 
-__all__ = ["check_begun", "check_unchanged", "modes", "unusual"]
+__all__ = ["MEASURING", "check_begun", "check_unchanged", "modes", "unusual"]
 
+MEASURING: Final = "kernels chosen by measuring"
 _USUAL: Final = {
     FLOATING_POINT: (USUAL_FLOATING_POINT,),
+    MEASURING: ("none",),
     "default dtype": ("float32",),
     "autocast on the CPU": ("off",),
     "autocast on GPUs": ("off",),
@@ -33,6 +36,13 @@ _USUAL: Final = {
     "mkldnn.enabled": ("True",),
 }
 """What torch and the processor do unless somebody asks for something else; "": this torch has no such switch."""
+_CHOOSING: Final = (
+    "max_autotune",
+    "max_autotune_gemm",
+    "max_autotune_pointwise",
+    "coordinate_descent_tuning",
+)
+"""Options of torch.compile with which it tries kernels, and takes the one that was the fastest here and now."""
 POOL_GRAIN: Final = 1 << 15
 """Elements of a tensor for which torch takes one more thread."""
 
@@ -41,6 +51,7 @@ def modes() -> dict[str, str]:
     """Return the modes by name. Takes some microseconds."""
     found = {
         FLOATING_POINT: floating_point(),
+        MEASURING: _measuring(),
         "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "threads": str(torch.get_num_threads()),
         "deterministic algorithms": str(torch.get_deterministic_debug_mode()),
@@ -60,15 +71,23 @@ def unusual(found: Mapping[str, str], *, threads: int) -> str:
     return "; ".join(f"{name}: {value}" for name, value in found.items() if value not in usual.get(name, (value,)))
 
 
-def check_begun(before: str, *, threads: int) -> None:
-    """Check, when a training loop begins, that all threads of this worker compute in the same mode.
+def check_begun(before: str, *, threads: int, num_workers: int, deterministic: bool) -> None:
+    """Check, when a training loop begins, that all threads of this worker compute in the same mode, and that all
+    workers take the same kernels.
 
     Args:
         before: what `floating_point` returned when the run began.
+        deterministic: as `Run(deterministic=)`.
 
     Raises:
         UsageError: they do not; says what to do.
     """
+    if deterministic and num_workers > 1 and (found := _measuring()) != "none":
+        raise UsageError(
+            f"torch.compile chooses kernels by measuring ({found}), so each of the {num_workers} workers may choose "
+            'others, and get other bits. Compile without mode="max-autotune" and without these options, or use a '
+            "version of torch whose compiler has a deterministic mode (torch._inductor.config.deterministic)"
+        )
     if (now := floating_point()) != before:
         raise UsageError(
             f"the floating-point mode of this thread has changed since the run began, from {before!r} to {now!r}, "
@@ -115,6 +134,22 @@ def _autocast(device: str) -> str:
     if not torch.is_autocast_enabled(device):
         return "off"
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _measuring() -> str:
+    """Return the options by which compiled functions of this process have their kernels chosen by measuring; "none".
+
+    Where torch's compiler has a deterministic mode, `torch.use_deterministic_algorithms` sets it, and then it measures
+    nothing that bits depend on, whatever else is asked for (pytorch/pytorch#163589, #165950).
+    """
+    options = sys.modules.get("torch._inductor.config")
+    if options is None or getattr(options, "deterministic", False):
+        return "none"
+    # torch has no public word for what was compiled with which options.
+    compiled = list(getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {}).values())
+    given = [config for each in compiled if isinstance(config := getattr(each, "config", None), dict)]
+    found = [name for name in _CHOOSING if getattr(options, name, False) or any(each.get(name) for each in given)]
+    return ", ".join(found) or "none"
 
 
 def _switch(name: str) -> str:

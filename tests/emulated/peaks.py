@@ -1,0 +1,71 @@
+"""How many bytes of the device a step needs, in sizes of the model: ``python -m tests.emulated.peaks``.
+
+A process of its own, as `tests.emulated.trainings`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.workers.processes import Seat, Team
+from tests.workers.static_team import Place, train_on
+from unisono.script import run as run_module
+from unisono.script.run import Run
+
+WIDTH, LAYERS, STEPS = 256, 8, 11
+FIRST = 9
+"""Up to the eighth step, states are compared and micro-batches rehearsed."""
+
+
+def peak(run: Run, microbatches: int) -> float:
+    """Return the most that a step has held, divided by the bytes of the parameters. An optimizer has no states here."""
+    device = importlib.import_module("tests.emulated.accelerator")
+    most = 0
+    with run:
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        model = nn.Sequential(*layers).to(run.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        run.track(model=model, optimizer=optimizer)
+        samples = TensorDataset(torch.randn(STEPS * microbatches, WIDTH))
+        for step in run.steps(samples, batch_size=microbatches, microbatches=microbatches, max_steps=STEPS):
+            device.held.peak = device.held.now
+            for (inputs,) in step:
+                step.backward(model(inputs.to(run.device)).square().mean())
+            optimizer.step()
+            if FIRST <= step.number < STEPS - 1:  # in the last one, states are compared as well
+                most = max(most, device.held.peak)
+    return most / (4 * WIDTH * WIDTH * LAYERS)
+
+
+def use_the_device() -> None:
+    device: Any = importlib.import_module("tests.emulated.accelerator")
+    device.held = device.Held()
+    vars(run_module).update(choose_device=lambda *_: torch.device("emu", 0))
+
+
+def _alone(seat: Seat) -> dict[int, float]:
+    torch.set_num_threads(1)
+    use_the_device()
+    return {microbatches: peak(Run(None, seed=3), microbatches) for microbatches in (1, 2, 7, 8)}
+
+
+def _together(seat: Seat, place: Place) -> float:
+    use_the_device()
+    place.device = torch.device("emu", 0)
+    return peak(place.run(None, seed=3), 8)
+
+
+def main() -> None:
+    with Team(1, _alone) as team:
+        (alone,) = team.results()
+    print(json.dumps({"alone": alone, "together": train_on("gloo", 2, _together)}))
+
+
+if __name__ == "__main__":
+    main()
