@@ -18,6 +18,7 @@ from unisono.core.errors import RunDirectoryError, UsageError
 from unisono.record import rundir
 from unisono.record.journal import JOURNAL
 from unisono.record.rundir import RUN_FILE, Lock, RunDirectory, claim, describe, forget_head, holder
+from unisono.system.owned import write_whole
 
 
 def test_a_directory_is_made_and_claimed(tmp_path: Path) -> None:
@@ -37,9 +38,9 @@ def test_the_same_run_may_claim_again(tmp_path: Path) -> None:
     assert (tmp_path / JOURNAL).read_text() == "{}\n"
 
 
-@pytest.mark.parametrize(("run_id", "left"), [("r1", []), ("r2", ["head.json", "head.json.part", "token"])])
+@pytest.mark.parametrize(("run_id", "left"), [("r1", []), ("r2", [".head.json.17.part", "head.json", "token"])])
 def test_only_the_own_address_is_removed(run_id: str, left: list[str], tmp_path: Path) -> None:
-    for name in ("head.json", "head.json.part"):
+    for name in ("head.json", ".head.json.17.part"):
         (tmp_path / name).write_text(json.dumps({"run_id": "r1"}))
     (tmp_path / "token").write_text("secret of r1")
     forget_head(tmp_path, run_id, f"secret of {run_id}")
@@ -126,7 +127,7 @@ def test_a_description_is_replaced_whole(tmp_path: Path) -> None:
     claim(tmp_path, "r1", overwrite=False)
     describe(tmp_path, {"run_id": "r1", "started": 1.5})
     assert json.loads((tmp_path / RUN_FILE).read_text()) == {"schema": 1, "run_id": "r1", "started": 1.5}
-    (tmp_path / f".{RUN_FILE}.new").mkdir()
+    (tmp_path / f".{RUN_FILE}.{os.getpid()}.part").mkdir()
     with pytest.raises(RunDirectoryError, match="cannot be written: Is a directory"):
         describe(tmp_path, {"run_id": "r2"})
     assert holder(tmp_path) == "r1"
@@ -235,3 +236,18 @@ def test_a_side_of_the_run_comes_back_to_the_directory_that_it_has_left(tmp_path
     assert f"comes back: journal and checkpoints go on in {run_dir}" in go_on_in(run_dir, "r1", facts)
     assert holder(tmp_path / "run") == "r1"
     assert go_on_in(run_dir, "r1", facts) == ""
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Also where somebody has put a link in the way, or a process was killed before it was done."""
+    path, other = tmp_path / "run.json", tmp_path / "of-others"
+    other.write_text("theirs")
+    (tmp_path / f".run.json.{os.getpid()}.part").symlink_to(other)
+    write_whole(path, b"new", mode=0o600)
+    assert (path.read_text(), other.read_text(), path.stat().st_mode & 0o777) == ("new", "theirs", 0o600)
+    path.unlink()
+    path.mkdir()
+    (path / "in the way").touch()
+    with pytest.raises(OSError, match="directory"):
+        write_whole(path, b"newer")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["of-others", "run.json"]

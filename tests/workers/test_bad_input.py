@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -652,7 +653,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=says(f"{tmp_path}/file/run", "cannot be made", "Not a directory")):
         AloneRun(tmp_path / "file" / "run")
-    (tmp_path / "run" / ".run.json.new").mkdir(parents=True)
+    (tmp_path / "run" / f".run.json.{os.getpid()}.part").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=says(f"{tmp_path}/run", "cannot be written", "Is a directory")):
         AloneRun(tmp_path / "run")
 

@@ -98,7 +98,7 @@ def test_the_epochs_of_a_script_with_a_loop_for_each_are_one_training(script: Pa
     body = "".join(f"    {line}\n" for line in body.replace("int(sys.argv[2])", "1").splitlines())
     script.write_text(f"{head}{loop}{body}print{end}")
     found = trial(
-        Script(command=[str(script), "16", "4"], directory=tmp_path), ProbeSettings(steps=15, seconds=1.0), workers=1
+        Script(command=[str(script), "16", "4"], directory=tmp_path), ProbeSettings(steps=15, seconds=60.0), workers=1
     )
     assert (found.found.first, found.found.done, found.found.recipe["batch_size"]) == (12, 16, 16)
     with pytest.raises(TrialFailed, match="steps of one training were done: it did 12, and a plan needs 15"):

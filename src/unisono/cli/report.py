@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from unisono.cli.saying import say
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.record import rundir
+from unisono.system.owned import write_whole
 from unisono.views.report import account
 from unisono.views.report import report as made_of
 
@@ -51,10 +51,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> int:
 
 def _write(target: Path, text: str) -> None:
     """Write the file at once, or leave what is there."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        write_whole(target, text.encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UsageError(f"the report cannot be written to {target}: {error.strerror or error}") from error

@@ -19,6 +19,7 @@ from unisono.record.journal import JOURNAL, read
 from unisono.record.journal.file import INDEX
 from unisono.record.journal.newest import earlier
 from unisono.record.journal.times import TIMES
+from unisono.system.owned import left_parts, write_whole
 
 __all__ = [
     "ADDRESS_FILE",
@@ -316,10 +317,10 @@ def going(directory: Path, user: str) -> str:
 
 def forget_head(directory: Path, run_id: str, token: str) -> None:
     """Remove the address and the token of the head of run ``run_id``, where they are that run's and still there."""
-    for name in (ADDRESS_FILE, f"{ADDRESS_FILE}.part"):
+    for path in (directory / ADDRESS_FILE, *left_parts(directory, ADDRESS_FILE)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads((directory / name).read_text())["run_id"] == run_id:
-                (directory / name).unlink(missing_ok=True)
+            if json.loads(path.read_text())["run_id"] == run_id:
+                path.unlink(missing_ok=True)
     with contextlib.suppress(OSError, ValueError):
         if (directory / TOKEN_FILE).read_text() == token:
             (directory / TOKEN_FILE).unlink(missing_ok=True)
@@ -406,12 +407,7 @@ def sound_steps(directory: Path) -> int | None:
 def describe(directory: Path, facts: dict[str, Any]) -> None:
     """Write ``facts`` (run id, recipe, fingerprint) as the run's description, all at once."""
     facts = {"schema": RUN_SCHEMA, **facts}
-    file = directory / RUN_FILE
-    temporary = file.with_name(f".{RUN_FILE}.new")
     try:
-        temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(file)
+        write_whole(directory / RUN_FILE, f"{json.dumps(facts, indent=2)}\n".encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Files that are believed because nobody else can have written them: those of this user.
+"""Files that are believed because nobody else can have written them: those of this user; and files that are whole.
 
 A directory of somebody else may hold anything: a link to a file of this user, a pipe that is never written, an address
 to which a token would be sent. So what a command sends to others, or executes, is read by `read_owned` only.
@@ -6,15 +6,17 @@ to which a token would be sent. So what a command sends to others, or executes, 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from unisono.core.errors import UsageError
 
-__all__ = ["NotOwned", "read_owned"]
+__all__ = ["NotOwned", "left_parts", "read_owned", "write_whole"]
 
 MOST_BYTES: Final = 16 << 20
 ROOT: Final = 0
@@ -72,3 +74,34 @@ def _user(uid: int) -> str:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:  # the user has no name here, as in some containers
         return f"uid {uid}"
+
+
+def left_parts(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield what `write_whole` was about to write in processes that were killed.
+
+    Args:
+        pattern: of the names of the files, as for `Path.glob`.
+    """
+    yield from folder.glob(f".{pattern}.*.part")
+
+
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a file at once: whoever reads it finds all of this, or what was there before. Follows no link.
+
+    Args:
+        mode: of the file, less what the umask takes away.
+
+    Raises:
+        OSError: it cannot be written; what was there before is there still.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.unlink(missing_ok=True)  # of an earlier process with this number, which was killed
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from unisono.record.rundir import ADDRESS_FILE, TOKEN_FILE, is_taken
+from unisono.system.owned import write_whole
 
 __all__ = ["AddressFiles"]
 
@@ -53,10 +54,8 @@ class AddressFiles:
         self._written[token_file] = self._token
         address = folder / ADDRESS_FILE
         known = {"url": self._url, "pid": os.getpid(), "run_id": self._run_id}
-        part = folder / f"{ADDRESS_FILE}.part"
         text = json.dumps(known) + "\n"
-        part.write_text(text)
-        part.rename(address)
+        write_whole(address, text.encode())
         self._written[address] = text
         return True
 

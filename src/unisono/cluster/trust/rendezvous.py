@@ -20,7 +20,7 @@ import msgspec
 
 from unisono.core.errors import UsageError
 from unisono.system.lifetime import start_time
-from unisono.system.owned import NotOwned, read_owned
+from unisono.system.owned import NotOwned, left_parts, read_owned, write_whole
 
 __all__ = ["MeetingPoint", "Rendezvous"]
 
@@ -71,13 +71,8 @@ class Rendezvous:
         self._tidy()
         pid = os.getpid()
         meeting = MeetingPoint(url=url, token=token, host=os.uname().nodename, pid=pid, began=start_time(pid))
-        part = self._file.with_name(f"{self._file.name}.part")
         try:
-            part.unlink(missing_ok=True)
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(meeting))
-            part.rename(self._file)
+            write_whole(self._file, msgspec.json.encode(meeting), mode=0o600)
         except OSError as error:
             raise UsageError(
                 f"the address of the run cannot be written to {self._directory} for the other tasks: {error.strerror}; "
@@ -119,7 +114,7 @@ class Rendezvous:
     def _tidy(self) -> None:
         """Remove the files of jobs whose task 0 has been killed, as far as that is known."""
         with contextlib.suppress(OSError):
-            for file in self._directory.glob(f"{PREFIX}*"):
+            for file in (*self._directory.glob(f"{PREFIX}*"), *left_parts(self._directory, f"{PREFIX}*")):
                 if file != self._file and (meeting := _meeting(file)) is not None and _is_over(meeting):
                     file.unlink(missing_ok=True)
 

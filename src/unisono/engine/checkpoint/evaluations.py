@@ -32,7 +32,7 @@ import msgspec
 from unisono.record import checkpoint_files as files
 from unisono.record.rundir import EVALUATIONS
 from unisono.system.faults import point
-from unisono.system.owned import NotOwned, read_owned
+from unisono.system.owned import NotOwned, read_owned, write_whole
 from unisono.system.process import tell
 
 __all__ = ["CANNOT", "REFUSED", "EvaluationOrder", "Snapshots", "claimed", "get_on", "give_up", "hand_in", "order_of"]
@@ -245,10 +245,8 @@ def give_up(snapshot: Path, why: str) -> None:
 
 
 def _leave(snapshot: Path, name: str, data: bytes) -> None:
-    partial = snapshot / f".{name}"
     with contextlib.suppress(OSError):  # the run has removed the snapshot
-        partial.write_bytes(data)
-        partial.rename(snapshot / name)
+        write_whole(snapshot / name, data)
 
 
 def _modified(path: Path) -> float:

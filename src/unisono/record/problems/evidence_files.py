@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 from typing import Final
 
 from unisono.record.rundir import PROBLEMS, holder
+from unisono.system.owned import write_whole
 
 __all__ = ["FOLDER", "MOST_FILES", "stamp", "write"]
 
@@ -40,12 +40,5 @@ def write(directory: Path, run_id: str, name: str, content: str) -> bool:
     folder.mkdir(exist_ok=True)
     if sum(1 for _ in folder.glob("*.txt")) >= MOST_FILES:
         return False
-    target, part = folder / name, folder / f".{name}.part"
-    try:
-        part.write_text(content, encoding="utf-8", errors="replace")
-        part.replace(target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    write_whole(folder / name, content.encode(errors="replace"))
     return True

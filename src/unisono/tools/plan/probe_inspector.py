@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from unisono.engine.rounds.taps import Loop
 from unisono.record.problems.limits import limit_growth, memory_limit, own_memory, own_peak, own_share, reset_peak
 from unisono.script.inspecting import Inspector
 from unisono.system import accelerators
+from unisono.system.owned import write_whole
 from unisono.tools.plan.found import FILE, PROGRAM, ProbeSettings, WorkerFindings
 
 __all__ = ["Probe"]
@@ -144,9 +144,7 @@ class Probe(Inspector):
         )
 
     def _write(self, found: WorkerFindings) -> None:
-        part = self._directory / f"{FILE}.{os.getpid()}"
-        part.write_bytes(msgspec.json.encode(found))
-        part.replace(self._directory / FILE)
+        write_whole(self._directory / FILE, msgspec.json.encode(found))
 
 
 def _alike(one: Recipe, other: Recipe) -> bool:

@@ -20,6 +20,7 @@ from unisono.engine.state.packing import described, digest_of_tensor
 from unisono.record.explaining import Dissected, Dissection, Leaf
 from unisono.script.inspecting import Inspector
 from unisono.system.fingerprint import fingerprint
+from unisono.system.owned import write_whole
 from unisono.tools.replay.replaying import Against
 
 __all__ = ["Dissecting"]
@@ -97,10 +98,8 @@ class Dissecting(Inspector):
     def close(self) -> None:
         self._remove_hooks()
         self._note(leaves=self._leaves)  # of a step that has failed, those that were done
-        result = Path(self._asked.result)
-        part = result.with_name(f".{result.name}.part")
-        part.write_bytes(msgspec.json.encode(self._found))
-        part.replace(result)  # whole or not at all: the script may be killed at any moment
+        # Whole or not at all: the script may be killed at any moment.
+        write_whole(Path(self._asked.result), msgspec.json.encode(self._found))
 
     def _note(self, **values: Any) -> None:
         self._found = msgspec.structs.replace(self._found, **values)

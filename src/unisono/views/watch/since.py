@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from unisono.core.events import EvaluationFinished, StepFinished
 from unisono.record.journal import JOURNAL, from_line
+from unisono.system.owned import write_whole
 
 __all__ = ["ToolBookmark", "since"]
 
@@ -96,6 +97,4 @@ class ToolBookmark:
         """
         if self._path is not None:
             self._path.parent.mkdir(exist_ok=True)
-            part = self._path.with_name(f".{self._path.name}.part")
-            part.write_text(json.dumps(values) + "\n", encoding="utf-8")
-            part.replace(self._path)
+            write_whole(self._path, f"{json.dumps(values)}\n".encode())
