@@ -119,6 +119,7 @@ class _Side:
             self._process.stdin.write(f"{steps or self._steps}\n")
             self._process.stdin.flush()
         watch = threading.Timer(limit_s, self._process.kill)
+        watch.daemon = True  # nobody waits for it at the end
         watch.start()
         try:
             line = self._process.stdout.readline()

@@ -186,11 +186,11 @@ def test_so_many_problems_have_a_file_and_all_have_a_sentence(tmp_path: Path) ->
 
 
 def test_a_full_disk_costs_the_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_: object, **__: object) -> int:
+    def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     async def story(lab: Lab) -> None:
-        monkeypatch.setattr(Path, "write_text", no_room)
+        monkeypatch.setattr(evidence_files, "write_whole", no_room)
         lab.troubles.take(HANG)
         for name in ("w0", "w1", "agent0"):
             lab.answer(name, "x")

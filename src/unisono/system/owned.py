@@ -77,12 +77,13 @@ def _user(uid: int) -> str:
 
 
 def left_parts(folder: Path, pattern: str) -> Iterator[Path]:
-    """Yield what `write_whole` was about to write in processes that were killed.
+    """Yield what `write_whole` was about to write in processes that were killed, as far as the directory can be read.
 
     Args:
         pattern: of the names of the files, as for `Path.glob`.
     """
-    yield from folder.glob(f".{pattern}.*.part")
+    with contextlib.suppress(OSError):
+        yield from list(folder.glob(f".{pattern}.*.part"))
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
