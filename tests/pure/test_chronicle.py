@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, wait_until
 from unisono.core.events import Announcement, MachineUsed, RunEnded, RunStarted, WorkerGone
 from unisono.record import chronicle
 from unisono.record.chronicle import Chronicle, line_of
@@ -305,7 +305,7 @@ def test_what_machines_use_is_written_now_and_then_and_at_the_end_by_the_one_tha
     second.write_to(run, "r1")
     first.use([use("a", 100.0)])
     first.tell(said(1))
-    wait_for(run, 2)
+    wait_until(lambda: (run / USE_FILE).exists() and bool(list(read_use(run / USE_FILE))), "the first use is written")
     for at in range(101, 109):
         for each in (first, second):
             each.use([use("a", float(at)), use("b", at + 0.5)])
