@@ -46,7 +46,10 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(checks.ROOT / "src"), str(checks.ROOT)])
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    found = machine(arguments.device, arguments.module)
+    try:
+        found = machine(arguments.device, arguments.module)
+    except ValueError as error:
+        parser.error(str(error))
     device = str(found["device"])
     if not device or (device != "cpu" and not found["gpus"]):
         parser.error("torch sees no accelerator here; --device cpu tries the programme")
@@ -67,7 +70,8 @@ def main() -> int:
     print(text_of(report))
     if left:
         print(f"not checked yet: {', '.join(left)}; the same command goes on")
-    print(f"please send {arguments.out / NAME}.json; {arguments.out / NAME}.html is for you")
+    if report.results:
+        print(f"please send {arguments.out / NAME}.json; {arguments.out / NAME}.html is for you")
     return int(report.num_failed > 0)
 
 

@@ -110,8 +110,14 @@ def machine(device: str, module: str = "") -> dict[str, Any]:
     Args:
         device: "": the accelerator that torch finds.
         module: is imported first; it makes the device known to torch.
+
+    Raises:
+        ValueError: torch knows no such device, or there is no such module.
     """
-    done = subprocess.run([sys.executable, "-c", FACTS, device, module], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", FACTS, device, module], capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(f"--device {device or 'of torch'} cannot be used: {why}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     found |= {"python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}
     found["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

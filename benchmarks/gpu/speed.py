@@ -25,7 +25,7 @@ from benchmarks.gpu.report import Result, shortened
 from benchmarks.gpu.sides import WARM, Turn
 from unisono.system.lifetime import started
 
-__all__ = ["GOAL", "ratio", "speed"]
+__all__ = ["rate", "ratio", "speed"]
 
 ROUNDS: Final = 5
 GOAL: Final = 0.98
@@ -56,11 +56,7 @@ def _speed(place: Place) -> Iterator[Result]:
         yield Result("speed", "failed", time.monotonic() - began, str(failed))
         return
     for name, says in SIDES.items():
-        rate = statistics.median(one[name].tokens_per_s for one in rounds)
-        peak = rounds[-1][name].peak_bytes
-        memory = f", {peak / 2**20:,.0f} MiB" if peak else ""
-        figures = {"tokens_per_s": rate, "peak_bytes": float(peak)}
-        yield Result(f"speed: {name}", "measured", words=f"{rate:,.0f} tokens/s{memory}: {says}", figures=figures)
+        yield rate(f"speed: {name}", [one[name] for one in rounds], says)
     seconds = time.monotonic() - began
     for name, above, below, goal in (
         ("the library's part", "unisono free", "plain", GOAL),
@@ -69,6 +65,18 @@ def _speed(place: Place) -> Iterator[Result]:
     ):
         found = [one[above].tokens_per_s / one[below].tokens_per_s for one in rounds]
         yield ratio(f"speed: {name}", found, SIDES[below], goal if place.is_large else None, seconds)
+
+
+def rate(name: str, turns: Sequence[Turn], says: str, each: str = "") -> Result:
+    """Return the result of one side: its speed in the middle turn, its memory in the last one.
+
+    Args:
+        each: is said after the memory.
+    """
+    middle, peak = statistics.median(one.tokens_per_s for one in turns), turns[-1].peak_bytes
+    memory = f", {peak / 2**20:,.0f} MiB{each}" if peak else ""
+    figures = {"tokens_per_s": middle, "peak_bytes": float(peak)}
+    return Result(name, "measured", words=f"{middle:,.0f} tokens/s{memory}: {says}", figures=figures)
 
 
 def ratio(name: str, found: Sequence[float], beside: str, goal: float | None, seconds: float) -> Result:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Final
 from benchmarks.gpu.checks import Check, Place, run_words
 from benchmarks.gpu.report import Result, shortened
 from benchmarks.gpu.sides import MICROBATCHES, Turn
-from benchmarks.gpu.speed import ratio
+from benchmarks.gpu.speed import rate, ratio
 
 __all__ = ["together"]
 
@@ -62,12 +61,7 @@ def _together(place: Place, size: int) -> Iterator[Result]:
             shutil.rmtree(folder / name.replace(" ", "-"), ignore_errors=True)
         rounds.append(found)
     for name, (_, says) in SIDES.items():
-        rate = statistics.median(one[name].tokens_per_s for one in rounds)
-        peak = rounds[-1][name].peak_bytes
-        memory = f", {peak / 2**20:,.0f} MiB each" if peak else ""
-        figures = {"tokens_per_s": rate, "peak_bytes": float(peak)}
-        yield Result(f"together: {name} on {size}", "measured", words=f"{rate:,.0f} tokens/s{memory}: {says}",
-                     figures=figures)  # fmt: skip
+        yield rate(f"together: {name} on {size}", [one[name] for one in rounds], says, " each")
     seconds = time.monotonic() - began
     for above, below in (("unisono free", "ddp"), ("unisono", "ddp deterministic")):
         ratios = [one[above].tokens_per_s / one[below].tokens_per_s for one in rounds]

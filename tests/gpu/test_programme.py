@@ -108,6 +108,15 @@ def test_nothing_stays_behind_when_it_is_stopped(
     wait_until(lambda: not marked(mark) and not list(folder.iterdir()), "all processes and files are gone")
 
 
+@pytest.mark.parametrize("arguments", [("--device", "nonsense"), ("--device", "emu", "--import", "no.such.module")])
+def test_a_device_that_is_not_there_is_refused_in_words(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    command = [*PROGRAMME, *arguments, "--out", str(tmp_path)]
+    refused = subprocess.run(command, cwd=checks.ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert refused.returncode == 2
+    assert f"error: --device {arguments[1]} cannot be used: " in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_a_report_of_another_machine_is_not_gone_on_with(tmp_path: Path) -> None:
     write(Report("cpu", MACHINE), tmp_path)
     command = [*PROGRAMME, "--device", "cpu", "--out", str(tmp_path)]
