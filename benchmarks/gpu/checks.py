@@ -244,11 +244,10 @@ def _recovery(place: Place) -> Iterator[Result]:
     )
     if code:
         return
-    costs: dict[str, list[float]] = {"is killed": [], "joins": []}
-    for event in read(folder / "killed" / "events.jsonl"):
-        if event["kind"] == "interruption" and event["seconds"] > 0:
-            costs["is killed" if "was killed" in event["reason"] else "joins"].append(event["seconds"])
-    for what, found in costs.items():
+    interruptions = [event for event in read(folder / "killed" / "events.jsonl") if event["kind"] == "interruption"]
+    for what, said in (("is killed", "was killed"), ("joins", " joins;")):
+        # A replacement that joins before the next step is finished makes one interruption with the loss, of both kinds.
+        found = [event["seconds"] for event in interruptions if said in event["reason"]]
         name = f"recovery: a worker {what}"
         if not found:
             yield Result(name, "failed", words="the run says nothing of it")
