@@ -4,13 +4,14 @@ A tensor on it is a wrapper whose bytes lie in a hidden tensor of the CPU: the C
 GPU forbids raises here: ``numpy()``, an operation on tensors of two devices, a read of an address. What a GPU waits for
 is recorded in `reads`: each read by the host, with its place, its thread and its bytes. A copy with
 ``non_blocking=True`` into the host's memory arrives only with a synchronize: until then the target is full of a
-pattern that is wrong. Kernels are synchronous, so a place where two streams race is not found by its bits; and
-``module.to("emu")`` makes new parameters, so weights that were tied are not tied there.
+pattern that is wrong. Kernels are synchronous, so a place where two streams race is not found by its bits: `order`
+finds it. ``module.to("emu")`` makes new parameters, so weights that were tied are not tied there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -26,12 +27,16 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.emulated.ordering import Order
+
 __all__ = ["CARD", "NAME", "Emulated", "Held", "Read", "calls", "control_reads", "reads", "staged_bytes", "synchronize"]
 
 NAME = "emu"
 CARD = "EMULATED_CARD"
 """Name of the environment variable with the id of the card, as "ID@DOMAIN:BUS:DEVICE", or without the address; else all
 processes of a machine are on one card."""
+WITHOUT_FLOAT64 = "EMULATED_WITHOUT_FLOAT64"
+"""Name of the environment variable that makes the device one as Apple's, which has no such numbers."""
 UNREADABLE = 1 << 62
 """Is set in each address that a tensor tells: whoever reads it ends with a signal."""
 WRONG = 0x7F
@@ -80,10 +85,22 @@ def staged_bytes(found: Sequence[Read] | None = None) -> int:
 
 
 def synchronize(device: object = None) -> None:
-    """Wait until all copies into the host's memory have arrived."""
+    """Wait for all streams, and until all copies into the host's memory have arrived."""
+    if order is not None:
+        order.synchronize()
+    _arrive()
+
+
+def _arrive() -> None:
     while _pending:
         target, source = _pending.pop(0)
         target.copy_(source)
+
+
+def _wait() -> None:
+    """Wait for what was launched on the current stream, and for what is launched now."""
+    _here.waits = True
+    _arrive()
 
 
 def _note(nbytes: int) -> None:
@@ -123,6 +140,68 @@ class Held:
 
 held: Held | None = None
 """Set it to count bytes: it costs time."""
+order: Order | None = None
+"""Set it to look at the order of uses on several streams: it costs more."""
+_streams = itertools.count(1)
+_events = itertools.count(1)
+_here = threading.local()
+
+
+class Stream:
+    """A stream of the device; number 0 is the one on which every thread begins."""
+
+    def __init__(self, device: object = None, *, number: int | None = None) -> None:
+        self.number = next(_streams) if number is None else number
+        self.device = torch.device(NAME, 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def wait_event(self, event: Event) -> None:
+        if order is not None:
+            order.wait(event.number, self.number)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+
+class Event:
+    def __init__(self) -> None:
+        self.number = next(_events)
+
+    def record(self, stream: Stream | None = None) -> None:
+        if order is not None:
+            order.record(self.number, (stream or current_stream()).number)
+
+
+_current: dict[int, Stream] = {}  # by thread
+
+
+def current_stream(device: object = None) -> Stream:
+    """Return this thread's stream. A backward pass, which torch computes in a thread of its own, is on that of the main
+    thread: a GPU's is on that of the forward pass.
+    """
+    thread = threading.current_thread()
+    if isinstance(thread, threading._DummyThread):
+        thread = threading.main_thread()
+    return _current.get(thread.ident or 0) or Stream(number=0)
+
+
+def set_stream(stream: Stream) -> None:
+    _current[threading.get_ident()] = stream
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    before = current_stream()
+    set_stream(stream)
+    yield
+    set_stream(before)
 
 
 class Emulated(torch.Tensor):
@@ -143,9 +222,13 @@ class Emulated(torch.Tensor):
         )
 
     def __init__(self, inner: torch.Tensor, requires_grad: bool = False) -> None:
+        if inner.dtype == torch.float64 and WITHOUT_FLOAT64 in os.environ:
+            raise TypeError(f"a tensor of float64 on {self.device}, which has none")
         self._inner = inner
         if held is not None:
             held.hold(inner)
+        if order is not None:
+            order.hold(inner, current_stream().number)
 
     def __repr__(self, **_: Any) -> str:
         return f"{self._inner!r} on {self.device}"
@@ -199,9 +282,20 @@ class Emulated(torch.Tensor):
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given, _here.waits = dict(kwargs), False
+    result = _launch(func, args, kwargs)
+    if order is not None:
+        number = current_stream().number
+        order.launch(number, func, args, given, result)
+        if _here.waits:
+            order.synchronize(number)
+    return result
+
+
+def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     calls[str(func)] += 1
     if func is aten._local_scalar_dense.default:
-        synchronize()
+        _wait()
         _note(args[0].element_size())
         return args[0]._inner.item()
     if func is aten.is_pinned.default:
@@ -240,6 +334,11 @@ def _draws(func: Any) -> Iterator[None]:
         default.set_state(saved)
 
 
+def new_order() -> Order:
+    """Return what becomes `order`."""
+    return Order(lambda value: value._inner if isinstance(value, Emulated) else None)
+
+
 def _unwrap(value: Any) -> Any:
     return value._inner if isinstance(value, Emulated) else value
 
@@ -272,7 +371,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.device(source.device if device is None else device).type == NAME:
             moved = aten._to_copy.default(_unwrap(source), **kwargs)
             return Emulated(moved.clone() if moved is _unwrap(source) else moved)
-        synchronize()
+        _wait()
         _note(source.nbytes)  # new memory of the host is not pinned: it waits
         return aten._to_copy.default(source._inner, **kwargs).clone()
     target, source = args[0], args[1]
@@ -287,7 +386,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target.fill_(WRONG)
         _pending.append((target, source._inner.clone()))
     else:
-        synchronize()
+        _wait()
         _note(source.nbytes)
         target.copy_(source._inner)
     return target
@@ -317,6 +416,10 @@ class _Module:
     get_device_properties = staticmethod(_properties)
     set_device = staticmethod(lambda device: None)
     device = staticmethod(lambda device: contextlib.nullcontext())
+    Stream, Event = Stream, Event
+    current_stream = staticmethod(current_stream)
+    set_stream = staticmethod(set_stream)
+    stream = staticmethod(on_stream)
     manual_seed = staticmethod(_generator.manual_seed)
     manual_seed_all = staticmethod(_generator.manual_seed)
 

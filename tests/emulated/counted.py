@@ -24,9 +24,11 @@ from unisono.engine.state.packing import digest_of_tensor
 from unisono.script import run as run_module
 from unisono.script.run import Run
 
-FIRST = 9
-"""Up to the eighth step, states are compared and micro-batches rehearsed."""
-STEPS = 11
+FIRST = 11
+"""Up to the eighth step, states are compared and micro-batches rehearsed; with a delay, looked at some steps later."""
+STEPS = 16
+OWN = "emulated/counted.py"
+"""What the script reads is its own."""
 
 
 def use_the_device() -> None:
@@ -34,40 +36,80 @@ def use_the_device() -> None:
     vars(run_module).update(choose_device=lambda *_: torch.device("emu", 0))
 
 
-def count(run: Run, *, scaler: bool = False, weighs: bool = False) -> dict[str, Any]:
-    """Train, and return the most that a step has read: by line, between forward and backward, in bytes of copies."""
-    device = importlib.import_module("tests.emulated.accelerator")
+def training(run: Run, **tracked: Any) -> tuple[TensorDataset, nn.Module, torch.optim.Optimizer]:
     generator = torch.Generator().manual_seed(1)
     images, labels = torch.randn(512, 1, 8, 8, generator=generator), torch.randint(0, 10, (512,), generator=generator)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(64, 10)).to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run.track(model=model, optimizer=optimizer, **tracked)
+    return TensorDataset(images, labels), model, optimizer
+
+
+def count(run: Run, *, scaler: bool = False, weighs: bool = False, delay: int = 0) -> dict[str, Any]:
+    """Train, and return the most that a step has read, from one update to the next: by line, between forward and
+    backward, in bytes of copies.
+    """
+    device = importlib.import_module("tests.emulated.accelerator")
     with run:
-        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten()]
-        model = nn.Sequential(*layers, nn.Linear(64, 10)).to(run.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         tracked = {"scaler": torch.amp.GradScaler("emu")} if scaler else {}
-        run.track(model=model, optimizer=optimizer, **tracked)
+        data, model, optimizer = training(run, **tracked)
         most: list[Any] = []
         between = staged = 0
-        for step in run.steps(TensorDataset(images, labels), batch_size=16, microbatches=4, max_steps=STEPS):
-            is_counted = step.number >= FIRST and not is_compared(step.number, is_last=step.number == STEPS - 1)
-            device.reads.clear()
+        for step in run.steps(data, batch_size=16, microbatches=4, max_steps=STEPS + delay + 1, delay=delay):
+            near = range(step.number - delay, step.number + delay + 1)  # what is under way
+            is_counted = step.number >= FIRST and not any(is_compared(one, is_last=one >= STEPS) for one in near)
             for inputs, targets in step:
                 inputs, targets = inputs.to(run.device), targets.to(run.device)
                 out = model(inputs)
                 loss = F.cross_entropy(out, targets)
                 before = len(device.reads)
                 step.backward(loss, weight=(targets > 4).sum() if weighs else None, scaler=tracked.get("scaler"))
-                between += len(device.reads) - before if is_counted else 0
+                here = [read for read in device.reads[before:] if read.thread == "MainThread"]
+                between += len(here) if is_counted else 0
                 step.add(right=(out.argmax(1) == targets).sum(), loss=loss, seen=len(targets))
-            found = device.control_reads()
+            found = [read for read in device.control_reads() if read.file != OWN]
             if is_counted:
                 most = max(most, found, key=len)
                 staged = max(staged, device.staged_bytes())
+            device.reads.clear()
             if scaler:
                 tracked["scaler"].step(optimizer)
                 tracked["scaler"].update()
             else:
                 optimizer.step()
     return {"lines": dict(Counter(read.place for read in most)), "between": between, "staged": staged}
+
+
+def count_local(run: Run) -> dict[str, Any]:
+    """Train by local steps; return the most that an inner step of the last round but one, which is not compared, has
+    read, and what that round has read beside its steps.
+    """
+    device = importlib.import_module("tests.emulated.accelerator")
+    with run:
+        data, model, optimizer = training(run)
+        inner: list[list[Any]] = []
+        around: list[list[Any]] = []
+        device.reads.clear()
+        for round_ in run.local_steps(
+            data, replicas=2, inner_steps=2, batch_size=16, microbatches=4, max_steps=24, drop_last=True
+        ):
+            most: list[Any] = []
+            for number, step in enumerate(round_):
+                begun = len(device.reads)
+                for inputs, targets in step:
+                    step.backward(F.cross_entropy(model(inputs), targets))
+                if number:  # the first micro-batch of a round is compared
+                    most = max(most, device.control_reads(device.reads[begun:]), key=len)
+                optimizer.step()
+                del device.reads[begun:]
+            inner.append(most)
+            around.append(device.control_reads())
+            device.reads.clear()
+    return {
+        "inner": dict(Counter(read.place for read in inner[-2])),
+        "around": dict(Counter(read.place for read in around[-2])),
+    }
 
 
 def weighed(device: str) -> dict[str, int]:
@@ -128,6 +170,8 @@ def _alone(seat: Seat) -> dict[str, Any]:
         "alone": count(Run(None, seed=3)),
         "with a scaler": count(Run(None, seed=3), scaler=True),
         "with weights": count(Run(None, seed=3), weighs=True),
+        "sums under way": count(Run(None, seed=3), delay=2),
+        "local steps": count_local(Run(None, seed=3)),
         "refusals": [refusal(math.nan, 1.0), refusal(1.0, -1.0), refusal(math.nan, 0.0)],
         "digests": digests_differ(),
     }
@@ -137,14 +181,21 @@ def _alone(seat: Seat) -> dict[str, Any]:
 def _together(seat: Seat, place: Place) -> dict[str, Any]:
     use_the_device()
     place.device = torch.device("emu", 0)
-    return count(place.run(None, seed=3))
+    return {
+        "of two": count(place.run(None, seed=3)),
+        "of two, sums under way": count(place.run(None, seed=3), delay=2),
+        "local steps of two": count_local(place.run(None, seed=3)),
+    }
 
 
 def main() -> None:
     with Team(1, _alone) as team:
         (alone,) = team.results()
     first, second = train_on("gloo", 2, _together)
-    print(json.dumps({**alone, "first of two": first, "second of two": second}))
+    both = {
+        f"{nth} {name}": one for nth, found in (("first", first), ("second", second)) for name, one in found.items()
+    }
+    print(json.dumps({**alone, **both}))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,17 @@ from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
 
 MOST_ALONE, MOST_TOGETHER = 3, 6
-PLACES = ("alone", "with a scaler", "with weights", "first of two", "second of two")
+PLACES = (
+    "alone",
+    "with a scaler",
+    "with weights",
+    "sums under way",
+    "first of two",
+    "second of two",
+    "first of two, sums under way",
+    "second of two, sums under way",
+)
+LOCAL = ("local steps", "first local steps of two", "second local steps of two")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +48,13 @@ def counted() -> dict[str, Any]:
 def test_a_step_reads_a_few_times(counted: dict[str, Any], where: str) -> None:
     most = MOST_TOGETHER if "two" in where else MOST_ALONE
     assert 1 <= sum(counted[where]["lines"].values()) <= most, counted[where]["lines"]
+
+
+@pytest.mark.parametrize("where", LOCAL)
+def test_local_steps_read_as_often_as_those_of_one_worker(counted: dict[str, Any], where: str) -> None:
+    """Whatever their number; and a round as often as a step of several."""
+    assert 1 <= sum(counted[where]["inner"].values()) <= MOST_ALONE, counted[where]["inner"]
+    assert 1 <= sum(counted[where]["around"].values()) <= MOST_TOGETHER, counted[where]["around"]
 
 
 def test_nothing_is_read_between_forward_and_backward(counted: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ The two are on one card, so their sums travel by way of the host's memory.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -24,11 +25,15 @@ NOT_THERE = {
 REST = tuple(name for name in RECIPES if name not in (*TRAININGS, *NOT_THERE))
 
 
-@pytest.mark.parametrize("names", [TRAININGS, pytest.param(REST, marks=pytest.mark.more)], ids=["six", "the rest"])
-def test_the_bits_are_those_of_the_cpu(names: tuple[str, ...]) -> None:
+WITHOUT_FLOAT64 = ("cnn", "transformer", "fused", "checkpointed", "frozen", "channels last")
+"""Without those that have such parameters, and torch's GradScaler, which needs such numbers."""
+
+
+def _check(names: tuple[str, ...], **variables: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.emulated.trainings", *names],
         cwd=ROOT,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=2 * WAIT_S,
@@ -36,3 +41,14 @@ def test_the_bits_are_those_of_the_cpu(names: tuple[str, ...]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"alone": [], "first of two": [], "second of two": []}
+
+
+@pytest.mark.parametrize("names", [TRAININGS, pytest.param(REST, marks=pytest.mark.more)], ids=["six", "the rest"])
+def test_the_bits_are_those_of_the_cpu(names: tuple[str, ...]) -> None:
+    _check(names)
+
+
+@pytest.mark.more
+def test_a_device_without_float64_adds_on_the_cpu() -> None:
+    """As Apple's, for which there is no machine here."""
+    _check(WITHOUT_FLOAT64, EMULATED_WITHOUT_FLOAT64="1")

@@ -159,4 +159,6 @@ def test_sums_under_way_have_a_stream_of_their_own_and_an_event_at_both_ends(mon
         ("own", "sum"),
         ("own", "marked"),
         ("the script's", "waits for what is on own"),
+        ("own", "marked"),  # when the thread ends
+        ("the script's", "waits for what is on own"),
     ]

@@ -54,7 +54,9 @@ def main() -> None:
     ) as run:
         draw = torch.Generator().manual_seed(1)
         data = TensorDataset(torch.randn(54, 12, generator=draw), torch.randint(0, 4, (54,), generator=draw))
-        model = nn.Sequential(nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 4))
+        model = nn.Sequential(nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 4)).to(
+            run.device
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         if arguments.shard:
             optimizer = unisono.shard(optimizer, copies=2)

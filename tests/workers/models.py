@@ -301,7 +301,9 @@ class Recipe:
 
     def measure(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Totals of all three kinds: a float, an int and a tensor."""
-        found = [(loss.double() * (weight or 1.0), weight) for loss, weight in self.losses(model, batch) if weight != 0]
+        found = [
+            (loss.cpu().double() * (weight or 1.0), weight) for loss, weight in self.losses(model, batch) if weight != 0
+        ]
         loss = sum((loss for loss, _ in found), torch.zeros((), dtype=torch.float64))
         return {"loss": loss, "losses": len(found), "both": torch.stack([loss, loss.square()])}
 

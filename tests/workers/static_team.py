@@ -34,6 +34,7 @@ from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import Part
 from unisono.engine.rounds.team import Team as RunTeam
 from unisono.script.run import Run
+from unisono.system.accelerators import adds_on
 from unisono.system.lifetime import scratch_folder
 
 __all__ = ["AloneRun", "Place", "StaticRun", "train_on", "trained_alone"]
@@ -137,7 +138,7 @@ class Place:
             generation=part.number,
             rank=part.ranks.index(self._seat.rank),
             hosts=hosts,
-            device=self.device,
+            device=adds_on(self.device),
             timeout_s=TIMEOUT_S,
             store=lambda name: dist.PrefixStore(f"{generation}/{part.name}/{name}", self._store),
             page=part.page,

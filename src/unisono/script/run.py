@@ -78,7 +78,7 @@ from unisono.strategies.local.localround import LocalRound, ReplicaSamples, Repl
 from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
 from unisono.strategies.local.strategy import Delta, InnerState, LocalSteps
-from unisono.system import tasks
+from unisono.system import accelerators, tasks
 from unisono.system.arithmetic import check
 from unisono.system.process import IS_WATCHED, Process
 from unisono.views.watch import Sink, named
@@ -314,23 +314,22 @@ class Run:
         self._ending.end(None, "run.close() was called")
 
     def _make_team(self, member: members.Member | None, *, checks: bool) -> Team:
+        device = accelerators.adds_on(self.device)
         if member is None:
-            return Team(self.device)
+            return Team(device)
         settings = member.spec.run.settings
         return HeadTeam(
             member,
             partial(
                 build_exchange,
                 member=member,
-                device=self.device,
+                device=device,
                 wanted=settings.exchange,
                 timeout_s=settings.timeout_s,
                 checks=checks,
             ),
-            partial(open_wire, member=member, device=self.device, timeout_s=settings.timeout_s),
-            partial(
-                build_part, member=member, device=self.device, wanted=settings.exchange, timeout_s=settings.timeout_s
-            ),
+            partial(open_wire, member=member, device=device, timeout_s=settings.timeout_s),
+            partial(build_part, member=member, device=device, wanted=settings.exchange, timeout_s=settings.timeout_s),
         )
 
     # -- what the script asks ------------------------------------------------------------------------
@@ -782,7 +781,7 @@ class Run:
             planned.num_steps,
             tracked=self._tracked,
             replicas=self._replicas,
-            device=self.device,
+            device=accelerators.adds_on(self.device),
             outer=outer,
             inner_state=inner_state,
             copies=copies,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "adds_on",
     "built_for",
     "capacity",
     "cards",
@@ -31,10 +33,12 @@ __all__ = [
     "library",
     "mark",
     "memory",
+    "on_stream",
     "open_library",
     "peak_bytes",
     "pins",
     "reset_peak",
+    "stream",
     "synchronize",
     "use",
     "use_own_stream",
@@ -52,6 +56,9 @@ LOST_PEERS: Final = {
 monitor, ends the process."""
 KERNELS: Final = ("nvidia-cublas-cu12", "nvidia-cublas", "triton")
 """Packages with kernels that torch has no version of its own for."""
+APPLE: Final = "mps"
+"""Is used where a script names it: it has no float64, a worker has no other one, and no test has met one."""
+_named: set[str] = set()  # kinds of devices that this process was told to use
 
 
 def built_for() -> str:
@@ -60,7 +67,7 @@ def built_for() -> str:
         found = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, where there is none
         return ""
-    return found.type if found is not None and found.type != "mps" else ""
+    return found.type if found is not None and (found.type != APPLE or APPLE in _named) else ""
 
 
 def kind() -> str:
@@ -91,11 +98,28 @@ def choose(number: int) -> torch.device:
 
 def use(device: torch.device) -> torch.device:
     """Make a device the current one of this thread: random numbers are set for that one. Returns it with its index."""
+    _named.add(device.type)
+    if device.type == APPLE:
+        return torch.device(APPLE, 0)
     module = torch.get_device_module(device)
     if device.index is None:
         device = torch.device(device.type, module.current_device())
     module.set_device(device.index)
     return device
+
+
+@functools.cache
+def _has_float64(kind: str) -> bool:
+    try:
+        torch.empty(0, dtype=torch.float64, device=kind)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def adds_on(device: torch.device) -> torch.device:
+    """Return where the sums of a device's tensors are made: there, or on the CPU where the device has no float64."""
+    return device if _has_float64(device.type) else torch.device("cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -106,7 +130,7 @@ def synchronize(device: torch.device) -> None:
 @functools.cache
 def pins(kind: str) -> bool:
     """Return whether this kind of device copies from pinned memory of the host."""
-    if kind in ("cpu", "mps"):
+    if kind in ("cpu", APPLE):
         return False
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
@@ -119,7 +143,7 @@ def pins(kind: str) -> bool:
 
 def has_streams(device: torch.device) -> bool:
     """Return whether a device has several streams, which do not wait for each other."""
-    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+    return device.type not in ("cpu", APPLE) and hasattr(torch.get_device_module(device), "Stream")
 
 
 def use_own_stream(device: torch.device) -> None:
@@ -131,20 +155,41 @@ def use_own_stream(device: torch.device) -> None:
         module.set_stream(module.Stream(device))
 
 
+def stream(device: torch.device) -> Any:
+    """Return the stream on which this thread launches; None where there are no streams."""
+    return torch.get_device_module(device).current_stream(device) if has_streams(device) else None
+
+
+@contextlib.contextmanager
+def on_stream(given: Any) -> Iterator[None]:
+    """Launch on a stream that `stream` has returned. What this thread's own is given afterwards begins after that."""
+    if given is None or given == (own := stream(given.device)):
+        yield
+        return
+    device = given.device
+    module = torch.get_device_module(device)
+    module.set_stream(given)
+    try:
+        yield
+    finally:
+        done = mark(device)
+        module.set_stream(own)
+        follow(device, done)
+
+
 def mark(device: torch.device) -> Any:
     """Return an event after all that was launched on this thread's stream; None where there are no streams."""
-    if not has_streams(device):
+    if (own := stream(device)) is None:
         return None
-    module = torch.get_device_module(device)
-    event = module.Event()
-    event.record(module.current_stream(device))
+    event = torch.get_device_module(device).Event()
+    event.record(own)
     return event
 
 
 def follow(device: torch.device, event: Any) -> None:
     """Let what is launched on this thread's stream from now on begin after an event of `mark`."""
     if event is not None:
-        torch.get_device_module(device).current_stream(device).wait_event(event)
+        stream(device).wait_event(event)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------

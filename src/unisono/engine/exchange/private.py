@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.pool import Pool
+from unisono.system import accelerators
 
 __all__ = ["PrivateSlots"]
 
@@ -29,6 +31,7 @@ class PrivateSlots:
         self.device = device
         self._slot_bytes = slot_bytes
         self.pool = Pool(self._allocate)
+        self._read: dict[int, Any] = {}  # by the key of a free slot: after what was launched on it it may be written
 
     def _allocate(self, layout: FlatLayout) -> Tensor:
         return torch.zeros(self._slot_bytes(layout), dtype=torch.uint8, device=self.device)
@@ -42,9 +45,12 @@ class PrivateSlots:
         return [slot if fit else slot.copy_to(self.slot()) for slot, fit in zip(slots, fits, strict=True)]
 
     def slot(self) -> Slot:
-        return self.pool.slot()
+        slot = self.pool.slot()
+        accelerators.follow(self.device, self._read.pop(slot.key, None))
+        return slot
 
     def release(self, slot: Slot) -> None:
+        self._read[slot.key] = accelerators.mark(self.device)  # the next to use it may have a stream of its own
         self.pool.release(slot)
 
     def work(self) -> tuple[HostWork, Sequence[int]] | None:
@@ -55,3 +61,4 @@ class PrivateSlots:
 
     def close(self) -> None:
         self.pool.clear()
+        self._read.clear()

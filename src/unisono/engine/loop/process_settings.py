@@ -99,8 +99,8 @@ def choose_device(argument: str | torch.device | None, number: int) -> torch.dev
     device = torch.device(argument)
     if device.type == "cpu":
         return device
-    if device.type == "mps":
-        raise UsageError('device="mps": sums need float64, which it does not have')
+    if device.type == accelerators.APPLE and torch.backends.mps.is_available():
+        return accelerators.use(device)
     if device.type != (found := accelerators.kind()):
         has = f'the CPU and "{found}"' if found else "the CPU only"
         raise UsageError(f"device={str(argument)!r}: torch knows no such device on this machine, which has {has}")

@@ -46,6 +46,7 @@ from unisono.engine.microbatch.parameters import ParameterCheck
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.packing import digest_of_each
 from unisono.engine.state.tracked import Calls
+from unisono.system import accelerators
 from unisono.system.faults import spoils
 from unisono.system.reading import read
 
@@ -180,7 +181,10 @@ class GradientFolder:
         ]
         # Only with one kind of sum do the rows become complete in the order of the parameters.
         self._in_order = len({entry.sum_dtype for entry in self.layout.gradients}) == 1
-        self._tail = _Tail(self.layout, self._parameters[0].device if self._parameters else torch.device("cpu"))
+        # Where the sums are made: where the parameters are, or on the CPU.
+        self._device = accelerators.adds_on(self._parameters[0].device if self._parameters else torch.device("cpu"))
+        self._moves = any(parameter.device != self._device for parameter in self._parameters)
+        self._tail = _Tail(self.layout, self._device)
         # By pass over the global batch: by parameter, the parts of its gradient that one call gives.
         self._parts_known: dict[int, list[int]] = {}
         self._turn = 0
@@ -410,8 +414,7 @@ class GradientFolder:
 
     def _own_slot(self) -> Slot:
         """Return a private slot, which is freed after its use: it is seldom needed."""
-        device = self._parameters[0].device
-        return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=device))
+        return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=self._device))
 
     def _add_tail(
         self, current: _Leaf, weight: float | Tensor, weighted_loss: float | Tensor, write_extras: WriteExtras | None
@@ -458,6 +461,8 @@ class GradientFolder:
             return
         # Out of the user's reach: zero_grad() anywhere in the loop must do no harm.
         parameter.grad = None
+        if self._moves:
+            gradient = gradient.to(self._device)
         if index == 0 and (bit := spoils("gradient", current.node.index)) is not None:
             gradient = with_flipped_bit(gradient, bit)
         if current.folded[index]:

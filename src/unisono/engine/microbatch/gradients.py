@@ -19,7 +19,7 @@ def gradient_of(parameter: Tensor, mean: Tensor) -> Tensor:
     Returns:
         A view of ``mean``, by which the slot knows that somebody holds it (`Slot.is_shared`); or a copy.
     """
-    if mean.dtype == parameter.dtype and mean.stride() == parameter.stride():
+    if mean.device == parameter.device and mean.dtype == parameter.dtype and mean.stride() == parameter.stride():
         return mean.view_as(mean)
     return torch.empty_like(parameter, requires_grad=False).copy_(mean)
 

@@ -18,6 +18,7 @@ from unisono.cluster.worker import member as members
 from unisono.core.errors import LossError, StepError
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.graphs import divided_by, is_sum
+from unisono.system import accelerators
 from unisono.system.reading import read
 from unisono.system.stacks import level_outside
 
@@ -45,6 +46,7 @@ class Microbatch:
         is_in_backward: whether gradients are being computed.
         has_foreign: whether the script has computed gradients that reach no trained parameter.
         is_scaled: whether its gradients have the scale of a ``GradScaler``.
+        stream: of the device, on which its gradients are computed; None: there is one only.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Microbatch:
         self.weighted_loss: float | Tensor = 0.0
         self.unread: list[tuple[Tensor, float | Tensor, torch.dtype]] = []
         self.is_in_backward = self.has_foreign = self.is_scaled = False
+        self.stream: Any = None
         self._reduction = reduction
         self._folder = folder
         self._step = step
@@ -77,11 +80,13 @@ class Microbatch:
         """Compute the gradients of a loss and fold them; see `unisono.Step.backward`."""
         _check_loss(loss, self.where)
         self._has_loss = True
-        on_device = loss.detach().reshape(()).to(torch.float64)
+        self.stream = accelerators.stream(loss.device)
+        is_read = accelerators.adds_on(loss.device).type == "cpu" or bool(members.spec().run.settings.inspect)
+        on_device = loss.detach().reshape(())
+        on_device = (on_device.cpu() if is_read else on_device).to(torch.float64)
         value: float | Tensor = on_device
         factor: float | Tensor = 1.0
         is_left_out: Tensor | None = None
-        is_read = loss.device.type == "cpu" or bool(members.spec().run.settings.inspect)
         if not is_read and isinstance(weight, Tensor) and weight.device == loss.device:
             there = weight.detach().reshape(()).to(torch.float64) / self._scale
             is_left_out = there == 0.0

@@ -377,7 +377,7 @@ class _Part(msgspec.Struct, frozen=True):
 def _total(value: Any, name: str) -> Any:
     if isinstance(value, Tensor):
         wide = torch.float64 if value.dtype.is_floating_point else torch.int64
-        value = value.detach().to(device="cpu", dtype=wide)
+        value = value.detach().cpu().to(wide)
         return value if value.dim() else value.item()
     if isinstance(value, (bool, int)):
         return int(value)

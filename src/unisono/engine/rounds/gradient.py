@@ -41,6 +41,7 @@ from unisono.engine.rounds.team import LOST
 from unisono.engine.state.carried import Carried
 from unisono.engine.state.sums import Total, as_sum
 from unisono.engine.state.tracked import Tracked
+from unisono.system import accelerators
 from unisono.system.faults import point
 from unisono.system.reading import read
 
@@ -131,13 +132,11 @@ class CommittedStep:
 
 
 class _Read(NamedTuple):
-    """What Python looks at in the sum of a step, on the CPU."""
+    """What Python looks at in the sum of a step, on the CPU, beside the total weight and the weighted loss."""
 
-    scalars: tuple[float, float]
-    """Total weight, and weighted loss."""
     used: Sequence[int]
     is_broken: bool
-    """Of the buffers; see `unisono.engine.state.buffers.Buffers.broken`."""
+    """Of the buffers; see `unisono.engine.state.buffers.Buffers.broken`. With a delay: `may_break`."""
     totals: Mapping[str, Total]
     """Of ``step.add``."""
     seen: Sequence[float]
@@ -370,26 +369,28 @@ class GradientRound:
         point("committed")
         self._note_progress(-1)
         committed.counts = self._context.check(summed)
-        self._read = known = self._read_from(summed.slot)
-        self._scalars = (weight, _) = known.scalars
-        if weight == 0.0:
+        self._read_from(summed.slot, self._folder.buffers.broken(summed.slot.buffers))
+        if self._scalars[0] == 0.0:
             raise StepError(f"all micro-batches of {self.name} have weight 0: there is no mean gradient")
         self._clock.switch("other")
         rank, seconds = summed.wait  # whoever was waited for last was late before as well
         self._clock.note(Wait(rank, seconds + self._helped_s), summed.network_s, summed.generation)
 
-    def _read_from(self, slot: Slot) -> _Read:
-        """Return what Python looks at in the sum, with one wait for the device."""
+    def _read_from(self, slot: Slot, broken: Tensor) -> _Read:
+        """Note and return what Python looks at in the sum, with one wait for the device.
+
+        Args:
+            broken: () bool, of the buffers.
+        """
         sums = slot.extras[: self._num_sums]
         looks = bool(self._computed) and not self._is_scaled
         seen = self._context.finiteness.sums_of(slot, self.number) if looks else []
-        broken = self._folder.buffers.broken(slot.buffers)
         scalars, used, is_broken, *others = read([slot.scalars, slot.used, broken, *sums, *seen])
         weight, weighted_loss = scalars.tolist()
+        self._scalars = weight, weighted_loss
         totals = self._sums.read(others[: len(sums)])
-        return _Read(
-            (weight, weighted_loss), used.tolist(), bool(is_broken), totals, [*map(float, others[len(sums) :])]
-        )
+        self._read = _Read(used.tolist(), bool(is_broken), totals, [*map(float, others[len(sums) :])])
+        return self._read
 
     def _close(self) -> None:
         """Note that this member has computed its micro-batches."""
@@ -538,7 +539,9 @@ class GradientRound:
         if microbatch.unread:
             self._unread.append(microbatch)
         write = partial(self._write_extras, microbatch)
-        freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss, write)
+        # Where the script computes: it may go on there, and give memory back, before the sums here are done.
+        with accelerators.on_stream(microbatch.stream):
+            freed = self._folder.finish_leaf(microbatch.weight, microbatch.weighted_loss, write)
         self._context.guards.finish_microbatch(microbatch.where, self._folder.trained)
         return freed
 

@@ -89,6 +89,14 @@ class Buffers:
         flags = [wrong.any() for _, wrong in self._wrong(changes)]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else torch.tensor(False)
 
+    @staticmethod
+    def may_break(changes: Sequence[Tensor]) -> Tensor:
+        """Return whether a change is infinite or not a number, whatever the buffers are: without one, none is broken.
+        () bool.
+        """
+        flags = [~one.isfinite().all() for one in changes if one.is_floating_point()]
+        return torch.stack(flags).any() if flags else torch.tensor(False)
+
     def apply(self, changes: Sequence[Tensor], *, is_broken: bool | None = None) -> None:
         """Add the step's changes: the weighted mean for float buffers, the sum for integer ones, any for flags.
 
@@ -200,5 +208,5 @@ def _flat(tensors: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype)
 
 def _write(flat: Tensor, out: Sequence[Tensor]) -> None:
     """Write what `_flat` has put together to tensors of any dtype."""
-    parts = flat.split([each.numel() for each in out])
+    parts = flat.to(out[0].device).split([each.numel() for each in out])
     torch._foreach_copy_(list(out), [part.view(each.shape) for part, each in zip(parts, out, strict=True)])

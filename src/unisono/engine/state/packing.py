@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unisono.core.cursor import MASK, mix
 from unisono.core.errors import UsageError
+from unisono.system import accelerators
 from unisono.system.reading import read
 
 __all__ = [
@@ -246,7 +247,7 @@ def digest_of_each(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().to(accelerators.adds_on(tensor.device)).contiguous().view(-1).view(torch.uint8)
 
 
 def _rest(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from unisono.core.errors import StepError, UsageError
 from unisono.core.tree import fold, leaf
 from unisono.engine.exchange.flat import Extra
+from unisono.system import accelerators
 from unisono.system.reading import read
 
 __all__ = ["Sums", "Total", "as_sum", "plain"]
@@ -30,13 +31,14 @@ COUNTS = "sums: counts"
 
 
 def as_sum(name: str, value: Any) -> Tensor:
-    """Return a copy of a value as an int64 or float64 tensor, on its device.
+    """Return a copy of a value as an int64 or float64 tensor, where its device adds.
 
     Raises:
         UsageError: the value is neither a number nor a tensor of real numbers.
     """
     if isinstance(value, Tensor) and not value.is_complex():
-        return value.detach().to(torch.float64 if value.is_floating_point() else torch.int64, copy=True)
+        there: Tensor = value.detach().to(accelerators.adds_on(value.device))
+        return there.to(torch.float64 if there.is_floating_point() else torch.int64, copy=True)
     if isinstance(value, int):  # bool, too
         return torch.tensor(int(value), dtype=torch.int64)
     try:

@@ -21,6 +21,7 @@ from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.rounds import Dispute, FinishedRound
 from unisono.engine.rounds.gradient import GradientRound, StepContext
 from unisono.engine.rounds.members import Members, Summed
+from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.earlier_values import Values
 from unisono.engine.state.sums import Total
 from unisono.strategies.delay.underway import Spare
@@ -72,7 +73,6 @@ class DelayedRound(GradientRound):
         self.values: Values | None = None
         self.has_new_sums = self.is_disputed = self.is_stale = False
         self._spare = spare
-        self._num_totals = self._num_sums
 
     @property
     def slot(self) -> Slot:
@@ -191,20 +191,28 @@ class DelayedRound(GradientRound):
             share: as the attribute.
         """
         self.result, self.share = summed, share
-        self.totals = self._sums.read(summed.slot.extras[: self._num_totals])
+        self.totals = dict(self._read_from(summed.slot, Buffers.may_break(summed.slot.buffers)).totals)
         self.has_new_sums = any(each.new_sums for each in summed.telemetry.values())
         self.is_disputed = self._context.agreement.differs(summed.compared)
 
     def load(self, slot: Slot, digest: int, totals: dict[str, Total], *, has_new_sums: bool) -> None:
         """Take the sum that has come with the state of the run. Local."""
         self.result, self.totals, self.has_new_sums = Summed(slot, digest, {}), totals, has_new_sums
+        weight, weighted_loss = slot.scalars.tolist()
+        self._scalars = weight, weighted_loss
 
     # -- when it is applied --------------------------------------------------------------------------
 
-    def read(self) -> None:
-        """Read the weight and the loss, before the slot is used for another step."""
-        weight, weighted_loss = self.slot.scalars.tolist()
-        self._scalars = weight, weighted_loss
+    def show(self, shown: Slot, folder: GradientFolder) -> None:
+        """Make the means the parameters' ``.grad``, and put buffers in force. Local.
+
+        Args:
+            shown: the sum, or a copy of it.
+            folder: of the parameters as they are now.
+        """
+        known = self._read
+        is_sound = known is not None and not known.is_broken
+        folder.show(shown, known.used if known is not None else None, is_broken=False if is_sound else None)
 
     def remembered(self) -> Dispute:
         """Return what this member remembers of the sum, where it `is_disputed`. Local."""

@@ -50,6 +50,7 @@ from unisono.strategies.delay.delayed import Committed, DelayedRound, give, kind
 from unisono.strategies.delay.pending import Gradient, Pending
 from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.underway import Spare, UnderWay
+from unisono.system import accelerators
 from unisono.system.faults import point
 
 __all__ = ["Pipeline"]
@@ -104,7 +105,7 @@ class Pipeline(Book):
         if prediction is not None and first == 0:
             prediction.clear()
         self._layout = folder.layout
-        self._device = folder.trained[0][1].device
+        self._device = accelerators.adds_on(folder.trained[0][1].device)
         self._under_way = UnderWay(self._members, self._device)
         self._spare = Spare(self._device)
         self._shown: Slot | None = None
@@ -331,7 +332,6 @@ class Pipeline(Book):
         if step.share is not None and is_own and not step.is_stale:
             self._members.note(step.summed)
             self._members.balancing.observe(list(step.summed.telemetry.values()), step.share)
-        step.read()
         if step.is_disputed:  # however the sum has come here
             dispute = step.remembered()
             with self._apart(step):
@@ -380,7 +380,7 @@ class Pipeline(Book):
             shown = step.slot.copy_to(self._spare.new_slot(step.slot.layout))
             finished = self._rounds.finished
             self._spare.retire(step.slot, finished.summed.slot if isinstance(finished, Committed) else None)
-        folder.show(shown)
+        step.show(shown, folder)
         before, self._shown = self._shown, shown
         if before is not None and not before.is_shared():
             self._spare.give_back(before)

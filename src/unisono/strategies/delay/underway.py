@@ -40,6 +40,7 @@ class UnderWay:
         self._queue: queue.SimpleQueue[_Begun | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
+        self._ended: Any = None  # after what the thread has launched
 
     def __bool__(self) -> bool:
         return bool(self._sums)
@@ -84,6 +85,7 @@ class UnderWay:
         self.end()
         if self._thread is not None:
             self._thread.join()
+            accelerators.follow(self._device, self._ended)
         self._thread, self._queue, self._is_stopped = None, queue.SimpleQueue(), False
 
     def clear(self) -> None:
@@ -102,6 +104,7 @@ class UnderWay:
         accelerators.use_own_stream(self._device)
         while self._make_next():
             pass
+        self._ended = accelerators.mark(self._device)
 
     def _make_next(self) -> bool:
         """Make the next sum; returns whether there may be another one. Keeps nothing of it while it waits for that."""

@@ -64,8 +64,8 @@ class Changes:
             error: what was lost of the replica's changes before; replaced.
         """
         for parameter, before, change in zip(self._parameters, start, slot.gradients, strict=True):
-            torch.sub(before.to(change.dtype), parameter.detach().to(change.dtype), out=change)
-            change.mul_(weight)
+            first, now = before.to(change), parameter.detach().to(change)  # the slot may be on the CPU
+            torch.sub(first, now, out=change).mul_(weight)
         slot.used.fill_(1)
 
     def average(self, members: Members, plan: Plan, weights: Mapping[int, float]) -> None:
