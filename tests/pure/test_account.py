@@ -77,6 +77,20 @@ def test_several_losses_before_the_next_step_are_one_interruption() -> None:
     assert (interruption.generation, interruption.reason) == (3, "w1 was killed; w2 was killed")
 
 
+def test_a_loss_that_is_known_before_the_first_steps_are_is_an_interruption() -> None:
+    """A worker writes a line as soon as a step is over, and the head hears of it some moments later."""
+    found = Interruptions()
+    for generation, why in ((1, "all are ready"), (2, "w1 was killed"), (3, "w2 joins")):
+        found.change(change(generation, T + generation, why))
+        found.begin()  # that the run begins is told as late
+    assert [found.step(step(number, T + 0.5 * number)) for number in range(3)] == [None] * 3
+    reasons = []
+    for number, generation in ((3, 2), (4, 2), (5, 3), (6, 3)):
+        interruption = found.step(step(number, T + number, generation))
+        reasons.append(interruption.reason if interruption is not None else "")
+    assert reasons == ["w1 was killed", "", "w2 joins", ""]
+
+
 def test_a_head_that_follows_measures_an_interruption_that_began_before() -> None:
     found = Interruptions(last=T, usual_s=0.5)
     found.change(change(2, T + 1))

@@ -6,8 +6,6 @@ import statistics
 from collections import deque
 from typing import Final
 
-import msgspec
-
 from unisono.core.events import Interruption, MembershipChanged, StepFinished
 
 __all__ = ["Interruptions"]
@@ -19,6 +17,8 @@ USUAL: Final = 15
 class Interruptions:
     """Measures interruptions from the times of steps, in the head while they happen, or afterwards from the files.
 
+    Steps may be told later than the generations that have come after them.
+
     Args:
         last: when the last step was finished, in seconds since 1970; 0: unknown.
         usual_s: the usual time of a step; 0: unknown.
@@ -27,7 +27,7 @@ class Interruptions:
     def __init__(self, last: float = 0.0, usual_s: float = 0.0) -> None:
         self._last = last
         self._times: deque[float] = deque([usual_s] if usual_s else (), USUAL)
-        self._open: MembershipChanged | None = None
+        self._changes: list[MembershipChanged] = []  # of whose generation no step is known
         self._is_first = not last
 
     @property
@@ -42,16 +42,11 @@ class Interruptions:
 
     def begin(self) -> None:
         """Note that the run begins, or begins again."""
-        self._last, self._open, self._is_first = 0.0, None, True
+        self._last, self._is_first = 0.0, True
 
     def change(self, event: MembershipChanged) -> None:
         """Note that another generation has begun. Several before the next step are one interruption."""
-        if self._is_first:
-            return
-        if self._open is not None and self._open.reason:
-            reason = "; ".join(dict.fromkeys((self._open.reason, event.reason)))
-            event = msgspec.structs.replace(event, reason=reason)
-        self._open = event
+        self._changes.append(event)
 
     def step(self, event: StepFinished) -> Interruption | None:
         """Count a finished step; return the interruption that is over with it."""
@@ -59,14 +54,18 @@ class Interruptions:
             return None
         took = event.time - self._last if self._last else event.seconds.total()
         self._last = event.time
-        change = self._open
+        over = [change for change in self._changes if change.generation <= event.generation]
+        self._changes = self._changes[len(over) :]
         is_first, self._is_first = self._is_first, False
-        if change is None or event.generation < change.generation:
-            if not is_first:
-                self._times.append(took)
+        if is_first:  # its generation is that of the beginning
             return None
-        self._open = None
-        seconds = round(max(0.0, took - self.usual_s), 6)
+        if not over:
+            self._times.append(took)
+            return None
         return Interruption(
-            time=event.time, generation=change.generation, step=event.step, seconds=seconds, reason=change.reason
+            time=event.time,
+            generation=over[-1].generation,
+            step=event.step,
+            seconds=round(max(0.0, took - self.usual_s), 6),
+            reason="; ".join(dict.fromkeys(change.reason for change in over if change.reason)),
         )
