@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ from unisono.script.keeping import Keeper
 from unisono.script.loop import Summing, Wire
 from unisono.script.profiling import Profiling
 from unisono.script.recording import Recorder, Unwatched
-from unisono.script.schedule import check_first_step, schedule
+from unisono.script.schedule import DataOptions, check_first_step, schedule
 from unisono.script.streamed import StreamSchedule
 from unisono.script.talking import Talk
 from unisono.script.training import Training
@@ -74,7 +74,14 @@ from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.strategy import Delayed, check_delay
 from unisono.strategies.evaluators.begun_evaluations import Evaluation
 from unisono.strategies.evaluators.requests import Requests, drive
-from unisono.strategies.local.localround import LocalRound, ReplicaSamples, ReplicaStreams, Replication, check_count
+from unisono.strategies.local.localround import (
+    LocalRound,
+    ReplicaSamples,
+    ReplicaStreams,
+    Replication,
+    check_count,
+    check_options,
+)
 from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
 from unisono.strategies.local.strategy import Delta, InnerState, LocalSteps
@@ -641,7 +648,7 @@ class Run:
             asked=asked,
             batch_size=batch_size,
             resized=resized,
-            epochs=1 if epochs is None else epochs,
+            epochs=epochs,
             max_steps=max_steps,
             sampler=sampler,
             shuffle=shuffle,
@@ -676,17 +683,8 @@ class Run:
         inner_state: InnerState = "kept",
         delta: Delta = "fp32",
         copies: int = 2,
-        delay: int = 0,
-        batch_size: int | None = None,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        sampler: Iterable[int] | None = None,
-        shuffle: bool | None = None,
-        drop_last: bool | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
-        loader_workers: int | None = None,
         reduction: Reduction = "mean",
-        wire: Wire = "fp32",
+        **data: Unpack[DataOptions],
     ) -> Steps[LocalRound]:
         """Return an iterator over rounds in which replicas of the model train by themselves and are then averaged:
         local SGD, or with an outer optimizer DiLoCo. Collective.
@@ -709,9 +707,8 @@ class Run:
         are written between two rounds. See docs/local_steps.md.
 
         Args:
-            dataset, batch_size, microbatches, sampler, shuffle, drop_last, collate, loader_workers, reduction: as of
-                `steps`. A batch is that of all replicas together; each gets an equal part of it, next to each other, of
-                ``microbatches / replicas`` micro-batches.
+            dataset, microbatches, reduction: as of `steps`. A batch is that of all replicas together; each gets an
+                equal part of it, next to each other, of ``microbatches / replicas`` micro-batches.
             replicas: K, the number of replicas.
             inner_steps: H, the steps of each replica in a round; the last round may have fewer.
             outer: a tracked optimizer over the model's parameters, which gets their mean change as gradient, with the
@@ -722,31 +719,18 @@ class Run:
                 error feedback for each replica. Part of the recipe.
             copies: how many workers hold the state of each replica between two rounds, on different machines where
                 there are several; the run survives the loss of all but one of them within a round. Changes no bit.
-            delay: only 0; a delay is one of `steps`.
-            epochs, max_steps: the length of the training in global batches, which the inner steps of all replicas
-                together use up one by one.
-            wire: only "fp32"; what travels in a round are changes, see ``delta``.
+            data: batch_size, epochs, max_steps, sampler, shuffle, drop_last, collate, loader_workers: as of `steps`.
+                ``epochs`` and ``max_steps`` are the length of the training in global batches, which the inner steps of
+                all replicas together use up one by one.
 
         Raises:
             RecipeError: batch, micro-batches, replicas and dataset do not fit together. UsageError: something that is
                 tracked, or ``outer``, has no meaning in rounds; nothing was trained.
         """
         self._process.check("run.local_steps")
-        if delay != 0:
-            raise UsageError(
-                f"run.local_steps(delay={delay!r}): local steps have no delay any more. In version 0.2.0 delay=1 "
-                "applied the mean change of a round at the end of the next one, and sent it meanwhile. Leave delay= "
-                "out, and give more inner_steps=, so that the workers exchange less often; or train with "
-                "run.steps(delay=1), which sends gradients while the next step is computed. A run that was begun with "
-                "delay=1 is gone on with by version 0.2.0 (pip install unisono==0.2.0)"
-            )
+        check_options(data, DataOptions.__annotations__)
         replication = Replication(replicas, inner_steps)
         check_count("copies", copies)
-        if wire != "fp32":
-            raise UsageError(
-                f"wire={wire!r} is for run.steps, whose gradients travel in each step. In run.local_steps the changes "
-                'of the replicas travel, once in a round: delta="int8" makes those smaller. Leave wire= out'
-            )
         summing, asked = Summing(reduction), self._training.asked
         summing.check(self._tracked)
         planned = schedule(
@@ -755,14 +739,7 @@ class Run:
             microbatches=microbatches,
             seed=self.seed,
             asked=asked,
-            batch_size=batch_size,
-            epochs=1 if epochs is None else epochs,
-            max_steps=max_steps,
-            sampler=sampler,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            collate=collate,
-            loader_workers=loader_workers,
+            **data,
         )
         if isinstance(planned, StreamSchedule):
             self._tracked.own(STREAMS, asked.bookmarks)
@@ -789,7 +766,8 @@ class Run:
             reduction=reduction,
             rehearses=self._arithmetic.deterministic,
         )
-        return self._training.begin(planned, strategy, summing, is_limited=epochs is not None or max_steps is not None)
+        is_limited = data.get("epochs") is not None or data.get("max_steps") is not None
+        return self._training.begin(planned, strategy, summing, is_limited=is_limited)
 
     def save(self) -> None:
         """Write a checkpoint now, whatever the policy says.

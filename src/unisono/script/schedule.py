@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from unisono.engine.microbatch.loaders import Source, source_of
 from unisono.engine.rounds.life import Rounds
 from unisono.script.streamed import Asked, StreamSchedule, stream_schedule
 
-__all__ = ["Planned", "Schedule", "check_first_step", "schedule"]
+__all__ = ["DataOptions", "Planned", "Schedule", "check_first_step", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,19 @@ class Schedule:
 Planned = Schedule | StreamSchedule
 
 
+class DataOptions(TypedDict, total=False):
+    """Arguments of `unisono.Run.steps` that say how the data are cut, and for how long they are trained on."""
+
+    batch_size: int | None
+    epochs: int | None
+    max_steps: int | None
+    sampler: Iterable[int] | None
+    shuffle: bool | None
+    drop_last: bool | None
+    collate: Callable[[list[Any]], Any] | None
+    loader_workers: int | None
+
+
 def schedule(
     dataset: Dataset,
     caller: str,
@@ -81,7 +94,7 @@ def schedule(
     asked: Asked,
     batch_size: int | None = None,
     resized: int | None = None,
-    epochs: int = 1,
+    epochs: int | None = None,
     max_steps: int | None = None,
     sampler: Iterable[int] | None = None,
     shuffle: bool | None = None,
@@ -101,6 +114,7 @@ def schedule(
         RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known in
             advance. UsageError: there is no epoch, or an argument is no whole number.
     """
+    epochs = 1 if epochs is None else epochs
     for name, value in {"microbatches": microbatches, "epochs": epochs}.items():
         check_whole(name, value)
     for name, number in {"batch_size": batch_size, "max_steps": max_steps}.items():

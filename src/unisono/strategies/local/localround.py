@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,16 @@ from unisono.engine.state.sums import Total, plain
 from unisono.strategies.local.replicas import ReplicaRound
 from unisono.system.process import Process
 
-__all__ = ["InnerStep", "LocalRound", "ReplicaSamples", "ReplicaStreams", "Replicating", "Replication", "check_count"]
+__all__ = [
+    "InnerStep",
+    "LocalRound",
+    "ReplicaSamples",
+    "ReplicaStreams",
+    "Replicating",
+    "Replication",
+    "check_count",
+    "check_options",
+]
 
 
 def check_count(name: str, value: object) -> None:
@@ -34,6 +43,29 @@ def check_count(name: str, value: object) -> None:
     check_whole(name, value)
     if operator.index(value) < 1:  # type: ignore[arg-type]
         raise UsageError(f"{name} must be at least 1, got {value}")
+
+
+def check_options(given: Mapping[str, object], known: Collection[str]) -> None:
+    """Check the names of arguments about the data.
+
+    Raises:
+        UsageError: it is one of ``run.steps`` that has no meaning here. TypeError: it is none.
+    """
+    if "delay" in given:
+        raise UsageError(
+            f"run.local_steps(delay={given['delay']!r}): local steps have no delay any more. In version 0.2.0 delay=1 "
+            "applied the mean change of a round at the end of the next one, and sent it meanwhile. Leave delay= out, "
+            "and give more inner_steps=, so that the workers exchange less often; or train with run.steps(delay=1), "
+            "which sends gradients while the next step is computed. A run that was begun with delay=1 is gone on with "
+            "by version 0.2.0 (pip install unisono==0.2.0)"
+        )
+    if "wire" in given:
+        raise UsageError(
+            f"wire={given['wire']!r} is for run.steps, whose gradients travel in each step. In run.local_steps the "
+            'changes of the replicas travel, once in a round: delta="int8" makes those smaller. Leave wire= out'
+        )
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"run.local_steps() got an unexpected keyword argument {unknown[0]!r}")
 
 
 @dataclass(frozen=True)
