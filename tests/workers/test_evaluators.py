@@ -214,7 +214,7 @@ def test_what_an_evaluator_cannot_compute_the_workers_compute(
         command.line(EVALUATES)
         gates.open(0)
         finish(command, run_dir, alone[2])
-    command.line("the workers compute the evaluation of step 1: the script of an evaluator has ended with exit code 1")
+    command.line("the workers compute the evaluation of step 1: the script of an evaluator ended with exit code 1")
 
 
 @pytest.mark.usefixtures("nursery")

@@ -17,6 +17,7 @@ from click import argument
 from unisono.cli.again import PastRun, past_run
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
+from unisono.core.words import exit_words
 from unisono.engine.checkpoint.evaluations import REFUSED, Snapshots, claimed, give_up, order_of
 from unisono.record.rundir import holder, is_going
 from unisono.script.inspected import INTERRUPTED, run_inspected
@@ -104,7 +105,5 @@ def _compute(past: PastRun, snapshot: Path, directory: Path) -> int:
     if code in (REFUSED, INTERRUPTED):
         return code
     if code != 0:
-        give_up(
-            snapshot, f"the script of an evaluator has ended with exit code {code} before {order.place}; see its output"
-        )
+        give_up(snapshot, f"the script of an evaluator {exit_words(code)} before {order.place}; see its output")
     return 0

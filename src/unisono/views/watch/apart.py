@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from unisono.core.events import Event
+from unisono.core.words import exit_words
 from unisono.views.watch.queued import Batched
 
 __all__ = ["Apart", "main"]
@@ -87,7 +88,7 @@ class Apart:
             process.wait()
             self._process = None
             self._raise(process)
-            raise RuntimeError(f"its process has ended with exit code {process.returncode}") from None
+            raise RuntimeError(f"its process {exit_words(process.returncode)}") from None
 
     def _raise(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
