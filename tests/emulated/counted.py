@@ -1,6 +1,6 @@
 """What a step reads from the device, by line, and what comes of values that are read late.
 
-``python -m tests.emulated.counted``: a process of its own, as `tests.emulated.trainings`.
+``python -m tests.emulated.counted [strategies]``: a process of its own, as `tests.emulated.trainings`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import sys
 from collections import Counter
 from typing import Any
 
@@ -24,9 +25,9 @@ from unisono.engine.state.packing import digest_of_tensor
 from unisono.script import run as run_module
 from unisono.script.run import Run
 
-FIRST = 11
+FIRST = 9
 """Up to the eighth step, states are compared and micro-batches rehearsed; with a delay, looked at some steps later."""
-STEPS = 16
+STEPS = 11
 OWN = "emulated/counted.py"
 """What the script reads is its own."""
 
@@ -51,14 +52,17 @@ def count(run: Run, *, scaler: bool = False, weighs: bool = False, delay: int = 
     backward, in bytes of copies.
     """
     device = importlib.import_module("tests.emulated.accelerator")
+    steps = STEPS + 2 * delay
     with run:
         tracked = {"scaler": torch.amp.GradScaler("emu")} if scaler else {}
         data, model, optimizer = training(run, **tracked)
         most: list[Any] = []
         between = staged = 0
-        for step in run.steps(data, batch_size=16, microbatches=4, max_steps=STEPS + delay + 1, delay=delay):
+        for step in run.steps(data, batch_size=16, microbatches=4, max_steps=steps + delay + 1, delay=delay):
             near = range(step.number - delay, step.number + delay + 1)  # what is under way
-            is_counted = step.number >= FIRST and not any(is_compared(one, is_last=one >= STEPS) for one in near)
+            is_counted = step.number >= FIRST + delay and not any(
+                is_compared(one, is_last=one >= steps) for one in near
+            )
             for inputs, targets in step:
                 inputs, targets = inputs.to(run.device), targets.to(run.device)
                 out = model(inputs)
@@ -170,8 +174,6 @@ def _alone(seat: Seat) -> dict[str, Any]:
         "alone": count(Run(None, seed=3)),
         "with a scaler": count(Run(None, seed=3), scaler=True),
         "with weights": count(Run(None, seed=3), weighs=True),
-        "sums under way": count(Run(None, seed=3), delay=2),
-        "local steps": count_local(Run(None, seed=3)),
         "refusals": [refusal(math.nan, 1.0), refusal(1.0, -1.0), refusal(math.nan, 0.0)],
         "digests": digests_differ(),
     }
@@ -181,17 +183,31 @@ def _alone(seat: Seat) -> dict[str, Any]:
 def _together(seat: Seat, place: Place) -> dict[str, Any]:
     use_the_device()
     place.device = torch.device("emu", 0)
+    return {"of two": count(place.run(None, seed=3))}
+
+
+def _strategies_alone(seat: Seat) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    use_the_device()
     return {
-        "of two": count(place.run(None, seed=3)),
-        "of two, sums under way": count(place.run(None, seed=3), delay=2),
-        "local steps of two": count_local(place.run(None, seed=3)),
+        "sums under way": count(Run(None, seed=3), delay=2),
+        "local steps": count_local(Run(None, seed=3)),
     }
 
 
-def main() -> None:
-    with Team(1, _alone) as team:
+def _strategies_together(seat: Seat, place: Place) -> dict[str, Any]:
+    use_the_device()
+    place.device = torch.device("emu", 0)
+    return {
+        "of two, sums under way": count(place.run(None, seed=3), delay=2),
+        "of two, local steps": count_local(place.run(None, seed=3)),
+    }
+
+
+def main(of_strategies: bool) -> None:
+    with Team(1, _strategies_alone if of_strategies else _alone) as team:
         (alone,) = team.results()
-    first, second = train_on("gloo", 2, _together)
+    first, second = train_on("gloo", 2, _strategies_together if of_strategies else _together)
     both = {
         f"{nth} {name}": one for nth, found in (("first", first), ("second", second)) for name, one in found.items()
     }
@@ -199,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main("strategies" in sys.argv)

@@ -16,23 +16,14 @@ from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
 
 MOST_ALONE, MOST_TOGETHER = 3, 6
-PLACES = (
-    "alone",
-    "with a scaler",
-    "with weights",
-    "sums under way",
-    "first of two",
-    "second of two",
-    "first of two, sums under way",
-    "second of two, sums under way",
-)
-LOCAL = ("local steps", "first local steps of two", "second local steps of two")
+PLACES = ("alone", "with a scaler", "with weights", "first of two", "second of two")
+OF_STRATEGIES = ("sums under way", "first of two, sums under way", "second of two, sums under way")
+LOCAL = ("local steps", "first of two, local steps", "second of two, local steps")
 
 
-@pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
+def _counted(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.emulated.counted"],
+        [sys.executable, "-m", "tests.emulated.counted", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -44,22 +35,39 @@ def counted() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_a_step_reads_a_few_times(counted: dict[str, Any], where: str) -> None:
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Any]:
+    return _counted()
+
+
+@pytest.fixture(scope="module")
+def strategies() -> dict[str, Any]:
+    return _counted("strategies")
+
+
+def _check(counted: dict[str, Any], where: str) -> None:
     most = MOST_TOGETHER if "two" in where else MOST_ALONE
     assert 1 <= sum(counted[where]["lines"].values()) <= most, counted[where]["lines"]
+    assert counted[where]["between"] == 0, "nothing is read between forward and backward"
 
 
+@pytest.mark.parametrize("where", PLACES)
+def test_a_step_reads_a_few_times(counted: dict[str, Any], where: str) -> None:
+    _check(counted, where)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("where", OF_STRATEGIES)
+def test_a_step_whose_sum_is_under_way_reads_as_often(strategies: dict[str, Any], where: str) -> None:
+    _check(strategies, where)
+
+
+@pytest.mark.more
 @pytest.mark.parametrize("where", LOCAL)
-def test_local_steps_read_as_often_as_those_of_one_worker(counted: dict[str, Any], where: str) -> None:
+def test_local_steps_read_as_often_as_those_of_one_worker(strategies: dict[str, Any], where: str) -> None:
     """Whatever their number; and a round as often as a step of several."""
-    assert 1 <= sum(counted[where]["inner"].values()) <= MOST_ALONE, counted[where]["inner"]
-    assert 1 <= sum(counted[where]["around"].values()) <= MOST_TOGETHER, counted[where]["around"]
-
-
-def test_nothing_is_read_between_forward_and_backward(counted: dict[str, Any]) -> None:
-    between = {where: counted[where]["between"] for where in PLACES}
-    assert between == dict.fromkeys(PLACES, 0)
+    assert 1 <= sum(strategies[where]["inner"].values()) <= MOST_ALONE, strategies[where]["inner"]
+    assert 1 <= sum(strategies[where]["around"].values()) <= MOST_TOGETHER, strategies[where]["around"]
 
 
 def test_what_travels_by_way_of_the_host_is_counted_apart(counted: dict[str, Any]) -> None:
