@@ -158,6 +158,7 @@ def _same(place: Place, name: str, teams: Mapping[str, int]) -> Iterator[Result]
     yield _result(f"{title}: alone", began, "" if code == 0 else shortened(output))
     if code:
         return
+    # A worker that is to be killed in a micro-batch has one.
     tries: dict[str, tuple[int, str, dict[str, str]]] = {team: (number, "", {}) for team, number in teams.items()}
     if name in INTERRUPTED and len(teams) > 1:
         kill = Faults().kill("w1", step=3, at="after_backward").environment()
@@ -168,7 +169,7 @@ def _same(place: Place, name: str, teams: Mapping[str, int]) -> Iterator[Result]
             yield Result(f"{title}: resumed", "failed", words="the run alone left no checkpoint before its last step")
     for number, (team, (workers, resume, environment)) in enumerate(tries.items()):
         began, directory = time.monotonic(), folder / str(number)
-        code, output = _train(place, name, directory, workers, resume, environment)
+        code, output = _train(place, name, directory, workers, resume, environment, ["--even"] if environment else ())
         yield _result(
             f"{title}: {team}", began, shortened(output) if code else _difference(folder / "alone", directory)
         )
@@ -227,7 +228,7 @@ def recovery(place: Place) -> Check:
 
 def _recovery(place: Place) -> Iterator[Result]:
     kills = KILLS if place.is_large else FEW_KILLS
-    steps = ("--steps", str(KILLED_STEPS if place.is_large else FEW_STEPS))
+    steps = ("--even", "--steps", str(KILLED_STEPS if place.is_large else FEW_STEPS))
     folder, began = place.folder / "recovery", time.monotonic()
     code, output = _train(place, "plain", folder / "alone", 1, arguments=steps)
     yield _result("recovery: alone", began, shortened(output) if code else "")

@@ -152,9 +152,9 @@ def _scaled(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimize
         scaler.update()
 
 
-def train(case: Case, steps: int, device: str) -> None:
+def train(case: Case, steps: int, device: str, *, balance: bool = True) -> None:
     policy = unisono.Checkpoints(every_steps=max(1, steps // 2), keep=2)
-    with unisono.Run(seed=7, device=device if device == "cpu" else None, checkpoint=policy) as run:
+    with unisono.Run(seed=7, device=device if device == "cpu" else None, checkpoint=policy, balance=balance) as run:
         model = case.model().to(run.device)
         if case.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -185,9 +185,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--import", dest="module", default="", help="a module that makes the device known to torch")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--even", action="store_true", help="all workers compute as many micro-batches")
     arguments = parser.parse_args()
     import_device(arguments.module)
-    train(CASES[arguments.case], arguments.steps, arguments.device)
+    train(CASES[arguments.case], arguments.steps, arguments.device, balance=not arguments.even)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def _alone(seat: Seat) -> dict[str, Any]:
 def _together(seat: Seat, place: Place) -> dict[str, Any]:
     use_the_device()
     place.device = torch.device("emu", 0)
-    return {"of two": count(place.run(None, seed=3))}
+    return {"of two": count(place.run(None, seed=3, balance=False))}
 
 
 def _strategies_alone(seat: Seat) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def _strategies_together(seat: Seat, place: Place) -> dict[str, Any]:
     use_the_device()
     place.device = torch.device("emu", 0)
     return {
-        "of two, sums under way": count(place.run(None, seed=3), delay=2),
-        "of two, local steps": count_local(place.run(None, seed=3)),
+        "of two, sums under way": count(place.run(None, seed=3, balance=False), delay=2),
+        "of two, local steps": count_local(place.run(None, seed=3, balance=False)),
     }
 
 

@@ -85,9 +85,11 @@ def _together(seat: Seat, place: Place) -> dict[str, Any]:
     use_the_device()
     place.device = torch.device("emu", 0)
     return {
-        "on two": train(place.run(None, seed=3)),
-        "on two, sums under way": train(place.run(None, seed=3), delay=2),
-        "on two, sums under way, the script's own stream": train(place.run(None, seed=3), delay=2, aside=True),
+        "on two": train(place.run(None, seed=3, balance=False)),
+        "on two, sums under way": train(place.run(None, seed=3, balance=False), delay=2),
+        "on two, sums under way, the script's own stream": train(
+            place.run(None, seed=3, balance=False), delay=2, aside=True
+        ),
     }
 
 

@@ -33,6 +33,7 @@ class Strategy:
     """Where a worker is killed in any case."""
     alone: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    """On several workers, which have equal shares: a worker that is to be killed in a micro-batch has one."""
     workers: int = 2
     options: tuple[str, ...] = ()
     points: str = ""
@@ -44,9 +45,9 @@ class Strategy:
 
 
 STRATEGIES = {
-    "each step together": Strategy(script="small_training", at="after_backward"),
-    "sums under way": Strategy(script="delayed_training", at="delay.waiting", points="delay."),
-    "local steps": Strategy(script="local_training", at="before_combine", points="local."),
+    "each step together": Strategy(script="small_training", at="after_backward", arguments=("--even",)),
+    "sums under way": Strategy(script="delayed_training", at="delay.waiting", arguments=("--even",), points="delay."),
+    "local steps": Strategy(script="local_training", at="before_combine", arguments=("--even",), points="local."),
     "local steps of groups": Strategy(
         script="local_training",
         at="local.inner_step",
@@ -58,10 +59,12 @@ STRATEGIES = {
         script="sharded_training",
         at="after_backward",
         alone=("--copies", "0"),
-        arguments=("--copies", "2"),
+        arguments=("--copies", "2", "--unbalanced"),
         points="shard.",
     ),
-    "audits": Strategy(script="small_training", at="committed", workers=3, options=("--audit", "0.5")),
+    "audits": Strategy(
+        script="small_training", at="committed", arguments=("--even",), workers=3, options=("--audit", "0.5")
+    ),
     "evaluators": Strategy(
         script="evaluated_training", at="evaluation.written", options=("--evaluators", "1"), points="evaluation."
     ),
