@@ -247,18 +247,18 @@ class GradientFolder:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def show(self, combined: Slot, used: Sequence[int] | None = None, *, is_broken: bool | None = None) -> None:
+    def show(self, combined: Slot, used: Sequence[int] | None = None, *, may_break: bool = True) -> None:
         """Make the combined means the parameters' ``.grad`` and the model's buffers. A gradient is a view of the slot
         where dtype and strides allow.
 
         Args:
             used: the slot's; None: it is not known yet.
-            is_broken: of the slot's buffers; see `Buffers.apply`.
+            may_break: of the slot's buffers; see `Buffers.apply`.
         """
         counts = combined.used.tolist() if used is None else used
         for parameter, mean, count in zip(self._parameters, combined.gradients, counts, strict=True):
             parameter.grad = gradient_of(parameter, mean) if count else None
-        self.buffers.apply(combined.buffers, is_broken=is_broken)
+        self.buffers.apply(combined.buffers, may_break=may_break)
 
     # -- a micro-batch -------------------------------------------------------------------------------
 

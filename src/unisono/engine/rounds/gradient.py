@@ -135,8 +135,8 @@ class _Read(NamedTuple):
     """What Python looks at in the sum of a step, on the CPU, beside the total weight and the weighted loss."""
 
     used: Sequence[int]
-    is_broken: bool
-    """Of the buffers; see `unisono.engine.state.buffers.Buffers.broken`. With a delay: `may_break`."""
+    may_break: bool
+    """Of the buffers; see `unisono.engine.state.buffers.Buffers.may_break`."""
     totals: Mapping[str, Total]
     """Of ``step.add``."""
     seen: Sequence[float]
@@ -289,7 +289,7 @@ class GradientRound:
         slot, known = self.slot, self._read
         assert known is not None
         self.totals = dict(known.totals if totals is None else totals)
-        self._folder.show(slot, known.used, is_broken=known.is_broken)
+        self._folder.show(slot, known.used, may_break=known.may_break)
         for carried, views in self._with_views(slot.extras):
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
@@ -369,27 +369,24 @@ class GradientRound:
         point("committed")
         self._note_progress(-1)
         committed.counts = self._context.check(summed)
-        self._read_from(summed.slot, self._folder.buffers.broken(summed.slot.buffers))
+        self._read_from(summed.slot)
         if self._scalars[0] == 0.0:
             raise StepError(f"all micro-batches of {self.name} have weight 0: there is no mean gradient")
         self._clock.switch("other")
         rank, seconds = summed.wait  # whoever was waited for last was late before as well
         self._clock.note(Wait(rank, seconds + self._helped_s), summed.network_s, summed.generation)
 
-    def _read_from(self, slot: Slot, broken: Tensor) -> _Read:
-        """Note and return what Python looks at in the sum, with one wait for the device.
-
-        Args:
-            broken: () bool, of the buffers.
-        """
+    def _read_from(self, slot: Slot) -> _Read:
+        """Note and return what Python looks at in the sum, with one wait for the device."""
         sums = slot.extras[: self._num_sums]
         looks = bool(self._computed) and not self._is_scaled
         seen = self._context.finiteness.sums_of(slot, self.number) if looks else []
-        scalars, used, is_broken, *others = read([slot.scalars, slot.used, broken, *sums, *seen])
+        may_break = self._folder.buffers.may_break(slot.buffers)
+        scalars, used, breaks, *others = read([slot.scalars, slot.used, may_break, *sums, *seen])
         weight, weighted_loss = scalars.tolist()
         self._scalars = weight, weighted_loss
         totals = self._sums.read(others[: len(sums)])
-        self._read = _Read(used.tolist(), bool(is_broken), totals, [*map(float, others[len(sums) :])])
+        self._read = _Read(used.tolist(), bool(breaks), totals, [*map(float, others[len(sums) :])])
         return self._read
 
     def _close(self) -> None:

@@ -84,42 +84,39 @@ class Buffers:
         pairs = enumerate(zip(self._start, self.tensors(), strict=True))
         self._put_back([i for i, (start, now) in pairs if start.shape == now.shape and self._touched(i, now)])
 
-    def broken(self, changes: Sequence[Tensor]) -> Tensor:
-        """Return whether a buffer was infinite and would be finite after this step: () bool."""
-        flags = [wrong.any() for _, wrong in self._wrong(changes)]
-        return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else torch.tensor(False)
-
-    @staticmethod
-    def may_break(changes: Sequence[Tensor]) -> Tensor:
-        """Return whether a change is infinite or not a number, whatever the buffers are: without one, none is broken.
-        () bool.
-        """
-        flags = [~one.isfinite().all() for one in changes if one.is_floating_point()]
+    def may_break(self, changes: Sequence[Tensor]) -> Tensor:
+        """Return whether a change is infinite or not a number: without one, `apply` raises nothing. () bool."""
+        floats = [index for index, change in enumerate(changes) if change.is_floating_point()]
+        groups = self._alike(floats, changes)
+        flags = [~_flat(changes, numbers, changes[numbers[0]].dtype).isfinite().all() for numbers in groups]
         return torch.stack(flags).any() if flags else torch.tensor(False)
 
-    def apply(self, changes: Sequence[Tensor], *, is_broken: bool | None = None) -> None:
+    def apply(self, changes: Sequence[Tensor], *, may_break: bool = True) -> None:
         """Add the step's changes: the weighted mean for float buffers, the sum for integer ones, any for flags.
 
         Args:
-            is_broken: what `broken` has returned for the changes; None: it is not known yet.
+            may_break: what `may_break` has returned for the changes, if that is known. A change that may break is
+                looked at, for which the host waits.
 
         Raises:
-            StepError: a buffer is broken.
+            StepError: a buffer was infinite, and would be finite after this step.
         """
-        if bool(self.broken(changes)) if is_broken is None else is_broken:
-            index = next(
-                index
-                for numbers, wrong in self._wrong(changes)
-                for index, part in zip(numbers, wrong.split([changes[index].numel() for index in numbers]), strict=True)
-                if bool(part.any())
-            )
+        if may_break:
+            self._check(changes)
+        now = self.tensors()
+        for numbers, start, change in self._moving(changes):
+            _write(torch.where(change == 0, start, start + change), [now[index] for index in numbers])
+
+    def _check(self, changes: Sequence[Tensor]) -> None:
+        for numbers, wrong in self._wrong(changes):
+            if not bool(wrong.any()):
+                continue
+            parts = wrong.split([changes[index].numel() for index in numbers])
+            index = next(index for index, part in zip(numbers, parts, strict=True) if bool(part.any()))
             raise StepError(
                 f"buffer {self.names[index]!r} was infinite and is finite after this step: such a change has no mean "
                 "over the micro-batches. Give the buffer finite values before run.steps, e.g. by one forward pass"
             )
-        now = self.tensors()
-        for numbers, start, change in self._moving(changes):
-            _write(torch.where(change == 0, start, start + change), [now[index] for index in numbers])
 
     def _wrong(self, changes: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield buffers of floats by dtype: (numbers, where they are infinite and their change is not)."""

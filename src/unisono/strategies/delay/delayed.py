@@ -21,7 +21,6 @@ from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.rounds import Dispute, FinishedRound
 from unisono.engine.rounds.gradient import GradientRound, StepContext
 from unisono.engine.rounds.members import Members, Summed
-from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.earlier_values import Values
 from unisono.engine.state.sums import Total
 from unisono.strategies.delay.underway import Spare
@@ -191,7 +190,7 @@ class DelayedRound(GradientRound):
             share: as the attribute.
         """
         self.result, self.share = summed, share
-        self.totals = dict(self._read_from(summed.slot, Buffers.may_break(summed.slot.buffers)).totals)
+        self.totals = dict(self._read_from(summed.slot).totals)
         self.has_new_sums = any(each.new_sums for each in summed.telemetry.values())
         self.is_disputed = self._context.agreement.differs(summed.compared)
 
@@ -210,9 +209,10 @@ class DelayedRound(GradientRound):
             shown: the sum, or a copy of it.
             folder: of the parameters as they are now.
         """
-        known = self._read
-        is_sound = known is not None and not known.is_broken
-        folder.show(shown, known.used if known is not None else None, is_broken=False if is_sound else None)
+        if (known := self._read) is None:  # it has come with the state of the run
+            folder.show(shown)
+        else:
+            folder.show(shown, known.used, may_break=known.may_break)
 
     def remembered(self) -> Dispute:
         """Return what this member remembers of the sum, where it `is_disputed`. Local."""
