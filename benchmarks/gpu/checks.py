@@ -158,7 +158,6 @@ def _same(place: Place, name: str, teams: Mapping[str, int]) -> Iterator[Result]
     yield _result(f"{title}: alone", began, "" if code == 0 else shortened(output))
     if code:
         return
-    # A worker that is to be killed in a micro-batch has one.
     tries: dict[str, tuple[int, str, dict[str, str]]] = {team: (number, "", {}) for team, number in teams.items()}
     if name in INTERRUPTED and len(teams) > 1:
         kill = Faults().kill("w1", step=3, at="after_backward").environment()
@@ -169,7 +168,8 @@ def _same(place: Place, name: str, teams: Mapping[str, int]) -> Iterator[Result]
             yield Result(f"{title}: resumed", "failed", words="the run alone left no checkpoint before its last step")
     for number, (team, (workers, resume, environment)) in enumerate(tries.items()):
         began, directory = time.monotonic(), folder / str(number)
-        code, output = _train(place, name, directory, workers, resume, environment, ["--even"] if environment else ())
+        shares = ["--even"] if environment else []  # a worker that is to be killed in a micro-batch has one
+        code, output = _train(place, name, directory, workers, resume, environment, shares)
         yield _result(
             f"{title}: {team}", began, shortened(output) if code else _difference(folder / "alone", directory)
         )

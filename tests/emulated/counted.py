@@ -1,7 +1,4 @@
-"""What a step reads from the device, by line, and what comes of values that are read late.
-
-``python -m tests.emulated.counted [strategies]``: a process of its own, as `tests.emulated.trainings`.
-"""
+"""What a step, also of a strategy, reads from the device by line, and what comes of values that are read late."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests.emulated.apart import use_the_device
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import Place, train_on
 from unisono.core.errors import LossError
 from unisono.core.rehearsals import is_compared
 from unisono.engine.state.packing import digest_of_tensor
-from unisono.script import run as run_module
 from unisono.script.run import Run
 
 FIRST = 9
@@ -30,11 +27,6 @@ FIRST = 9
 STEPS = 11
 OWN = "emulated/counted.py"
 """What the script reads is its own."""
-
-
-def use_the_device() -> None:
-    importlib.import_module("tests.emulated.accelerator")
-    vars(run_module).update(choose_device=lambda *_: torch.device("emu", 0))
 
 
 def training(run: Run, **tracked: Any) -> tuple[TensorDataset, nn.Module, torch.optim.Optimizer]:
@@ -122,8 +114,7 @@ def weighed(device: str) -> dict[str, int]:
     """
     generator = torch.Generator().manual_seed(1)
     images, labels = torch.randn(64, 1, 6, 6, generator=generator), torch.randint(0, 4, (64,), generator=generator)
-    vars(run_module).update(choose_device=lambda *_: torch.device(device))
-    with Run(None, seed=3) as run:
+    with Run(None, seed=3, device=device) as run:
         model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 4)).to(run.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         run.track(model=model, optimizer=optimizer)
@@ -181,8 +172,7 @@ def _alone(seat: Seat) -> dict[str, Any]:
 
 
 def _together(seat: Seat, place: Place) -> dict[str, Any]:
-    use_the_device()
-    place.device = torch.device("emu", 0)
+    place.device = use_the_device()
     return {"of two": count(place.run(None, seed=3, balance=False))}
 
 
@@ -196,8 +186,7 @@ def _strategies_alone(seat: Seat) -> dict[str, Any]:
 
 
 def _strategies_together(seat: Seat, place: Place) -> dict[str, Any]:
-    use_the_device()
-    place.device = torch.device("emu", 0)
+    place.device = use_the_device()
     return {
         "of two, sums under way": count(place.run(None, seed=3, balance=False), delay=2),
         "of two, local steps": count_local(place.run(None, seed=3, balance=False)),

@@ -1,7 +1,4 @@
-"""What is used on two streams without an event in between: ``python -m tests.emulated.ordered``.
-
-A process of its own, as `tests.emulated.trainings`.
-"""
+"""What is used on two streams without an event in between."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests.emulated.apart import use_the_device
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import Place, train_on
-from unisono.script import run as run_module
 from unisono.script.run import Run
 from unisono.system import accelerators
 
@@ -53,12 +50,7 @@ def train(run: Run, *, aside: bool = False, **options: Any) -> dict[str, Any]:
                     step.add(right=(out.argmax(1) == targets).sum())
             optimizer.step()
     device.order = None
-    return {"found": order.found, "streams": len(order.num_launched)}
-
-
-def use_the_device() -> None:
-    importlib.import_module("tests.emulated.accelerator")
-    vars(run_module).update(choose_device=lambda *_: torch.device("emu", 0))
+    return {"found": order.found, "streams": len(order.streams)}
 
 
 def without_events() -> None:
@@ -82,8 +74,7 @@ def _alone(seat: Seat) -> dict[str, Any]:
 
 
 def _together(seat: Seat, place: Place) -> dict[str, Any]:
-    use_the_device()
-    place.device = torch.device("emu", 0)
+    place.device = use_the_device()
     return {
         "on two": train(place.run(None, seed=3, balance=False)),
         "on two, sums under way": train(place.run(None, seed=3, balance=False), delay=2),

@@ -51,8 +51,8 @@ class Order:
     def __init__(self, inner_of: Callable[[Any], torch.Tensor | None]) -> None:
         self.found: list[str] = []
         """A sentence for each use that is not ordered after one before it."""
-        self.num_launched: Counter[int] = Counter()
-        """By stream."""
+        self.streams: set[int] = set()
+        """On which something was launched."""
         self._inner_of = inner_of
         self._lock = threading.RLock()  # memory is given back at any time
         self._events = _sanitizer.EventHandler()
@@ -74,7 +74,7 @@ class Order:
         used.parse_inputs(func._schema, args, kwargs, is_factory=is_factory)
         used.parse_outputs(func._schema, result, is_factory=is_factory)
         with self._lock:
-            self.num_launched[stream] += 1
+            self.streams.add(stream)
             read, written = used.dataptrs_read - used.dataptrs_written, used.dataptrs_written
             self._note(stream, read, written, used.outputs, func._schema.name, used.tensor_aliases)
 

@@ -1,7 +1,4 @@
-"""How many bytes of the device a step needs, in sizes of the model: ``python -m tests.emulated.peaks``.
-
-A process of its own, as `tests.emulated.trainings`.
-"""
+"""How many bytes of the device a step needs, in sizes of the model."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.emulated.apart import use_the_device
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import Place, train_on
-from unisono.script import run as run_module
 from unisono.script.run import Run
 
 WIDTH, LAYERS, STEPS = 256, 8, 11
@@ -45,22 +42,22 @@ def peak(run: Run, microbatches: int) -> float:
     return (most - before) / (4 * WIDTH * WIDTH * LAYERS)
 
 
-def use_the_device() -> None:
+def count_bytes() -> None:
     device: Any = importlib.import_module("tests.emulated.accelerator")
     device.held = device.Held()
-    vars(run_module).update(choose_device=lambda *_: torch.device("emu", 0))
 
 
 def _alone(seat: Seat) -> dict[int, float]:
     torch.set_num_threads(1)
     use_the_device()
+    count_bytes()
     return {microbatches: peak(Run(None, seed=3), microbatches) for microbatches in (1, 2, 7, 8)}
 
 
 def _together(seat: Seat, place: Place) -> float:
     """Without balance: each member has four micro-batches, on whatever machine."""
-    use_the_device()
-    place.device = torch.device("emu", 0)
+    place.device = use_the_device()
+    count_bytes()
     return peak(place.run(None, seed=3, balance=False), 8)
 
 

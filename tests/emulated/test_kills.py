@@ -71,7 +71,9 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("has_float64", [True, False] if ALL else [True], ids=["", "without float64"][: 1 + ALL])
+@pytest.mark.parametrize(
+    "has_float64", [True, False] if ALL else [True], ids=lambda has: "" if has else "without float64"
+)
 @pytest.mark.parametrize(
     ("name", "at"),
     [pytest.param(name, at, id=f"{name}, {at}") for name, one in STRATEGIES.items() for at in one.places()],

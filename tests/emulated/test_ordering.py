@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.house.rooms import ROOT
-from tests.waiting import WAIT_S
+from tests.emulated.apart import found_by
 
 
 @pytest.mark.more
 def test_what_is_used_on_two_streams_is_in_order() -> None:
     """Sums under way have a stream of their own, and a script may have one, which waits for the current one only."""
-    command = [sys.executable, "-m", "tests.emulated.ordered"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = found_by("ordered")
     for where, one in found.items():
         assert one["streams"] == 1 + ("own stream" in where) + ("under way" in where), where
         if where.startswith("without events"):  # else this test could not fail

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.house.rooms import ROOT
+from tests.emulated.apart import found_by
 from tests.waiting import WAIT_S
 
 PASSING = 0.5
@@ -17,10 +13,7 @@ PASSING = 0.5
 
 @pytest.mark.more
 def test_a_step_holds_as_much_as_is_said() -> None:
-    command = [sys.executable, "-m", "tests.emulated.peaks"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = found_by("peaks", within_s=WAIT_S)
     for microbatches, most in found["alone"].items():
         said = 1 + int(microbatches).bit_length()
         assert said <= most < said + PASSING, (microbatches, most)

@@ -5,15 +5,11 @@ Steps without a comparison, a rehearsal or a checkpoint. What the script reads i
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.house.rooms import ROOT
-from tests.waiting import WAIT_S
+from tests.emulated.apart import found_by
 
 MOST_ALONE, MOST_TOGETHER = 3, 6
 PLACES = ("alone", "with a scaler", "with weights", "first of two", "second of two")
@@ -21,28 +17,14 @@ OF_STRATEGIES = ("sums under way", "first of two, sums under way", "second of tw
 LOCAL = ("local steps", "first of two, local steps", "second of two, local steps")
 
 
-def _counted(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.emulated.counted", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=2 * WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+@pytest.fixture(scope="module")
+def counted() -> Any:
+    return found_by("counted")
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
-    return _counted()
-
-
-@pytest.fixture(scope="module")
-def strategies() -> dict[str, Any]:
-    return _counted("strategies")
+def strategies() -> Any:
+    return found_by("counted", "strategies")
 
 
 def _check(counted: dict[str, Any], where: str) -> None:

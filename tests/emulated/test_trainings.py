@@ -5,15 +5,9 @@ The two are on one card, so their sums travel by way of the host's memory.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.house.rooms import ROOT
-from tests.waiting import WAIT_S
+from tests.emulated.apart import found_by
 from tests.workers.models import RECIPES
 
 TRAININGS = ("cnn", "transformer", "mixed", "fused", "scaler", "checkpointed")
@@ -29,26 +23,15 @@ WITHOUT_FLOAT64 = ("cnn", "transformer", "fused", "checkpointed", "frozen", "cha
 """Without those that have such parameters, and torch's GradScaler, which needs such numbers."""
 
 
-def _check(names: tuple[str, ...], **variables: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.emulated.trainings", *names],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=2 * WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"alone": [], "first of two": [], "second of two": []}
+NONE_DIFFERS: dict[str, list[str]] = {"alone": [], "first of two": [], "second of two": []}
 
 
 @pytest.mark.parametrize("names", [TRAININGS, pytest.param(REST, marks=pytest.mark.more)], ids=["six", "the rest"])
 def test_the_bits_are_those_of_the_cpu(names: tuple[str, ...]) -> None:
-    _check(names)
+    assert found_by("trainings", *names) == NONE_DIFFERS
 
 
 @pytest.mark.more
 def test_a_device_without_float64_adds_on_the_cpu() -> None:
     """As Apple's, for which there is no machine here."""
-    _check(WITHOUT_FLOAT64, EMULATED_WITHOUT_FLOAT64="1")
+    assert found_by("trainings", *WITHOUT_FLOAT64, EMULATED_WITHOUT_FLOAT64="1") == NONE_DIFFERS

@@ -1,17 +1,13 @@
-"""Trainings on the CPU, on the emulated device alone, and there on two workers: ``python -m tests.emulated.trainings``.
-
-A process of its own: torch starts a thread for each device with its first backward pass, so processes that know the
-device are no forks of one that has computed.
-"""
+"""Trainings on the CPU, on the emulated device alone, and there on two workers."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 
 import torch
 
+from tests.emulated.apart import use_the_device
 from tests.workers.models import RECIPES, Outcome
 from tests.workers.processes import Seat, Team
 from tests.workers.static_team import Place, train_on
@@ -24,11 +20,6 @@ Outcomes = dict[str, Outcome]
 def train(name: str, run: Run) -> Outcome:
     with run:
         return RECIPES[name].train(run, MICROBATCHES)
-
-
-def use_the_device() -> torch.device:
-    importlib.import_module("tests.emulated.accelerator")
-    return torch.device("emu", 0)
 
 
 def _alone(seat: Seat, names: list[str]) -> tuple[Outcomes, Outcomes]:
