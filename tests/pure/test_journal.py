@@ -29,7 +29,7 @@ from unisono.record.journal import (
     to_line,
     truncate,
 )
-from unisono.record.journal.file import BLOCK_BYTES
+from unisono.record.journal.file import BLOCK_BYTES, tail
 from unisono.record.journal.lines import LineEvent
 from unisono.record.journal.writing import KEPT_LINES, LINES_AT_ONCE
 
@@ -363,6 +363,20 @@ def test_lines_of_any_length_are_found_from_the_end(length: int, tmp_path: Path)
     for number in (3, 1, 0):
         truncate(run / JOURNAL, number)
         assert numbers(run) == list(range(number))
+
+
+@pytest.mark.parametrize("number", ["1e999999", "[" * 100_000], ids=["infinite", "deep"])
+def test_a_line_whose_number_cannot_be_read_is_left_out_by_who_goes_on(number: str, tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run", step(0), step(1))
+    with (run / JOURNAL).open("a") as file:
+        file.write(f'{{"line": {number}, "kind": "step"}}\n')
+    with (run / JOURNAL).open("rb") as file:
+        _, last, broken = tail(run / JOURNAL, file)
+    assert last is not None
+    assert last["line"] == 1
+    assert broken
+    truncate(run / JOURNAL, 2)
+    assert numbers(run) == [0, 1]
 
 
 def test_a_broken_line_at_the_end_does_not_end_a_training(tmp_path: Path) -> None:

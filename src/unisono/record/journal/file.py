@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from unisono.core.events import RunEnded
 from unisono.record.journal.lines import Line, LineEvent, from_line, parse, text_of, to_line
@@ -83,10 +83,22 @@ def tail(path: Path, file: BinaryIO) -> tuple[int, Line | None, str]:
         end = end or offset + len(text)
         try:
             line = parse(path, text)
-            return end, {**line, "line": int(line["line"])}, broken
-        except (ValueError, TypeError, KeyError) as error:
+            return end, {**line, "line": _number_of(line)}, broken
+        except ValueError as error:
             broken = broken or str(error)
     return end, None, broken
+
+
+def _number_of(line: Any) -> int:
+    """Return the number of a line.
+
+    Raises:
+        ValueError: it has none.
+    """
+    try:
+        return int(line["line"])
+    except (KeyError, TypeError, OverflowError):
+        raise ValueError("a line of the journal has no number") from None
 
 
 def has_steps(directory: Path) -> bool:
@@ -121,8 +133,8 @@ def _end_of(file: BinaryIO, number: int) -> int:
     cut = file.seek(0, os.SEEK_END)
     for offset, text in backwards(file):
         try:
-            is_kept = text.endswith(b"\n") and int(json.loads(text)["line"]) < number
-        except (ValueError, KeyError, TypeError):
+            is_kept = text.endswith(b"\n") and _number_of(json.loads(text)) < number
+        except (ValueError, RecursionError):
             is_kept = False
         if is_kept:
             break

@@ -124,7 +124,7 @@ def parse(path: Path, text: bytes, where: str = "a line") -> Line:
     try:
         line = json.loads(text)
         whole = isinstance(line, dict) and isinstance(line["kind"], str)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         whole = False
     if not whole:
         shown = text[:40].decode(errors="replace").rstrip("\n")
