@@ -19,14 +19,14 @@ def gone(how: str) -> WorkerGone:
 @pytest.mark.parametrize(
     ("event", "level", "text"),
     [
-        (started(), "INFO", "run r1 begins at step 0"),
+        (started(), "INFO", "the run begins"),
         (evaluation(1, right=3), "INFO", "evaluation at step 1: right 3"),
-        (gone("left"), "INFO", "worker w2 on m1 is gone (left): signal 9"),
-        (gone("lost"), "WARNING", "worker w2 on m1 is gone (lost): signal 9"),
-        (WorkerLate(worker_id="w1", step=3, microbatch=0, seconds=4.0), "WARNING", "w1 is late by 4.0 s in step 3"),
+        (gone("left"), "INFO", "w2 on m1 has left"),
+        (gone("lost"), "WARNING", "w2 on m1 was lost"),
+        (WorkerLate(worker_id="w1", step=3, microbatch=0, seconds=4.0), "WARNING", "w1 makes no progress for 4 s at step 3"),
         (Problem(problem="nan", text="the loss is not a number"), "ERROR", "the loss is not a number"),
-        (end(), "INFO", "run finished"),
-        (RunEnded(ok=False, reason="w1 died", digests={}), "ERROR", "run failed: w1 died"),
+        (end(), "INFO", "the run has finished"),
+        (RunEnded(ok=False, reason="w1 died", digests={}), "ERROR", "the run failed: w1 died"),
     ],
 )
 def test_events_have_fitting_levels(event: Event, level: str, text: str, caplog: pytest.LogCaptureFixture) -> None:

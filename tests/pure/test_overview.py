@@ -335,7 +335,7 @@ def test_problems_are_said_with_their_level() -> None:
     )
     assert [(each.level, each.text) for each in found.recent] == [
         ("error", "the loss is not a number at step 3 (evidence: problems/1-nan.txt)"),
-        ("error", "failed: KeyError: 3"),
+        ("error", "the run failed: KeyError: 3"),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unisono.record.overview import Overview
+from unisono.record.overview import Overview, Past
 from unisono.views.page.answers import MOST_EVENTS, MOST_NAMES, MOST_POINTS, answer
 
 
@@ -47,11 +47,14 @@ class Small:
     def use(self, points: int = 500) -> dict[str, Any]:
         raise OSError("the disk is gone")
 
+    def past(self) -> Past:
+        return Past([], [], [])
+
     def overview(self) -> Overview:
         return Overview(run_dir=f"runs/{self._name}", step=2, loss=None, loss_is="nan", logs={"accuracy": math.nan})
 
 
-@pytest.mark.parametrize("kind", ["overview", "facts", "names", "series", "times", "events", "problems"])
+@pytest.mark.parametrize("kind", ["overview", "facts", "names", "series", "times", "events", "past", "problems"])
 def test_an_answer_has_the_kind_of_its_question(kind: str) -> None:
     question: dict[str, Any] = {"get": kind}
     if kind == "series":

@@ -21,9 +21,10 @@ from unisono.core.words import clock_duration, number
 from unisono.record.history import History
 from unisono.record.journal import events
 from unisono.record.journal.times import read_times
-from unisono.record.overview import Overview, OverviewBuilder, status_of
+from unisono.record.overview import Overview, OverviewBuilder, Past, status_of
 from unisono.views.page.answers import answer
 from unisono.views.report import account
+from unisono.views.report.account import words_of
 from unisono.views.watch.prometheus import exposition
 from unisono.views.watch.terminal.base import progress_line
 from unisono.views.watch.terminal.drawing import header
@@ -105,6 +106,15 @@ def test_a_finished_run_has_the_same_figures_in_every_view(run: Path) -> None:
     assert float(metrics["unisono_loss"]) == overview.loss
     assert float(metrics["unisono_checkpoint_step"]) == overview.checkpoint_step
 
+    assert msgspec.convert(answer([history], {"get": "past"})["past"], Past) == history.past()
+    page = answer([history], {"get": "events", "after": -1000, "most": 1000})["events"]["events"]
+    sentences = {event["sentence"]: event["level"] for event in page if "sentence" in event}
+    assert [each.text for each in overview.recent if sentences.get(each.text) != each.level] == [
+        "w0, w1 and w2 join: the run begins",  # of the page each by itself
+        "evaluation at step 200: accuracy 0.715138",  # which the page has as a figure
+    ]
+    assert all(text in sentences for each in found.interruptions for text in words_of(each))
+
     out = io.StringIO()
     lines = OverviewLines(out)
     lines.take(overview)
@@ -137,7 +147,7 @@ def test_a_run_that_trains_has_the_same_figures_in_lines_in_the_picture_and_for_
     ):
         assert re.search(rf"(^| ){re.escape(shown)}", picture, re.MULTILINE), (shown, picture)
         assert shown in line
-    present = Present(lambda: overview)
+    present = Present(lambda: overview, lambda: Past([], [], []))
     page = answer([present], {"get": "overview"})["overview"]
     assert figures(msgspec.convert(page, Overview)) == figures(overview)
     curve = answer([present], {"get": "series", "names": ["loss"]})["series"]["loss"]

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.record.history.machines import times_of, use_of
-from unisono.record.overview import CurvePoint, Overview
+from unisono.record.overview import CurvePoint, Overview, Past
 from unisono.record.rundir import PRIVATE
 from unisono.system.lifetime import PARENT
 from unisono.views.page.answers import MOST_BYTES, answer
@@ -52,10 +52,11 @@ class Present:
 
     Args:
         overview: returns the run as it is now.
+        past: returns who took part until now.
     """
 
-    def __init__(self, overview: Callable[[], Overview]) -> None:
-        self.overview = overview
+    def __init__(self, overview: Callable[[], Overview], past: Callable[[], Past]) -> None:
+        self.overview, self.past = overview, past
         self.directory = ""
         self.described = ""
         """`facts`, as JSON."""

@@ -17,7 +17,7 @@ import msgspec
 from unisono.cluster.head.door import Allowance, Caller
 from unisono.cluster.head.past_reader import Present, Reading
 from unisono.core.events import Event, MachineUsed, StepFinished, WorkerOutput
-from unisono.record.overview import Overview, OverviewBuilder
+from unisono.record.overview import Overview, OverviewBuilder, with_sentence
 from unisono.views.page.viewers import Feed, Viewers
 
 __all__ = ["Viewing", "most_viewers"]
@@ -52,7 +52,7 @@ class Viewing:
         self._run_id = run_id
         self._overviews = overviews
         self._is_whole = is_first
-        self._present = Present(self.overview)
+        self._present = Present(self.overview, overviews.past)
         self._reading = Reading(run_id, self._present)
         self._feed = Feed()
         self._viewers = Viewers([self._feed], self._refresh, self._reading.answer)
@@ -72,7 +72,7 @@ class Viewing:
         except Exception:
             self._fail()
         if not isinstance(event, StepFinished | MachineUsed | WorkerOutput):
-            self._feed.add(msgspec.json.encode(event))
+            self._feed.add(msgspec.json.encode(with_sentence(event)))
 
     def _fail(self) -> None:
         if not self._has_failed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from unisono.record.overview.builder import OverviewBuilder
 from unisono.record.overview.past import Interrupted, MachinePresence, Past, Presence
+from unisono.record.overview.sentences import recent_of, text_of, with_sentence
 from unisono.record.overview.values import (
     CURVE_POINTS,
     INTERRUPTIONS,
@@ -36,5 +37,8 @@ __all__ = [
     "Recent",
     "WorkerNow",
     "efficiency",
+    "recent_of",
     "status_of",
+    "text_of",
+    "with_sentence",
 ]

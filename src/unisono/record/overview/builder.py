@@ -32,16 +32,14 @@ from unisono.core.events import (
     WorkerLate,
     WorkerOutput,
 )
-from unisono.core.words import count
 from unisono.record.overview.loss_curve import Curve
 from unisono.record.overview.past import Past, PastBuilder
 from unisono.record.overview.sentences import (
     Told,
     checkpoint_name,
     checkpoint_words,
-    evaluation_words,
     finite,
-    late_words,
+    text_of,
 )
 from unisono.record.overview.values import INTERRUPTIONS, Overview, WorkerNow, efficiency
 
@@ -151,7 +149,7 @@ class OverviewBuilder:
                 self._go(event)
             case WorkerLate():
                 self._late[event.worker_id] = event
-                self._told.replace(f"late {event.worker_id}", event.time, late_words(event), "warning")
+                self._told.tell(event, f"late {event.worker_id}")
             case MachineUsed():
                 self._machines[event.host] = event
             case MachineGone():
@@ -169,10 +167,9 @@ class OverviewBuilder:
                 self._told.wrong(event)
             case MachineJoined():
                 self._agents[event.agent_id] = event.host
-                self._told.add(event.time, f"{event.host} offers {count(event.num_workers, 'worker')}")
+                self._told.tell(event)
             case LinesLost():
-                lines = f"lines {event.first} to {event.last}"
-                self._told.add(event.time, f"the journal lacks the {lines}: they could not be written", "warning")
+                self._told.tell(event)
 
     def go_on_as(self, run_id: str) -> None:
         """Let the events from here on be those of another run in the same directory."""
@@ -190,7 +187,7 @@ class OverviewBuilder:
         """Keep the evaluation of the newest models: one beside the training may be told after a later one."""
         if self._evaluation is None or event.step >= self._evaluation.step:
             self._evaluation = event
-            self._told.replace("evaluation", event.time, evaluation_words(event))
+            self._told.tell(event, "evaluation")
 
     def _begin(self, event: RunStarted) -> None:
         """Begin, or go on from a checkpoint: the steps after it are done again."""
@@ -228,9 +225,7 @@ class OverviewBuilder:
             )
         else:
             self._ended = event
-        ended = self._ended
-        words = ended.reason or "finished" if ended.ok else f"failed: {ended.reason}"
-        self._told.replace("end", ended.time, words, "info" if ended.ok else "error")
+        self._told.tell(self._ended, "end")
 
     # -- who is there --------------------------------------------------------------------------------
 
@@ -267,7 +262,7 @@ class OverviewBuilder:
         self._agents.pop(event.agent_id, None)
         if event.host not in self._agents.values():
             self._machines.pop(event.host, None)
-        self._told.add(event.time, f"{event.host} is gone: {event.reason}", "warning")
+        self._told.tell(event)
 
     # -- the value -----------------------------------------------------------------------------------
 
@@ -343,7 +338,7 @@ class OverviewBuilder:
             return "paused", self._reason.partition(_PAUSED)[2]
         if self._late:
             late = self._late[min(self._late)]
-            return "waiting", late_words(late)
+            return "waiting", text_of(late)
         if last is None:
             return "starting", ""
         return ("waiting", "") if is_stalled else ("training", "")

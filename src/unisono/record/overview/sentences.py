@@ -1,26 +1,44 @@
-"""Sentences about what has happened to a run."""
+"""Sentences about what has happened to a run: every view has these words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from unisono.core.events import (
+    Announcement,
+    CheckpointWritten,
     EvaluationFinished,
+    Event,
+    Interruption,
+    LinesLost,
+    MachineGone,
+    MachineJoined,
     MembershipChanged,
+    Note,
     Problem,
+    RunEnded,
     RunStarted,
     WorkerGone,
     WorkerJoined,
     WorkerLate,
 )
-from unisono.core.words import count, listed
+from unisono.core.words import count, duration, listed
 from unisono.record.overview.values import RECENT, Recent
 
-__all__ = ["Told", "checkpoint_name", "checkpoint_words", "evaluation_words", "finite", "late_words"]
+__all__ = ["Told", "checkpoint_name", "checkpoint_words", "finite", "recent_of", "text_of", "with_sentence"]
 
+_GONE: Final = {
+    "left": "has left",
+    "lost": "was lost",
+    "failed": "has failed",
+    "evicted": "was ended",
+    "finished": "has finished",
+}
 _BEGINS: Final = "begins"
 _GENERATION: Final = "generation"
 
@@ -50,11 +68,15 @@ class Told:
 
     def replace(self, topic: str, time: float, text: str, level: str = "info") -> None:
         """Add a sentence instead of the earlier one about the same: of checkpoints the newest counts."""
-        self._sentences = [each for each in self._sentences if each.topic != topic]
+        self._sentences = [each for each in self._sentences if not topic or each.topic != topic]
         self.add(time, text, level, topic)
 
+    def tell(self, event: Event, topic: str = "") -> None:
+        """Add the event's own sentence; of a topic, instead of the earlier one."""
+        self.replace(topic, event.time, text_of(event), level_of(event))
+
     def begins(self, event: RunStarted) -> None:
-        text = f"the run goes on at step {event.step}" if event.step else "the run begins"
+        text = text_of(event)
         if not any(each.text.endswith(text) for each in self._sentences[-2:]):  # those who join have said so
             self.add(event.time, text, topic=_BEGINS)
 
@@ -63,17 +85,14 @@ class Told:
         own = f"gone {event.worker_id}"
         if event.worker_id:
             self._sentences[-4:] = [each for each in self._sentences[-4:] if each.topic != own]
-        where = f" (evidence: {event.evidence})" if event.evidence else ""
-        self.add(event.time, event.text + where, "error", f"problem {event.worker_id}")
+        self.add(event.time, text_of(event), "error", f"problem {event.worker_id}")
 
     def changed(self, event: MembershipChanged, who: set[str]) -> None:
         """Say that there is another generation, unless sentences say who has joined and gone."""
         unsaid = who - self._said
         self._said.clear()
         if unsaid or not who:
-            reason = f": {event.reason}" if event.reason else ""
-            workers = count(len(event.worker_ids), "worker")
-            self.add(event.time, f"generation {event.generation} with {workers}{reason}", topic=_GENERATION)
+            self.add(event.time, text_of(event), topic=_GENERATION)
             self._sentences[-1].names = sorted(unsaid)
 
     def joined(self, event: WorkerJoined) -> None:
@@ -86,12 +105,8 @@ class Told:
             found = self._sentences[-1]
         if event.worker_id not in found.names:
             found.names.append(event.worker_id)
-        names = found.names = sorted(found.names, key=lambda name: (len(name), name))
-        who = listed(names) if len(names) <= 4 else f"{count(len(names), 'worker')} ({names[0]} ... {names[-1]})"
-        verb = "joins" if len(names) == 1 else "join"
-        where = f" on {event.host}" if event.host and len(names) == 1 else ""
-        at = f" at step {event.step}" if event.step > 0 else ""
-        found.text = f"{who} {verb}{where}{at}" + (f": {event.reason}" if event.reason else "")
+        found.names.sort(key=lambda name: (len(name), name))
+        found.text = _joining(found.names, event)
         self._sentences[-4:] = [
             each
             for each in self._sentences[-4:]
@@ -102,12 +117,7 @@ class Told:
         self._says(event.worker_id)
         if any(each.topic == f"problem {event.worker_id}" for each in self._sentences[-4:]):
             return
-        verb = {"left": "has left", "lost": "was lost", "failed": "has failed", "evicted": "was ended"}[event.how]
-        after = f" after step {event.step}" if event.step >= 0 else ""
-        where = f" on {event.host}" if event.host else ""
-        level = {"left": "info", "failed": "error"}.get(event.how, "warning")
-        why = f": {event.reason}" if event.reason else ""
-        self.add(event.time, f"{event.worker_id}{where} {verb}{after}{why}", level, f"gone {event.worker_id}")
+        self.add(event.time, text_of(event), level_of(event), f"gone {event.worker_id}")
 
     def _says(self, worker_id: str) -> None:
         """Note that a sentence is about this worker, and drop that about the generation, if nobody else has changed."""
@@ -122,19 +132,98 @@ class Told:
         return [Recent(time=each.time, text=each.text, level=each.level) for each in self._sentences]
 
 
-def late_words(event: WorkerLate) -> str:
-    where = f"at step {event.step}" + (f", micro-batch {event.microbatch}" if event.microbatch >= 0 else "")
-    return f"{event.worker_id} makes no progress for {event.seconds:.0f} s {where}; the others wait for it"
+def recent_of(event: Event) -> Recent | None:
+    """Return an event as one sentence, with its level; None: there is none about steps, output and what machines use.
+
+    `Told` has fewer sentences: it puts together what belongs together.
+    """
+    text = text_of(event)
+    return Recent(time=event.time, text=text, level=level_of(event)) if text else None
+
+
+def with_sentence(event: Event | Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event, or the line of one, as a mapping with its ``sentence`` and ``level``.
+
+    They are missing where the event has no sentence, or is of a kind that this version does not know.
+    """
+    line = dict(event) if isinstance(event, Mapping) else msgspec.to_builtins(event)
+    try:
+        found = recent_of(msgspec.convert(line, Event, strict=False))
+    except msgspec.ValidationError:
+        found = None
+    return line if found is None else {**line, "level": found.level, "sentence": found.text}
+
+
+def level_of(event: Event) -> str:
+    """Return info, warning or error."""
+    match event:
+        case Problem() | RunEnded(ok=False) | WorkerGone(how="failed"):
+            return "error"
+        case WorkerGone(how="lost" | "evicted") | WorkerLate() | MachineGone() | LinesLost() | Note(about="warning"):
+            return "warning"
+    return "info"
+
+
+def text_of(event: Event) -> str:
+    """Return the sentence of an event; "": it has none."""
+    match event:
+        case RunStarted():
+            return f"the run goes on at step {event.step}" if event.step else "the run begins"
+        case RunEnded():
+            if not event.ok:
+                return f"the run failed: {event.reason}"
+            return "the run has finished" if event.reason in ("", "finished") else f"the run has ended: {event.reason}"
+        case MembershipChanged():
+            return f"generation {event.generation} with {count(len(event.worker_ids), 'worker')}{_why(event.reason)}"
+        case WorkerJoined():
+            return _joining([event.worker_id], event)
+        case WorkerGone():
+            after = f" after step {event.step}" if event.step >= 0 else ""
+            return f"{event.worker_id}{_on(event.host)} {_GONE[event.how]}{after}{_why(event.reason)}"
+        case WorkerLate():
+            where = f"at step {event.step}" + (f", micro-batch {event.microbatch}" if event.microbatch >= 0 else "")
+            return f"{event.worker_id} makes no progress for {event.seconds:.0f} s {where}; the others wait for it"
+        case MachineJoined():
+            return f"{event.host} offers {count(event.num_workers, 'worker')}"
+        case MachineGone():
+            return f"{event.host} is gone{_why(event.reason)}"
+        case Interruption():
+            cost = duration(event.seconds) if event.seconds > 0 else "no time"
+            return f"generation {event.generation} has cost {cost} at step {event.step}{_why(event.reason)}"
+        case CheckpointWritten():
+            return checkpoint_words(msgspec.to_builtins(event))
+        case EvaluationFinished():
+            totals = ", ".join(f"{name} {value:g}" for name, value in finite(event.values).items())
+            return f"evaluation at step {event.step}{_why(totals)}"
+        case LinesLost():
+            return f"the journal lacks the lines {event.first} to {event.last}: they could not be written"
+        case Problem():
+            return event.text + (f" (evidence: {event.evidence})" if event.evidence else "")
+        case Note() | Announcement():
+            return event.text
+    return ""
+
+
+def _joining(names: Sequence[str], event: WorkerJoined) -> str:
+    """Return the sentence about workers that join together, of whose events this is one."""
+    who = listed(names) if len(names) <= 4 else f"{count(len(names), 'worker')} ({names[0]} ... {names[-1]})"
+    verb = "joins" if len(names) == 1 else "join"
+    where = _on(event.host) if len(names) == 1 else ""
+    at = f" at step {event.step}" if event.step > 0 else ""
+    return f"{who} {verb}{where}{at}{_why(event.reason)}"
+
+
+def _on(host: str) -> str:
+    return f" on {host}" if host else ""
+
+
+def _why(reason: str) -> str:
+    return f": {reason}" if reason else ""
 
 
 def checkpoint_words(news: Mapping[str, Any]) -> str:
     took = f", {news['bytes'] / 1e6:,.1f} MB in {news['seconds']:.1f} s" if {"bytes", "seconds"} <= news.keys() else ""
     return f"checkpoint {checkpoint_name(news)}{took}"
-
-
-def evaluation_words(event: EvaluationFinished) -> str:
-    totals = ", ".join(f"{name} {value:g}" for name, value in finite(event.values).items())
-    return f"evaluation at step {event.step}" + (f": {totals}" if totals else "")
 
 
 def checkpoint_name(checkpoint: Mapping[str, Any]) -> str:

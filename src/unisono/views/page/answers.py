@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from unisono.record.overview import Overview
+from unisono.record.overview import Overview, Past, with_sentence
 
 __all__ = ["MOST_BYTES", "MOST_EVENTS", "MOST_POINTS", "Readable", "answer"]
 
@@ -42,6 +42,7 @@ class Readable(Protocol):
     def events(self, after: int = 0, most: int = 500) -> dict[str, Any]: ...
     def use(self, points: int = 500) -> dict[str, Any]: ...
     def overview(self) -> Overview: ...
+    def past(self) -> Past: ...
 
 
 class _Question(msgspec.Struct, forbid_unknown_fields=True, tag_field="get", kw_only=True):
@@ -95,7 +96,13 @@ class _Events(_Question, tag="events"):
     def of(self, history: Readable) -> Any:
         if not 1 <= self.most <= MOST_EVENTS:
             raise ValueError(f"`most` must be 1 to {MOST_EVENTS}; got {self.most}")
-        return history.events(self.after, self.most)
+        page = history.events(self.after, self.most)
+        return {**page, "events": [with_sentence(event) for event in page["events"]]}
+
+
+class _Past(_Question, tag="past"):
+    def of(self, history: Readable) -> Any:
+        return msgspec.to_builtins(history.past())
 
 
 class _Use(_Question, tag="use"):
@@ -122,8 +129,8 @@ class _Runs(_Question, tag="runs"):
     pass
 
 
-_OF_A_RUN: Final = (_Overview, _Facts, _Names, _Series, _Times, _Events, _Use, _Problems)
-_OfARun = _Overview | _Facts | _Names | _Series | _Times | _Events | _Use | _Problems
+_OF_A_RUN: Final = (_Overview, _Facts, _Names, _Series, _Times, _Events, _Past, _Use, _Problems)
+_OfARun = _Overview | _Facts | _Names | _Series | _Times | _Events | _Past | _Use | _Problems
 _TAGS: Final = ", ".join(str(kind.__struct_config__.tag) for kind in (*_OF_A_RUN, _Runs))
 
 

@@ -29,6 +29,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.http11 import Request, Response
 
 from unisono.record.history import History
+from unisono.record.overview import with_sentence
 from unisono.system.tasks import is_for_person
 from unisono.views.page import site
 from unisono.views.page.answers import answer
@@ -155,7 +156,7 @@ class Directories:
         self._next[number] = page["next"]
         before, self._told[number] = self._told[number], encode(msgspec.structs.replace(overview, time=0.0))
         present = b"" if overview.ended and before == self._told[number] else b'"overview":%b' % encode(overview)
-        return present, [encode(event) for event in events]
+        return present, [encode(with_sentence(event)) for event in events]
 
 
 def _port_of(server: Server) -> int:

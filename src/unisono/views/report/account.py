@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.events import Seconds, WorkerGone, WorkerJoined
+from unisono.core.events import Seconds
 from unisono.core.words import count, duration
 from unisono.record.advice import Advice, AdviceSetting, Load, advise
 from unisono.record.history import History
 from unisono.record.history.machines import added_up, seconds_of, steps_of
 from unisono.record.journal.lines import is_number
-from unisono.record.overview import Interrupted, Overview, Past, Presence
+from unisono.record.overview import Interrupted, Overview, Past, Presence, text_of
 
 __all__ = ["Account", "WorkerAccount", "account", "presences", "words_of"]
 
@@ -151,16 +151,7 @@ def words_of(found: Interrupted) -> list[str]:
     """Return each who came or went, in words; where only the cost is known, its reason."""
     if not found.changes and found.measured is not None:
         return [found.measured.reason]
-    return [_change_words(each) for each in found.changes]
-
-
-def _change_words(change: WorkerJoined | WorkerGone) -> str:
-    who = f"{change.worker_id} on {change.host}" if change.host else change.worker_id
-    reason = f": {change.reason}" if change.reason else ""
-    if isinstance(change, WorkerJoined):
-        return f"{who} joined{reason}"
-    words = {"lost": "was lost", "failed": "failed", "evicted": "was ended because it hung", "left": "left"}
-    return f"{who} {words[change.how]}{reason}"
+    return [text_of(each) for each in found.changes]
 
 
 def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> list[WorkerAccount]:

@@ -19,12 +19,16 @@ from unisono.core.events import (
     WorkerGone,
     WorkerLate,
 )
-from unisono.core.words import count
+from unisono.record.overview import recent_of
 
 __all__ = ["EVERY_S", "Logging"]
 
 EVERY_S: Final = 60.0
 """How often the progress is a record of level INFO; every step is one of level DEBUG."""
+_LEVELS: Final = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LOGGED: Final = (
+    RunStarted, EvaluationFinished, MembershipChanged, WorkerGone, WorkerLate, LinesLost, Problem, RunEnded,
+)  # fmt: skip
 
 
 class Logging:
@@ -43,36 +47,10 @@ class Logging:
         self._said_at = -math.inf
 
     def emit(self, event: Event) -> None:
-        match event:
-            case RunStarted():
-                where = f" in {event.directory}" if event.directory else ""
-                self._log(logging.INFO, event, f"run {event.run_id} begins at step {event.step}{where}")
-            case StepFinished():
-                self._step(event)
-            case EvaluationFinished():
-                totals = ", ".join(f"{name} {value}" for name, value in event.values.items())
-                self._log(logging.INFO, event, f"evaluation at step {event.step}: {totals}")
-            case MembershipChanged():
-                why = f": {event.reason}" if event.reason else ""
-                who = count(len(event.worker_ids), "worker")
-                self._log(logging.INFO, event, f"generation {event.generation} with {who}{why}")
-            case WorkerGone():
-                level = logging.INFO if event.how in ("left", "finished") else logging.WARNING
-                self._log(
-                    level, event, f"worker {event.worker_id} on {event.host} is gone ({event.how}): {event.reason}"
-                )
-            case WorkerLate():
-                what = f"worker {event.worker_id} is late by {event.seconds:.1f} s in step {event.step}"
-                self._log(logging.WARNING, event, what)
-            case LinesLost():
-                what = f"lines {event.first} to {event.last} of the journal could not be written"
-                self._log(logging.ERROR, event, what)
-            case Problem():
-                self._log(logging.ERROR, event, event.text)
-            case RunEnded(ok=True):
-                self._log(logging.INFO, event, "run finished")
-            case RunEnded():
-                self._log(logging.ERROR, event, f"run failed: {event.reason}")
+        if isinstance(event, StepFinished):
+            self._step(event)
+        elif isinstance(event, _LOGGED) and (found := recent_of(event)) is not None:
+            self._log(_LEVELS[found.level], event, found.text)
 
     def close(self) -> None:
         pass

@@ -18,6 +18,9 @@ const NAMES_EVERY_MS = 10000;
 const OVER = new Set(["finished", "stopped", "failed"]);
 export const isOver = (overview) => Boolean(overview) && (overview.ended > 0 || OVER.has(overview.state));
 
+/** So long after it was told, who came and went may be missing in the run's files. */
+const WRITTEN_MS = 15000;
+
 /** One run. `changed(what)` is called with "overview", "facts", "series", "times", "events" or "use". */
 export class Run {
   constructor(index, connection, changed) {
@@ -31,6 +34,8 @@ export class Run {
     this.notes = [];
     this.error = "";
     this.events = [];
+    this.past = { workers: [], machines: [], interruptions: [] };
+    this.toldAt = 0;
     this.known = new Set();
     this.next = null;
     this.isCut = false;
@@ -84,7 +89,7 @@ export class Run {
     this.covered = -1;
     this.clock = { step: [], seconds: [] };
     if (!isOther) return;
-    Object.assign(this, { series: new Map(), events: [], next: null, times: null, use: null, asked: {} });
+    Object.assign(this, { series: new Map(), events: [], past: { workers: [], machines: [], interruptions: [] }, next: null, times: null, use: null, asked: {} });
     this.known.clear();
     this.load().then(() => this.loadEvents()).catch(() => {});
   }
@@ -101,13 +106,15 @@ export class Run {
   takeEvents(events) {
     let isNew = false;
     for (const event of events) {
-      const key = JSON.stringify(event);
+      // What is told unasked has more digits of the time than the same event in the file, and no id of the run.
+      const key = [event.kind, event.time?.toFixed(3), event.head, event.number, event.worker_id].join();
       if (this.known.has(key)) continue;
       this.known.add(key);
       this.events.push(event);
       isNew = true;
     }
     if (!isNew) return;
+    this.toldAt = Date.now();
     this.events.sort((a, b) => (a.time ?? 0) - (b.time ?? 0));
     this.changed("events");
   }
@@ -123,6 +130,13 @@ export class Run {
       this.takeEvents(page.events);
       if (page.events.length < EVENTS_AT_ONCE) break;
     }
+    await this.loadPast();
+  }
+
+  async loadPast() {
+    this.asked.past = Date.now();
+    this.past = await this.ask("past");
+    this.changed("events");
   }
 
   /** Ask for the curves of these names and steps; `range` null: of the whole run. */
@@ -226,6 +240,8 @@ export class Run {
       }
       if (now - (this.asked.times ?? 0) > SLOW_EVERY_MS) await this.loadTimes(range);
       if (now - (this.asked.use ?? 0) > SLOW_EVERY_MS) await this.loadUse();
+      const isPastOld = this.toldAt + WRITTEN_MS > (this.asked.past ?? 0);
+      if (isPastOld && now - (this.asked.past ?? 0) > SLOW_EVERY_MS) await this.loadPast();
       this.failures = 0;
     } catch (error) {
       this.failures += 1;

@@ -94,45 +94,15 @@ export function drawConnection(run, connection) {
 
 // -- events ------------------------------------------------------------------------------------------
 
-const sentences = {
-  start: (e) => `The run starts${e.step > 0 ? ` after step ${whole(e.step)}` : ""}`,
-  end: (e) => (e.ok ? `The run has ended: ${e.reason || "finished"}` : `The run has failed: ${e.reason}`),
-  joined: (e) => `${e.worker_id} joins on ${e.host} (${e.device}), generation ${e.generation}, from step ${whole(e.step)}: ${e.reason}`,
-  gone: (e) => `${e.worker_id} on ${e.host} ${{ left: "has left", lost: "is lost", failed: "has failed", evicted: "was ended", finished: "has finished" }[e.how] ?? "is gone"} after step ${whole(e.step)}: ${e.reason}`,
-  "machine-joined": (e) => `Machine ${e.host} joins with room for ${count(e.num_workers, "worker")}`,
-  "machine-gone": (e) => `Machine ${e.host} is gone: ${e.reason}`,
-  membership: (e) => `Generation ${e.generation} begins with ${count(e.worker_ids?.length ?? 0, "worker")}${e.reason ? `: ${e.reason}` : ""}`,
-  problem: (e) => `${e.problem}: ${e.text}`,
-  announcement: (e) => e.text,
-  late: (e) => `${e.worker_id} makes no progress: step ${whole(e.step)}, micro-batch ${e.microbatch}, for ${duration(e.seconds)}`,
-  gap: (e) => `Lines ${whole(e.first)} to ${whole(e.last)} of the journal are lost`,
-  checkpoint: (e) => checkpointWords(e),
-  note: (e) => e.text,
-  interruption: (e) => `Generation ${e.generation} cost ${e.seconds > 0 ? duration(e.seconds) : "no time"}, at step ${whole(e.step)}: ${e.reason}`,
-};
-
-function levelOf(event) {
-  if (event.kind === "problem" || (event.kind === "end" && !event.ok)) return "error";
-  if (event.kind === "gone") return { lost: "error", failed: "error", evicted: "error", left: "info", finished: "info" }[event.how] ?? "warning";
-  if (["late", "gap", "machine-gone"].includes(event.kind)) return "warning";
-  if (event.about === "warning") return "warning";
-  return event.level ?? "info";
-}
-
-/** An event in a sentence; of a kind that this version does not know, as it is. */
-function sentenceOf(event) {
-  const { kind, time, ...rest } = event;
-  try {
-    return plain(kind in sentences ? sentences[kind](event) : `${kind}: ${rest.text ?? JSON.stringify(rest)}`, 1500);
-  } catch {
-    return plain(JSON.stringify(event), 1500);
-  }
+/** An event in a sentence; of a kind that the server does not know, as it is. */
+function sentenceOf({ kind, time, sentence, level, ...rest }) {
+  return plain(sentence ?? `${kind}: ${rest.text ?? JSON.stringify(rest)}`, 1500);
 }
 
 export function drawEvents(run) {
   const isLoudOnly = byId("events-level").value === "warning";
   const told = run.events.length
-    ? run.events.filter((event) => !HIDDEN.has(event.kind)).map((event) => [event.time, levelOf(event), sentenceOf(event)])
+    ? run.events.filter((event) => !HIDDEN.has(event.kind)).map((event) => [event.time, event.level ?? "info", sentenceOf(event)])
     : (run.overview?.recent ?? []).map((recent) => [recent.time, recent.level, plain(recent.text, 1500)]);
   const shown = told.filter(([, level]) => !isLoudOnly || level !== "info");
   const newest = shown.slice(-MOST_EVENTS).reverse();
@@ -161,12 +131,6 @@ const join = (directory, file) => (directory ? `${directory.replace(/\/$/, "")}/
 
 // -- checkpoints -------------------------------------------------------------------------------------
 
-function checkpointWords(event) {
-  const steps = event.steps ?? event.step;
-  return [event.text ?? `Checkpoint${steps >= 0 ? ` after ${count(steps, "step")}` : ""}`,
-    event.bytes ? bytes(event.bytes) : "", event.seconds ? `in ${duration(event.seconds)}` : "", event.error ? `failed: ${event.error}` : ""].filter(Boolean).join(", ");
-}
-
 export function drawCheckpoints(run) {
   const told = run.events.filter((event) => String(event.kind).startsWith("checkpoint"));
   const host = byId("checkpoint-list");
@@ -175,7 +139,7 @@ export function drawCheckpoints(run) {
     put(host, el("p", { class: "empty", text: checkpoint ? `The newest: ${plain(checkpoint, 300)}${step >= 0 ? `, after ${count(step, "step")}` : ""}` : "None has been written." }));
     return;
   }
-  const columns = [...new Set(told.flatMap(Object.keys))].filter((key) => !["kind", "time"].includes(key)).slice(0, 6);
+  const columns = [...new Set(told.flatMap(Object.keys))].filter((key) => !["kind", "time", "sentence", "level"].includes(key)).slice(0, 6);
   put(host, table("Checkpoints", ["When", ...columns.map((name) => COLUMNS[name] ?? plain(name, 40))], told.slice(-500).reverse().map((event) => [
     clock(event.time, run.overview.time), ...columns.map((key) => cell(key, event[key]))])));
 }

@@ -74,57 +74,24 @@ export class Timeline {
   }
 }
 
-/** Read who was there when from a run's events. */
-function history(run) {
-  const { overview, events } = run;
+/** Who was there from when to when, the first one first; and when each generation began. */
+function history({ overview, past, events }) {
   const now = overview.ended || overview.time;
-  const open = new Map();
-  const spans = [];
-  const generations = [];
-  const isTold = events.some((event) => event.kind === "joined");
-  const begin = (id, event, host, why) => {
-    const span = { id, host, pid: event.pid, from: event.time, to: now, cameFor: why, wentFor: "", how: "", isOpen: true, missing: 0 };
-    open.set(id, span);
-    spans.push(span);
-  };
-  const end = (id, time, how, why) => {
-    const span = open.get(id);
-    if (!span) return;
-    Object.assign(span, { to: time, how, wentFor: why, isOpen: false });
-    open.delete(id);
-  };
-  for (const event of events) {
-    if (!event.time) continue;
-    if (event.kind === "joined") {
-      const before = open.get(event.worker_id);
-      if (before && event.pid !== before.pid) end(event.worker_id, before.missing || event.time, "left", "");
-      if (!open.has(event.worker_id)) begin(event.worker_id, event, event.host ?? "", event.reason ?? "");
-    } else if (event.kind === "gone") {
-      if (!open.has(event.worker_id)) begin(event.worker_id, event, event.host ?? "", "");
-      end(event.worker_id, event.time, event.how ?? "", event.reason ?? "");
-    } else if (event.kind === "membership") {
-      const members = event.worker_ids ?? [];
-      if (event.generation !== generations.at(-1)?.generation) {
-        generations.push({ generation: event.generation, time: event.time, workers: members.length, reason: event.reason ?? "" });
-      }
-      // Who is no member any more is told to be gone by an event of its own, where nothing was lost.
-      for (const [id, span] of open) span.missing = members.includes(id) ? 0 : span.missing || event.time;
-      if (!isTold) {
-        for (const id of [...open.keys()]) if (!members.includes(id)) end(id, event.time, "left", "");
-        for (const id of members) if (!open.has(id)) begin(id, event, "", event.reason ?? "");
-      }
-    } else if (event.kind === "end") {
-      for (const id of [...open.keys()]) end(id, event.time, event.ok ? "finished" : "left", event.reason ?? "");
-    }
-  }
-  for (const [id, span] of [...open]) if (span.missing) end(id, span.missing, "left", "");
-  return { spans, generations };
+  const end = overview.state === "finished" ? "finished" : "left";
+  const spans = past.workers.filter((each) => each.joined).map((each) => ({
+    id: each.worker_id, host: each.host, from: each.joined, to: Math.max(each.joined, each.gone || now),
+    cameFor: each.why_joined ?? "", wentFor: each.why_gone ?? "", how: each.how || end, isOpen: !each.gone && !overview.ended,
+  }));
+  const began = events.filter((event) => event.kind === "membership");
+  const generations = began.filter((event, index) => event.generation !== began[index - 1]?.generation).map((event) => ({
+    generation: event.generation, time: event.time, workers: event.worker_ids?.length ?? 0, reason: event.reason ?? "" }));
+  return { spans: spans.sort((a, b) => a.from - b.from), generations };
 }
 
 /** Put the spans of each machine into as few rows as hold them: [[host, [row, ...]], ...]. */
 function lanes(spans) {
   const hosts = new Map();
-  for (const span of [...spans].sort((a, b) => a.from - b.from)) {
+  for (const span of spans) {
     if (!hosts.has(span.host)) hosts.set(span.host, []);
     const rows = hosts.get(span.host);
     const free = rows.find((row) => row.at(-1).to <= span.from && !row.at(-1).isOpen);
@@ -171,7 +138,7 @@ function sentence(run, spans, generations) {
   if (there) parts.push(`${whole(there)} there now`);
   if (generations.length) parts.push(count(generations.length, "generation"));
   parts.push(lost.length ? `${whole(lost.length)} lost or failed` : "none lost");
-  const cost = run.events.filter((event) => event.kind === "interruption").map((event) => event.seconds || 0);
+  const cost = run.past.interruptions.filter((each) => each.measured).map((each) => each.measured.seconds);
   if (cost.length) parts.push(`${count(cost.length, "change")} of generation cost ${duration(cost.reduce((a, b) => a + b, 0))}`);
   return `${parts.join(", ")}.${run.isCut ? " The oldest events are not shown." : ""}`;
 }
