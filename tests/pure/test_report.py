@@ -60,7 +60,10 @@ def past(events: Sequence[Event]) -> Past:
 def test_a_loss_and_its_replacement_are_one_interruption() -> None:
     (found,) = past([*STORY[:4], measured(10, 2.5, 113.0), *STORY[4:]]).interruptions
     assert (found.step, found.time, found.seconds) == (10, 110.0, 2.5)
-    assert words_of(found) == ["w1 on a was lost after step 9: killed by signal 9", "w2 joins on a at step 10: w1 was lost"]
+    assert words_of(found) == [
+        "w1 on a was lost after step 9: killed by signal 9",
+        "w2 joins on a at step 10: w1 was lost",
+    ]
 
 
 def test_a_cost_that_nobody_has_measured_is_not_guessed() -> None:
