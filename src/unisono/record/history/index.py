@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,7 +25,19 @@ from unisono.core.events import Seconds
 from unisono.record.journal.file import INDEX, JOURNAL
 from unisono.record.journal.lines import number_in
 
-__all__ = ["BLOCK_LINES", "Block", "Placed", "Scanned", "block_of", "column_of", "lines_in", "load", "save", "scan"]
+__all__ = [
+    "BLOCK_LINES",
+    "Block",
+    "Placed",
+    "Scanned",
+    "block_of",
+    "columns_of",
+    "extremes_of",
+    "lines_in",
+    "load",
+    "save",
+    "scan",
+]
 
 BLOCK_LINES: Final = 64
 NUM_CHECKED: Final = 8
@@ -35,6 +47,8 @@ MOST_INDEX_BYTES: Final = 1 << 28
 
 Extremes = tuple[float, float, float, int]
 """Lowest, highest, sum and count of the finite values."""
+Odd = tuple[int, int, int]
+"""How many values are not a number, infinite, and negative infinite."""
 
 
 class Block(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -55,8 +69,8 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     until: float = 0.0
     values: dict[str, Extremes] = {}
     """By name: loss, step_s, samples, part/compute, log/NAME, total/NAME ..."""
-    odd: dict[str, tuple[int, int, int]] = {}
-    """By name, where there are any: how many values are not a number, infinite, and negative infinite."""
+    odd: dict[str, Odd] = {}
+    """By name, where there are any."""
     evaluations: list[tuple[int, float, dict[str, float | str]]] = []
     """Step, time, and the totals that are numbers."""
 
@@ -91,6 +105,8 @@ _blocks: Final = msgspec.json.Decoder(Block)
 _PARTS: Final = Seconds.__struct_fields__
 _ALL_PARTS: Final = attrgetter(*(f"seconds.{part}" for part in _PARTS))
 _ALL_MEANS: Final = attrgetter(*(f"means.{part}" for part in _PARTS))
+_UNKNOWN: Final = (None,) * len(_PARTS)
+_NONE_ODD: Final = (0, 0, 0)
 
 
 # -- from lines to blocks ----------------------------------------------------------------------------
@@ -106,11 +122,11 @@ def block_of(placed: Sequence[Placed]) -> Block:
         elif line is not None and line.kind == "evaluation":
             evaluations.append((line.step, line.time, _plain({**line.totals, **line.logs})))
     values: dict[str, Extremes] = {}
-    odd: dict[str, tuple[int, int, int]] = {}
-    for name, column in columns_of(steps):
-        extremes, strange = _extremes(column)
-        values[name] = extremes
-        if strange is not None:
+    odd: dict[str, Odd] = {}
+    for name, column in columns_of(steps).items():
+        (low, high, total, number), strange = extremes_of([value for value in column if value is not None])
+        values[name] = low, high, _short(total), number
+        if any(strange):
             odd[name] = strange
     return Block(
         offset=placed[0].offset,
@@ -127,60 +143,36 @@ def block_of(placed: Sequence[Placed]) -> Block:
     )
 
 
-def columns_of(steps: Sequence[Scanned]) -> Iterator[tuple[str, list[float]]]:
-    """Yield the numbers of some steps by name: a list of those that there are."""
+def columns_of(steps: Sequence[Scanned]) -> dict[str, list[float | None]]:
+    """Return the numbers of some steps by name, as far as one of them has it; None for a step that has none."""
+    found: dict[str, list[float | None]] = {}
     if not steps:
-        return
-    yield "loss", [number_in(step.loss) for step in steps]
+        return found
+    losses = map(attrgetter("loss"), steps)
+    found["loss"] = [loss if type(loss) is float else number_in(loss) for loss in losses]
     parts = list(map(_ALL_PARTS, steps))
     whole: list[float] = list(map(sum, parts))
     samples = [float(step.samples) for step in steps]
-    yield "step_s", whole
-    yield "samples", samples
-    yield "samples_per_s", [each / seconds for each, seconds in zip(samples, whole, strict=True) if seconds > 0]
+    found["step_s"], found["samples"] = [*whole], [*samples]
+    rates = zip(samples, whole, strict=True)
+    found["samples_per_s"] = [number / seconds if seconds > 0 else None for number, seconds in rates]
     sent = [float(step.sent_bytes) for step in steps]
     if any(sent):
-        yield "sent_bytes", sent
-    for part, *column in zip(_PARTS, *parts, strict=True):
-        yield f"part/{part}", column
-    means = list(map(_ALL_MEANS, steps))
-    if any(map(any, means)):
-        for part, *column in zip(_PARTS, *means, strict=True):
-            yield f"mean/{part}", column
-    yield from _named("log", [step.logs for step in steps])
-    yield from _named("total", [step.totals for step in steps])
-
-
-def column_of(name: str, steps: Sequence[Scanned]) -> list[float | None]:
-    """Return the number of that name of each step; None where there is none."""
-    kind, _, rest = name.partition("/")
-    if kind in ("log", "total"):
-        return [_number(found.get(rest)) for found in map(attrgetter(f"{kind}s"), steps)]
-    if kind == "part":
-        return list(map(attrgetter(f"seconds.{rest}"), steps)) if rest in _PARTS else [None] * len(steps)
-    if kind == "mean" and rest in _PARTS:
-        return [getattr(step.means, rest) if step.means.total() > 0 else None for step in steps]
-    if name == "loss":
-        losses = list(map(attrgetter("loss"), steps))
-        return [loss if type(loss) is float else number_in(loss) for loss in losses]
-    if name in ("samples", "sent_bytes"):
-        return [float(number) for number in map(attrgetter(name), steps)]
-    if name in ("step_s", "samples_per_s"):
-        whole = [sum(parts) for parts in map(_ALL_PARTS, steps)]
-        if name == "step_s":
-            return list(whole)
-        return [step.samples / each if each > 0 else None for step, each in zip(steps, whole, strict=True)]
-    return [None] * len(steps)
-
-
-def _named(prefix: str, found: list[dict[str, Any]]) -> Iterator[tuple[str, list[float]]]:
-    columns: dict[str, list[float]] = {}
-    for each in found:
-        for name, value in each.items():
-            if (number := _number(value)) is not None:
-                columns.setdefault(name, []).append(number)
-    for name, column in columns.items():
-        yield f"{prefix}/{name}", column
+        found["sent_bytes"] = [*sent]
+    found |= {f"part/{part}": column for part, *column in zip(_PARTS, *parts, strict=True)}
+    means = [row if any(row) else _UNKNOWN for row in map(_ALL_MEANS, steps)]
+    if any(row is not _UNKNOWN for row in means):
+        found |= {f"mean/{part}": column for part, *column in zip(_PARTS, *means, strict=True)}
+    for prefix, told in (("log", [step.logs for step in steps]), ("total", [step.totals for step in steps])):
+        columns: dict[str, list[float | None]] = {}
+        for at, each in enumerate(told):
+            for name, value in each.items():
+                if (number := _number(value)) is not None:
+                    if name not in columns:
+                        columns[name] = [None] * len(steps)
+                    columns[name][at] = number
+        found |= {f"{prefix}/{name}": column for name, column in columns.items()}
+    return found
 
 
 def _number(value: Any) -> float | None:
@@ -207,18 +199,17 @@ def _plain(totals: dict[str, Any]) -> dict[str, float | str]:
     return found
 
 
-def _extremes(column: list[float]) -> tuple[Extremes, tuple[int, int, int] | None]:
-    if not column:
-        return (0.0, 0.0, 0.0, 0), None
-    total = sum(column)
-    if math.isfinite(total):
-        return (min(column), max(column), _short(total), len(column)), None
-    finite = [value for value in column if math.isfinite(value)]
-    strange = (sum(map(math.isnan, column)), column.count(math.inf), column.count(-math.inf))
+def extremes_of(values: Sequence[float]) -> tuple[Extremes, Odd]:
+    """Return the extremes of the finite values, and how many others there are of each kind."""
+    total = sum(values)
+    if values and math.isfinite(total):
+        return (min(values), max(values), total, len(values)), _NONE_ODD
+    finite = [value for value in values if math.isfinite(value)]
+    odd = (sum(map(math.isnan, values)), values.count(math.inf), values.count(-math.inf))
     if not finite:
-        return (0.0, 0.0, 0.0, 0), strange
+        return (0.0, 0.0, 0.0, 0), odd
     total = math.fsum(finite) if max(map(abs, finite)) < 1e300 else math.copysign(1e308, sum(finite))
-    return (min(finite), max(finite), _short(total), len(finite)), strange if any(strange) else None
+    return (min(finite), max(finite), total, len(finite)), odd
 
 
 def _short(value: float) -> float:

@@ -15,10 +15,18 @@ import msgspec
 from unisono.core.events import Seconds
 from unisono.core.words import count
 from unisono.record.history.from_files import Fold
-from unisono.record.history.index import Block, Placed, Scanned, block_of, column_of
+from unisono.record.history.index import (
+    Block,
+    Extremes,
+    Odd,
+    Placed,
+    Scanned,
+    block_of,
+    columns_of,
+    extremes_of,
+)
 from unisono.record.history.journal_blocks import Lines
 from unisono.record.history.machines import read_use, times_of, use_of
-from unisono.record.history.series import Series
 from unisono.record.history.story_events import StoryLines
 from unisono.record.journal import JOURNAL
 from unisono.record.journal.lines import number_in
@@ -125,7 +133,7 @@ class History:
         last = end + 1 + last if last < 0 else last
         first = max(first, begin)
         wanted = list(dict.fromkeys(names))
-        found: dict[str, Series] = {name: Series() for name in wanted}
+        found: dict[str, _Series] = {name: _Series() for name in wanted}
         by_step = [name for name in wanted if not name.startswith("evaluation/")]
         blocks = self._lines.between(first, last)
         if by_step and blocks:
@@ -139,13 +147,14 @@ class History:
         return {name: each.told() for name, each in found.items()}
 
     def _exact(
-        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, Series]
+        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
     ) -> None:
         steps = [line for line in self._read(blocks) if line.kind == "step" and first <= line.step <= last]
         each = max(1, math.ceil(len(steps) / points))
+        columns = columns_of(steps)
         for name in names:
-            column = column_of(name, steps)
-            for start in range(0, len(steps), each):
+            column = columns.get(name, [])
+            for start in range(0, len(column), each):
                 told = column[start : start + each]
                 values = [value for value in told if value is not None]
                 if values:
@@ -155,7 +164,7 @@ class History:
                     found[name].add(begin.step, begin.time, values, mean)
 
     def _from_blocks(
-        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, Series]
+        self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
     ) -> None:
         blocks = self._clipped(blocks, first, last)
         each = max(1, math.ceil(len(blocks) / points))
@@ -174,7 +183,7 @@ class History:
                     kept[at] = block_of([Placed(0, 0, line) for line in lines])
         return kept
 
-    def _evaluations(self, name: str, first: int, last: int, points: int, series: Series) -> None:
+    def _evaluations(self, name: str, first: int, last: int, points: int, series: _Series) -> None:
         key = name.partition("/")[2]
         there = sorted(  # the line of an evaluation beside the training may come after those of later ones
             (step, time, number_in(totals[key]))
@@ -367,3 +376,48 @@ def _rate(lines: Iterable[Any]) -> float | None:
         samples += line.samples
         seconds += line.seconds.total()
     return samples / seconds if seconds > 0 else None
+
+
+class _Series:
+    """Points of one series of numbers, each of one step or more: `told` gives them as a view gets them."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, float, Any, Any, Any]] = []
+
+    def add(self, step: int, time: float, values: list[float], mean: float | None = None) -> None:
+        """Add the point of some values, at least one."""
+        self._add(step, time, *extremes_of(values), mean)
+
+    def add_blocks(self, name: str, blocks: Sequence[Block]) -> None:
+        """Add the point of the values in some blocks, if there are any."""
+        there = [block for block in blocks if name in block.values]
+        finite = [block.values[name] for block in there if block.values[name][3]]
+        odds = [block.odd[name] for block in there if name in block.odd]
+        if not finite and not odds:
+            return
+        lows, highs, sums, numbers = zip(*finite, strict=True) if finite else ((0.0,), (0.0,), (0.0,), (0,))
+        num_nan, num_high, num_low = (sum(column) for column in zip((0, 0, 0), *odds, strict=True))
+        mean = None
+        if name == "samples_per_s":
+            seconds = sum(block.values["step_s"][2] for block in blocks if "step_s" in block.values)
+            samples = sum(block.values["samples"][2] for block in blocks if "samples" in block.values)
+            mean = samples / seconds if seconds else None
+        extremes = min(lows), max(highs), sum(sums), sum(numbers)
+        self._add(there[0].first, there[0].since, extremes, (num_nan, num_high, num_low), mean)
+
+    def _add(self, step: int, time: float, extremes: Extremes, odd: Odd, mean: float | None) -> None:
+        num_nan, num_high, num_low = odd
+        lowest, highest, total, number = extremes
+        low: Any = "-inf" if num_low else lowest if number else "inf" if num_high else "nan"
+        high: Any = "inf" if num_high else highest if number else "-inf" if num_low else "nan"
+        told: Any = mean if mean is not None else total / number if number else 0.0
+        if num_nan or (num_high and num_low):
+            told = "nan"
+        elif num_high or num_low:
+            told = "inf" if num_high else "-inf"
+        self._points.append((step, time, low, high, told))
+
+    def told(self) -> dict[str, list[Any]]:
+        """Return the points by column: ``step``, ``time``, ``low``, ``high`` and ``mean``."""
+        steps, times, lows, highs, means = map(list, zip(*self._points, strict=True)) if self._points else ([],) * 5
+        return {"step": steps, "time": times, "low": lows, "high": highs, "mean": means}
