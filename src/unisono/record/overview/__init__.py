@@ -19,6 +19,7 @@ from unisono.record.overview.values import (
     Recent,
     WorkerNow,
     efficiency,
+    mean_seconds,
     status_of,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "Recent",
     "WorkerNow",
     "efficiency",
+    "mean_seconds",
     "recent_of",
     "status_of",
     "text_of",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from unisono.core.events import (
     WorkerJoined,
     WorkerLate,
     WorkerOutput,
+    WorkerTimes,
 )
 from unisono.record.overview.loss_curve import Curve
 from unisono.record.overview.past import Past, PastBuilder
@@ -41,7 +41,7 @@ from unisono.record.overview.sentences import (
     finite,
     text_of,
 )
-from unisono.record.overview.values import INTERRUPTIONS, Overview, WorkerNow, efficiency
+from unisono.record.overview.values import INTERRUPTIONS, Overview, WorkerNow, efficiency, mean_seconds
 
 __all__ = ["OverviewBuilder"]
 
@@ -60,6 +60,7 @@ _WORKERS_KEPT: Final = 256
 """Of those that are no members: a run may go on for months with workers that come and go."""
 _UNUSED_S: Final = 60.0
 """A machine that has not said for so long what it uses is left out, while the run goes on."""
+_NO_TIME: Final = Seconds()
 _PAUSED: Final = "paused: "
 """In the reason of a generation that does not train (`unisono.membership`)."""
 
@@ -256,7 +257,7 @@ class OverviewBuilder:
             self._told.gone(event)
         if len(self._workers) > _WORKERS_KEPT + len(self._members):
             gone = {worker_id: each.gone_at for worker_id, each in self._workers.items() if each.how}
-            self._workers.pop(_smallest(gone), None)
+            self._workers.pop(min(gone, key=gone.__getitem__, default=""), None)
 
     def _forget(self, event: MachineGone) -> None:
         self._agents.pop(event.agent_id, None)
@@ -425,47 +426,29 @@ class _Mean:
 
 def _means(window: Sequence[StepFinished]) -> dict[str, _Mean]:
     """Return the means by worker id."""
-    leaves: dict[str, int] = {}
-    sums: dict[str, tuple[float, ...]] = {}
-    numbers: dict[str, int] = {}
-    waits: dict[str, dict[str, float]] = {}
-    steps: dict[str, int] = {}
+    told: dict[str, list[WorkerTimes]] = {}
     for step in window:
         for worker_id, times in step.workers.items():
-            leaves[worker_id] = leaves.get(worker_id, 0) + times.leaves
-            steps[worker_id] = steps.get(worker_id, 0) + 1
-            values = msgspec.structs.astuple(times.last)
-            if any(values):
-                known = sums.get(worker_id)
-                sums[worker_id] = values if known is None else tuple(map(operator.add, known, values))
-                numbers[worker_id] = numbers.get(worker_id, 0) + 1
-            if times.waits_for:
-                others = waits.setdefault(worker_id, {})
-                others[times.waits_for] = others.get(times.waits_for, 0.0) + times.waits_s
-    total = sum(leaves.values())
+            told.setdefault(worker_id, []).append(times)
+    total = sum(times.leaves for each in told.values() for times in each)
     return {
         worker_id: _Mean(
-            num_steps=number,
-            share=leaves[worker_id] / total if total else 0.0,
-            seconds=_mean_seconds(sums.get(worker_id), numbers.get(worker_id, 0)),
-            waits_for=_largest(waits.get(worker_id, {})),
+            num_steps=len(each),
+            share=sum(times.leaves for times in each) / total if total else 0.0,
+            seconds=mean_seconds([times.last for times in each if times.last != _NO_TIME]),
+            waits_for=_waits_for(each),
         )
-        for worker_id, number in steps.items()
+        for worker_id, each in told.items()
     }
 
 
-def _mean_seconds(sums: tuple[float, ...] | None, number: int) -> Seconds:
-    if sums is None:
-        return Seconds()
-    return Seconds(**{part: value / number for part, value in zip(Seconds.__struct_fields__, sums, strict=True)})
-
-
-def _smallest(values: Mapping[str, float]) -> str:
-    return min(values, key=values.__getitem__, default="")
-
-
-def _largest(values: Mapping[str, float]) -> str:
-    return max(values, key=values.__getitem__, default="")
+def _waits_for(told: Sequence[WorkerTimes]) -> str:
+    """Return the worker for which one has waited longest in all; "": for none."""
+    waits: dict[str, float] = {}
+    for times in told:
+        if times.waits_for:
+            waits[times.waits_for] = waits.get(times.waits_for, 0.0) + times.waits_s
+    return max(waits, key=waits.__getitem__, default="")
 
 
 def _left_s(last: StepFinished | None, step_s: float) -> float | None:

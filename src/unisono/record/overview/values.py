@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,6 +20,7 @@ __all__ = [
     "Recent",
     "WorkerNow",
     "efficiency",
+    "mean_seconds",
     "status_of",
 ]
 
@@ -132,6 +135,13 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 def efficiency(computing_s: float, total_s: float) -> float | None:
     """Return the part of the workers' time that was spent on computing, 0 to 1; None: no time is known."""
     return round(computing_s / total_s, 4) if total_s > 0 else None
+
+
+def mean_seconds(told: Sequence[Seconds]) -> Seconds:
+    """Return the mean of each part; all 0 where there is nothing to take it of."""
+    columns = zip(*map(msgspec.structs.astuple, told), strict=True)
+    means = (math.fsum(column) / len(told) for column in columns)
+    return Seconds(**dict(zip(Seconds.__struct_fields__, means, strict=False)))
 
 
 def status_of(overview: Overview) -> dict[str, Any]:

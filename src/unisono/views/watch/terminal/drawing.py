@@ -12,7 +12,7 @@ import msgspec
 
 from unisono.core.events import Seconds
 from unisono.core.words import clock_duration, count, harmless, shown_bytes
-from unisono.record.overview import Overview, Recent, WorkerNow
+from unisono.record.overview import Overview, Recent, WorkerNow, mean_seconds
 from unisono.views.watch.terminal.base import done, left_words, loss_words, progress_line
 from unisono.views.watch.terminal.curve import draw_curve
 from unisono.views.watch.terminal.text import Line, Span, cut, filled, time_of_day, width
@@ -281,7 +281,6 @@ class _Row:
             states[worker.state] = states.get(worker.state, 0) + 1
         words = ", ".join(f"{number} {state}" for state, number in states.items())
         used = self._id + 1 + 8 + 1 + (self._host + 1 if self._host else 0) + (self._device + 1 if self._device else 0)
-        seconds = [msgspec.structs.astuple(worker.seconds) for worker in workers]
         share = sum(worker.share for worker in workers) / len(workers)
         head = f"{len(workers)} {'workers' if is_all else 'more'}"
         if not self._is_narrow:
@@ -289,7 +288,7 @@ class _Row:
         return [
             (filled(head, used - 1) + " ", ""),
             (f"{100 * share:>3.0f} % ", ""),
-            *self._stack(_mean(seconds)),
+            *self._stack(mean_seconds([worker.seconds for worker in workers])),
             (" each, on average" if self._words else "", "dim"),
         ]
 
@@ -323,11 +322,6 @@ def _colour(part: str) -> str:
 def _share(seconds: Seconds, part: str) -> float:
     total = seconds.total()
     return float(getattr(seconds, part)) / total if total > 0 else 0.0
-
-
-def _mean(seconds: Sequence[tuple[float, ...]]) -> Seconds:
-    parts = zip(Seconds.__struct_fields__, zip(*seconds, strict=True), strict=True)
-    return Seconds(**{part: sum(values) / len(seconds) for part, values in parts})
 
 
 def _loss_words(worker: WorkerNow) -> str:
