@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -32,15 +32,11 @@ from unisono.core.events import (
     WorkerOutput,
     WorkerTimes,
 )
+from unisono.record.asides import written
+from unisono.record.checkpoint_files import step_name
 from unisono.record.overview.loss_curve import Curve
 from unisono.record.overview.past import Past, PastBuilder
-from unisono.record.overview.sentences import (
-    Told,
-    checkpoint_name,
-    checkpoint_words,
-    finite,
-    text_of,
-)
+from unisono.record.overview.sentences import Told, finite, text_of
 from unisono.record.overview.values import INTERRUPTIONS, Overview, WorkerNow, efficiency, mean_seconds
 
 __all__ = ["OverviewBuilder"]
@@ -61,6 +57,7 @@ _WORKERS_KEPT: Final = 256
 _UNUSED_S: Final = 60.0
 """A machine that has not said for so long what it uses is left out, while the run goes on."""
 _NO_TIME: Final = Seconds()
+_NO_CHECKPOINT: Final = CheckpointWritten(step=-1)
 _PAUSED: Final = "paused: "
 """In the reason of a generation that does not train (`unisono.membership`)."""
 
@@ -101,7 +98,7 @@ class OverviewBuilder:
         self._machines: dict[str, MachineUsed] = {}
         self._agents: dict[str, str] = {}
         self._evaluation: EvaluationFinished | None = None
-        self._checkpoint: Mapping[str, Any] = {}
+        self._checkpoint = _NO_CHECKPOINT
         self._ended: RunEnded | None = None
         self._told = Told()
         self._past = PastBuilder(run_id)
@@ -133,7 +130,7 @@ class OverviewBuilder:
         if self._late:  # all members have taken part
             self._late.clear()
         if step.checkpoint:
-            self._save(step.time, step.checkpoint)
+            self._save(written(step.time, step.checkpoint))
         for warning in step.warnings:
             self._told.add(step.time, warning, "warning")
 
@@ -157,8 +154,8 @@ class OverviewBuilder:
                 self._forget(event)
             case EvaluationFinished():
                 self._evaluate(event)
-            case CheckpointWritten() if event.step >= self._checkpoint.get("step", -1):
-                self._save(event.time, msgspec.to_builtins(event))
+            case CheckpointWritten() if event.step >= self._checkpoint.step:
+                self._save(event)
             case Interruption():
                 self._interruptions.append(event)
                 self._interrupted_s = round(self._interrupted_s + event.seconds, 6)
@@ -206,12 +203,12 @@ class OverviewBuilder:
         if self._evaluation is not None and self._evaluation.step > event.step:
             self._evaluation = None
         if event.step == 0:
-            self._checkpoint = {}
+            self._checkpoint = _NO_CHECKPOINT
         self._told.begins(event)
 
-    def _save(self, time: float, news: Mapping[str, Any]) -> None:
-        self._checkpoint = news
-        self._told.replace("checkpoint", time, checkpoint_words(news))
+    def _save(self, event: CheckpointWritten) -> None:
+        self._checkpoint = event
+        self._told.tell(event, "checkpoint")
 
     def _end(self, event: RunEnded) -> None:
         if self._ended is not None:  # a worker has said it before the head, or several workers have
@@ -306,8 +303,8 @@ class OverviewBuilder:
             efficiency=efficiency(self._computing_s, self._total_s),
             interruptions=[*self._interruptions],
             interrupted_s=self._interrupted_s,
-            checkpoint=checkpoint_name(self._checkpoint),
-            checkpoint_step=int(self._checkpoint.get("step", -1)),
+            checkpoint=step_name(self._checkpoint.step) if self._checkpoint.step >= 0 else "",
+            checkpoint_step=self._checkpoint.step,
             curve=self._curve.points(),
             workers=self._workers_now(window, now, is_stalled=is_stalled),
             machines=[

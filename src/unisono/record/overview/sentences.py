@@ -28,9 +28,10 @@ from unisono.core.events import (
     WorkerLate,
 )
 from unisono.core.words import count, duration, listed
+from unisono.record.checkpoint_files import step_name
 from unisono.record.overview.values import RECENT, Recent
 
-__all__ = ["Told", "checkpoint_name", "checkpoint_words", "finite", "recent_of", "text_of", "with_sentence"]
+__all__ = ["Told", "finite", "recent_of", "text_of", "with_sentence"]
 
 _GONE: Final = {
     "left": "has left",
@@ -191,7 +192,8 @@ def text_of(event: Event) -> str:
             cost = duration(event.seconds) if event.seconds > 0 else "no time"
             return f"generation {event.generation} has cost {cost} at step {event.step}{_why(event.reason)}"
         case CheckpointWritten():
-            return checkpoint_words(msgspec.to_builtins(event))
+            took = f", {event.bytes / 1e6:,.1f} MB in {event.seconds:.1f} s" if event.bytes and event.seconds else ""
+            return f"checkpoint {step_name(event.step)}{took}"
         case EvaluationFinished():
             totals = ", ".join(f"{name} {value:g}" for name, value in finite(event.values).items())
             return f"evaluation at step {event.step}{_why(totals)}"
@@ -219,16 +221,6 @@ def _on(host: str) -> str:
 
 def _why(reason: str) -> str:
     return f": {reason}" if reason else ""
-
-
-def checkpoint_words(news: Mapping[str, Any]) -> str:
-    took = f", {news['bytes'] / 1e6:,.1f} MB in {news['seconds']:.1f} s" if {"bytes", "seconds"} <= news.keys() else ""
-    return f"checkpoint {checkpoint_name(news)}{took}"
-
-
-def checkpoint_name(checkpoint: Mapping[str, Any]) -> str:
-    """Return the name of a checkpoint from the news about it (`unisono.record.checkpoint_files.step_name`)."""
-    return f"step-{checkpoint['step']:010}" if "step" in checkpoint else ""
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
