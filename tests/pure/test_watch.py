@@ -13,7 +13,7 @@ from unisono.core.errors import UsageError
 from unisono.core.events import Announcement, EvaluationFinished, Event, Once, RunStarted, StepFinished
 from unisono.record.journal import JOURNAL, Journal
 from unisono.views.watch import SINKS, EventStream, Sink, make, named
-from unisono.views.watch.since import since
+from unisono.views.watch.charts import since
 
 
 class Kept:

@@ -16,7 +16,7 @@ from tests.watch.next_writer import STEPS, run_with_a_killed_writer
 from tests.workers.conftest import Unisono
 from unisono.core.events import RunStarted
 from unisono.record.journal import JOURNAL, Journal, read
-from unisono.views.watch.since import ToolBookmark
+from unisono.views.watch.charts import ToolBookmark
 from unisono.views.watch.wandb import WandB
 
 

@@ -1,15 +1,35 @@
-"""Charts of a run in another program: each step and evaluation once, however many writers the run has had."""
+"""Charts of a run in another program: each step and evaluation once, however many writers the run has had.
+
+A tool that keeps what it gets (TensorBoard's files, MLflow's server) outlives the worker that wrote into it. The next
+writer asks the tool where it stands and takes the rest from the journal, so no step is lost or doubled there; and a
+tool that is added to a run late gets the run from its beginning.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
 
 from unisono.core.events import EvaluationFinished, Event, Once, RunEnded, RunStarted, StepFinished
-from unisono.views.watch.since import since
+from unisono.record.journal import JOURNAL, from_line
+from unisono.record.journal.file import BLOCK_BYTES
+from unisono.system.owned import write_whole
 
-__all__ = ["Charts"]
+__all__ = ["Charts", "ToolBookmark", "since"]
+
+TOOLS: Final = "tools"
+"""Folder in the directory of a run."""
+BURST_S: Final = 0.005
+PAUSE_S: Final = 0.01
+"""An old journal is read in bursts, because a thread that computes takes the interpreter from the training."""
+_ANY: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Charts(ABC):
@@ -65,3 +85,75 @@ class Charts(ABC):
     @abstractmethod
     def _end(self, ended: RunEnded) -> None:
         """Note how the run has ended."""
+
+
+def since(directory: Path, step: int) -> Iterator[StepFinished | EvaluationFinished]:
+    """Yield the journal's events from this step on: steps, and the evaluations after the line of the step before.
+
+    An evaluation beside the training has its line where the script asks for the result, after later steps.
+
+    A line that is broken ends it; a journal that cannot be read has no events.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (directory / JOURNAL).open("rb") as file:
+        file.seek(_offset(file, step))
+        began, is_there = time.monotonic(), step <= 0
+        for text in file:
+            if not text.endswith(b"\n"):
+                return
+            event = from_line(json.loads(text))
+            if isinstance(event, StepFinished):
+                is_there = is_there or event.step >= step - 1
+            if isinstance(event, StepFinished | EvaluationFinished) and (
+                event.step >= step or (is_there and isinstance(event, EvaluationFinished))
+            ):
+                yield event
+            if time.monotonic() - began > BURST_S:
+                time.sleep(PAUSE_S)
+                began = time.monotonic()
+
+
+def _offset(file: Any, step: int) -> int:
+    """Return where the first line after the step before this one begins, or a place before it."""
+    start = file.seek(0, os.SEEK_END)
+    while step > 0 and start > 0:
+        start = max(0, start - BLOCK_BYTES)
+        file.seek(start)
+        if start > 0:
+            file.readline()  # a part of a line
+        place = file.tell()
+        for text in file:
+            line = json.loads(text) if text.endswith(b"\n") else {}
+            if line.get("kind") == "step":
+                if int(line["step"]) < step:
+                    return int(place)
+                break
+    return 0
+
+
+class ToolBookmark:
+    """What a tool must remember of a run (its name for the run, how far it has got): a file in the run's directory.
+
+    Where there is no directory, nothing is remembered.
+    """
+
+    def __init__(self, directory: str, tool: str) -> None:
+        self._path = Path(directory) / TOOLS / f"{tool}.json" if directory else None
+
+    def read(self, same: Mapping[str, Any] = _ANY) -> dict[str, Any]:
+        """Return what was written last; empty where there is nothing, or one of these values is another one there."""
+        if self._path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                found = json.loads(self._path.read_text(encoding="utf-8"))
+                if isinstance(found, dict) and all(found.get(name) == value for name, value in same.items()):
+                    return found
+        return {}
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Keep these values instead of those before.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._path is not None:
+            self._path.parent.mkdir(exist_ok=True)
+            write_whole(self._path, f"{json.dumps(values)}\n".encode())

@@ -14,10 +14,9 @@ from typing import Any, Final
 from unisono.core.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
 from unisono.system.extras import need
 from unisono.views.watch.apart import Apart
-from unisono.views.watch.charts import Charts
+from unisono.views.watch.charts import Charts, ToolBookmark
 from unisono.views.watch.queued import Queued
 from unisono.views.watch.scalars import scalars
-from unisono.views.watch.since import ToolBookmark
 
 __all__ = ["MLflow"]
 
@@ -81,8 +80,8 @@ class _Client(Charts):
         self._make = importlib.import_module("mlflow.entities")
         memory = ToolBookmark(started.directory, "mlflow")
         recipe = {name: value for name, value in started.recipe.items() if name != "steps"}
-        before, same = memory.read(), {"uri": uri, "experiment": self._experiment, "recipe": recipe}
-        if {name: before.get(name) for name in same} == same:
+        same = {"uri": uri, "experiment": self._experiment, "recipe": recipe}
+        if before := memory.read(same):
             self._run_id = before["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
         else:

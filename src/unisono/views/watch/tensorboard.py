@@ -15,10 +15,9 @@ from typing import Any, Final
 
 from unisono.core.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
 from unisono.system.extras import need
-from unisono.views.watch.charts import Charts
+from unisono.views.watch.charts import Charts, ToolBookmark
 from unisono.views.watch.queued import Queued
 from unisono.views.watch.scalars import scalars
-from unisono.views.watch.since import ToolBookmark
 
 __all__ = ["TensorBoard"]
 
@@ -91,9 +90,8 @@ class _EventFile(Charts):
         if not started.directory:
             return started.step
         assert self._memory is not None
-        known = self._memory.read()
-        is_known = has_files and known.get("directory") == str(self._directory)
-        return min(started.step, int(known["steps"])) if is_known else 0
+        known = self._memory.read({"directory": str(self._directory)})
+        return min(started.step, int(known["steps"])) if has_files and known else 0
 
     def _keep(self) -> None:
         if self._writer is not None and self._memory is not None:

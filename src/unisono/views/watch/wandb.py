@@ -15,10 +15,9 @@ from typing import Any
 from unisono.core.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
 from unisono.system.extras import need
 from unisono.views.watch.apart import Apart
-from unisono.views.watch.charts import Charts
+from unisono.views.watch.charts import Charts, ToolBookmark
 from unisono.views.watch.queued import Queued
 from unisono.views.watch.scalars import scalars
-from unisono.views.watch.since import ToolBookmark
 
 __all__ = ["WandB"]
 
@@ -68,9 +67,8 @@ class _Client(Charts):
         wandb = importlib.import_module("wandb")
         self._memory = ToolBookmark(started.directory, "wandb")
         recipe = {name: value for name, value in started.recipe.items() if name != "steps"}
-        before, same = self._memory.read(), {"project": self._project, "recipe": recipe}
-        if {name: before.get(name) for name in same} != same:
-            before = {"id": uuid.uuid4().hex[:12], "steps": 0}
+        same = {"project": self._project, "recipe": recipe}
+        before = self._memory.read(same) or {"id": uuid.uuid4().hex[:12], "steps": 0}
         self._about = {**same, "id": before["id"]}
         self._run = wandb.init(
             project=self._project,
