@@ -6,7 +6,7 @@ The rows stay where they are while the numbers change, so the eye finds them aga
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -85,30 +85,21 @@ def draw(
 
 
 def made_harmless(overview: Overview) -> Overview:
-    """Return an overview whose words a terminal does not obey: some come from machines of others."""
-    replace = msgspec.structs.replace
-    return replace(
-        overview,
-        run_dir=harmless(overview.run_dir),
-        script=harmless(overview.script),
-        state=harmless(overview.state),
-        reason=harmless(overview.reason.partition("\n")[0]),
-        checkpoint=harmless(overview.checkpoint),
-        logs={harmless(name): value for name, value in overview.logs.items()},
-        evaluation={harmless(name): value for name, value in overview.evaluation.items()},
-        workers=[
-            replace(
-                worker,
-                worker_id=harmless(worker.worker_id),
-                host=harmless(worker.host),
-                device=harmless(worker.device),
-                state=harmless(worker.state),
-                waits_for=harmless(worker.waits_for),
-            )
-            for worker in overview.workers
-        ],
-        recent=[replace(each, text=harmless(each.text.partition("\n")[0])) for each in overview.recent],
-    )
+    """Return an overview whose words a terminal does not obey: some come from machines of others. Of several lines,
+    the first one stays.
+    """
+    return msgspec.convert(_harmless(msgspec.to_builtins(overview)), Overview)
+
+
+def _harmless(value: Any) -> Any:
+    match value:
+        case str():
+            return harmless(value.partition("\n")[0])
+        case dict():
+            return {_harmless(name): _harmless(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_harmless(each) for each in value]
+    return value
 
 
 def fitted(line: Line, columns: int, *, unicode: bool) -> Line:

@@ -13,6 +13,7 @@ from typing import Final, TextIO
 from unisono.core.events import RunEnded, WorkerOutput
 from unisono.core.words import harmless
 from unisono.record.overview import Overview, Recent
+from unisono.views import date
 from unisono.views.watch.terminal.base import Terminal, progress_line, summary
 
 __all__ = ["WAITS_S", "Cadence", "OverviewLines", "PlainTerminal"]
@@ -95,7 +96,7 @@ class PlainTerminal(Terminal):
         self._write(self._out, f"{self._time()} unisono: {progress_line(self._overview())}")
 
     def _time(self) -> str:
-        return _date(self._now())
+        return date(self._now())
 
     def _write(self, stream: TextIO, line: str) -> None:
         """Write a line. Errors are no reason to end the training."""
@@ -167,9 +168,5 @@ class OverviewLines:
         self._write(self._now(), f"{overview.state}: {progress_line(overview)}{why}")
 
     def _write(self, at: float, text: str) -> None:
-        self._out.write(f"{_date(at)} unisono: {harmless(text.partition(chr(10))[0])}\n")
+        self._out.write(f"{date(at)} unisono: {harmless(text.partition(chr(10))[0])}\n")
         self._out.flush()
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
