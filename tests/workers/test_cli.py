@@ -35,6 +35,7 @@ from unisono.core.events import Announcement, Problem, RunEnded, Seconds, StepFi
 from unisono.core.policy import Policy
 from unisono.core.settings import RunSettings, port_range
 from unisono.record import rundir
+from unisono.record.asides import Asides
 from unisono.record.journal import JOURNAL
 from unisono.system.capacity import free_workers, parse_workers
 from unisono.system.interfaces import Interface
@@ -686,12 +687,12 @@ def test_the_last_line_of_a_run_without_steps(reason: str, line: str) -> None:
 
 def test_news_of_the_balance_come_once_in_a_minute() -> None:
     """The journal has all of them; in a log, steps of milliseconds would show nothing else."""
-    now = [100.0]
-    err = io.StringIO()
-    screen = PlainTerminal(io.StringIO(), err, clock=lambda: now[0], wall=lambda: MORNING)
-    for step in range(130):
-        screen.emit(finished(step, balance=f"w0 gets {step} of 8 now"))
-        now[0] += 0.6
+    err, asides = io.StringIO(), Asides()
+    screen = PlainTerminal(io.StringIO(), err, clock=lambda: 0.0, wall=lambda: MORNING)
+    for number in range(130):
+        step = msgspec.structs.replace(finished(number, balance=f"w0 gets {number} of 8 now"), time=100 + 0.6 * number)
+        for event in (step, *asides.of(step)):
+            screen.emit(event)
     assert err.getvalue().splitlines() == [f"{at()} unisono: w0 gets {step} of 8 now" for step in (0, 101)]
 
 

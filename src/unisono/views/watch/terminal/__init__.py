@@ -6,11 +6,11 @@ import os
 import sys
 
 from unisono.system.tasks import is_for_person
-from unisono.views.watch.terminal.base import BALANCE_EVERY_S, Terminal, summary
+from unisono.views.watch.terminal.base import Terminal
 from unisono.views.watch.terminal.canvas import is_drawable
 from unisono.views.watch.terminal.plain_lines import PlainTerminal
 
-__all__ = ["BALANCE_EVERY_S", "PlainTerminal", "Terminal", "summary", "terminal"]
+__all__ = ["PlainTerminal", "terminal"]
 
 
 def terminal() -> Terminal:

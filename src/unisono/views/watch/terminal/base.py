@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from unisono.core.events import Announcement, Event, Problem, RunEnded, StepFinished, WorkerOutput
+from unisono.core.events import Announcement, Event, Note, Problem, RunEnded, StepFinished, WorkerOutput
 from unisono.core.words import clock_duration, count, duration, evidence_words, number, progress
 from unisono.record.overview import Overview, OverviewBuilder
 
-__all__ = ["BALANCE_EVERY_S", "Terminal", "done", "left_words", "loss_words", "progress_line", "summary"]
-
-BALANCE_EVERY_S: Final = 60.0
-"""Least time between two sentences about the balance: with steps of milliseconds nothing else would be seen.
-
-The journal has all of them.
-"""
+__all__ = ["Terminal", "done", "left_words", "loss_words", "progress_line", "summary"]
 
 
 def summary(overview: Overview, ended: RunEnded, traceback: str = "") -> str:
@@ -48,19 +41,16 @@ SAID_OTHERWISE: Final = ("crash", "error", "failed-join")
 
 
 class Terminal(ABC):
-    """A sink that shows an agent's stream of events. Complete: `Plain` for files and pipes, `Live` for a terminal.
+    """A sink that shows an agent's stream of events: `PlainTerminal` for files and pipes, `Live` for a terminal.
 
     Args:
-        clock: seconds that only grow.
         now: seconds since 1970.
     """
 
-    def __init__(self, clock: Callable[[], float], now: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._builder = OverviewBuilder(started=now())
         self._lock = threading.Lock()
-        self._balance_at = -math.inf
         self._evidence = ""  # of a problem that the next announcement tells
 
     def emit(self, event: Event) -> None:
@@ -74,8 +64,9 @@ class Terminal(ABC):
                 self._say_evidence()
             case Problem():
                 self._say_problem(event)
+            case Note(about="balance"):
+                self._say(event.text)
             case StepFinished():
-                self._say_balance(event.balance)
                 self._step()
             case RunEnded():
                 self._say_evidence()
@@ -94,12 +85,6 @@ class Terminal(ABC):
         words, self._evidence = self._evidence, ""
         if words:
             self._say(words)
-
-    def _say_balance(self, text: str) -> None:
-        now = self._clock()
-        if text and now - self._balance_at > BALANCE_EVERY_S:
-            self._balance_at = now
-            self._say(text)
 
     def _overview(self) -> Overview:
         with self._lock:

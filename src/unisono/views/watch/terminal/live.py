@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from unisono.core.events import Event, RunEnded, RunStarted, StepFinished, WorkerOutput
@@ -30,8 +30,8 @@ class Live(Terminal):
     lines only.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time) -> None:
-        super().__init__(clock, now)
+    def __init__(self) -> None:
+        super().__init__(time.time)
         environment = dict(os.environ)
         self._colours = colours_wanted(environment)
         self._unicode = shows_unicode(environment, sys.stdout.encoding)

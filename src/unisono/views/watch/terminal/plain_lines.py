@@ -47,6 +47,10 @@ class PlainTerminal(Terminal):
 
     Lines about the run begin with the date and the time. What workers print stays as it is: scripts may say the time
     themselves, and other programs may read it.
+
+    Args:
+        clock: seconds that only grow.
+        wall: seconds since 1970.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class PlainTerminal(Terminal):
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(clock, wall)
+        super().__init__(wall)
+        self._clock = clock
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
         self._steps = Cadence()
