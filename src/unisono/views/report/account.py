@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,7 +56,7 @@ class Account:
     """The first and the last step of which there are lines; -1: there is none."""
     last: int
     series: Mapping[str, Mapping[str, Sequence[Any]]]
-    """As `History.series`."""
+    """As `History.series`, but of the parts of a step."""
     workers: Sequence[WorkerAccount]
     """All that took part in one of the newest steps."""
     since: int
@@ -68,7 +68,6 @@ class Account:
     advice: Sequence[Advice]
     problems: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
-    evaluations: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
 
     @property
     def elapsed_s(self) -> float:
@@ -106,9 +105,6 @@ def account(directory: Path) -> Account:
     history.complete()
     overview = history.overview()
     first, last = history.span()
-    names = history.names()
-    scalars = [name for name in names if not name.startswith(("part/", "evaluation/"))]
-    evaluations = [name for name in names if name.startswith("evaluation/")]
     times = history.times(first, last, POINTS) if last >= 0 else {}
     past = history.past()
     hosts = {each.worker_id: each.host for each in past.workers if each.joined}
@@ -121,10 +117,7 @@ def account(directory: Path) -> Account:
         facts=history.facts(),
         first=first,
         last=last,
-        series=history.series(
-            [*scalars, *(f"part/{part}" for part in PARTS if f"part/{part}" in names)], points=POINTS
-        ),
-        evaluations=history.series(evaluations, points=POINTS) if evaluations else {},
+        series=history.series([name for name in history.names() if not name.startswith("part/")], points=POINTS),
         workers=workers,
         since=min(times.get("step", ()), default=last + 1),
         num_workers=len(loads),

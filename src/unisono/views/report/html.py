@@ -257,14 +257,14 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 def _charts(accounts: Sequence[Account]) -> list[dict[str, Any]]:
     """Return what is drawn: a chart for each metric, with a line for each run."""
-    names = dict.fromkeys(name for each in accounts for name in (*each.series, *each.evaluations))
-    shown = [name for name in names if not name.startswith("part/") and name not in ("step_s", "sent_bytes", "time")]
+    names = dict.fromkeys(name for each in accounts for name in each.series)
+    shown = [name for name in names if name not in ("step_s", "sent_bytes", "time")]
     shown.sort(key=lambda name: (name != "loss", not name.startswith("evaluation/"), name != "samples_per_s"))
     made = []
     for name in shown[: MOST_METRICS + 2]:
         lines = []
         for place, each in enumerate(accounts):
-            found = each.series.get(name) or each.evaluations.get(name)
+            found = each.series.get(name)
             if found and found["step"]:
                 lines.append({"run": each.name, "colour": place, **{key: list(found[key]) for key in found}})
         if lines:
