@@ -21,7 +21,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request, Response
 
 from unisono.cluster.head.refusals import Refusals
-from unisono.views.page.replies import SILENT
+from unisono.views.page.site import SILENT
 
 __all__ = ["MAX_MESSAGE_BYTES", "Allowance", "Caller", "Door", "most_strangers", "open_door"]
 

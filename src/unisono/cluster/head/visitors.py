@@ -32,7 +32,7 @@ from websockets.http11 import Request, Response
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.trust.secret import PROOF, READER_PROOF, proof_of, reader_token
 from unisono.views.page import site
-from unisono.views.page.replies import file_of, host_of, is_from_elsewhere, reply, say
+from unisono.views.page.site import file_of, host_of, is_from_elsewhere, reply, say
 
 __all__ = ["Access", "Visitors"]
 

@@ -34,7 +34,7 @@ from unisono.system.tasks import is_for_person
 from unisono.views.page import site
 from unisono.views.page.answers import answer
 from unisono.views.page.opening import redirecting
-from unisono.views.page.replies import SILENT, file_of, host_of, is_from_elsewhere, say
+from unisono.views.page.site import SILENT, file_of, host_of, is_from_elsewhere, say
 from unisono.views.page.viewers import MOST_EVENTS, Feed, Viewers
 
 __all__ = ["WRONG_TOKEN", "Directories", "run"]
