@@ -79,9 +79,9 @@ class Advice:
     """Whole sentences, for people."""
     loss_seconds: float
     """Of each step, on the workers that lose most by it."""
-    gain: float
+    gain: float = 0.0
     """Part of a step's time (for each sample) that the change would save, by its model; 0: it cannot be computed."""
-    change: str
+    change: str = ""
     """What to change, as one would write it: ``microbatches=16``; "": nothing that can be written so."""
 
 
@@ -266,7 +266,6 @@ def _slow_workers(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Adv
             f"{_percent(gain)} of the step's time.",
             loss_seconds=max(waits, now - then),
             gain=gain,
-            change="",
         )
 
 
@@ -296,8 +295,6 @@ def _loading(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
             text=f"{says}, and no core is free for loader processes: make a sample cheaper to load (decode once, "
             "smaller files, fewer augmentations), or use machines with more cores.",
             loss_seconds=data,
-            gain=0.0,
-            change="",
         )
         return
     gain = max(0.0, step - max(rest, work / can)) / step
@@ -371,8 +368,6 @@ def _update(loads: Sequence[Load]) -> Iterable[Advice]:
             f"{_percent(update / step)} of each step, on every worker: try the fused or foreach form of the optimizer, "
             "and log less often.",
             loss_seconds=update,
-            gain=0.0,
-            change="",
         )
 
 
@@ -386,8 +381,6 @@ def _memory(loads: Sequence[Load]) -> Iterable[Advice]:
             "machine is short of memory, or data lies in mapped files that do not fit. Fewer workers there, or more "
             "memory, would end that.",
             loss_seconds=LEAST * step,
-            gain=0.0,
-            change="",
         )
 
 
