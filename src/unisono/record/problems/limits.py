@@ -42,7 +42,7 @@ class MemoryLimit:
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     """Return the limit that is nearest: of a control group (of a container, a batch job), or of the machine."""
     found = [limit for group in control_groups("memory", root) if (limit := _limit_of(group)) is not None]
-    total, available = _meminfo(root)
+    total, available = (_bytes_in(root / "proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
     if total:
         found.append(MemoryLimit(total, total - available, "this machine's memory"))
     return min(found, key=lambda each: each.limit - each.used, default=None)
@@ -59,20 +59,12 @@ def own_share() -> int:
     """Return the memory of this process, in bytes, of which it counts its part of what it shares with other processes
     (their code, and sums in shared memory); all of it where the system does not say.
     """
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return own_memory()
+    return _bytes_in(Path("/proc/self/smaps_rollup"), "Pss") or own_memory()
 
 
 def own_peak() -> int:
     """Return the most memory that this process has had, in bytes, with all that it shares; 0: unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return _bytes_in(Path("/proc/self/status"), "VmHWM")
 
 
 def reset_peak() -> None:
@@ -96,9 +88,9 @@ def limit_growth(room: int) -> None:
     """Let this process have so many bytes more than now, at most: what needs more gets an error, and no process of the
     machine is killed for it. Does nothing where the system has no such limit.
     """
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        used = 1024 * int(next(line for line in lines if line.startswith("VmData:")).split()[1])
+    if not (used := _bytes_in(Path("/proc/self/status"), "VmData")):
+        return
+    with contextlib.suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limits = [used + room, *(one for one in (soft, hard) if one != resource.RLIM_INFINITY)]
         resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
@@ -157,11 +149,11 @@ def _limit_of(group: ControlGroup) -> MemoryLimit | None:
     return MemoryLimit(memory.limit, memory.used, "its control group's memory") if memory is not None else None
 
 
-def _meminfo(root: Path) -> tuple[int, int]:
-    known = {}
-    for line in text_of(root / "proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
+def _bytes_in(file: Path, name: str) -> int:
+    """Return a number of a file of lines ``NAME: NUMBER kB``, in bytes; 0 where it is not there."""
+    for line in text_of(file).splitlines():
+        key, _, value = line.partition(":")
         number = value.split()[0] if value.split() else ""
-        if number.isdecimal():
-            known[name] = int(number) * 1024
-    return known.get("MemTotal", 0), known.get("MemAvailable", 0)
+        if key == name and number.isdecimal():
+            return int(number) * 1024
+    return 0
