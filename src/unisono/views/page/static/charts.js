@@ -1,7 +1,8 @@
 // A chart: uPlot, with a legend that says values, keys, a text for those who cannot see it, and a table.
 
-import { byId, el, put, say, tableFold, table } from "./dom.js";
+import { byId, el, put, say, swatch, tableFold, table } from "./dom.js";
 import { clock, clockTick, duration, moment, number, short, tick, whole } from "./format.js";
+import { nearest } from "./model.js";
 import { colour } from "./theme.js";
 
 const KINDS = {
@@ -289,28 +290,6 @@ export class Chart {
         return at < 0 ? "–" : this.format(line.y[at]);
       })]));
   }
-}
-
-/** Index of the last value of growing `xs` that is not above `x`; -1: there is none. */
-function nearest(xs, x) {
-  let low = -1;
-  let high = xs.length;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle] <= x) low = middle;
-    else high = middle;
-  }
-  return low;
-}
-
-function swatch(line, stacked) {
-  const key = el("i", { class: stacked ? "key area" : "key", "aria-hidden": "true" });
-  if (stacked) key.style.background = line.colour;
-  else {
-    key.style.borderTopColor = line.colour;
-    if (line.dash) key.style.borderTopStyle = line.dash[0] > 4 ? "dashed" : "dotted";
-  }
-  return key;
 }
 
 /** A colour of the style sheet (#rrggbb), mostly transparent. */

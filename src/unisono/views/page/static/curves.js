@@ -2,10 +2,9 @@
 
 import { Chart } from "./charts.js";
 import { byId, el, put } from "./dom.js";
-import { duration, number, plain, runName, short, whole } from "./format.js";
-import { partColour, runColour } from "./theme.js";
+import { duration, plain, rate, runName, short } from "./format.js";
+import { dashOf, partColour, runColour } from "./theme.js";
 
-const DASHES = [undefined, [8, 4], [2, 3], [12, 3, 2, 3]];
 const FIRST_METRICS = 4;
 const PART = "part/";
 /** Areas of so many points: more of them are a thicket. */
@@ -20,9 +19,9 @@ export class Curves {
     this.ways = ways;
     this.loss = new Chart(byId("chart-loss"), { title: "Loss", height: 280, ...ways });
     this.speed = new Chart(byId("chart-speed"), {
-      title: "Samples per second", format: (y) => (y >= 100 ? whole(y) : number(y)), axis: (y) => short(y), zero: true, ...ways });
+      title: "Samples per second", format: rate, axis: short, zero: true, ...ways });
     this.parts = new Chart(byId("chart-parts"), {
-      title: "Time of a step, by part", format: duration, axis: (y) => duration(y), zero: true, ...ways });
+      title: "Time of a step, by part", format: duration, axis: duration, zero: true, ...ways });
     this.metrics = new Map();
     this.chosen = null;
     this.listen();
@@ -174,7 +173,7 @@ export class Curves {
       const single = app.runs.length === 1;
       return {
         label: single ? "" : runName(run.overview, `run ${run.index}`),
-        colour: runColour(run.index), dash: single ? undefined : DASHES[run.index % DASHES.length],
+        colour: runColour(run.index), dash: single ? undefined : dashOf(run.index),
         x, y: isSmoothed ? smooth(curve.mean, app.smoothing) : curve.mean,
         low: hasBand ? curve.low : undefined, high: hasBand ? curve.high : undefined,
         points: isPoints && x.length <= 100,

@@ -37,6 +37,28 @@ export function put(node, ...children) {
   node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
 }
 
+/** What the browser keeps under a name; null where that is nothing, or where it keeps nothing for pages. */
+export function kept(name, place = "localStorage") {
+  try {
+    return window[place].getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+export function keep(name, value, place = "localStorage") {
+  try {
+    window[place].setItem(name, value);
+  } catch { /* it holds until the page is closed */ }
+}
+
+/** The colour of a line (`dash`: and how it is drawn) or of an area, beside its name. */
+export function swatch({ colour, dash }, isArea = false) {
+  const drawn = dash ? (dash[0] > 4 ? "dashed" : "dotted") : "solid";
+  return el("i", { class: isArea ? "key area" : "key", "aria-hidden": "true",
+    style: isArea ? { background: colour } : { borderTopColor: colour, borderTopStyle: drawn } });
+}
+
 /** A small picture beside words, which say the same. */
 const ICONS = {
   training: "M5 3.500v9l7.500-4.500z",

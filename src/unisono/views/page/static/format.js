@@ -15,6 +15,9 @@ export function number(value) {
   return minus(size >= 100 ? value.toFixed(1) : size >= 1 ? value.toFixed(3) : value.toPrecision(3));
 }
 
+/** So many in a second. */
+export const rate = (value) => (value >= 100 ? whole(value) : number(value));
+
 const minus = (text) => text.replace(/-(?=[\d∞])/, "−");
 
 /** A number on an axis: no more digits than tell neighbours apart. */

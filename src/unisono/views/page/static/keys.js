@@ -1,18 +1,14 @@
 // Keys. Single keys can be turned off: some people speak to their computer, and each letter would be a command.
 
-import { byId, el, put } from "./dom.js";
+import { byId, el, keep, kept, put } from "./dom.js";
 
 const KEY = "unisono.keys";
 
 /** `actions`: [key, what it does in words, function]. */
 export function startKeys(actions) {
   const box = byId("keys-on");
-  box.checked = read();
-  box.addEventListener("change", () => {
-    try {
-      localStorage.setItem(KEY, box.checked ? "on" : "off");
-    } catch { /* it holds until the page is closed */ }
-  });
+  box.checked = kept(KEY) !== "off";
+  box.addEventListener("change", () => keep(KEY, box.checked ? "on" : "off"));
   const help = byId("help");
   const open = () => help.open || help.showModal();
   byId("help-open").addEventListener("click", open);
@@ -29,12 +25,4 @@ export function startKeys(actions) {
     event.preventDefault();
     found[2]();
   });
-}
-
-function read() {
-  try {
-    return localStorage.getItem(KEY) !== "off";
-  } catch {
-    return true;
-  }
 }

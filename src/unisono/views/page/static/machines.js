@@ -3,12 +3,11 @@
 import { Chart } from "./charts.js";
 import { byId, el, put, table } from "./dom.js";
 import { bytes, percent, plain, short } from "./format.js";
-import { runColour } from "./theme.js";
+import { dashOf, runColour } from "./theme.js";
 
 const MOST_LINES = 8;
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const mean = (values) => (values.length ? sum(values) / values.length : NaN);
-const DASHES = [undefined, [8, 4], [2, 3], [12, 3, 2, 3]];
 
 const CHARTS = [
   { title: "Processor", format: percent, most: 1, of: (m) => divided(m.cores, m.num_cores) },
@@ -77,7 +76,7 @@ export class Machines {
           title: kind.title, height: 140, format: kind.format, zero: true, most: kind.most ?? null, axis: kind.axis ?? kind.format }));
       }
       this.charts.get(kind.title).show(most.map(([host, values]) => ({
-        label: plain(host, 60), colour: runColour(order.indexOf(host)), dash: DASHES[Math.floor(order.indexOf(host) / 8) % DASHES.length],
+        label: plain(host, 60), colour: runColour(order.indexOf(host)), dash: dashOf(Math.floor(order.indexOf(host) / 8)),
         x: times, y: values.map((value) => value ?? NaN) })), { kind: "clock" });
       this.charts.get(kind.title).heading.textContent = found.length > MOST_LINES
         ? `${kind.title} (the ${MOST_LINES} highest of ${found.length})` : kind.title;
@@ -99,7 +98,6 @@ function last(use) {
 const peak = (values) => values.reduce((most, value) => (Number.isFinite(value) && value > most ? value : most), -Infinity);
 
 function meter(part, text) {
-  const level = el("b");
-  level.style.width = `${Math.max(0, Math.min(1, part || 0)) * 100}%`;
+  const level = el("b", { style: { width: `${Math.max(0, Math.min(1, part || 0)) * 100}%` } });
   return el("span", { class: "meter" }, el("i", { "aria-hidden": "true" }, level), percent(part), el("span", { class: "more soft", text }));
 }

@@ -2,7 +2,7 @@
 
 import { charts, redraw } from "./charts.js";
 import { Curves } from "./curves.js";
-import { byId, el, put, say } from "./dom.js";
+import { byId, el, put, say, swatch } from "./dom.js";
 import { clock, duration, plain, runName } from "./format.js";
 import { startKeys } from "./keys.js";
 import { Machines } from "./machines.js";
@@ -10,7 +10,7 @@ import { Run, isOver } from "./model.js";
 import { Connection } from "./socket.js";
 import { drawBanners, drawCheckpoints, drawConnection, drawEvents, drawFacts, drawHeader, drawProblems } from "./story.js";
 import { Timeline } from "./timeline.js";
-import { nextTheme, runColour, startTheme } from "./theme.js";
+import { dashOf, nextTheme, runColour, startTheme } from "./theme.js";
 import { Workers } from "./workers.js";
 
 const OLD_S = 5;
@@ -81,9 +81,7 @@ class App {
       }));
       await Promise.allSettled(loading);
       this.link.problem = this.runs.find((run) => run.error)?.error ?? "";
-      await this.reload();
-      const run = this.primary();
-      await Promise.allSettled([run.loadTimes(this.range), run.loadUse(), run.loadEvents()]);
+      await this.loadPrimary();
       const isLive = !this.runs.every((each) => isOver(each.overview));
       byId("workers-of").value = isLive ? "now" : "range";
       this.touch("times", "events");
@@ -92,6 +90,13 @@ class App {
       this.link.problem = error.message;
       this.touch("overview");
     }
+  }
+
+  /** Ask for the curves of what is shown, and for all else of the run that has the details. */
+  async loadPrimary() {
+    await this.reload();
+    const run = this.primary();
+    await Promise.allSettled([run.loadTimes(this.range), run.loadUse(), run.loadEvents()]);
   }
 
   /** Ask for the curves of what is shown. */
@@ -251,16 +256,13 @@ class App {
     byId("run-list").dataset.key = key;
     const focused = document.activeElement?.id;
     put(byId("run-list"), this.runs.map((run) => {
-      const swatch = el("i", { class: "key", "aria-hidden": "true" });
-      swatch.style.borderTopColor = runColour(run.index);
-      swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][run.index % 4];
       const box = el("input", { type: "checkbox", checked: run.isShown, id: `run-shown-${run.index}`, onchange: (event) => {
         run.isShown = event.target.checked;
         this.touch("overview", "series");
       } });
       const name = runName(run.overview, `run ${run.index}`);
       return el("div", {},
-        el("label", { class: "check" }, box, swatch, el("span", { class: "name", text: name })),
+        el("label", { class: "check" }, box, swatch({ colour: runColour(run.index), dash: dashOf(run.index) }), el("span", { class: "name", text: name })),
         el("span", { class: "soft", text: plain(run.overview?.state ?? "unreadable", 30) }),
         el("button", { type: "button", id: `run-chosen-${run.index}`, "aria-pressed": run.index === this.chosen ? "true" : "false",
           "aria-label": `Show details of ${name}`, onclick: () => this.choose(run.index) }, "Details"));
@@ -271,9 +273,7 @@ class App {
   async choose(index) {
     this.chosen = index;
     this.touch("overview", "facts", "series", "times", "use", "events");
-    await this.reload();
-    const run = this.primary();
-    await Promise.allSettled([run.loadTimes(this.range), run.loadUse(), run.loadEvents()]);
+    await this.loadPrimary();
   }
 
   goTo(hash) {

@@ -33,24 +33,15 @@ export class Run {
     this.last = -1;
     this.notes = [];
     this.error = "";
-    this.events = [];
-    this.past = { workers: [], machines: [], interruptions: [] };
     this.toldAt = 0;
-    this.known = new Set();
-    this.next = null;
     this.isCut = false;
     this.wanted = [];
-    this.series = new Map();
-    this.clock = { step: [], seconds: [] };
     this.range = null;
-    this.covered = -1;
-    this.times = null;
-    this.use = null;
-    this.asked = {};
     this.busy = false;
     this.failures = 0;
     this.restUntil = 0;
     this.steppedAt = 0;
+    this.forget(true);
   }
 
   ask(get, more = {}) {
@@ -79,19 +70,18 @@ export class Run {
     if (overview.step !== this.overview?.step) this.steppedAt = Date.now();
     const isOther = this.overview !== null && overview.run_id !== this.overview.run_id;
     if (isOther || overview.step < this.covered) this.forget(isOther);
+    if (isOther) this.load().then(() => this.loadEvents()).catch(() => {});
     this.overview = overview;
     this.error = "";
     this.changed("overview");
   }
 
-  /** Drop the curves: the run has gone back to a checkpoint, or (`isOther`) another one has its directory. */
-  forget(isOther) {
+  /** Know no curves: the run has gone back to a checkpoint; `isAll`: nor anything else, of another one. */
+  forget(isAll) {
     this.covered = -1;
     this.clock = { step: [], seconds: [] };
-    if (!isOther) return;
-    Object.assign(this, { series: new Map(), events: [], past: { workers: [], machines: [], interruptions: [] }, next: null, times: null, use: null, asked: {} });
-    this.known.clear();
-    this.load().then(() => this.loadEvents()).catch(() => {});
+    if (!isAll) return;
+    Object.assign(this, { series: new Map(), events: [], known: new Set(), past: { workers: [], machines: [], interruptions: [] }, next: null, times: null, use: null, asked: {} });
   }
 
   takePush(message) {
@@ -264,18 +254,22 @@ function read(curve) {
   };
 }
 
-/** Value of `ys` at `x`, where `xs` grow. */
-export function interpolate(xs, ys, x) {
-  if (!xs.length) return NaN;
-  if (x <= xs[0]) return ys[0];
-  let low = 0;
-  let high = xs.length - 1;
-  if (x >= xs[high]) return ys[high];
+/** Index of the last value of growing `xs` that is not above `x`; -1: there is none. */
+export function nearest(xs, x) {
+  let low = -1;
+  let high = xs.length;
   while (high - low > 1) {
     const middle = (low + high) >> 1;
     if (xs[middle] <= x) low = middle;
     else high = middle;
   }
-  const part = (x - xs[low]) / (xs[high] - xs[low] || 1);
-  return ys[low] + part * (ys[high] - ys[low]);
+  return low;
+}
+
+/** Value of `ys` at `x`, where `xs` grow. */
+function interpolate(xs, ys, x) {
+  const at = nearest(xs, x);
+  if (at < 0) return ys[0] ?? NaN;
+  if (at === xs.length - 1) return ys[at];
+  return ys[at] + ((x - xs[at]) / (xs[at + 1] - xs[at])) * (ys[at + 1] - ys[at]);
 }

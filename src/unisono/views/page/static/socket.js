@@ -1,24 +1,19 @@
 // Questions and answers over one WebSocket, which comes back by itself when it was lost.
 
+import { keep, kept } from "./dom.js";
+
 const WRONG_TOKEN = 4401;
 const SLOWEST_RETRY_S = 15;
 const PATIENCE_S = 60;
+const KEY = "unisono.token";
 
 /** The token that the page was opened with (`#token=...`). It leaves the address bar, and stays with this tab. */
 function takeToken() {
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (given !== null) {
-    try {
-      sessionStorage.setItem("unisono.token", given);
-    } catch { /* storage is turned off: a reload needs the link again */ }
-    history.replaceState(null, "", location.pathname + location.search);
-    return given;
-  }
-  try {
-    return sessionStorage.getItem("unisono.token") ?? "";
-  } catch {
-    return "";
-  }
+  if (given === null) return kept(KEY, "sessionStorage") ?? "";
+  keep(KEY, given, "sessionStorage");  // where storage is turned off, a reload needs the link again
+  history.replaceState(null, "", location.pathname + location.search);
+  return given;
 }
 
 export class Connection {

@@ -1,7 +1,7 @@
 // What has happened, in sentences: the header, events, problems, checkpoints, recipe and environment.
 
 import { byId, el, icon, put, say, table } from "./dom.js";
-import { bytes, clock, count, day, duration, moment, number, plain, runName, whole } from "./format.js";
+import { bytes, clock, count, day, duration, moment, number, plain, rate, runName, whole } from "./format.js";
 import { isOver } from "./model.js";
 
 const MOST_EVENTS = 300;
@@ -54,7 +54,7 @@ function drawTiles(overview, saved) {
   const isDone = isOver(overview);
   const tiles = [
     ["Loss", overview.loss_is || number(overview.loss), overview.epoch ? `epoch ${whole(overview.epoch)}` : ""],
-    ["Samples per second", overview.samples_per_s ? (overview.samples_per_s >= 100 ? whole(overview.samples_per_s) : number(overview.samples_per_s)) : "–", ""],
+    ["Samples per second", overview.samples_per_s ? rate(overview.samples_per_s) : "–", ""],
     [overview.unit === "round" ? "Round" : "Step", overview.steps_per_s ? duration(1 / overview.steps_per_s) : "–", ""],
     isDone ? ["Took", overview.started ? duration(last - overview.started) : "–", ""]
       : ["Time left", duration(overview.left_s), overview.left_s ? `until ${clock(overview.time + overview.left_s)}` : ""],

@@ -1,23 +1,14 @@
 // Light, dark, or as the system has it.
 
-import { byId, icon, put } from "./dom.js";
+import { byId, icon, keep, kept, put } from "./dom.js";
 
 const KEY = "unisono.theme";
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 const WORDS = { auto: "as the system has it", light: "light", dark: "dark" };
 const system = matchMedia("(prefers-color-scheme: dark)");
 
-let chosen = read();
+let chosen = kept(KEY) in NEXT ? kept(KEY) : "auto";
 let onChange = () => {};
-
-function read() {
-  try {
-    const kept = localStorage.getItem(KEY);
-    return kept in NEXT ? kept : "auto";
-  } catch {
-    return "auto";
-  }
-}
 
 function apply() {
   document.documentElement.dataset.theme = isDark() ? "dark" : "light";
@@ -33,9 +24,7 @@ const isDark = () => chosen === "dark" || (chosen === "auto" && system.matches);
 
 export function nextTheme() {
   chosen = NEXT[chosen];
-  try {
-    localStorage.setItem(KEY, chosen);
-  } catch { /* it holds until the page is closed */ }
+  keep(KEY, chosen);
   apply();
 }
 
@@ -50,7 +39,11 @@ export function startTheme(changed) {
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 const PARTS = new Set(["compute", "data", "exchange", "network", "waiting", "update", "other"]);
+export const isPart = (name) => PARTS.has(name);
 
 /** Colour of a part of a step; a part that this version does not know has one of the runs' colours. */
-export const partColour = (part, index) => colour(PARTS.has(part) ? `part-${part}` : `run-${index % 8}`);
+export const partColour = (part, index) => colour(isPart(part) ? `part-${part}` : `run-${index % 8}`);
 export const runColour = (index) => colour(`run-${index % 8}`);
+
+const DASHES = [undefined, [8, 4], [2, 3], [12, 3, 2, 3]];
+export const dashOf = (index) => DASHES[index % DASHES.length];

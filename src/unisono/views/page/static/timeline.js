@@ -103,15 +103,11 @@ function lanes(spans) {
 
 function bar(span, place, high, width) {
   const left = place(span.from);
-  const right = place(span.to);
   const text = high >= 14 && width > 26 ? plain(span.id, 30) : "";
   const about = `${plain(span.id, 60)}: ${clock(span.from)}${span.cameFor ? ` (${plain(span.cameFor, 200)})` : ""} to ${
     span.isOpen ? "now" : `${clock(span.to)}, ${span.how}${span.wentFor ? ` (${plain(span.wentFor, 300)})` : ""}`}`;
-  const node = el("span", { class: "span", title: about, "data-how": span.isOpen ? "" : span.how },
+  return el("span", { class: "span", title: about, "data-how": span.isOpen ? "" : span.how, style: { left, width: `calc(${place(span.to)} - ${left})` } },
     BAD.has(span.how) && high >= 14 && width > 40 ? [icon("failed"), text] : text);
-  node.style.left = left;
-  node.style.width = `calc(${right} - ${left})`;
-  return node;
 }
 
 /** A label at an edge stays inside. */

@@ -1,19 +1,17 @@
 // Where each worker's time goes: a row a worker, and a map of workers by steps.
 
-import { byId, el, icon, put, say, table, tableFold } from "./dom.js";
+import { byId, el, icon, put, say, swatch, table, tableFold } from "./dom.js";
 import { bytes, count, duration, number, percent, plain, whole } from "./format.js";
-import { colour, partColour } from "./theme.js";
+import { colour, isPart, partColour } from "./theme.js";
 
 const WAITING = "waiting";
 const SORT_EVERY_MS = 5000;
-const PARTS = new Set(["data", "compute", "exchange", "network", "waiting", "update", "other"]);
 /** What `times` has beside the parts of a step. (Runs of older versions have more, which nobody shows.) */
 const WORDS = { leaves: "micro-batches", waits_s: "wait for one other worker", page_faults: "page faults" };
 const TONES = { lost: "bad", failed: "bad", late: "warn", leaving: "warn", joining: "warn", waiting: "warn", left: "soft", finished: "soft", ended: "soft" };
 const ICONS = { training: "training", lost: "failed", failed: "failed", late: "warning", finished: "done", joining: "waiting", waiting: "waiting", leaving: "stopped", left: "stopped", ended: "stopped" };
 const BUSY = "busy";
 
-const isPart = (name) => PARTS.has(name);
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const total = (parts) => sum(Object.values(parts));
 
@@ -47,11 +45,7 @@ export class Workers {
     const parts = [...new Set(rows.flatMap((row) => Object.keys(row.parts)))];
     const used = parts.filter((part) => rows.some((row) => row.parts[part] > 0));
     const longest = Math.max(...rows.map((row) => total(row.parts)), 1e-12);
-    put(byId("workers-legend"), used.map((part) => {
-      const key = el("i", { class: "key area", "aria-hidden": "true" });
-      key.style.background = partColour(part, parts.indexOf(part));
-      return el("span", {}, key, part);
-    }));
+    put(byId("workers-legend"), used.map((part) => el("span", {}, swatch({ colour: partColour(part, parts.indexOf(part)) }, true), part)));
     put(this.body, rows.map((row) => this.row(row, parts, longest)));
     const isNow = byId("workers-of").value === "now";
     say(byId("workers-say"), rows.length ? verdict(rows) : isNow ? "No worker has reported yet." : "Times by worker are kept of the newest steps only.");
@@ -108,10 +102,9 @@ export class Workers {
     parts.forEach((part, index) => {
       const seconds = row.parts[part] ?? 0;
       if (seconds <= 0) return;
-      const piece = el("i", { title: `${part} ${duration(seconds)} (${percent(seconds / all)})` });
-      piece.style.width = `${(100 * seconds) / longest}%`;
-      piece.style.background = partColour(part, index);
-      stack.append(piece);
+      stack.append(el("i", {
+        title: `${part} ${duration(seconds)} (${percent(seconds / all)})`,
+        style: { width: `${(100 * seconds) / longest}%`, background: partColour(part, index) } }));
       said.push(`${part} ${percent(seconds / all)}`);
     });
     const isThere = all > 0;
