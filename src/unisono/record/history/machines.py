@@ -11,18 +11,15 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.events import GpuUse, MachineUsed, Seconds
+from unisono.core.events import GpuUse, MachineUsed
 from unisono.record.journal.newest import newest_first
 from unisono.record.journal.times import COLUMNS, TimesRecord, numbers_of, with_next
 
-__all__ = ["added_up", "natural", "read_use", "seconds_of", "steps_of", "times_of", "use_of"]
+__all__ = ["added_up", "natural", "read_use", "steps_of", "times_of", "use_of"]
 
 Numbers = list[float | None]
 _used: Final = msgspec.json.Decoder(list[MachineUsed])
-_PARTS: Final = Seconds.__struct_fields__
-_USED: Final = (
-    *("cores", "num_cores", "memory_bytes", "memory_total_bytes", "sent_bytes_per_s", "received_bytes_per_s"),
-)
+_USED: Final = ("cores", "num_cores", "memory_bytes", "memory_total_bytes", "sent_bytes_per_s", "received_bytes_per_s")
 _GPU: Final = GpuUse.__struct_fields__
 
 
@@ -85,20 +82,6 @@ def added_up(rows: Sequence[Sequence[float | None]], weights: Sequence[int], pla
         weights: by point, how many steps it stands for.
     """
     return math.fsum(weight * (row[place] or 0.0) for row, weight in zip(rows, weights, strict=False))
-
-
-def seconds_of(times: Mapping[str, Any], last: int) -> dict[str, dict[str, float]]:
-    """Return how long each worker was busy with what, over all steps of `times_of`: by worker, by part of a step.
-
-    Args:
-        last: the last step.
-    """
-    weights = steps_of(times, last)
-    values = times["values"]
-    return {
-        worker_id: {part: added_up(values.get(part, ()), weights, place) for part in _PARTS}
-        for place, worker_id in enumerate(times["workers"])
-    }
 
 
 def read_use(path: Path, since: float = -math.inf) -> list[list[MachineUsed]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from unisono.core.events import Seconds
 from unisono.core.words import count, duration
 from unisono.record.advice import Advice, AdviceSetting, Load, advise
 from unisono.record.history import History
-from unisono.record.history.machines import added_up, seconds_of, steps_of
+from unisono.record.history.machines import added_up, steps_of
 from unisono.record.journal.lines import is_number
 from unisono.record.overview import Interrupted, Overview, Past, Presence, text_of
 
@@ -158,14 +157,14 @@ def _workers(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> l
     steps: Sequence[int] = times.get("step", ())
     if not names or not steps:
         return []
-    weights, seconds = steps_of(times, last), seconds_of(times, last)
-    leaves = [added_up(times["values"].get("leaves", ()), weights, place) for place in range(len(names))]
+    weights, values = steps_of(times, last), times["values"]
+    leaves = [added_up(values.get("leaves", ()), weights, place) for place in range(len(names))]
     all_leaves = sum(leaves) or 1.0
     return [
         WorkerAccount(
             worker_id=name,
             host=hosts.get(name, ""),
-            seconds=seconds[name],
+            seconds={part: added_up(values.get(part, ()), weights, place) for part in PARTS},
             share=leaves[place] / all_leaves,
         )
         for place, name in enumerate(names)
@@ -185,8 +184,7 @@ def _loads(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> lis
     points = range(len(times["step"]))
     members = there(points[-1])
     begin = next((at + 1 for at in reversed(points) if there(at) != members), 0)
-    steps = [*times["step"][begin:], last + 1]
-    weights = [max(1, after - before) for before, after in itertools.pairwise(steps)]
+    weights = steps_of(times, last)[begin:]
 
     def mean(column: str, place: int) -> float:
         rows = values.get(column, ())[begin:]
