@@ -76,12 +76,8 @@ class Chronicle:
         """By host, what is not written yet."""
         self._used_at = 0.0
         self._evaluated_at = 0.0
-        self._has_end = False
-
-    @property
-    def has_end(self) -> bool:
-        """Whether the end of the run was told."""
-        return self._has_end
+        self.has_end = False
+        """The end of the run was told."""
 
     @property
     def writes(self) -> bool:
@@ -95,7 +91,7 @@ class Chronicle:
                 if 0 <= event.time - self._evaluated_at < EVALUATION_S:
                     return
                 self._evaluated_at = event.time
-            self._has_end = isinstance(event, RunEnded) or (self._has_end and not isinstance(event, RunStarted))
+            self.has_end = isinstance(event, RunEnded) or (self.has_end and not isinstance(event, RunStarted))
             self._events.append(event)
             if len(self._events) > KEPT:
                 self._events.popleft()
@@ -125,7 +121,7 @@ class Chronicle:
         """Let others write, and forget what is not written: this process takes part in another story from now on."""
         with self._changed:
             self._events.clear()
-            self._num_dropped, self._has_end, self._leaves = 0, False, True
+            self._num_dropped, self.has_end, self._leaves = 0, False, True
             self._changed.notify()
 
     def close(self) -> None:

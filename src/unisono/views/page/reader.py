@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
+from unisono.record.chronicle import holder_of
 from unisono.record.history import History
-from unisono.record.rundir import PRIVATE, holder
+from unisono.record.rundir import PRIVATE
 from unisono.system.lifetime import bind_to_parent, name_process
 from unisono.views.page.answers import MOST_BYTES, answer
 
@@ -37,11 +38,7 @@ class _Runs:
 
     def history(self, directory: str) -> History | None:
         """Return the run in this directory; None: it is not there."""
-        try:
-            is_there = holder(Path(directory)) == self._run_id
-        except OSError:
-            is_there = False
-        if not is_there:
+        if holder_of(Path(directory)) != self._run_id:
             self._history = None
             return None
         if self._history is None or directory != self._directory:

@@ -74,9 +74,9 @@ def cut(text: str, columns: int, more: str = "…") -> str:
     return "".join(kept) + more
 
 
-def filled(text: str, columns: int, more: str = "…", *, right: bool = False) -> str:
+def filled(text: str, columns: int, *, right: bool = False) -> str:
     """Return a text that takes exactly so many columns."""
-    text = cut(text, columns, more)
+    text = cut(text, columns)
     room = " " * (columns - width(text))
     return room + text if right else text + room
 
