@@ -20,6 +20,8 @@ from tests.pure.test_overview import START, gone, joined, late, members, started
 from unisono.core.events import Event, Problem, RunEnded, Seconds, WorkerTimes, WorkerUse
 from unisono.core.words import clock_duration, harmless, number, shown_bytes
 from unisono.record.overview import CurvePoint, Overview, OverviewBuilder, Recent, WorkerNow
+from unisono.views.report import html
+from unisono.views.watch.terminal import drawing
 from unisono.views.watch.terminal.base import summary
 from unisono.views.watch.terminal.canvas import Canvas, colours_wanted, is_drawable, shows_unicode
 from unisono.views.watch.terminal.curve import draw_curve
@@ -160,6 +162,11 @@ def test_a_picture_fits_and_obeys_nobody(overview: Overview, columns: int, rows:
             assert width(text) <= columns
             assert harmless(text) == text
             assert "\n" not in text
+
+
+def test_every_part_of_a_step_has_its_character_and_its_words() -> None:
+    parts = set(Seconds.__struct_fields__)
+    assert parts == set(drawing._PARTS) == set(html.PARTS)
 
 
 def test_rows_stay_where_they_are_while_numbers_change() -> None:

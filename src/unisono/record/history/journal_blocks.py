@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -106,8 +107,8 @@ class Lines:
     def between(self, first: int, last: int) -> Sequence[Block]:
         """Return the blocks that have a step from ``first`` to ``last``."""
         blocks = self.with_steps
-        begin = bisect.bisect_left(blocks, first, key=_last_step)
-        end = bisect.bisect_right(blocks, last, lo=begin, key=_first_step)
+        begin = bisect.bisect_left(blocks, first, key=attrgetter("last"))
+        end = bisect.bisect_right(blocks, last, lo=begin, key=attrgetter("first"))
         return blocks[begin:end]
 
     def read(self, blocks: Sequence[Block]) -> Iterator[Scanned]:
@@ -217,11 +218,3 @@ def _piece(descriptor: int, begin: int, end: int) -> list[Placed]:
             break
         num_bytes = min(4 * num_bytes, MOST_LINE_BYTES, end - begin)
     return placed
-
-
-def _last_step(block: Block) -> int:
-    return block.last
-
-
-def _first_step(block: Block) -> int:
-    return block.first

@@ -6,7 +6,7 @@ import contextlib
 import os
 import resource
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from unisono.core.words import shown_bytes
 from unisono.system.controlgroups import ControlGroup, control_groups, text_of, value_in
@@ -28,11 +28,12 @@ NEAR: Final = 0.97
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
-class MemoryLimit:
-    """A limit, and how much of it is used."""
+class MemoryLimit(NamedTuple):
+    """A limit, and how much of it is used, in bytes."""
 
-    def __init__(self, limit: int, used: int, of: str) -> None:
-        self.limit, self.used, self.of = limit, used, of
+    limit: int
+    used: int
+    of: str
 
     @property
     def words(self) -> str:

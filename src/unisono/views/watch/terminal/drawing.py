@@ -40,7 +40,8 @@ _PARTS: Final = {
     "update": ("▄", "u", "blue"),
     "other": ("·", "o", "dim"),
 }
-"""Part of a step's time -> its character, with and without Unicode, and its colour. Told apart without colours."""
+"""Part of a step's time, what is useful first -> its character, with and without Unicode, and its colour. Told apart
+without colours."""
 _STATES: Final = {
     "training": "good",
     "finished": "good",
@@ -237,7 +238,7 @@ class _Row:
     def legend(self, workers: Sequence[WorkerNow], number: int) -> Line:
         """Return how many members there are, and what the characters of the bars stand for."""
         line: Line = [] if self._is_narrow else [(f"{count(number, 'worker')}: ", "dim")]
-        for part in _names():
+        for part in _PARTS:
             key = self._key(part)
             is_seen = any(_share(worker.seconds, part) >= _LEAST_LOSS for worker in workers)
             room = self._columns - sum(width(text) for text, _ in line)
@@ -246,7 +247,7 @@ class _Row:
         return line
 
     def _key(self, part: str) -> Line:
-        return [(self._character(part), _colour(part)), (f" {part} ", "dim")]
+        return [(self._character(part), _PARTS[part][2]), (f" {part} ", "dim")]
 
     def row(self, worker: WorkerNow) -> Line:
         line: Line = [(filled(worker.worker_id, self._id) + " ", "bold")]
@@ -290,24 +291,15 @@ class _Row:
             return [(" " * self._bar, "")]
         line: Line = []
         done, used = 0.0, 0
-        for part in _names():
+        for part in _PARTS:
             done += getattr(seconds, part)
             end = round(done / total * self._bar)
-            line.append((self._character(part) * (end - used), _colour(part)))
+            line.append((self._character(part) * (end - used), _PARTS[part][2]))
             used = end
         return line
 
     def _character(self, part: str) -> str:
-        return _PARTS.get(part, _PARTS["other"])[0 if self._unicode else 1]
-
-
-def _names() -> list[str]:
-    """Return the parts of a step in the order of a bar: what is useful first."""
-    return sorted(Seconds.__struct_fields__, key=lambda part: list(_PARTS).index(part) if part in _PARTS else 99)
-
-
-def _colour(part: str) -> str:
-    return _PARTS.get(part, _PARTS["other"])[2]
+        return _PARTS[part][0 if self._unicode else 1]
 
 
 def _share(seconds: Seconds, part: str) -> float:
@@ -317,7 +309,7 @@ def _share(seconds: Seconds, part: str) -> float:
 
 def _loss_words(worker: WorkerNow) -> str:
     """Return the largest loss of time, if there is one worth it."""
-    part = max((part for part in _names() if part != _COMPUTE), key=lambda part: _share(worker.seconds, part))
+    part = max((part for part in _PARTS if part != _COMPUTE), key=lambda part: _share(worker.seconds, part))
     lost = _share(worker.seconds, part)
     if worker.seconds.total() <= 0:
         return ""
