@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -15,8 +15,9 @@ from unisono.core.events import GpuUse, MachineUsed
 from unisono.record.journal.newest import newest_first
 from unisono.record.journal.times import COLUMNS, TimesRecord, numbers_of, with_next
 
-__all__ = ["added_up", "natural", "read_use", "steps_of", "times_of", "use_of"]
+__all__ = ["added_up", "in_parts", "natural", "read_use", "steps_of", "times_of", "use_of"]
 
+T = TypeVar("T")
 Numbers = list[float | None]
 _used: Final = msgspec.json.Decoder(list[MachineUsed])
 _USED: Final = ("cores", "num_cores", "memory_bytes", "memory_total_bytes", "sent_bytes_per_s", "received_bytes_per_s")
@@ -36,9 +37,7 @@ def times_of(told: Sequence[TimesRecord], last: int, points: int) -> dict[str, A
     ids = sorted({worker_id for each, _ in steps for worker_id in each.workers}, key=natural)
     found: dict[str, Any] = {"workers": ids, "step": [], "time": [], "values": {name: [] for name in COLUMNS}}
     found["waits_for"] = []
-    size = max(1, math.ceil(len(steps) / max(1, points)))
-    for start in range(0, len(steps), size):
-        part = steps[start : start + size]
+    for part in in_parts(steps, points):
         found["step"].append(part[0][0].step)
         found["time"].append(part[0][0].time)
         rows = [
@@ -103,8 +102,7 @@ def read_use(path: Path, since: float = -math.inf) -> list[list[MachineUsed]]:
 
 def use_of(records: Sequence[Sequence[MachineUsed]], points: int) -> dict[str, Any]:
     """Return the use of the machines by host, in at most so many means; None where nothing is known."""
-    size = max(1, math.ceil(len(records) / max(1, points)))
-    parts = [records[start : start + size] for start in range(0, len(records), size)]
+    parts = list(in_parts(records, points))
     machines: dict[str, dict[str, Any]] = {}
     for host in sorted({used.host for record in records for used in record}):
         told = [[used for record in part for used in record if used.host == host] for part in parts]
@@ -130,6 +128,12 @@ def _is_total(name: str) -> bool:
 def _by_place(rows: Sequence[Sequence[float]]) -> list[float | None] | None:
     """Return the mean of each column; None: there is no row."""
     return [_mean(column) for column in itertools.zip_longest(*rows)] if rows else None
+
+
+def in_parts(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Cut values into at most so many parts of equally many that follow each other; the last one may have fewer."""
+    size = max(1, math.ceil(len(values) / max(1, most)))
+    return (values[start : start + size] for start in range(0, len(values), size))
 
 
 def natural(worker_id: str) -> tuple[str, int, str]:

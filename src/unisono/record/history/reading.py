@@ -26,7 +26,7 @@ from unisono.record.history.index import (
     extremes_of,
 )
 from unisono.record.history.journal_blocks import Lines
-from unisono.record.history.machines import read_use, times_of, use_of
+from unisono.record.history.machines import in_parts, read_use, times_of, use_of
 from unisono.record.history.story_events import StoryLines
 from unisono.record.journal import JOURNAL
 from unisono.record.journal.lines import number_in
@@ -150,26 +150,19 @@ class History:
         self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
     ) -> None:
         steps = [line for line in self._read(blocks) if line.kind == "step" and first <= line.step <= last]
-        each = max(1, math.ceil(len(steps) / points))
         columns = columns_of(steps)
         for name in names:
-            column = columns.get(name, [])
-            for start in range(0, len(column), each):
-                told = column[start : start + each]
-                values = [value for value in told if value is not None]
-                if values:
-                    there = steps[start : start + each]
-                    begin = there[0] if told[0] is not None else there[told.index(values[0])]
-                    mean = _rate(there) if name == "samples_per_s" and each > 1 else None
-                    found[name].add(begin.step, begin.time, values, mean)
+            for part in in_parts([*zip(steps, columns.get(name, ()), strict=False)], points):
+                there = [(step, value) for step, value in part if value is not None]
+                if there:
+                    begin = there[0][0]
+                    mean = _rate(step for step, _ in part) if name == "samples_per_s" and len(part) > 1 else None
+                    found[name].add(begin.step, begin.time, [value for _, value in there], mean)
 
     def _from_blocks(
         self, names: list[str], blocks: Sequence[Block], first: int, last: int, points: int, found: dict[str, _Series]
     ) -> None:
-        blocks = self._clipped(blocks, first, last)
-        each = max(1, math.ceil(len(blocks) / points))
-        for start in range(0, len(blocks), each):
-            part = blocks[start : start + each]
+        for part in in_parts(self._clipped(blocks, first, last), points):
             for name in names:
                 found[name].add_blocks(name, part)
 
@@ -191,9 +184,7 @@ class History:
             for step, time, totals in block.evaluations
             if key in totals and first <= step <= last + 1
         )
-        each = max(1, math.ceil(len(there) / points))
-        for start in range(0, len(there), each):
-            part = there[start : start + each]
+        for part in in_parts(there, points):
             series.add(part[0][0], part[0][1], [value for _, _, value in part])
 
     def _read(self, blocks: Sequence[Block]) -> Iterator[Scanned]:
@@ -370,7 +361,7 @@ def without_head(overview: Overview) -> Overview:
     return msgspec.structs.replace(overview, state="unknown", reason=reason, left_s=None)
 
 
-def _rate(lines: Iterable[Any]) -> float | None:
+def _rate(lines: Iterable[Scanned]) -> float | None:
     samples, seconds = 0, 0.0
     for line in lines:
         samples += line.samples
