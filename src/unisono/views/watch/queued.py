@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from unisono.core.events import Event, RunEnded, RunStarted, StepFinished
 from unisono.core.words import count
+from unisono.system.process import tell
 
 __all__ = ["Batched", "Queued", "print_error"]
 
@@ -30,8 +30,7 @@ class Batched(Protocol):
 
 def print_error(text: str) -> None:
     """Print a sentence about a sink to standard error."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a script may have closed it
-        print(f"unisono: {text}", file=sys.stderr, flush=True)
+    tell(f"unisono: {text}")
 
 
 class Queued:

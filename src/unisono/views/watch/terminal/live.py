@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import Final
 
 from unisono.core.events import Event, RunEnded, RunStarted, StepFinished, WorkerOutput
 from unisono.core.words import harmless
+from unisono.system.process import tell
 from unisono.views.watch.terminal.base import Terminal, summary
 from unisono.views.watch.terminal.canvas import colours_wanted, shows_unicode
 from unisono.views.watch.terminal.drawing import draw, in_short
@@ -58,8 +58,7 @@ class Live(Terminal):
 
     def _output(self, line: WorkerOutput) -> None:
         if line.is_error and not self._is_error_shared:
-            with contextlib.suppress(OSError):
-                print(f"[{line.source}] {line.text}", file=sys.stderr, flush=True)
+            tell(f"[{line.source}] {line.text}")
             return
         digits = line.source.removeprefix("w")
         colour = _COLOURS[int(digits) % len(_COLOURS)] if digits.isdecimal() else ""
@@ -90,5 +89,4 @@ class Live(Terminal):
         lines += [harmless(line) for line in shown.splitlines()]
         self._screen.close(*lines)
         if is_apart:
-            with contextlib.suppress(OSError):
-                print(ended.traceback.rstrip("\n"), file=sys.stderr, flush=True)
+            tell(ended.traceback.rstrip("\n"))
