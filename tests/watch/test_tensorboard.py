@@ -14,7 +14,7 @@ from unisono.core.events import RunStarted
 from unisono.record.journal import JOURNAL, Journal, events, truncate
 from unisono.record.journal.lines import LineEvent
 from unisono.testing import Faults, run_workers
-from unisono.views.watch.scalars import scalars
+from unisono.views.watch.charts import scalars
 from unisono.views.watch.tensorboard import TensorBoard
 
 WORKERS = Path(__file__).parents[1] / "workers"

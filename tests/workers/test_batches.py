@@ -24,7 +24,7 @@ from unisono.core.events import EvaluationFinished
 from unisono.record.history import History
 from unisono.record.journal import compare, events, read
 from unisono.testing import Faults, run_workers
-from unisono.views.watch.scalars import scalars
+from unisono.views.watch.charts import scalars
 
 SCRIPT = Path(__file__).with_name("tested_training.py")
 

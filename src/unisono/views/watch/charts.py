@@ -1,4 +1,5 @@
-"""Charts of a run in another program: each step and evaluation once, however many writers the run has had.
+"""Charts of a run in another program: the same names in every one, each step and evaluation once, however many writers
+the run has had.
 
 A tool that keeps what it gets (TensorBoard's files, MLflow's server) outlives the worker that wrote into it. The next
 writer asks the tool where it stands and takes the rest from the journal, so no step is lost or doubled there; and a
@@ -17,12 +18,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
+
 from unisono.core.events import EvaluationFinished, Event, Once, RunEnded, RunStarted, StepFinished
 from unisono.record.journal import JOURNAL, from_line
 from unisono.record.journal.file import BLOCK_BYTES
 from unisono.system.owned import write_whole
 
-__all__ = ["Charts", "ToolBookmark", "since"]
+__all__ = ["Charts", "ToolBookmark", "scalars", "since"]
 
 TOOLS: Final = "tools"
 """Folder in the directory of a run."""
@@ -157,3 +160,37 @@ class ToolBookmark:
         if self._path is not None:
             self._path.parent.mkdir(exist_ok=True)
             write_whole(self._path, f"{json.dumps(values)}\n".encode())
+
+
+def scalars(event: StepFinished | EvaluationFinished) -> dict[str, float]:
+    """Return the numbers of an event by their names.
+
+    ``loss``, ``samples_per_s``, ``step_s``, ``epoch``, ``workers``, ``seconds/PART``, ``log/NAME``, ``total/NAME``, and
+    ``evaluation/NAME``. Totals that are lists are left out.
+    """
+    if isinstance(event, EvaluationFinished):
+        return _numbers("evaluation", event.values)
+    whole = event.seconds.total()
+    found = {
+        "loss": event.loss,
+        "samples_per_s": event.samples / whole if whole > 0 else 0.0,
+        "step_s": whole,
+        "epoch": float(event.epoch),
+        **_numbers("seconds", msgspec.structs.asdict(event.seconds)),
+        **_numbers("log", event.logs),
+        **_numbers("total", event.totals),
+    }
+    if event.workers:  # a line of the journal has them no more
+        found["workers"] = float(len(event.workers))
+    return found
+
+
+def _numbers(group: str, values: dict[str, Any]) -> dict[str, float]:
+    return {f"{group}/{name}": value for name, each in values.items() if (value := _number(each)) is not None}
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, also one that JSON has as a string; None for anything else."""
+    if isinstance(value, str) and value.lower() in ("nan", "inf", "-inf"):
+        return float(value)
+    return float(value) if isinstance(value, int | float) else None

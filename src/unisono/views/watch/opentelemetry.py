@@ -16,8 +16,8 @@ import msgspec
 from unisono.core.events import EvaluationFinished, Event, MembershipChanged, RunStarted, StepFinished
 from unisono.system.extras import need
 from unisono.views.watch.apart import Apart
+from unisono.views.watch.charts import scalars
 from unisono.views.watch.queued import Queued
-from unisono.views.watch.scalars import scalars
 
 __all__ = ["OpenTelemetry"]
 

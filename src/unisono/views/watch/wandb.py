@@ -15,9 +15,8 @@ from typing import Any
 from unisono.core.events import EvaluationFinished, RunEnded, RunStarted, StepFinished
 from unisono.system.extras import need
 from unisono.views.watch.apart import Apart
-from unisono.views.watch.charts import Charts, ToolBookmark
+from unisono.views.watch.charts import Charts, ToolBookmark, scalars
 from unisono.views.watch.queued import Queued
-from unisono.views.watch.scalars import scalars
 
 __all__ = ["WandB"]
 
