@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.core.events import Event, RunEnded, StepFinished
+from unisono.core.events import Event, StepFinished
 from unisono.core.words import script_in
 from unisono.record.history.journal_blocks import Lines
 from unisono.record.history.machines import read_use
@@ -40,7 +40,6 @@ class Fold:
         self._run_id = ""
         """Of the last event."""
         self._next_event = self._next_offset = 0
-        self._last_step = -1
         self._used_until = 0.0
 
     def overview(self, facts: dict[str, Any], now: float) -> Overview:
@@ -82,7 +81,7 @@ class Fold:
         for event, run_id in _events_in(self._story.every(self._next_event, CAME_AND_WENT)):
             self._take(event, run_id)
         self._next_offset = self._lines.offset_of_last(LAST_LINES)
-        self._last_step, self._used_until = -1, 0.0
+        self._used_until = 0.0
 
     def _fresh(self) -> list[tuple[Event, str]]:
         """Return what is new, in the order in which it has happened, with the id of the run, if it is said. The story
@@ -91,17 +90,15 @@ class Fold:
         told, self._next_event = self._story.read(self._next_event, 10 * LAST_EVENTS)
         found = [*_events_in(told)]
         times = list(itertools.accumulate((event.time for event, _ in found), max))
+        lines = self._new_lines()
         for used in read_use(self._directory / USE_FILE, self._used_until)[-1:]:
             self._used_until = used[0].time
-            found += [(each, "") for each in used]
-            times += [each.time for each in used]
-        lines = [(event, "") for event in self._new_lines()]
-        if any(event.time == 0.0 for event, _ in lines):  # an older version has written them
-            return [*found, *lines]
-        times += [event.time for event, _ in lines]
-        order = sorted(range(len(times)), key=times.__getitem__)
-        both = [*found, *lines]
-        return [both[at] for at in order]
+            lines = [*used, *lines]
+        found += [(event, "") for event in lines]
+        if any(event.time == 0.0 for event in lines):  # an older version has written them
+            return found
+        times += [event.time for event in lines]
+        return [found[at] for at in sorted(range(len(times)), key=times.__getitem__)]
 
     def _new_lines(self) -> list[Event]:
         texts = self._lines.texts(self._next_offset)
@@ -109,17 +106,12 @@ class Fold:
         read = [event for event in map(_event_in, texts) if event is not None]
         first = next((event.step for event in read if isinstance(event, StepFinished)), None)
         told = {each.step: each.workers for each in read_times(self._directory, first)} if first is not None else {}
-        found: list[Event] = []
-        for event in read:
-            if isinstance(event, StepFinished):
-                self._last_step = event.step
-                workers = event.workers or told.get(event.step, {})
-                found.append(msgspec.structs.replace(event, workers=workers))
-            elif isinstance(event, RunEnded) and event.step < 0:
-                found.append(msgspec.structs.replace(event, step=self._last_step))
-            else:
-                found.append(event)
-        return found
+        return [
+            msgspec.structs.replace(event, workers=event.workers or told.get(event.step, {}))
+            if isinstance(event, StepFinished)
+            else event
+            for event in read
+        ]
 
 
 def _events_in(told: Iterable[dict[str, Any]]) -> Iterator[tuple[Event, str]]:
