@@ -132,7 +132,13 @@ def hostile(name: str) -> Account:
         name=name,
         directory=Path("/runs") / "one",
         overview=Overview(
-            state="failed", reason=HOSTILE, step=1, evaluation={HOSTILE: 0.5}, checkpoint=HOSTILE, efficiency=1 / 7
+            state="failed",
+            reason=HOSTILE,
+            step=1,
+            evaluation={HOSTILE: 0.5},
+            checkpoint=HOSTILE,
+            efficiency=1 / 7,
+            num_workers=1,
         ),
         facts={"recipe": {HOSTILE: HOSTILE}, "environment": {"host": [HOSTILE]}},
         first=0,
@@ -142,7 +148,6 @@ def hostile(name: str) -> Account:
             WorkerAccount(worker_id=HOSTILE, host=HOSTILE, seconds=dict.fromkeys(PARTS, 1.0), share=1.0),
         ],
         since=0,
-        num_workers=1,
         presences=[
             Presence(
                 run_id=HOSTILE, worker_id=HOSTILE, host=HOSTILE, joined=1.0, gone=2.0, how="lost", why_gone=HOSTILE

@@ -60,8 +60,6 @@ class Account:
     """All that took part in one of the newest steps."""
     since: int
     """The first of these steps."""
-    num_workers: int
-    """That took part in the last one; 0: unknown."""
     presences: Sequence[Presence]
     interruptions: Sequence[Interrupted]
     advice: Sequence[Advice]
@@ -80,7 +78,7 @@ class Account:
         found = self.overview
         steps = count(found.step + 1, found.unit)
         took = f" in {duration(self.elapsed_s)}" if self.elapsed_s else ""
-        on = f" on {count(self.num_workers, 'worker')}" if self.num_workers else ""
+        on = f" on {count(found.num_workers, 'worker')}" if found.num_workers else ""
         match found.state:
             case "finished":
                 return f"Finished {steps}{took}{on}."
@@ -107,8 +105,6 @@ def account(directory: Path) -> Account:
     times = history.times(first, last, POINTS) if last >= 0 else {}
     past = history.past()
     hosts = {each.worker_id: each.host for each in past.workers if each.joined}
-    workers = _workers(times, last, hosts)
-    loads = _loads(times, last, hosts)
     return Account(
         name=directory.resolve().name,
         directory=directory,
@@ -117,12 +113,13 @@ def account(directory: Path) -> Account:
         first=first,
         last=last,
         series=history.series([name for name in history.names() if not name.startswith("part/")], points=POINTS),
-        workers=workers,
+        workers=_workers(times, last, hosts),
         since=min(times.get("step", ()), default=last + 1),
-        num_workers=len(loads),
         presences=presences(past, end=overview.ended or overview.time),
         interruptions=past.interruptions,
-        advice=advise(loads, _setting(history.facts(), history.use(POINTS))) if last - first >= LEAST_STEPS - 1 else [],
+        advice=advise(_loads(times, last, hosts), _setting(history.facts(), history.use(POINTS)))
+        if last - first >= LEAST_STEPS - 1
+        else [],
         problems=list(history.every_event("problem")),
         notes=list(history.notes),
     )

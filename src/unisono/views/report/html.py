@@ -126,7 +126,7 @@ def _comparison(accounts: Sequence[Account]) -> str:
     rows += [
         ("Took", [duration(each.elapsed_s) for each in accounts]),
         ("Samples per second", [_number(_mean(each, "samples_per_s")) for each in accounts]),
-        ("Workers", [str(each.num_workers or "") for each in accounts]),
+        ("Workers", [str(each.overview.num_workers or "") for each in accounts]),
         ("Efficiency", [_share(each.overview.efficiency) for each in accounts]),
         ("Interruptions", [str(len(each.interruptions)) for each in accounts]),
     ]
