@@ -131,6 +131,11 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     recent: list[Recent] = []
     """The oldest first."""
 
+    @property
+    def elapsed_s(self) -> float:
+        """From the start of the run to its end, or to the moment of this overview; 0: nobody knows when it began."""
+        return max(0.0, (self.ended or self.time) - self.started) if self.started else 0.0
+
 
 def efficiency(computing_s: float, total_s: float) -> float | None:
     """Return the part of the workers' time that was spent on computing, 0 to 1; None: no time is known."""

@@ -67,17 +67,11 @@ class Account:
     notes: Sequence[str]
 
     @property
-    def elapsed_s(self) -> float:
-        """From the start of the run to its end, or to now."""
-        found = self.overview
-        return max(0.0, (found.ended or found.time) - found.started) if found.started else 0.0
-
-    @property
     def sentence(self) -> str:
         """How the run went, in one sentence."""
         found = self.overview
         steps = count(found.step + 1, found.unit)
-        took = f" in {duration(self.elapsed_s)}" if self.elapsed_s else ""
+        took = f" in {duration(found.elapsed_s)}" if found.elapsed_s else ""
         on = f" on {count(found.num_workers, 'worker')}" if found.num_workers else ""
         match found.state:
             case "finished":

@@ -25,7 +25,7 @@ def summary(overview: Overview, ended: RunEnded, traceback: str = "") -> str:
         error, _, message = traceback.rstrip().rpartition("\n")[2].partition(": ")
         is_said = message and error.startswith("unisono.core.errors.")
         return f"failed: {ended.reason.replace(f': {message}', '') if is_said else ended.reason}"
-    took = duration(max(0.0, (overview.ended or overview.time) - overview.started))
+    took = duration(overview.elapsed_s)
     last = max(overview.step, ended.step)
     if last < overview.first:
         without = ", without a step" if ended.reason == "finished" else ""  # of a script that makes no `unisono.Run`

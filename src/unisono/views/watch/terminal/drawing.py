@@ -127,7 +127,7 @@ def in_short(overview: Overview) -> Line:
 def header(overview: Overview, columns: int, *, unicode: bool) -> list[Line]:
     """Return four lines about the run as a whole."""
     name = "  ".join(filter(None, (overview.script, overview.run_dir))) or f"run {overview.run_id}"
-    elapsed = clock_duration((overview.ended or overview.time) - overview.started) if overview.started else ""
+    elapsed = clock_duration(overview.elapsed_s) if overview.started else ""
     state = f"{overview.state:<8} {elapsed:>9}" if elapsed else overview.state
     generation = f"generation {overview.generation}  " if overview.generation and columns >= _NARROW else ""
     room = columns - width(state) - 2 - len(generation)
