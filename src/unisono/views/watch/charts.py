@@ -40,6 +40,8 @@ class Charts(ABC):
 
     def __init__(self) -> None:
         self._once = Once()
+        self._is_open = False
+        """There is something to put numbers into."""
         self._next_step = 0
         """All steps before are in the charts."""
 
@@ -49,15 +51,15 @@ class Charts(ABC):
             match event:
                 case RunStarted():
                     self._next_step = self._begin(event)
-                    self._once = Once()
+                    self._is_open, self._once = True, Once()
                     if event.directory:
                         for earlier in since(Path(event.directory), self._next_step):
                             self._put_once(earlier)
-                case StepFinished() | EvaluationFinished():
-                    if self._is_open:
-                        self._put_once(event)
-                case RunEnded():
+                case StepFinished() | EvaluationFinished() if self._is_open:
+                    self._put_once(event)
+                case RunEnded() if self._is_open:
                     self._end(event)
+                    self._is_open = False
         self._keep()
 
     def _put_once(self, event: StepFinished | EvaluationFinished) -> None:
@@ -67,11 +69,6 @@ class Charts(ABC):
             self._next_step = event.step + 1
         if self._once.is_new(event):
             self._put(event)
-
-    @property
-    @abstractmethod
-    def _is_open(self) -> bool:
-        """Whether there is something to put numbers into."""
 
     @abstractmethod
     def _begin(self, started: RunStarted) -> int:

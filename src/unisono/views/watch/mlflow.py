@@ -63,10 +63,6 @@ class _Client(Charts):
     def close(self) -> None:
         self._keep()
 
-    @property
-    def _is_open(self) -> bool:
-        return bool(self._run_id)
-
     def _begin(self, started: RunStarted) -> int:
         uri = self._uri
         if not uri:
@@ -120,9 +116,8 @@ class _Client(Charts):
 
     def _end(self, ended: RunEnded) -> None:
         self._keep()
-        if self._run_id:
-            at = int(1000 * (ended.time or time.time()))
-            self._client.set_terminated(self._run_id, "FINISHED" if ended.ok else "FAILED", at)
+        at = int(1000 * (ended.time or time.time()))
+        self._client.set_terminated(self._run_id, "FINISHED" if ended.ok else "FAILED", at)
 
 
 def _name(text: str) -> str:

@@ -51,16 +51,15 @@ class _Meter:
             match event:
                 case RunStarted():
                     self._begin(event)
+                case _ if self._provider is None:
+                    continue
                 case MembershipChanged():
-                    if self._provider is not None:
-                        self._generation.set(event.generation)
-                        self._workers.set(len(event.worker_ids))
+                    self._generation.set(event.generation)
+                    self._workers.set(len(event.worker_ids))
                 case StepFinished():
-                    if self._provider is not None:
-                        self._step(event)
+                    self._step(event)
                 case EvaluationFinished():
-                    if self._provider is not None:
-                        self._set(event)
+                    self._set(event)
 
     def close(self) -> None:
         provider, self._provider = self._provider, None

@@ -60,10 +60,6 @@ class _EventFile(Charts):
             self._writer.close()
             self._writer = None
 
-    @property
-    def _is_open(self) -> bool:
-        return self._writer is not None
-
     def _begin(self, started: RunStarted) -> int:
         self.close()
         if not self._chosen and not started.directory:
@@ -104,12 +100,11 @@ class _EventFile(Charts):
         self._write(step=event.step, at=event.time, summary=summary)
 
     def _end(self, ended: RunEnded) -> None:
-        if self._writer is not None:
-            api = importlib.import_module("tensorboard.plugins.hparams.api_pb2")
-            plugin = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
-            status = api.STATUS_SUCCESS if ended.ok else api.STATUS_FAILURE
-            end = plugin.SessionEndInfo(status=status, end_time_secs=ended.time or time.time())
-            self._write(summary=_hparam_summary({"session_end_info": end}), at=ended.time)
+        api = importlib.import_module("tensorboard.plugins.hparams.api_pb2")
+        plugin = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
+        status = api.STATUS_SUCCESS if ended.ok else api.STATUS_FAILURE
+        end = plugin.SessionEndInfo(status=status, end_time_secs=ended.time or time.time())
+        self._write(summary=_hparam_summary({"session_end_info": end}), at=ended.time)
 
     def _write(self, *, step: int = 0, at: float = 0.0, **values: Any) -> None:
         event = self._proto.Event(wall_time=at or time.time(), step=step, **values)

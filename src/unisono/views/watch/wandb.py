@@ -57,10 +57,6 @@ class _Client(Charts):
     def close(self) -> None:
         self._finish(0)
 
-    @property
-    def _is_open(self) -> bool:
-        return self._run is not None
-
     def _begin(self, started: RunStarted) -> int:
         self._finish(0)
         wandb = importlib.import_module("wandb")
