@@ -28,25 +28,23 @@ LONGEST_S: Final = 5.0
 """For so long a question waits for lines that no index has; then it is answered from those that were read."""
 
 
-class _Runs:
-    """The histories that were asked for."""
+def _history(known: dict[str, History], directory: str, run_id: str) -> History | None:
+    """Return the run in this directory; None: it is not there.
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._directory = ""
-        self._history: History | None = None
-
-    def history(self, directory: str) -> History | None:
-        """Return the run in this directory; None: it is not there."""
-        if holder_of(Path(directory)) != self._run_id:
-            self._history = None
-            return None
-        if self._history is None or directory != self._directory:
-            self._history, self._directory = History(Path(directory)), directory
-        else:
-            self._history.refresh()
-        self._history.complete(LONGEST_S)
-        return self._history
+    Args:
+        known: by directory, the history that was asked for last.
+    """
+    found = known.pop(directory, None)
+    known.clear()
+    if holder_of(Path(directory)) != run_id:
+        return None
+    if found is None:
+        found = History(Path(directory))
+    else:
+        found.refresh()
+    found.complete(LONGEST_S)
+    known[directory] = found
+    return found
 
 
 def reply(history: History, question: Any) -> bytes:
@@ -66,11 +64,11 @@ def main() -> int:
     bind_to_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's; this process ends with the head
     name_process("unisono reader")
-    runs = _Runs(sys.argv[1])
+    known: dict[str, History] = {}
     for line in sys.stdin.buffer:
         try:
             directory, question = msgspec.json.decode(line)
-            history = runs.history(directory)
+            history = _history(known, directory, sys.argv[1])
             found = reply(history, question) if history is not None else b"{}"
         except (
             Exception
