@@ -86,8 +86,8 @@ def test_a_browser_shows_what_happened_and_fetches_nothing(killed: Path, unisono
         browser.set_page_load_timeout(WAIT_S)
         browser.get((tmp_path / "both.html").as_uri())
         text = browser.find_element("tag name", "body").text
-        assert "was lost: worker w0" in text or "was lost: worker w1" in text
-        assert "joined: replaces" in text
+        assert re.search(r"was lost after step \d+: worker w[01]", text)
+        assert re.search(r"joins on \S+ at step \d+: replaces", text)
         drawn = browser.execute_script(
             "return [...document.querySelectorAll('.chart canvas')].map(c => {"
             " const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
