@@ -32,7 +32,7 @@ from unisono.record.journal.file import INDEX
 from unisono.record.journal.lines import LineEvent, number_in, text_of
 from unisono.record.journal.newest import MOST_BYTES, earlier
 from unisono.record.journal.times import TIMES, by_step
-from unisono.record.rundir import EVENTS_FILE, USE_FILE, Lock
+from unisono.record.rundir import EVENTS_FILE, USE_FILE, Lock, holder
 from unisono.views.report import account, report
 
 ODD = {math.nan: "nan", math.inf: "inf", -math.inf: "-inf"}
@@ -515,6 +515,25 @@ def test_what_is_written_otherwise_than_a_run_writes_it_stops_nobody_who_looks_b
     shown = CliRunner().invoke(cli._group, ["watch", "--once", str(run)], standalone_mode=False)
     assert shown.exception is None
     assert shown.output.startswith("finished\n300 of 300 steps")
+
+
+@pytest.mark.parametrize("name", [JOURNAL, EVENTS_FILE, "run.json", USE_FILE, TIMES, INDEX])
+def test_what_is_nested_too_deep_is_no_line_and_ends_no_reader(name: str, tmp_path: Path) -> None:
+    write(tmp_path, [some_step(number) for number in range(6)])
+    with (tmp_path / name).open("a" if name != "run.json" else "w") as file:
+        file.write(f'{{"line": 6, "kind": "step", "time": 1.0, "logs": {"[" * 100_000 + "]" * 100_000}}}\n')
+    history = History(tmp_path)
+    assert history.series(["loss"])["loss"]["step"] == [0, 1, 2, 3, 4, 5]
+    assert (history.overview().step, history.events()["events"]) == (5, [])
+    assert holder(tmp_path) in ("unknown, only a journal is left", "unreadable run.json")
+
+
+def test_losses_near_the_largest_number_are_points_like_others(tmp_path: Path) -> None:
+    write(tmp_path, [some_step(number, loss=1.7e308) for number in range(6)])
+    for points in (1, 6):
+        found = History(tmp_path).series(["loss"], points=points)["loss"]
+        assert found["low"] == found["high"] == [1.7e308] * points
+        assert all(math.isfinite(mean) for mean in found["mean"])
 
 
 def test_a_journal_that_ends_before_its_run_is_said(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.core.events import EvaluationFinished, Event, LinesLost, MachineUsed, Once, RunEnded, RunStarted
-from unisono.record.journal.lines import plain
+from unisono.record.journal.lines import NO_LINE, plain
 from unisono.record.journal.newest import Newest
 from unisono.record.rundir import EVENTS_FILE, USE_FILE, holder
 
@@ -309,7 +309,7 @@ class _File:
         if end < len(data):
             os.ftruncate(self._descriptor, start + end)
         for text in data[:end].splitlines():
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with contextlib.suppress(*NO_LINE):
                 line = _told.decode(text)
                 if line.run_id == run_id and line.number >= 0:
                     self.newest[line.head] = line.number

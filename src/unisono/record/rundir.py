@@ -366,7 +366,7 @@ def holder(directory: Path) -> str | None:
         return "unknown, only a journal is left" if (directory / JOURNAL).exists() else None
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["run_id"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"unreadable {RUN_FILE}"
 
 
@@ -384,7 +384,7 @@ def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
     """Return the run's description; empty if there is none that can be read."""
     try:
         facts = json.loads((directory / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
 

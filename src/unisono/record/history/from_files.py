@@ -124,7 +124,7 @@ def _events_in(told: Iterable[dict[str, Any]]) -> Iterator[tuple[Event, str]]:
 
 
 def _event_in(text: bytes) -> Event | None:
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return from_line(json.loads(text))
     return None
 

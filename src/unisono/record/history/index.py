@@ -23,7 +23,7 @@ import msgspec
 
 from unisono.core.events import Seconds
 from unisono.record.journal.file import INDEX, JOURNAL
-from unisono.record.journal.lines import number_in
+from unisono.record.journal.lines import NO_LINE, number_in
 
 __all__ = [
     "BLOCK_LINES",
@@ -227,7 +227,7 @@ def lines_in(data: bytes) -> list[Scanned]:
 
 def _lines_in(data: bytes) -> Sequence[Scanned | None]:
     data = data[: data.rfind(b"\n") + 1]
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with contextlib.suppress(*NO_LINE):
         found = _scanned.decode_lines(data)
         if len(found) == data.count(b"\n"):  # no line is blank
             return found
@@ -237,7 +237,7 @@ def _lines_in(data: bytes) -> Sequence[Scanned | None]:
 def _line_in(text: bytes) -> Scanned | None:
     try:
         return _scanned.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NO_LINE:
         return _forgiving(text)
 
 
@@ -250,7 +250,7 @@ def scan(offset: int, data: bytes) -> list[Placed]:
 
 def _forgiving(text: bytes) -> Scanned | None:
     """Return of a line what can be understood: a newer version may write other types."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with contextlib.suppress(*NO_LINE):
         line = msgspec.json.decode(text)
         if isinstance(line, dict) and isinstance(line.get("kind"), str):
             known: dict[str, Any] = {}
@@ -279,7 +279,7 @@ def load(journal: Path, descriptor: int) -> list[Block]:
                 return []
             data = file.read(MOST_INDEX_BYTES)
         blocks = _blocks.decode_lines(data[: data.rfind(b"\n") + 1])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *NO_LINE):
         return []
     ends = [0, *(block.end for block in blocks)]
     is_whole = all(block.offset == end < block.end for block, end in zip(blocks, ends, strict=False))

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from unisono.core.events import GpuUse, MachineUsed
+from unisono.record.journal.lines import NO_LINE
 from unisono.record.journal.newest import newest_first
 from unisono.record.journal.times import COLUMNS, TimesRecord, numbers_of, with_next
 
@@ -92,7 +93,7 @@ def read_use(path: Path, since: float = -math.inf) -> list[list[MachineUsed]]:
     found: list[list[MachineUsed]] = []
     with contextlib.suppress(OSError):
         for text in newest_first(path):
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with contextlib.suppress(*NO_LINE):
                 used = _used.decode(text)
                 if used and used[0].time <= since:
                     break

@@ -338,7 +338,7 @@ class History:
         except FileNotFoundError:
             self._facts, self._facts_note = {}, f"there is no {path}"
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self._facts, self._facts_note = {}, f"{path} cannot be read: {error}"
             return
         odd = [name for name, kind in _FACTS.items() if name in facts and not isinstance(facts[name], kind)]

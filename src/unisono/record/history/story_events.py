@@ -86,7 +86,7 @@ class StoryLines:
                     continue
                 try:
                     event = _event_in(text)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     self._note(text)
                     continue
                 found.append(event)

@@ -13,6 +13,7 @@ from unisono.core.events import EQUAL_FIELDS, EvaluationFinished, LinesLost, Run
 
 __all__ = [
     "CANONICAL",
+    "NO_LINE",
     "Line",
     "LineEvent",
     "from_line",
@@ -35,6 +36,9 @@ CANONICAL: Final = {
 }
 """By kind: the keys that are equal in two runs that did the same. A line begins with them, so it begins with the same
 bytes for any number of workers and any losses."""
+
+NO_LINE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no line, or not one of the type that is asked for."""
 
 _FINITE: Final = json.JSONEncoder(allow_nan=False)
 

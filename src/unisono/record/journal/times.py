@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from unisono.core.events import Seconds, StepFinished, WorkerTimes
+from unisono.record.journal.lines import NO_LINE
 from unisono.record.journal.newest import newest_first
 
 __all__ = ["COLUMNS", "TIMES", "TimesRecord", "by_step", "numbers_of", "read_times", "record_of", "with_next"]
@@ -55,7 +56,7 @@ def read_times(directory: Path, since: int = 0) -> list[TimesRecord]:
     found: list[TimesRecord] = []
     with contextlib.suppress(OSError):
         for text in newest_first(directory / TIMES):
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with contextlib.suppress(*NO_LINE):
                 told = _told.decode(text)
                 if found and told.step >= found[-1].step:
                     continue  # the run has gone back behind this step since

@@ -32,6 +32,7 @@ TOOLS: Final = "tools"
 BURST_S: Final = 0.005
 PAUSE_S: Final = 0.01
 """An old journal is read in bursts, because a thread that computes takes the interpreter from the training."""
+_BROKEN: Final = (ValueError, KeyError, TypeError, RecursionError)
 _ANY: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -94,7 +95,7 @@ def since(directory: Path, step: int) -> Iterator[StepFinished | EvaluationFinis
 
     A line that is broken ends it; a journal that cannot be read has no events.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (directory / JOURNAL).open("rb") as file:
+    with contextlib.suppress(OSError, *_BROKEN), (directory / JOURNAL).open("rb") as file:
         file.seek(_offset(file, step))
         began, is_there = time.monotonic(), step <= 0
         for text in file:
