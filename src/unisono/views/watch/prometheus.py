@@ -18,8 +18,6 @@ __all__ = ["CONTENT_TYPE", "NAMES", "exposition"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
 
 class _Metric(msgspec.Struct, frozen=True):
     kind: Literal["counter", "gauge"]
@@ -81,7 +79,7 @@ def exposition(overview: Overview) -> str:
     for name, samples in by_name.items():
         if samples:
             metric = NAMES[name]
-            lines += [f"# HELP {name} {_help(metric.text)}", f"# TYPE {name} {metric.kind}", *samples]
+            lines += [f"# HELP {name} {metric.text}", f"# TYPE {name} {metric.kind}", *samples]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -105,7 +103,7 @@ def _samples(overview: Overview) -> Iterator[_Sample]:
 
 
 def _numbers(overview: Overview) -> Iterator[tuple[str, float]]:
-    loss = overview.loss if overview.loss is not None else _NOT_FINITE.get(overview.loss_is)
+    loss = overview.loss if overview.loss is not None else float(overview.loss_is) if overview.loss_is else None
     known: Iterable[tuple[str, float | None, bool]] = (
         ("unisono_overview_timestamp_seconds", overview.time, overview.time > 0),
         ("unisono_start_timestamp_seconds", overview.started, overview.started > 0),
@@ -160,10 +158,6 @@ def _labels(labels: Mapping[str, str]) -> str:
 def _escaped(text: str) -> str:
     text = text.encode("utf-8", "replace").decode()  # half a character (a name of a file) has no UTF-8
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def _help(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n")
 
 
 def _number(value: float) -> str:
