@@ -457,7 +457,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check it.
 
     Raises:
-        Problem: the manifest is missing or damaged.
+        CheckpointDiffers: the manifest is missing or damaged.
     """
     try:
         data = (checkpoint / MANIFEST).read_bytes()
@@ -472,7 +472,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     """Return the manifest of the checkpoint of this name from its bytes, and check it.
 
     Raises:
-        Problem: the manifest is damaged.
+        CheckpointDiffers: the manifest is damaged.
     """
     try:
         version = msgspec.json.decode(data, type=dict[str, Any]).get("format")
@@ -493,7 +493,7 @@ def read_blocks(path: Path, facts: FileFacts, into: Iterable[memoryview] | None 
         into: memory for the whole file, in order, taken as it is needed; without it the file is only checked.
 
     Raises:
-        Problem: the file differs from ``facts``; the message says how and where.
+        CheckpointDiffers: the file differs from ``facts``; the message says how and where.
     """
     name = f"{path.parent.name}/{path.name}"
     try:
@@ -530,7 +530,7 @@ def read_some(path: Path, facts: FileFacts, pieces: Sequence[tuple[int, memoryvi
         pieces: by their first byte in the file, ascending.
 
     Raises:
-        Problem: the file differs from ``facts``.
+        CheckpointDiffers: the file differs from ``facts``.
     """
     name = f"{path.parent.name}/{path.name}"
     block, number = bytearray(), -1
@@ -589,7 +589,7 @@ def verify(checkpoint: Path) -> Manifest:
     """Check every byte of a checkpoint.
 
     Raises:
-        Problem: the checkpoint is broken; the message says how.
+        CheckpointDiffers: the checkpoint is broken; the message says how.
     """
     manifest = read_manifest(checkpoint)
     for name, facts in manifest.files.items():

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 from msgspec.json import encode
-from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.asyncio.server import ServerConnection, serve
 from websockets.http11 import Request, Response
 
 from unisono.record.history import History
@@ -92,7 +92,7 @@ class Directories:
             close_timeout=CLOSE_S,
             logger=SILENT,
         )
-        self._port = _port_of(server)
+        self._port = next(iter(server.sockets)).getsockname()[1]
         try:
             yield self
         finally:
@@ -157,10 +157,6 @@ class Directories:
         before, self._told[number] = self._told[number], encode(msgspec.structs.replace(overview, time=0.0))
         present = b"" if overview.ended and before == self._told[number] else b'"overview":%b' % encode(overview)
         return present, [encode(with_sentence(event)) for event in events]
-
-
-def _port_of(server: Server) -> int:
-    return int(next(iter(server.sockets)).getsockname()[1])
 
 
 def run(directories: Sequence[Path], port: int = 0, open_browser: bool = False) -> int:

@@ -63,11 +63,8 @@ class Live(Terminal):
         digits = line.source.removeprefix("w")
         colour = _COLOURS[int(digits) % len(_COLOURS)] if digits.isdecimal() else ""
         text = harmless(line.text, keeps_colours=self._colours)
-        self._screen.put(self._styled([(f"[{harmless(line.source)}] ", colour), (text, "")]) + self._reset(text))
-
-    def _reset(self, text: str) -> str:
-        """Return what ends the colours that a line has set."""
-        return _RESET if "\x1b" in text else ""
+        reset = _RESET if "\x1b" in text else ""  # what ends the colours that the line has set
+        self._screen.put(self._styled([(f"[{harmless(line.source)}] ", colour), (text, "")]) + reset)
 
     def _say(self, text: str) -> None:
         for line in text.splitlines():
