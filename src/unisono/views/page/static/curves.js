@@ -2,7 +2,7 @@
 
 import { Chart } from "./charts.js";
 import { byId, el, put } from "./dom.js";
-import { duration, plain, rate, runName, short } from "./format.js";
+import { duration, mean, plain, rate, runName, short } from "./format.js";
 import { dashOf, partColour, runColour } from "./theme.js";
 
 const FIRST_METRICS = 4;
@@ -240,8 +240,7 @@ export class Curves {
 function means(values, by) {
   const found = [];
   for (let at = 0; at < values.length; at += by) {
-    const good = values.slice(at, at + by).filter(Number.isFinite);
-    found.push(good.length ? good.reduce((a, b) => a + b, 0) / good.length : NaN);
+    found.push(mean(values.slice(at, at + by)));
   }
   return found;
 }

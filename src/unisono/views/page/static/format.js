@@ -1,4 +1,4 @@
-// Numbers and times as text. All pure.
+// Numbers and times as text, and sums and means of numbers. All pure.
 
 const thousands = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -112,6 +112,14 @@ export function plain(text, most = 2000) {
 }
 
 export const count = (number, word) => `${whole(number)} ${word}${number === 1 ? "" : "s"}`;
+
+export const sum = (values) => values.reduce((a, b) => a + b, 0);
+
+/** The mean of the finite values; NaN: there is none. */
+export function mean(values) {
+  const good = values.filter(Number.isFinite);
+  return sum(good) / good.length;
+}
 
 /** A value that JSON writes as a string because it is no finite number, or a number. */
 export function value(given) {

@@ -2,12 +2,10 @@
 
 import { Chart } from "./charts.js";
 import { byId, el, put, table } from "./dom.js";
-import { bytes, percent, plain, short } from "./format.js";
+import { bytes, mean, percent, plain, short, sum } from "./format.js";
 import { dashOf, runColour } from "./theme.js";
 
 const MOST_LINES = 8;
-const sum = (values) => values.reduce((a, b) => a + b, 0);
-const mean = (values) => (values.length ? sum(values) / values.length : NaN);
 
 const CHARTS = [
   { title: "Processor", format: percent, most: 1, of: (m) => divided(m.cores, m.num_cores) },
@@ -51,7 +49,7 @@ export class Machines {
       ...(hasGpu ? [
         machine.gpus?.length ? meter(mean(machine.gpus.map((gpu) => gpu.utilization)), `${machine.gpus.length} GPU`) : "–",
         machine.gpus?.length ? meter(mean(machine.gpus.map((gpu) => gpu.memory_bytes / gpu.memory_total_bytes)),
-          bytes(machine.gpus.reduce((sum, gpu) => sum + gpu.memory_bytes, 0))) : "–"] : []),
+          bytes(sum(machine.gpus.map((gpu) => gpu.memory_bytes)))) : "–"] : []),
       `${bytes(machine.sent_bytes_per_s)}/s`, `${bytes(machine.received_bytes_per_s)}/s`,
       String(Object.keys(machine.workers ?? {}).length || "–")]));
     put(byId("machine-rows"), el("div", { class: "scroll short", tabindex: 0, role: "region", "aria-labelledby": "machines-title" }, made));

@@ -1,7 +1,7 @@
 // The timeline of generations: which worker was there from when to when, and why it came and went.
 
 import { byId, el, icon, put, table, tableFold } from "./dom.js";
-import { clock, count, duration, moment, plain, whole } from "./format.js";
+import { clock, count, duration, moment, plain, sum, whole } from "./format.js";
 
 const BAD = new Set(["lost", "failed", "evicted"]);
 const MOST_GENERATION_LABELS = 12;
@@ -32,7 +32,7 @@ export class Timeline {
     const place = (time) => `${(100 * Math.max(0, Math.min(1, (time - from) / (to - from)))).toFixed(3)}%`;
     const isIn = (time) => time >= from && time <= to;
     const hosts = lanes(spans);
-    const rows = hosts.reduce((sum, [, each]) => sum + each.length, 0);
+    const rows = sum(hosts.map(([, each]) => each.length));
     const high = rows > 40 ? 9 : rows > 16 ? 14 : 20;
     const width = this.body.clientWidth - 90;
     const marks = generations.filter(({ time }) => isIn(time));
@@ -135,6 +135,6 @@ function sentence(run, spans, generations) {
   if (generations.length) parts.push(count(generations.length, "generation"));
   parts.push(lost.length ? `${whole(lost.length)} lost or failed` : "none lost");
   const cost = run.past.interruptions.filter((each) => each.measured).map((each) => each.measured.seconds);
-  if (cost.length) parts.push(`${count(cost.length, "change")} of generation cost ${duration(cost.reduce((a, b) => a + b, 0))}`);
+  if (cost.length) parts.push(`${count(cost.length, "change")} of generation cost ${duration(sum(cost))}`);
   return `${parts.join(", ")}.${run.isCut ? " The oldest events are not shown." : ""}`;
 }

@@ -1,7 +1,7 @@
 // Where each worker's time goes: a row a worker, and a map of workers by steps.
 
 import { byId, el, icon, put, say, swatch, table, tableFold } from "./dom.js";
-import { bytes, count, duration, number, percent, plain, whole } from "./format.js";
+import { bytes, count, duration, mean, number, percent, plain, sum, whole } from "./format.js";
 import { colour, isPart, partColour } from "./theme.js";
 
 const WAITING = "waiting";
@@ -12,7 +12,6 @@ const TONES = { lost: "bad", failed: "bad", late: "warn", leaving: "warn", joini
 const ICONS = { training: "training", lost: "failed", failed: "failed", late: "warning", finished: "done", joining: "waiting", waiting: "waiting", leaving: "stopped", left: "stopped", ended: "stopped" };
 const BUSY = "busy";
 
-const sum = (values) => values.reduce((a, b) => a + b, 0);
 const total = (parts) => sum(Object.values(parts));
 
 export class Workers {
@@ -66,11 +65,11 @@ export class Workers {
     const { times } = run;
     if (!times?.workers) return [];
     const parts = Object.keys(times.values).filter(isPart);
-    const leaves = times.workers.map((_, at) => mean(times.values.leaves, at));
+    const leaves = times.workers.map((_, at) => meanOf(times.values.leaves, at));
     return times.workers.map((id, at) => ({
       id, host: now.get(id)?.host ?? "", state: now.get(id)?.state ?? "", rank: now.get(id)?.rank ?? null,
       share: sum(leaves) > 0 ? leaves[at] / sum(leaves) : 0,
-      parts: Object.fromEntries(parts.map((part) => [part, mean(times.values[part], at)])),
+      parts: Object.fromEntries(parts.map((part) => [part, meanOf(times.values[part], at)])),
       waitsFor: commonest((times.waits_for ?? []).map((point) => point?.[at])), cores: now.get(id)?.cores ?? 0, memory: now.get(id)?.memory_bytes ?? 0 }))
       .filter((row) => total(row.parts) > 0);
   }
@@ -132,25 +131,15 @@ function verdict(rows) {
     const [number_, seconds] = blame.get(row.waitsFor) ?? [0, 0];
     blame.set(row.waitsFor, [number_ + 1, seconds + (row.parts[WAITING] ?? 0) / total(row.parts)]);
   }
-  const mean_ = sum(at.map((row) => (row.parts[WAITING] ?? 0) / total(row.parts))) / at.length;
+  const waiting = mean(at.map((row) => (row.parts[WAITING] ?? 0) / total(row.parts)));
   const [name, [waiters, share]] = [...blame].sort((a, b) => b[1][1] - a[1][1])[0] ?? ["", [0, 0]];
-  const general = `${count(at.length, "worker")} wait ${percent(mean_)} of the time for each other`;
+  const general = `${count(at.length, "worker")} wait ${percent(waiting)} of the time for each other`;
   if (!name || share / waiters < 0.05) return `${general}: nobody holds the others up.`;
   return `${general}; ${whole(waiters)} of them mostly for ${plain(name, 40)}, ${percent(share / waiters)} of each step.`;
 }
 
-function mean(points, at) {
-  let add = 0;
-  let seen = 0;
-  for (const point of points ?? []) {
-    const value = point?.[at];
-    if (Number.isFinite(value)) {
-      add += value;
-      seen += 1;
-    }
-  }
-  return seen ? add / seen : 0;
-}
+/** The mean of one worker's value over some points; 0: it was not there. */
+const meanOf = (points, at) => mean((points ?? []).map((point) => point?.[at])) || 0;
 
 function commonest(values) {
   const counts = new Map();
@@ -295,7 +284,7 @@ class HeatMap {
     const kinds = Object.keys(this.times.values).filter((kind) => isPart(kind) || kind in WORDS);
     return table("Means of the steps that are shown, by worker", ["Worker", ...kinds.map((kind) => WORDS[kind] ?? kind)],
       this.order.map((worker) => [plain(this.times.workers[worker], 40), ...kinds.map((kind) => {
-        const value = mean(this.times.values[kind], worker);
+        const value = meanOf(this.times.values[kind], worker);
         return isPart(kind) || kind.endsWith("_s") ? duration(value) : kind.endsWith("bytes") ? bytes(value) : number(value);
       })]));
   }
