@@ -10,21 +10,21 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from tests.waiting import WAIT_S
-from unisono.cluster.head import reunion
-from unisono.cluster.head.reunion import Reunion
+from unisono.cluster.head import meeting
+from unisono.cluster.head.meeting import Meeting
 from unisono.core.messages import Proposal, Verdict, decode, encode
 
 
-class Training:
+class Training(Meeting):
     """A side of the run that gets on."""
 
     def __init__(self, url: str) -> None:
         self.step = 3
         self.has_answer = asyncio.Event()
-        self._url = url
+        self._lost = url
 
     def lost_addresses(self) -> Sequence[str]:
-        return [self._url]
+        return [self._lost]
 
     def propose(self) -> Proposal:
         return Proposal(run_id="x", agent_id="agent0", term=1, step=self.step, url="")
@@ -36,8 +36,8 @@ class Training:
 
 def test_a_head_says_to_another_one_how_far_it_is_when_that_one_can_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a side that has come further while the network was cut would join the one that is behind."""
-    monkeypatch.setattr(reunion, "PACE_S", 0.0)
-    monkeypatch.setattr(reunion, "ANSWER_S", WAIT_S)
+    monkeypatch.setattr(meeting, "PACE_S", 0.0)
+    monkeypatch.setattr(meeting, "ANSWER_S", WAIT_S)
 
     async def meet() -> int:
         heard: list[Proposal] = []
@@ -50,7 +50,7 @@ def test_a_head_says_to_another_one_how_far_it_is_when_that_one_can_hear_it(monk
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
             side = Training(f"ws://127.0.0.1:{listener.getsockname()[1]}")
-            search = asyncio.create_task(Reunion(side, "token").run())
+            search = asyncio.create_task(side.search("token"))
             await _calls(listener)
             side.step = 8
             async with serve(talk, sock=listener):

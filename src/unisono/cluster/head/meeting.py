@@ -1,10 +1,11 @@
-"""Two heads of one run, each with its side of a network that was cut: one of them gives way (`decisions.sides`)."""
+"""Two heads of one run, each with its side of a network that was cut: one of them gives way (`unisono.core.sides`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -13,14 +14,20 @@ from unisono.cluster.head.connections import ConnectionsByName
 from unisono.cluster.head.directory import Directory
 from unisono.cluster.head.table import Table
 from unisono.cluster.head.telling import Telling
+from unisono.cluster.worker.link import Refused, answer_to, open_link
 from unisono.core.errors import ProtocolError
-from unisono.core.messages import AgentHello, Foreign, Hello, Message, Moved, Proposal, Verdict
+from unisono.core.messages import AgentHello, Foreign, Hello, Message, Moved, Proposal, Verdict, decode, encode
 from unisono.core.sides import HelloAnswer, Rank, Standpoint, admission, merged, verdict
 from unisono.membership import seat_of
 from unisono.membership.roster import WorkerState
 
 __all__ = ["Meeting"]
 
+PACE_S: Final = 2.0
+"""Between two rounds of attempts, in the mean. Two heads that ask each other at the same moment answer nothing, so they
+must not go on in step.
+"""
+ANSWER_S: Final = 3.0
 MOVE_S: Final = 5.0
 LOOK_S: Final = 0.02
 
@@ -62,9 +69,35 @@ class Meeting:
         if self._moving is not None:
             await self._moving
 
-    # -- the questions (`unisono.cluster.head.reunion.Side`) ---------------------------------------------------
+    # -- the questions -------------------------------------------------------------------------------
 
-    def lost_addresses(self) -> list[str]:
+    async def search(self, token: str) -> None:
+        """Ask at the addresses of lost machines for a head of this run, at a slow pace."""
+        while True:
+            await asyncio.sleep(PACE_S * random.uniform(0.75, 1.25))
+            for url in self.lost_addresses():
+                await self._ask(url, token)
+
+    async def _ask(self, url: str, token: str) -> None:
+        try:
+            link = await open_link(url, token, ANSWER_S)
+        except (OSError, Refused):  # no head is there, or not one of this run
+            return
+        with contextlib.closing(link):
+            # Not before: while the way to that head was closed, this side has gone on.
+            proposal = self.propose()
+            if proposal is None:
+                return
+            answer = None
+            try:
+                found = decode(await answer_to(encode(proposal), link, ANSWER_S))
+                answer = found if isinstance(found, Verdict) else None
+            except (OSError, ProtocolError):
+                pass
+            finally:
+                self.answered(url, answer)
+
+    def lost_addresses(self) -> Sequence[str]:
         """Return where machines that this side has lost may have a head."""
         state = self._table.state
         if state.ended is not None:

@@ -27,7 +27,6 @@ from unisono.cluster.head.meeting import Meeting
 from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.processes import Processes
 from unisono.cluster.head.refusals import Refusals
-from unisono.cluster.head.reunion import Reunion
 from unisono.cluster.head.status_json import machines_status, workers_status
 from unisono.cluster.head.story import Story
 from unisono.cluster.head.table import Table
@@ -213,9 +212,7 @@ class Head:
         )
         await self._begin()
         server = await open_door(listener, tls, self._refusals, request=visitors.respond, handler=self._serve)
-        tasks = [
-            asyncio.create_task(work) for work in (Reunion(self._meeting, self._token).run(), self._directory.look())
-        ]
+        tasks = [asyncio.create_task(work) for work in (self._meeting.search(self._token), self._directory.look())]
         try:
             await self.over.wait()
         finally:
