@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from unisono.cli.given import check_directory
-from unisono.cluster.head.directory import go_on_in
-from unisono.cluster.head.pen import leave
+from unisono.cluster.head.directory import go_on_in, leave
 from unisono.core.errors import RunDirectoryError, UsageError
 from unisono.record import rundir
 from unisono.record.journal import JOURNAL

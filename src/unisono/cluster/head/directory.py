@@ -1,12 +1,20 @@
 """The run's directory, as the head of one side of the run deals with it.
 
 The head decides by what it has seen of the directory last. It looks there, and writes there, in a thread.
+
+Of two sides that a cut network has made, one may write there (`Pen`). The head of a side holds that right for its
+workers, as a lock on a file in the directory, which the kernel frees when the head ends. So where both sides see the
+same directory, no file is written by two.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,18 +23,127 @@ from typing import Final
 
 import msgspec
 
-from unisono.cluster.head.address import AddressFiles
 from unisono.cluster.head.disk import Disk
-from unisono.cluster.head.pen import Pen, come_back, leave
 from unisono.core.errors import RunDirectoryError
-from unisono.record.rundir import describe, holder, make
+from unisono.record.rundir import (
+    ADDRESS_FILE,
+    RUN_FILE,
+    TOKEN_FILE,
+    describe,
+    holder,
+    is_taken,
+    make,
+    read_facts,
+)
+from unisono.system.owned import write_whole
 
-__all__ = ["Directory", "go_on_in"]
+__all__ = ["AddressFiles", "Directory", "go_on_in", "leave"]
 
 LOOK_S: Final = 0.2
 FIRST_LOOK_S: Final = 1.0
 """For so long a head waits at its start for what it finds in the directory, and goes on if the disk stands still."""
 LAST_WORK_S: Final = 1.0
+PEN_FILE: Final = ".head"
+LEFT_FILE: Final = "run.left.json"
+
+
+class AddressFiles:
+    """The two files that a head writes into a run directory.
+
+    Args:
+        made: the directory that was made for an earlier head; if it is gone, it is not made again.
+    """
+
+    def __init__(self, run_id: str, url: str, token: str, made: str) -> None:
+        self._run_id = run_id
+        self._url = url
+        self._token = token
+        self._made = made
+        self._written: dict[Path, str] = {}
+
+    def write(self, run_dir: str) -> bool:
+        """Write the head's address and token into the run directory; `remove` removes both.
+
+        Called before the directory is claimed, so that machines can join, and again after the claim, because another
+        run may have written its own address meanwhile. A directory that another run holds is left alone.
+
+        Returns:
+            Whether the files were written now.
+
+        Raises:
+            OSError: the directory cannot be written to.
+        """
+        folder = Path(run_dir)
+        is_there = self._written and all(_holds(path, text) for path, text in self._written.items())
+        if is_there or is_taken(folder, self._run_id):
+            return False
+        if run_dir != self._made:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._made = run_dir
+        known = {"url": self._url, "pid": os.getpid(), "run_id": self._run_id}
+        for name, text, mode in (
+            (TOKEN_FILE, self._token, 0o600),
+            (ADDRESS_FILE, json.dumps(known) + "\n", 0o666),
+        ):
+            write_whole(folder / name, text.encode(), mode=mode)
+            self._written[folder / name] = text
+        return True
+
+    def remove(self) -> None:
+        """Remove the files, unless another head has written its own."""
+        for path, text in self._written.items():
+            if _holds(path, text):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+        self._written.clear()
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+class Pen:
+    """This head's part of the lock."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._descriptor: int | None = None
+
+    def take(self, run_dir: str) -> bool:
+        """Take the lock; return whether this side may write.
+
+        It may where this machine does not see the directory, or the file system has no locks: then there is no way to
+        tell.
+        """
+        if self._descriptor is not None or not run_dir:
+            return True
+        folder = Path(run_dir)
+        try:
+            if holder(folder) != self._run_id:
+                return True
+            descriptor = os.open(folder / PEN_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        self._descriptor = descriptor
+        return True
+
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Let the other side write."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -217,3 +334,32 @@ def go_on_in(run_dir: str, run_id: str, facts: str) -> str:
         f"no machine that is left sees the run's directory: journal and checkpoints go on in {folder} of this machine. "
         "Lines of the journal that nobody here knows are missing there"
     )
+
+
+def leave(run_dir: str, run_id: str) -> str:
+    """Have no worker write into a directory any more, because the run goes on in another one; returns a sentence about
+    that. What was written stays.
+    """
+    folder = Path(run_dir)
+    try:
+        if holder(folder) != run_id:
+            return ""
+        (folder / RUN_FILE).replace(folder / LEFT_FILE)
+    except OSError as error:
+        return f"{folder / RUN_FILE} cannot be renamed: {error}"
+    return (
+        f"the run goes on in the directory of the side that has come further. {folder} of this machine keeps what was "
+        f"written until now ({RUN_FILE} is named {LEFT_FILE})"
+    )
+
+
+def come_back(folder: Path, run_id: str) -> bool:
+    """Let workers write into a directory again that this run has left (`leave`); return whether it had.
+
+    Raises:
+        OSError: the description cannot be renamed.
+    """
+    if (folder / RUN_FILE).exists() or read_facts(folder, LEFT_FILE).get("run_id") != run_id:
+        return False
+    (folder / LEFT_FILE).replace(folder / RUN_FILE)
+    return True

@@ -18,9 +18,8 @@ from typing import Any, Final
 import msgspec
 from websockets.exceptions import ConnectionClosed
 
-from unisono.cluster.head.address import AddressFiles
 from unisono.cluster.head.connections import ConnectionsByName, Line, Silences
-from unisono.cluster.head.directory import Directory
+from unisono.cluster.head.directory import AddressFiles, Directory
 from unisono.cluster.head.door import Caller, open_door
 from unisono.cluster.head.keystore import Keys
 from unisono.cluster.head.meeting import Meeting
