@@ -1041,6 +1041,8 @@ def test_an_error_in_a_micro_batch_is_tried_by_another_worker() -> None:
     assert story.state.members == ("w0", "w2")
     assert story.sent(AGENT, Start) == [], "not before it is known whose fault it is"
     assert any(isinstance(action, Hangup) and action.worker_id == "w1" for action in story.actions)
+    assert story.state.tried
+    assert HeadMemory.decode(HeadMemory(story.state, 0.0, "").encode()).state.tried == story.state.tried
 
 
 def test_where_it_passes_elsewhere_the_first_worker_is_suspect_and_replaced() -> None:

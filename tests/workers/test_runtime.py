@@ -526,7 +526,7 @@ def test_a_head_that_was_stopped_first_hears_what_was_said_meanwhile(
         said.wait(WAIT_S)
         # Longer than anybody may be silent, and the timer comes before what was said.
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0, time=time.time)
-        monkeypatch.setattr("unisono.cluster.head.wakeups.time", clock)
+        monkeypatch.setattr("unisono.cluster.head.table.time", clock)
         served.head.table.take("", Tick())
 
     served.loop.call_soon_threadsafe(stop)

@@ -7,7 +7,6 @@ import time
 import msgspec
 
 from unisono.cluster.head.story import NOTHING, StoryState
-from unisono.core.messages import Failed
 from unisono.core.policy import Policy
 from unisono.core.spec import RunSpec
 from unisono.membership import State
@@ -31,8 +30,6 @@ class HeadMemory(msgspec.Struct, frozen=True):
     """What was told last."""
     clock: float | None = None
     """The time of this machine's clock (`time.monotonic`), of which times in ``state`` are."""
-    tried: list[tuple[tuple[int, int], tuple[str, Failed]]] = []
-    """`State.tried` as a list, because MessagePack has no tuples as keys."""
 
     @staticmethod
     def first(policy: Policy, run: RunSpec) -> HeadMemory:
@@ -40,12 +37,8 @@ class HeadMemory(msgspec.Struct, frozen=True):
         return HeadMemory(State(policy=policy, settings=run.settings, script=run.script), time.time(), "starting")
 
     def encode(self) -> bytes:
-        flat = msgspec.structs.replace(self.state, tried={})
-        return msgspec.msgpack.encode(msgspec.structs.replace(self, state=flat, tried=list(self.state.tried.items())))
+        return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> HeadMemory:
-        memory = msgspec.msgpack.decode(data, type=HeadMemory)
-        return msgspec.structs.replace(
-            memory, state=msgspec.structs.replace(memory.state, tried=dict(memory.tried)), tried=[]
-        )
+        return msgspec.msgpack.decode(data, type=HeadMemory)
