@@ -14,7 +14,7 @@ from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, 
 from tests.waiting import WAIT_S
 from unisono.cluster.head.keystore import Keys
 from unisono.cluster.head.memory import HeadMemory
-from unisono.cluster.head.server import Head
+from unisono.cluster.head.server import Head, Settings
 from unisono.cluster.worker.packed import unpack
 from unisono.core.events import WorkerJoined
 from unisono.core.messages import (
@@ -39,7 +39,8 @@ from unisono.membership.roster import WorkerState
 
 def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue[bytes]]:
     """A head that knows what a story's does, and what it sends to the agent that has started it."""
-    head = Head(story.state.policy, token="", run_id="x", spec=RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s)))
+    spec = RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s))
+    head = Head(Settings(policy=story.state.policy, run_id="x", spec=spec), "")
     head.table.state = story.state
     said = asyncio.Queue[bytes]()
     head._lines[AGENT] = cast("Any", SimpleNamespace(queue=said, put=said.put_nowait))

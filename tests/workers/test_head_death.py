@@ -28,7 +28,7 @@ from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import NotGoing, ask_status, find
 from unisono.cluster.head.connections import MAX_STEPS_QUEUED
 from unisono.cluster.head.memory import HeadMemory
-from unisono.cluster.head.server import Head
+from unisono.cluster.head.server import Head, Settings
 from unisono.cluster.trust.invitation import Invitation
 from unisono.core import events
 from unisono.core.messages import (
@@ -391,7 +391,7 @@ def standing_still(pipe: Path) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def serving(*, run_id: str, snapshot: bytes = b"") -> AsyncIterator[tuple[Head, str]]:
     policy = Policy(start=1, maximum=1)
-    head = Head(policy, token="secret", run_id=run_id, spec=RunSpec(), snapshot=snapshot)
+    head = Head(Settings(policy=policy, run_id=run_id, spec=RunSpec()), "secret", snapshot)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"ws://127.0.0.1:{listener.getsockname()[1]}"
         running = asyncio.create_task(head.run(listener))
@@ -426,7 +426,7 @@ def test_an_agent_that_stands_still_misses_steps_and_nothing_else() -> None:
     agent = Agent(agent_id="agent0", host="lab", primary=True)
     state = State(policy=Policy(start=1, maximum=1), agents={"agent0": agent})
     snapshot = HeadMemory(state, 0.0, "").encode()
-    head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=snapshot)
+    head = Head(Settings(policy=state.policy, run_id="x", spec=RunSpec()), "", snapshot)
     waiting = asyncio.Queue[bytes]()
     head._lines["agent0"] = cast("Any", SimpleNamespace(queue=waiting, put=waiting.put_nowait))
     for number in range(2 * MAX_STEPS_QUEUED):
@@ -441,7 +441,7 @@ def test_a_step_that_is_told_again_is_not_the_last_one() -> None:
 
     async def story() -> Any:
         state = training(2).state
-        head = Head(state.policy, token="", run_id="x", spec=RunSpec(), snapshot=HeadMemory(state, 0.0, "").encode())
+        head = Head(Settings(policy=state.policy, run_id="x", spec=RunSpec()), "", HeadMemory(state, 0.0, "").encode())
         head._telling.pass_on([step(7, number=7)])
         head._telling.pass_on([step(6, number=6)])
         return head.status()["step"]

@@ -15,7 +15,7 @@ import pytest
 from tests.waiting import WAIT_S
 from tests.workers.test_head_death import dial, hear, serving
 from unisono.cluster.head.memory import HeadMemory
-from unisono.cluster.head.server import Head
+from unisono.cluster.head.server import Head, Settings
 from unisono.cluster.machine.head_connection import Following
 from unisono.cluster.worker.packed import unpack
 from unisono.core.following import Absence, Followed, StaleHead
@@ -255,7 +255,7 @@ class Connected:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.head = Head(Policy(start=2, maximum=6), token="", run_id="x", spec=RunSpec())
+        self.head = Head(Settings(policy=Policy(start=2, maximum=6), run_id="x", spec=RunSpec()), "")
         self.unanswered: dict[str, list[HeadSnapshot]] = {}
         self.held: dict[str, State] = {}
         self.ordered: list[str] = []

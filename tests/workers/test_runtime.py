@@ -32,7 +32,7 @@ from websockets.sync.client import ClientConnection, connect
 from tests.waiting import SILENCE_S, WAIT_S, wait_until
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
 from unisono.cluster.head.memory import HeadMemory
-from unisono.cluster.head.server import Head
+from unisono.cluster.head.server import Head, Settings
 from unisono.cluster.machine.forking import Forked, ForkRequest
 from unisono.cluster.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.cluster.worker.member import Member
@@ -111,13 +111,8 @@ class Served:
         started = threading.Event()
 
         async def serve() -> None:
-            self.head = Head(
-                policy,
-                token=self.token,
-                run_id="r1",
-                spec=RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s, run_dir=run_dir, **settings)),
-                url=self.url,
-            )
+            spec = RunSpec(settings=RunSettings(heartbeat_s=heartbeat_s, run_dir=run_dir, **settings))
+            self.head = Head(Settings(policy=policy, run_id="r1", spec=spec, url=self.url), self.token)
             self.loop = asyncio.get_running_loop()
             started.set()
             await self.head.run(self.listener)

@@ -30,7 +30,7 @@ from unisono.cluster.head import past_reader, viewing
 from unisono.cluster.head.__main__ import TLS_BUFFER_BYTES
 from unisono.cluster.head.client import Refused, Watching
 from unisono.cluster.head.door import FRAME_BYTES
-from unisono.cluster.head.server import Head
+from unisono.cluster.head.server import Head, Settings
 from unisono.cluster.trust.certificate import client_context, derived, server_context
 from unisono.cluster.trust.invitation import HeadUrl, Invitation
 from unisono.cluster.trust.secret import reader_token
@@ -70,7 +70,8 @@ class Served:
 
         async def serve() -> None:
             spec = RunSpec(settings=RunSettings(heartbeat_s=0.1, run_dir=run_dir))
-            self.head = Head(Policy(start=1, maximum=1), token=TOKEN, run_id=RUN_ID, spec=spec, url=str(self.url))
+            policy = Policy(start=1, maximum=1)
+            self.head = Head(Settings(policy=policy, run_id=RUN_ID, spec=spec, url=str(self.url)), TOKEN)
             self.loop = asyncio.get_running_loop()
             tls = None
             if identity is not None:

@@ -16,11 +16,9 @@ from typing import Final
 
 import msgspec
 
-from unisono.cluster.head.server import Head
+from unisono.cluster.head.server import Head, Settings
 from unisono.cluster.trust.certificate import server_context
 from unisono.core.following import SUPERSEDED
-from unisono.core.policy import Policy
-from unisono.core.spec import RunSpec
 from unisono.system.lifetime import (
     bind_to_parent,
     close_inherited,
@@ -30,39 +28,12 @@ from unisono.system.lifetime import (
     take_token,
 )
 
-__all__ = ["Settings", "main"]
+__all__ = ["main"]
 
 TLS_BUFFER_BYTES: Final = 32_768
 """The event loop gives every TLS connection a buffer of 256 KB, a quarter of a gigabyte for a thousand of them; what
 members and viewers send is short.
 """
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the head. They hold the arguments of the script, which are not for other users of the machine."""
-
-    policy: Policy
-    listener: int
-    """File descriptor of the socket that listens; the agent has bound it and keeps it."""
-    run_id: str
-    url: str
-    """Where other machines reach the head."""
-    spec: RunSpec
-    local_url: str = ""
-    """Where this machine reaches the head, if that is not the same."""
-    term: int = 1
-    """One more than that of the head before this one."""
-    identity: str = ""
-    """The file with the head's certificate and private key (`Memory.inherited_path`); "": connections are in the clear.
-    """
-    seat: str = ""
-    """The agent that has started this head, if it follows one of another machine."""
-    branch: str = ""
-    """The branch of the run's history that this agent has followed."""
-    before: str = ""
-    """"gone": the machine of the head before this one answers, and no agent is there; "away": it is out of reach."""
-    name: str = ""
-    """A name that no other head of the run has."""
 
 
 async def _serve(settings: Settings, snapshot: bytes, token: str) -> int:
@@ -73,20 +44,7 @@ async def _serve(settings: Settings, snapshot: bytes, token: str) -> int:
     """
     tls = server_context(settings.identity) if settings.identity else None
     close_inherited(settings.identity)
-    head = Head(
-        settings.policy,
-        token=token,
-        run_id=settings.run_id,
-        spec=settings.spec,
-        url=settings.url,
-        local_url=settings.local_url,
-        snapshot=snapshot,
-        term=settings.term,
-        seat=settings.seat,
-        name=settings.name,
-        branch=settings.branch,
-        is_gone=settings.before == "gone",
-    )
+    head = Head(settings, token, snapshot)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, head.over.set)

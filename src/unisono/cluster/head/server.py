@@ -73,7 +73,7 @@ from unisono.system.lifetime import end_when_silent
 from unisono.views.page.site import WATCH
 from unisono.views.watch.prometheus import CONTENT_TYPE, exposition
 
-__all__ = ["Head"]
+__all__ = ["Head", "Settings"]
 
 EVENTS_SHOWN: Final = 20  # in a status
 FULL_EVERY_S: Final = 60.0  # between two announcements that there is no room for another connection
@@ -81,44 +81,51 @@ FULL: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LAST_WORDS_S: Final = 1.0  # at its end the head waits so long for its last messages to go out
 
 
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the head. They hold the arguments of the script, which are not for other users of the machine."""
+
+    policy: Policy
+    run_id: str
+    spec: RunSpec
+    """Settings of the run, for machines that join."""
+    listener: int = -1
+    """File descriptor of the socket that listens; the agent has bound it and keeps it."""
+    url: str = ""
+    """Where other machines reach the head, for invitations."""
+    local_url: str = ""
+    """Where this machine does, for the run directory; "": at the same address."""
+    term: int = 1
+    """One more than that of the head before this one."""
+    identity: str = ""
+    """The file with the head's certificate and private key (`Memory.inherited_path`); "": connections are in the clear.
+    """
+    seat: str = ""
+    """The agent whose child this head is; "": the command that has started the run, or that of the head before."""
+    branch: str = ""
+    """The branch of the run's history that the agent of this head has followed."""
+    before: str = ""
+    """"gone": the machine of the head before this one answers, and no agent is there; "away": it is out of reach."""
+    name: str = ""
+    """A name that no other head of the run has."""
+
+
 class Head:
     """Server around the membership table: receives messages, and sends what the table decides.
 
     Args:
-        spec: settings of the run, for machines that join.
-        url: where other machines reach the head, for invitations.
-        local_url: where this machine does, for the run directory; "": at the same address.
-        snapshot: the newest state of the head before this one (`Snapshot.state`).
-        term: one more than that of the head before this one.
-        seat: the agent whose child this head is; "": the command that has started the run, or that of the head before.
-        name: a name that no other head of the run has.
-        branch: the branch of the run's history that the agent of this head has followed.
-        is_gone: the agent of the head before this one is gone; else it may be out of reach only.
+        snapshot: the newest state of the head before this one (`HeadSnapshot.state`); empty for the first head.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        token: str,
-        run_id: str,
-        spec: RunSpec,
-        url: str = "",
-        local_url: str = "",
-        snapshot: bytes = b"",
-        term: int = 1,
-        seat: str = "",
-        name: str = "",
-        branch: str = "",
-        is_gone: bool = False,
-    ) -> None:
-        memory = HeadMemory.decode(snapshot) if snapshot else HeadMemory.first(policy, spec)
+    def __init__(self, settings: Settings, token: str, snapshot: bytes = b"") -> None:
+        spec, run_id, url = settings.spec, settings.run_id, settings.url
+        term, name = settings.term, settings.name
+        memory = HeadMemory.decode(snapshot) if snapshot else HeadMemory.first(settings.policy, spec)
         now = time.monotonic()
         since = now if memory.clock is None else memory.clock
         state = memory.state
-        self._took_over = TookOver(before=seat_of(state), is_gone=is_gone)
+        self._took_over = TookOver(before=seat_of(state), is_gone=settings.before == "gone")
         if snapshot:
-            state = resumed(state, term, now, seat=seat, head=name, branch=branch, since=since - now)
+            state = resumed(state, term, now, seat=settings.seat, head=name, branch=settings.branch, since=since - now)
         state = msgspec.structs.replace(state, term=term, head=name)
         self._token = token
         self._run_id = run_id
@@ -135,7 +142,7 @@ class Head:
             lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
         run_dir = spec.settings.run_dir or memory.run_dir
-        self._address = AddressFiles(run_id, local_url or url, token, made=run_dir if snapshot else "")
+        self._address = AddressFiles(run_id, settings.local_url or url, token, made=run_dir if snapshot else "")
         self._directory = Directory(
             run_id,
             run_dir,
