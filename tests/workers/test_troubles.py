@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from tests.waiting import WAIT_S
 from unisono.cluster.head import troubles
+from unisono.cluster.head.connections import ConnectionsByName, Line
+from unisono.cluster.head.directory import Directory
+from unisono.cluster.head.table import Table
 from unisono.cluster.head.troubles import MOST_FILES, Troubles
-from unisono.core.events import Announcement, Problem, WorkerLate
-from unisono.core.messages import Ailing, Holds, Inquire, Statement
+from unisono.core.events import Announcement, Event, Problem, WorkerLate
+from unisono.core.messages import Ailing, Holds, Inquire, MemberInfo, Message, Statement, WriteEvidence
+from unisono.core.policy import Policy
+from unisono.core.spec import RunSpec
+from unisono.membership.roster import Agent, State, Worker, WorkerState
 from unisono.record.problems import evidence_files
 from unisono.record.problems.kinds import Trouble
 from unisono.record.rundir import RUN_FILE
@@ -23,65 +31,68 @@ HANG = Trouble(kind="hang", worker_id="w1", host="b", step=4, where="step 4", se
 TOKEN = "the-token-of-this-run"
 
 
+def member(worker_id: str) -> Worker:
+    info = MemberInfo(worker_id=worker_id, host="b", pid=1, device="cpu")
+    return Worker(worker_id=worker_id, state=WorkerState.HOLDING, agent="agent0", info=info)
+
+
+class Lines(ConnectionsByName):
+    """Connections that keep what is sent to several."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.update(dict.fromkeys(names, cast("Line", None)))
+        self.sent: list[tuple[list[str], Message]] = []
+
+    def send_all(self, names: Iterable[str], message: Message) -> None:
+        self.sent.append((list(names), message))
+
+
 class Lab:
     """A head with two workers and an agent; the test answers for them."""
 
-    def __init__(self, directory: Path | None, *, sees: bool = True) -> None:
-        self.path, self.sees = directory, sees
-        self.told: list[Problem] = []
-        self.asked: list[tuple[list[str], Inquire]] = []
-        self.announced: list[str] = []
-        self.handed: dict[str, str] = {}
-        self.alive = ["w0", "w1"]
-        self.troubles = Troubles(self, "run1", [TOKEN])
-        if directory is not None:
-            directory.mkdir()
-            (directory / RUN_FILE).write_text('{"run_id": "run1"}')
+    def __init__(self, directory: Path, *, sees: bool = True) -> None:
+        self.path = directory
+        self.lines = Lines(("w0", "w1", "agent0"))
+        self.events: list[Event] = []
+        state = State(
+            policy=Policy(start=2, maximum=2),
+            agents={"agent0": Agent(agent_id="agent0", host="b", primary=True)},
+            workers={name: member(name) for name in ("w0", "w1")},
+        )
+        seen = {"may_write": True, "is_held": sees, "seers": {} if sees else {"agent0": None}, "facts": ""}
+        self.troubles = Troubles(
+            cast("Table", SimpleNamespace(state=state)),
+            self.lines,
+            cast("Directory", SimpleNamespace(path=str(directory), **seen)),
+            "run1",
+            RunSpec(arguments=("train.py", f"wss://{TOKEN}@host:1")),
+            TOKEN,
+            self.events.append,
+        )
+        directory.mkdir()
+        (directory / RUN_FILE).write_text('{"run_id": "run1"}')
 
-    def tell(self, problem: Problem) -> None:
-        self.told.append(problem)
+    @property
+    def told(self) -> list[Problem]:
+        return [event for event in self.events if isinstance(event, Problem)]
 
-    def ask(self, names: Iterable[str], question: Inquire) -> None:
-        self.asked.append((list(names), question))
+    @property
+    def announced(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Announcement)]
 
-    def announce(self, text: str) -> None:
-        self.announced.append(text)
+    @property
+    def asked(self) -> list[tuple[list[str], Inquire]]:
+        return [(names, message) for names, message in self.lines.sent if isinstance(message, Inquire)]
 
-    def workers(self) -> Sequence[str]:
-        return self.alive
-
-    def host_of(self, worker_id: str) -> str:
-        return "b"
-
-    def num_workers_on(self, host: str) -> int:
-        return len(self.alive)
-
-    def agents(self) -> Mapping[str, str]:
-        return {"agent0": "b"}
-
-    def directory(self) -> str:
-        return str(self.path or "")
-
-    def sees_directory(self) -> bool:
-        return self.sees and self.path is not None
-
-    def hand_over(self, name: str, content: str) -> None:
-        self.handed[name] = content
-
-    def facts(self) -> dict[str, str]:
-        return {"run": "run1"}
-
-    def settings(self) -> str:
-        return f"url wss://{TOKEN}@host:1"
-
-    def recipe(self) -> str:
-        return ""
+    @property
+    def handed(self) -> dict[str, str]:
+        return {message.name: message.text for _, message in self.lines.sent if isinstance(message, WriteEvidence)}
 
     def answer(self, name: str, text: str) -> None:
         self.troubles.heard(name, Statement(number=self.asked[-1][1].number, text=text))
 
     def files(self) -> list[str]:
-        assert self.path is not None
         return [file.read_text() for file in sorted((self.path / "problems").glob("*.txt"))]
 
     async def written(self) -> None:
@@ -153,7 +164,7 @@ def test_what_a_worker_has_said_when_it_was_late_names_the_line_at_which_it_hang
 
 def test_after_a_loss_the_others_are_asked_later_and_at_the_end_of_the_run_at_once(tmp_path: Path) -> None:
     async def story(lab: Lab) -> None:
-        lab.alive = ["w0"]
+        del lab.lines["w1"]
         lab.troubles.take(Trouble(kind="crash", worker_id="w1", exit_code=-9))
         assert lab.told
         assert not lab.asked, "they go on first"

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import shlex
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -28,10 +27,9 @@ from unisono.cluster.trust.invitation import HeadUrl
 from unisono.core import events
 from unisono.core.events import Announcement, Event, MachineUsed, Once, StepFinished
 from unisono.core.following import MAX_HEIRS
-from unisono.core.messages import Ended, Happened, Inquire, WriteEvidence, WriteStacks
+from unisono.core.messages import Ended, Happened, WriteStacks
 from unisono.core.spec import RunSpec
 from unisono.membership import Alarm, Hangup, Invite, seat_of
-from unisono.membership.roster import ALIVE
 from unisono.record.journal.lines import LineEvent
 from unisono.record.problems.kinds import Trouble
 from unisono.system.interfaces import is_local
@@ -69,8 +67,6 @@ class Telling:
     ) -> None:
         self._table = table
         self._lines = lines
-        self._run_id = run_id
-        self._spec = spec
         self._url = url
         self._directory = directory
         self._story = story
@@ -80,7 +76,7 @@ class Telling:
         self._once = Once()
         self._informed: set[str] = set()  # agents and workers that have got the end of the run
         self.uses = Uses()
-        self.troubles = Troubles(self, run_id, [token])
+        self.troubles = Troubles(table, lines, directory, run_id, spec, token, self.tell)
 
     def pass_on(self, told: Sequence[Event]) -> None:
         """Take what workers tell, and tell all whom it concerns, when the heirs know of all before."""
@@ -181,62 +177,6 @@ class Telling:
             self.troubles.take(trouble)
         except Exception:  # a bug of this library: what is decided counts all the same
             traceback.print_exc()
-
-    def ask(self, names: Iterable[str], question: Inquire) -> None:
-        """Send a question to workers and agents."""
-        self._lines.send_all(names, question)
-
-    def workers(self) -> Sequence[str]:
-        """Return the workers that are connected."""
-        return [name for name in self._lines if name in self._table.state.workers]
-
-    def host_of(self, worker_id: str) -> str:
-        """Return the host of a worker; "": it is not known."""
-        worker = self._table.state.workers.get(worker_id)
-        return worker.info.host if worker is not None and worker.info is not None else ""
-
-    def num_workers_on(self, host: str) -> int:
-        """Return how many workers live on a host."""
-        return sum(self.host_of(w.worker_id) == host for w in self._table.state.workers.values() if w.state in ALIVE)
-
-    def agents(self) -> dict[str, str]:
-        """Return the agents that are connected, with their hosts."""
-        agents = self._table.state.agents
-        return {name: agents[name].host for name in self._lines if name in agents}
-
-    def directory(self) -> str:
-        """Return the run's directory; "": there is none that anybody sees."""
-        return self._directory.path if self.sees_directory() or self._directory.seers else ""
-
-    def sees_directory(self) -> bool:
-        """Return whether this process may write into it."""
-        return bool(self._directory.path) and self._directory.may_write and self._directory.is_held
-
-    def hand_over(self, name: str, content: str) -> None:
-        """Let a machine that sees the directory write a file of evidence."""
-        seers = [agent_id for agent_id in self._directory.seers if agent_id in self._lines]
-        self._lines.send_all(seers[:1], WriteEvidence(directory=self._directory.path, name=name, text=content))
-
-    def facts(self) -> dict[str, str]:
-        """Return what is to be said about the run, in words, by name."""
-        state = self._table.state
-        return {
-            "run": self._run_id,
-            "directory": self._directory.path,
-            "when": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "last step": str(state.committed) if state.committed >= 0 else "none",
-            "generation": str(state.generation),
-            "members": ", ".join(state.members),
-            "hosts": ", ".join(sorted({agent.host for agent in state.agents.values()})),
-        }
-
-    def settings(self) -> str:
-        """Return the settings of the run."""
-        return json.dumps(msgspec.to_builtins(self._spec), indent=1)
-
-    def recipe(self) -> str:
-        """Return the recipe of the run, as far as it is known."""
-        return self._directory.facts
 
 
 def how_to_join(url: str, directory: str) -> str:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
+from unisono.cluster.head.connections import ConnectionsByName
+from unisono.cluster.head.directory import Directory
 from unisono.cluster.head.disk import in_thread
+from unisono.cluster.head.table import Table
 from unisono.core.events import Announcement, Event, Problem, StepFinished
-from unisono.core.messages import Ailing, Holds, Inquire, Statement
+from unisono.core.messages import Ailing, Holds, Inquire, Statement, WriteEvidence
+from unisono.core.spec import RunSpec
+from unisono.membership.roster import ALIVE
 from unisono.record.problems import evidence as files
 from unisono.record.problems.evidence import Witness, redacted, shown_environment
 from unisono.record.problems.evidence_files import FOLDER, stamp, write
@@ -28,7 +34,7 @@ from unisono.record.problems.fit import FitSetting, Held, advice, table
 from unisono.record.problems.kinds import Trouble, file_name, text
 from unisono.record.problems.witness import versions
 
-__all__ = ["House", "Troubles"]
+__all__ = ["Troubles"]
 
 ANSWER_S: Final = 3.0
 """So long the head waits for answers; a worker whose interpreter is held by native code gives none."""
@@ -40,49 +46,6 @@ MOST_ASKED: Final = 64
 LAST_EVENTS: Final = 40
 LAST_STEPS: Final = 3
 END_S: Final = 2.0
-
-
-class House(Protocol):
-    """The head, as `Troubles` needs it."""
-
-    def tell(self, problem: Problem) -> None:
-        """Give the event to the sinks of all machines."""
-
-    def ask(self, names: Iterable[str], question: Inquire) -> None:
-        """Send a question to workers and agents."""
-
-    def workers(self) -> Sequence[str]:
-        """Return the workers that are connected."""
-
-    def host_of(self, worker_id: str) -> str:
-        """Return the host of a worker; "": it is not known."""
-
-    def num_workers_on(self, host: str) -> int:
-        """Return how many workers live on a host."""
-
-    def agents(self) -> Mapping[str, str]:
-        """Return the agents that are connected, with their hosts."""
-
-    def directory(self) -> str:
-        """Return the run's directory; "": there is none that anybody sees."""
-
-    def sees_directory(self) -> bool:
-        """Return whether this process may write into it."""
-
-    def announce(self, text: str) -> None:
-        """Show a sentence on all machines."""
-
-    def hand_over(self, name: str, content: str) -> None:
-        """Let a machine that sees the directory write a file of evidence."""
-
-    def facts(self) -> dict[str, str]:
-        """Return what is to be said about the run, in words, by name."""
-
-    def settings(self) -> str:
-        """Return the settings of the run."""
-
-    def recipe(self) -> str:
-        """Return the recipe of the run, as far as it is known."""
 
 
 @dataclass(eq=False)
@@ -103,13 +66,27 @@ class Troubles:
     """The troubles of one head.
 
     Args:
-        secrets: words that must not get into a file.
+        token: must not get into a file.
+        tell: tells an event to all machines.
     """
 
-    def __init__(self, house: House, run_id: str, secrets: Collection[str]) -> None:
-        self._house = house
+    def __init__(
+        self,
+        table: Table,
+        lines: ConnectionsByName,
+        directory: Directory,
+        run_id: str,
+        spec: RunSpec,
+        token: str,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._table = table
+        self._lines = lines
+        self._directory = directory
         self._run_id = run_id
-        self._secrets = tuple(secrets)
+        self._spec = spec
+        self._secrets = (token,)
+        self._tell = tell
         self._number = 0
         self._names: list[str] = []
         self._said: set[tuple[str, str, int]] = set()
@@ -152,7 +129,7 @@ class Troubles:
         known = {name: each for name, each in found.items() if each.step == first_step}
         guilty = {name: each for name, each in known.items() if each.microbatch >= 0}
         name, first = min(guilty.items() or known.items(), key=lambda item: item[1].microbatch)
-        host = self._house.host_of(name)
+        host = self._host_of(name)
         name = name if guilty else ""
         self.take(Trouble.of_gradient(first.step, first.microbatch, first.samples, first.detail, name, host))
 
@@ -165,7 +142,8 @@ class Troubles:
         known = self._held.get(trouble.worker_id)
         if known is None or not trouble.killed_for or not trouble.peak_bytes:
             return trouble
-        others = self._house.num_workers_on(trouble.host)
+        workers = self._table.state.workers.values()
+        others = sum(self._host_of(each.worker_id) == trouble.host for each in workers if each.state in ALIVE)
         held = Held(
             kinds=known.kinds,
             used=trouble.peak_bytes,
@@ -193,22 +171,22 @@ class Troubles:
             trouble = msgspec.structs.replace(trouble, place=late.place)
         trouble = self._with_memory(trouble)
         name = ""
-        if self._house.directory() and len(self._names) < MOST_FILES:
+        if self._folder() and len(self._names) < MOST_FILES:
             name = file_name(trouble.kind, trouble.step, stamp(time.time()), self._names)
             self._names.append(name)
         self.say(trouble, f"{FOLDER}/{name}" if name else "")
         if not name:
             return
         self._number += 1
-        inquiry = _Inquiry(name, trouble, self._number, [], self._house.facts(), self._last_events())
+        inquiry = _Inquiry(name, trouble, self._number, [], self._facts(), self._last_events())
         if trouble.ends_run or trouble.kind == "hang":
             self._ask(inquiry)  # before what follows: the culprit may be ended at once
             delay_s = 0.0
         else:
             delay_s = AFTER_LOSS_S
             self._waiting.append(inquiry)
-        if trouble.ends_run and not self._house.sees_directory():  # whoever sees it ends with the run
-            self._house.hand_over(name, self._content(self._found(inquiry)))
+        if trouble.ends_run and not self._sees_directory():  # whoever sees it ends with the run
+            self._hand_over(name, self._content(self._found(inquiry)))
             return
         task = asyncio.create_task(self._follow(inquiry, delay_s))
         self.tasks.add(task)
@@ -225,7 +203,7 @@ class Troubles:
             evidence=evidence,
             ends_run=trouble.ends_run,
         )
-        self._house.tell(problem)
+        self._tell(problem)
 
     def hurry(self) -> None:
         """Say and ask all that was put off: the run is over, and all end in a moment."""
@@ -246,10 +224,11 @@ class Troubles:
     # -- inside --------------------------------------------------------------------------------------
 
     def _ask(self, inquiry: _Inquiry) -> None:
-        workers = sorted(self._house.workers(), key=lambda name: name != inquiry.trouble.worker_id)
-        inquiry.asked = [*workers[:MOST_ASKED], *list(self._house.agents())[:MOST_ASKED]]
+        connected = [name for name in self._lines if name in self._table.state.workers]
+        workers = sorted(connected, key=lambda name: name != inquiry.trouble.worker_id)
+        inquiry.asked = [*workers[:MOST_ASKED], *list(self._agents())[:MOST_ASKED]]
         self._inquiries[inquiry.number] = inquiry
-        self._house.ask(inquiry.asked, Inquire(number=inquiry.number, about=inquiry.trouble.worker_id))
+        self._lines.send_all(inquiry.asked, Inquire(number=inquiry.number, about=inquiry.trouble.worker_id))
 
     def _look(self, inquiry: _Inquiry) -> None:
         if all(name in inquiry.heard for name in inquiry.asked):
@@ -266,7 +245,7 @@ class Troubles:
                 await inquiry.done.wait()
         found = self._found(inquiry)
         self._inquiries.pop(inquiry.number, None)
-        sees, directory = self._house.sees_directory(), Path(self._house.directory())
+        sees, directory = self._sees_directory(), Path(self._folder())
 
         def work() -> str:
             content = self._content(found)
@@ -277,16 +256,17 @@ class Troubles:
         try:
             content = await in_thread(work)
         except OSError as error:
-            self._house.announce(f"{FOLDER}/{inquiry.name} could not be written: {error.strerror}")
+            words = f"{FOLDER}/{inquiry.name} could not be written: {error.strerror}"
+            self._tell(Announcement(time=time.time(), text=words))
             return
         if not sees:
-            self._house.hand_over(inquiry.name, content)
+            self._hand_over(inquiry.name, content)
 
     def _content(self, found: files.Evidence) -> str:
         return files.shown(msgspec.structs.replace(found, versions=versions()), self._secrets)
 
     def _found(self, inquiry: _Inquiry) -> files.Evidence:
-        hosts = self._house.agents()
+        hosts = self._agents()
         silent = f"nothing within {ANSWER_S:.0f} s: its process has ended, or native code holds its interpreter"
         workers: list[Witness] = []
         machines: list[Witness] = []
@@ -306,9 +286,45 @@ class Troubles:
             machines=machines,
             events=inquiry.events,
             environment=environment or shown_environment(os.environ),
-            settings=self._house.settings(),
-            recipe=self._house.recipe(),
+            settings=json.dumps(msgspec.to_builtins(self._spec), indent=1),
+            recipe=self._directory.facts,
         )
+
+    def _host_of(self, worker_id: str) -> str:
+        """Return the host of a worker; "": it is not known."""
+        worker = self._table.state.workers.get(worker_id)
+        return worker.info.host if worker is not None and worker.info is not None else ""
+
+    def _agents(self) -> dict[str, str]:
+        """Return the agents that are connected, with their hosts."""
+        agents = self._table.state.agents
+        return {name: agents[name].host for name in self._lines if name in agents}
+
+    def _folder(self) -> str:
+        """Return the run's directory; "": there is none that anybody sees."""
+        return self._directory.path if self._sees_directory() or self._directory.seers else ""
+
+    def _sees_directory(self) -> bool:
+        """Return whether this process may write into it."""
+        return bool(self._directory.path) and self._directory.may_write and self._directory.is_held
+
+    def _hand_over(self, name: str, content: str) -> None:
+        """Let a machine that sees the directory write a file of evidence."""
+        seers = [agent_id for agent_id in self._directory.seers if agent_id in self._lines]
+        self._lines.send_all(seers[:1], WriteEvidence(directory=self._directory.path, name=name, text=content))
+
+    def _facts(self) -> dict[str, str]:
+        """Return what is to be said about the run, in words, by name."""
+        state = self._table.state
+        return {
+            "run": self._run_id,
+            "directory": self._directory.path,
+            "when": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "last step": str(state.committed) if state.committed >= 0 else "none",
+            "generation": str(state.generation),
+            "members": ", ".join(state.members),
+            "hosts": ", ".join(sorted({agent.host for agent in state.agents.values()})),
+        }
 
     def _last_events(self) -> list[str]:
         known = sorted([*self._recent, *self._steps], key=lambda item: item[0])
