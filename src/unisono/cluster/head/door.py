@@ -23,12 +23,13 @@ from websockets.http11 import Request, Response
 from unisono.cluster.head.refusals import Refusals
 from unisono.views.page.site import SILENT
 
-__all__ = ["MAX_MESSAGE_BYTES", "Allowance", "Caller", "Door", "most_strangers", "open_door"]
+__all__ = ["MAX_MESSAGE_BYTES", "Allowance", "Caller", "Door", "most_connections", "open_door"]
 
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
 OPEN_S: Final = 10.0  # for the TLS handshake, and as long again for the request
 AT_ONCE: Final = 16  # connections that are accepted between two looks at the members' messages
-FEWEST_STRANGERS, MOST_STRANGERS = 64, 4096
+FEWEST_STRANGERS: Final = 64
+MOST_CONNECTIONS: Final = 4096
 WITHOUT_TOKEN: Final = "without the run's token"
 NO_REQUEST: Final = "that spoke another protocol"
 TOO_SLOW: Final = f"that had not said what it wants after {OPEN_S:.0f} s"
@@ -39,12 +40,12 @@ LOOK_S: Final = 0.05
 NO_ROOM: Final = "that was silent while others waited"
 
 
-def most_strangers() -> int:
-    """Return how many connections without the token there may be: they must leave descriptors for the members."""
+def most_connections(fewest: int) -> int:
+    """Return how many connections of one kind there may be: they must leave descriptors for the members."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return MOST_STRANGERS
-    return max(FEWEST_STRANGERS, min(MOST_STRANGERS, limit // 4))
+        return MOST_CONNECTIONS
+    return max(fewest, min(MOST_CONNECTIONS, limit // 4))
 
 
 class Door(socket.socket):
@@ -54,7 +55,7 @@ class Door(socket.socket):
         family, kind, protocol = listener.family, listener.type, listener.proto
         super().__init__(family, kind, protocol, os.dup(listener.fileno()))
         self._refusals = refusals
-        self._most = most_strangers()
+        self._most = most_connections(FEWEST_STRANGERS)
         self._strangers: dict[int, tuple[socket.socket, str]] = {}  # by descriptor; the oldest first
 
     def listen(self, backlog: int = 0, /) -> None:

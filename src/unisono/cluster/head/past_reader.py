@@ -103,11 +103,10 @@ class Reading:
     """Answers questions, from the run's directory or from what the head knows of the present.
 
     Args:
-        present: where this machine does not see the directory.
+        present: names the directory, and answers where this machine does not see it.
     """
 
     def __init__(self, run_id: str, present: Present) -> None:
-        self.directory = ""
         self._run_id = run_id
         self._present = present
         self._process: asyncio.subprocess.Process | None = None
@@ -117,7 +116,7 @@ class Reading:
         self._started_at = -PAUSE_S
         self._busy_until = 0.0
         self._idle: asyncio.TimerHandle | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[int]] = set()
 
     async def answer(self, question: dict[str, Any]) -> bytes:
         """Return the answer to a question as JSON. Says in it what is wrong."""
@@ -146,7 +145,7 @@ class Reading:
 
     async def _find(self, key: bytes, question: dict[str, Any]) -> bytes:
         try:
-            found = await self._from_process(key) if self.directory else ABSENT
+            found = await self._from_process(key) if self._present.directory else ABSENT
             if found == ABSENT:
                 found = await self._from_memory(question)
             if len(self._fresh) >= MOST_CACHED:
@@ -176,7 +175,7 @@ class Reading:
             assert process.stdout is not None
             try:
                 async with asyncio.timeout(DEADLINE_S):
-                    process.stdin.write(b"[%b,%b]\n" % (msgspec.json.encode(self.directory), question))
+                    process.stdin.write(b"[%b,%b]\n" % (msgspec.json.encode(self._present.directory), question))
                     await process.stdin.drain()
                     found = await process.stdout.readline()
             except TimeoutError:
@@ -231,7 +230,7 @@ class Reading:
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)
-        task = asyncio.create_task(_reap(process))
+        task = asyncio.create_task(process.wait())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -243,7 +242,3 @@ class Reading:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.gather(*self._ending, *self._waiting.values(), return_exceptions=True)
-
-
-async def _reap(process: asyncio.subprocess.Process) -> None:
-    await process.wait()

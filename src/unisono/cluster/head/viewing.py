@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 import traceback
@@ -14,13 +13,13 @@ from typing import Final
 
 import msgspec
 
-from unisono.cluster.head.door import Allowance, Caller
+from unisono.cluster.head.door import Allowance, Caller, most_connections
 from unisono.cluster.head.past_reader import Present, Reading
 from unisono.core.events import Event, MachineUsed, StepFinished, WorkerOutput
 from unisono.record.overview import Overview, OverviewBuilder, with_sentence
 from unisono.views.page.viewers import Feed, Viewers
 
-__all__ = ["Viewing", "most_viewers"]
+__all__ = ["Viewing"]
 
 FRESH_S: Final = 0.5
 """For so long an overview counts as the present."""
@@ -28,15 +27,7 @@ QUESTIONS_BYTES: Final = 32_768
 """So much of a viewer is read at once; in the mean `QUESTION_BYTES_PER_S`, and of all together `ALL_BYTES_PER_S`."""
 QUESTION_BYTES_PER_S: Final = 8_192.0
 ALL_BYTES_PER_S: Final = 131_072.0
-FEWEST_VIEWERS, MOST_VIEWERS = 32, 4096
-
-
-def most_viewers() -> int:
-    """Return how many viewers there may be: they must leave descriptors for the members."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return MOST_VIEWERS
-    return max(FEWEST_VIEWERS, min(MOST_VIEWERS, limit // 4))
+FEWEST_VIEWERS: Final = 32
 
 
 class Viewing:
@@ -56,7 +47,7 @@ class Viewing:
         self._reading = Reading(run_id, self._present)
         self._feed = Feed()
         self._viewers = Viewers([self._feed], self._refresh, self._reading.answer)
-        self._most = most_viewers()
+        self._most = most_connections(FEWEST_VIEWERS)
         self._overview: Overview | None = None
         self._has_failed = False
 
@@ -82,7 +73,6 @@ class Viewing:
 
     def reads_from(self, run_dir: str, facts: str) -> None:
         """Note the run's directory, and its description (JSON)."""
-        self._reading.directory = run_dir
         self._present.directory = run_dir
         self._present.described = facts
 
@@ -96,7 +86,7 @@ class Viewing:
         except Exception:
             self._fail()
             found = known or Overview(run_id=self._run_id, time=now)
-        self._overview = msgspec.structs.replace(found, run_dir=found.run_dir or self._reading.directory)
+        self._overview = msgspec.structs.replace(found, run_dir=found.run_dir or self._present.directory)
         return self._overview
 
     # -- viewers -------------------------------------------------------------------------------------

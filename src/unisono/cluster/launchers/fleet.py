@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.cluster.launchers.protocol import AgentCommand, Handle, Launcher, Machine
+from unisono.cluster.machine.agent import Machines
 from unisono.cluster.machine.children import TERMINATE_S, Listener
 from unisono.cluster.trust.invitation import Invitation
 from unisono.core.errors import UsageError
@@ -80,7 +81,7 @@ class _Agent:
         return self.handle.exit_code
 
 
-class Fleet:
+class Fleet(Machines):
     """Starts an agent on each machine, shows the agents' output, starts lost ones again, ends them.
 
     What is wanted is compared with what is there every few seconds, and at every change (`_keep_machines`), for every
@@ -112,15 +113,6 @@ class Fleet:
     def start(
         self, listener: Listener, on_lost: Callable[[str], None], on_gone: Callable[[Collection[str]], None]
     ) -> None:
-        """Start the agents.
-
-        Args:
-            on_lost: receives why none is left, while the run may not be over.
-            on_gone: receives the machines on which one has ended, whenever one does.
-
-        Raises:
-            UsageError: one of them cannot be started.
-        """
         self._loop = asyncio.get_running_loop()
         self._listener, self._on_lost, self._on_gone = listener, on_lost, on_gone
         for machine in self._machines:
@@ -137,12 +129,6 @@ class Fleet:
     # -- what is wanted, and what is there -----------------------------------------------------------
 
     def keep(self, num_workers: int, present: Collection[str]) -> None:
-        """Have these machines from now on.
-
-        Args:
-            num_workers: for so many workers in all, where the launcher is elastic.
-            present: machines that need no other agent, although one has ended there.
-        """
         self._wanted, self._present = num_workers, frozenset(present)
         self._is_changed.set()
 
@@ -191,11 +177,9 @@ class Fleet:
     # -- the end -------------------------------------------------------------------------------------
 
     def hurry(self) -> None:
-        """Wait no longer for agents that end by themselves."""
         self._is_hurried.set()
 
     async def close(self, patience_s: float) -> None:
-        """Wait for the agents to end by themselves, then end them."""
         self._is_closing = True
         if self._keeping is not None:
             self._is_changed.set()

@@ -8,8 +8,8 @@ earlier job has left (its task 0 was killed) is never taken for that of this one
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,9 +134,7 @@ def _is_over(meeting: MeetingPoint) -> bool:
         where = urlsplit(meeting.url)
         if meeting.host != os.uname().nodename and (where.hostname or "").startswith("127."):
             return False  # it is another machine's loopback interface
-        connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=ANSWER_S)
-        with contextlib.closing(connection):
-            connection.connect()
+        socket.create_connection((where.hostname or "", where.port or 80), ANSWER_S).close()
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError):  # a network that is away says nothing about the job
