@@ -458,7 +458,7 @@ FIRST_ONES_END = """
         os.close(os.open("beginning", os.O_RDONLY))
         os._exit(1)
     me.ready(0)
-    me.call_store("num_keys", [])  # and it was heard
+    me.store.call("num_keys", [])  # and it was heard
     os.close(os.open("beginning", os.O_WRONLY))
     runpy.run_path({path!r}, run_name="__main__")
 """

@@ -178,13 +178,13 @@ def test_a_heartbeat_names_the_samples_of_a_micro_batch_that_takes_long(
         return list(range(100, 200))
 
     connection = connections.get(timeout=WAIT_S)
-    member.at(phase=0, step=4, microbatch=2, samples=samples)
+    member.progress.at(phase=0, step=4, microbatch=2, samples=samples)
     while not (beat := connection.hears(Beat)).samples:
         assert beat.seconds_at < WAIT_S
     assert (beat.step, beat.microbatch, beat.samples) == (4, 2, list(range(100, 109)))
     connection.hears(Beat)
     assert asked == [1]
-    member.at(phase=0, step=5, microbatch=-1)
+    member.progress.at(phase=0, step=5, microbatch=-1)
     while (beat := connection.hears(Beat)).step == 4:
         pass
     assert beat.samples == []
@@ -218,7 +218,7 @@ def test_a_process_that_stood_still_did_not_hang(
 ) -> None:
     """Where its heartbeat was not heard, the head knows of the silence; the worker itself is no later than before."""
     connection = connections.get(timeout=WAIT_S)
-    member.at(phase=0, step=3, microbatch=1)
+    member.progress.at(phase=0, step=3, microbatch=1)
     connection.hears(Beat)
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 100.0)

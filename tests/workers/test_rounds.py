@@ -242,6 +242,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.is_waiting = False
+        self.progress = self
 
     def on_notice(self, callback: Callable[[Any], None]) -> None:
         pass

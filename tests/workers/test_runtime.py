@@ -86,7 +86,7 @@ FOLLOW = """
         ids = [info.worker_id for info in notice.members]
         if me.worker_id in ids:
             me.holding(generation)
-            me.call_store("num_keys", [])  # and it was heard
+            me.store.call("num_keys", [])  # and it was heard
             held = True
             print("generation", generation, ",".join(ids), "paused" if notice.paused else "", flush=True)
         elif held:
@@ -158,7 +158,7 @@ class Served:
 def heard_by_the_head(*members: Member) -> None:
     """Block until the head has dealt with all that these members have said."""
     for member in members:
-        member.call_store("num_keys", [])
+        member.store.call("num_keys", [])
 
 
 def begin(*members: Member) -> None:
@@ -414,12 +414,12 @@ def test_waits_have_deadlines(serve: Callable[..., Served], monkeypatch: pytest.
     with pytest.raises(DeadlineExceeded):
         member.wait_notice(0, 0.01)
     with pytest.raises(DeadlineExceeded, match="no key nothing"):
-        member.call_store("wait", ["nothing"], timeout_s=0.01)
+        member.store.call("wait", ["nothing"], timeout_s=0.01)
 
 
 def test_the_store(serve: Callable[..., Served]) -> None:
     member = serve().member("w0")
-    call = member.call_store
+    call = member.store.call
     call("set", ["a", "b"], [b"1", b"2"])
     assert call("get", ["b", "a"]).values == [b"2", b"1"]
     assert call("check", ["a", "c"]).amount == 0
@@ -445,9 +445,9 @@ def test_a_wait_of_the_store_ends_with_the_key(serve: Callable[..., Served]) -> 
     served = serve(2)
     first, second = served.member("w0"), served.member("w1")
     found: list[bytes] = []
-    waiter = threading.Thread(target=lambda: found.extend(first.call_store("get", ["later"], timeout_s=WAIT_S).values))
+    waiter = threading.Thread(target=lambda: found.extend(first.store.call("get", ["later"], timeout_s=WAIT_S).values))
     waiter.start()
-    second.call_store("set", ["later"], [b"x"])
+    second.store.call("set", ["later"], [b"x"])
     waiter.join(WAIT_S)
     assert found == [b"x"]
 
@@ -460,7 +460,7 @@ def test_a_wait_of_the_store_ends_when_its_generation_does(serve: Callable[..., 
 
     def wait() -> None:
         try:
-            first.call_store("wait", ["never"], timeout_s=60, generation=1)
+            first.store.call("wait", ["never"], timeout_s=60, generation=1)
         except PeerLost as error:
             raised.append(error)
 
@@ -709,15 +709,15 @@ def test_a_worker_that_gets_nowhere_is_reported_with_its_stack_and_left_aside(un
         notice = me.wait_notice(0)
         me.holding(notice.generation)
         if me.worker_id == "w1":
-            me.call_store("wait", ["w0 waits"], timeout_s=200)
-            me.at(phase=0, step=4, microbatch=3)  # in its first step a worker may take its time
-            me.at(phase=0, step=5, microbatch=3)
+            me.store.call("wait", ["w0 waits"], timeout_s=200)
+            me.progress.at(phase=0, step=4, microbatch=3)  # in its first step a worker may take its time
+            me.progress.at(phase=0, step=5, microbatch=3)
             stuck_here()
-        beat, said = me._progress.beat, threading.Event()
-        me.waiting(True)
-        me._progress.beat = lambda generation, now: (said.set(), beat(generation, now))[1]
+        beat, said = me.progress.beat, threading.Event()
+        me.progress.waiting(True)
+        me.progress.beat = lambda generation, now: (said.set(), beat(generation, now))[1]
         said.wait()  # the head hears that before what follows, and then that w1 is late, not aside at once
-        me.call_store("set", ["w0 waits"], [b""])
+        me.store.call("set", ["w0 waits"], [b""])
         if me.worker_id == "w0":
             notice = me.wait_notice(1)
             print("goes on with", [info.worker_id for info in notice.members], notice.immediate, flush=True)

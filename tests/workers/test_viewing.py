@@ -107,7 +107,7 @@ class Served:
         """A member is answered: the head is as it was."""
         if not self._members:
             self.member()
-        self._members[0].call_store("num_keys", [])
+        self._members[0].store.call("num_keys", [])
 
     def viewer(self, **more: Any) -> ClientConnection:
         """A bare connection of a viewer."""

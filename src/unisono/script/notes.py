@@ -43,7 +43,7 @@ def note_microbatch(error: BaseException, step: Iteration | None) -> bool:
     if not is_loss:  # its message says so already
         _add(error, f"(in {step.name}, micro-batch {index}, samples {shown})")
     if (member := members.current()) is not None:
-        member.raised_in(error, step=step.number, microbatch=index, samples=samples, retry=not is_loss)
+        member.failures.raised_in(error, step.number, index, samples, retry=not is_loss)
     return not is_loss
 
 

@@ -248,7 +248,7 @@ class Run:
             if audits is not None:
                 audits.enter(self._rounds)
             if member is not None:
-                self._rounds.note_round = member.in_round
+                self._rounds.note_round = member.progress.in_round
             begun.callback(self._rounds.abandon)
             self._course = Course(
                 self._rounds,

@@ -215,7 +215,7 @@ def _finish(member: Member) -> int:
     """Wait until all workers have finished: the others may still read this worker's shared memory."""
     flush()
     if member.ended() is None and not member.has_left:
-        member.waiting(True)
+        member.progress.waiting(True)
         member.finished()
         member.wait_ended()
     return 0

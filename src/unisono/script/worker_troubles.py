@@ -131,7 +131,7 @@ class OwnTroubles:
         except Exception as failure:  # e.g. no memory is left even for this
             detail = f"(nothing more could be found out: {in_one_line(failure)})"
         if self._member is not None:
-            self._member.explained(error, kind, detail, advised)
+            self._member.failures.explained(error, kind, detail, advised)
         elif is_end:
             at = step.number if step is not None else -1
             index = step.microbatch if step is not None else None

@@ -113,9 +113,12 @@ class Member:
         self._script = script
         self._outbox = Outbox()
         self._connection = Connection(self, spec, self._outbox, slot)
-        self._store_calls = StoreCalls(self._outbox.send)
-        self._progress = Progress()
-        self._failures = Failures()
+        self.store = StoreCalls(self._outbox.send)
+        """The head's key-value store."""
+        self.progress = Progress()
+        """Where the training loop is; told with the next heartbeat."""
+        self.failures = Failures()
+        """What is known of the error that ends the script; told by `failed`."""
         self._changed = threading.Condition()
         self._welcome: Welcome | None = None
         self._notice: Notice | None = None
@@ -216,34 +219,6 @@ class Member:
         self._generation = generation
         self._outbox.send_repeatedly(Holding(generation=generation))
 
-    def at(
-        self,
-        *,
-        phase: int,
-        step: int,
-        microbatch: int,
-        evaluates: bool = False,
-        samples: Callable[[], Sequence[int]] | None = None,
-    ) -> None:
-        """Report the loop's position, with the next heartbeat. Cheap.
-
-        Args:
-            evaluates: ``microbatch`` is a batch of an evaluation.
-            samples: returns the indices of the micro-batch's samples. Called in the connection's thread when the
-                micro-batch takes long: a loop that hangs cannot report them itself.
-        """
-        self._progress.at(phase, step, microbatch, evaluates, samples)
-
-    def waiting(self, flag: bool) -> None:
-        """Report whether the loop waits for other workers, with the next heartbeat. A loop that waits is not late.
-        Cheap.
-        """
-        self._progress.waiting(flag)
-
-    def in_round(self, number: int, title: str) -> None:
-        """Report the round in which the loop waits, with the next heartbeat; -1: it is in none. Cheap."""
-        self._progress.in_round(number, title)
-
     def suspect(self, generation: int, reason: str, peers: Sequence[str] = ()) -> None:
         """Report that the exchange of this generation broke; the head may not know the cause.
 
@@ -293,27 +268,13 @@ class Member:
         self._outbox.forget_all()
         self.send(Left())
 
-    def raised_in(
-        self, error: BaseException, *, step: int, microbatch: int, samples: Sequence[int], retry: bool = True
-    ) -> None:
-        """Note that computing a micro-batch raised ``error``.
-
-        Args:
-            retry: if that ends the script, another worker tries the micro-batch.
-        """
-        self._failures.raised_in(error, step, microbatch, samples, retry)
-
-    def explained(self, error: BaseException, kind: str, detail: str, advice: str) -> None:
-        """Note what this worker has found out about an error, for its report."""
-        self._failures.explained(error, kind, detail, advice)
-
     def failed(self, error: BaseException, *, exit_code: int = 1) -> None:
         """Report that ``error`` has ended the script. Only the first report counts."""
         if self._has_failed:
             return
         self._has_failed = True
         self._outbox.forget_all()
-        self.send(self._failures.report(error, exit_code))
+        self.send(self.failures.report(error, exit_code))
 
     def send(self, message: Message) -> None:
         """Send a message, once. Does not wait until it is sent."""
@@ -360,28 +321,6 @@ class Member:
         """Call ``callback`` in the connection's thread with every notice, and with None when the run has `ended`."""
         self._callbacks.append(callback)
 
-    def call_store(
-        self,
-        operation: str,
-        keys: Sequence[str],
-        values: Sequence[bytes] = (),
-        amount: int = 0,
-        timeout_s: float = 60.0,
-        generation: int | None = None,
-    ) -> StoreAnswer:
-        """Do one operation on the head's key-value store, and return the answer. Blocks up to ``timeout_s``.
-
-        Args:
-            generation: the call ends when an immediate notice of a later generation arrives.
-
-        Raises:
-            PeerLost: that notice has arrived. DeadlineExceeded: a key did not come in time.
-            RunStopped: the run is over. ProtocolError: the store does not know such a call.
-        """
-        if self._stopped is not None:
-            raise self._stopped
-        return self._store_calls.call(operation, keys, values, amount, timeout_s, generation)
-
     # -- the connection's thread (`unisono.cluster.worker.connection.ConnectedWorker`) -----------------------------
 
     @property
@@ -408,11 +347,11 @@ class Member:
 
     def beat(self, now: float, stood_still_s: float) -> Beat:
         if stood_still_s:
-            self._progress.forgive(stood_still_s, now)
-        return self._progress.beat(self._generation, now)
+            self.progress.forgive(stood_still_s, now)
+        return self.progress.beat(self._generation, now)
 
     def broken(self, error: Exception) -> None:
-        self._store_calls.fail_all(PeerLost(f"the connection to the head broke: {error}"))
+        self.store.fail_all(PeerLost(f"the connection to the head broke: {error}"))
 
     def stop(self, error: RunStopped) -> None:
         with self._changed:
@@ -420,7 +359,7 @@ class Member:
                 return
             self._stopped = error
             self._changed.notify_all()
-        self._store_calls.close(error)
+        self.store.close(error)
         for callback in list(self._callbacks):
             callback(None)
 
@@ -429,7 +368,7 @@ class Member:
             case Notice():
                 self._notify(message)
             case StoreAnswer():
-                self._store_calls.take_answer(message)
+                self.store.take_answer(message)
             case TalkAnswer():
                 self._take_talk_answer(message)
             case Welcome():
@@ -456,7 +395,7 @@ class Member:
 
     def _make_statement(self, number: int) -> None:
         """Say what this process is doing. The head asks when something has gone wrong."""
-        self.send(statement(number, self._progress.beat(self._generation, time.monotonic())))
+        self.send(statement(number, self.progress.beat(self._generation, time.monotonic())))
 
     def _notify(self, notice: Notice) -> None:
         with self._changed:
@@ -465,7 +404,7 @@ class Member:
             self._notice = notice
             self._outbox.forget(Suspect)  # this is the answer
             self._changed.notify_all()
-        self._store_calls.take_notice(notice)
+        self.store.take_notice(notice)
         for callback in list(self._callbacks):
             callback(notice)
 

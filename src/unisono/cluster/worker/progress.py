@@ -32,15 +32,23 @@ class Progress:
         self._num_steps = 0
         self._changed_at = time.monotonic()
 
-    def at(self, phase: int, step: int, microbatch: int, evaluates: bool, samples: Samples | None) -> None:
-        """Note that the loop has got to this position; see `unisono.cluster.worker.member.Member.at`."""
+    def at(
+        self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
+    ) -> None:
+        """Note that the loop has got to this position.
+
+        Args:
+            evaluates: ``microbatch`` is a batch of an evaluation.
+            samples: returns the indices of the micro-batch's samples. Called in the thread that sends heartbeats when
+                the micro-batch takes long: a loop that hangs cannot report them itself.
+        """
         if (self._position.phase, self._position.step) != (phase, step):
             self._num_steps += 1
         self._position = _Position(phase, step, microbatch, evaluates, samples)
         self._note_change()
 
     def waiting(self, flag: bool) -> None:
-        """Note that the loop waits for others, or does not any more."""
+        """Note that the loop waits for other workers, or does not any more. A loop that waits is not late."""
         self._is_waiting = flag
         self._note_change()
 

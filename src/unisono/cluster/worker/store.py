@@ -85,7 +85,7 @@ class HeadStore(dist.Store):
         amount: int = 0,
         timeout_s: float | None = None,
     ) -> Any:
-        return self._member.call_store(
+        return self._member.store.call(
             operation,
             [self._prefix + key for key in keys],
             values or [],

@@ -37,12 +37,20 @@ class StoreCalls:
         self,
         operation: str,
         keys: Sequence[str],
-        values: Sequence[bytes],
-        amount: int,
-        timeout_s: float,
-        generation: int | None,
+        values: Sequence[bytes] = (),
+        amount: int = 0,
+        timeout_s: float = 60.0,
+        generation: int | None = None,
     ) -> StoreAnswer:
-        """Do one operation; see `unisono.cluster.worker.member.Member.call_store`."""
+        """Do one operation on the head's key-value store, and return the answer. Blocks up to ``timeout_s``.
+
+        Args:
+            generation: the call ends when an immediate notice of a later generation arrives.
+
+        Raises:
+            PeerLost: that notice has arrived. DeadlineExceeded: a key did not come in time.
+            RunStopped: the run is over. ProtocolError: the store does not know such a call.
+        """
         number = next(self._numbers)
         pending = _Pending(generation)
         self._pending[number] = pending  # before the look at the notices: the next one finds the call

@@ -366,7 +366,7 @@ class HeadTeam(Team):
     def at(
         self, *, phase: int, step: int, microbatch: int, evaluates: bool = False, samples: Samples | None = None
     ) -> None:
-        self._member.at(phase=phase, step=step, microbatch=microbatch, evaluates=evaluates, samples=samples)
+        self._member.progress.at(phase=phase, step=step, microbatch=microbatch, evaluates=evaluates, samples=samples)
 
     def in_loop(self, position: tuple[int, int] | None) -> None:
         self._member.in_loop(position)
@@ -377,12 +377,12 @@ class HeadTeam(Team):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         self._num_waits += 1
-        self._member.waiting(True)
+        self._member.progress.waiting(True)
         try:
             yield
         finally:
             self._num_waits -= 1
-            self._member.waiting(self._num_waits > 0)
+            self._member.progress.waiting(self._num_waits > 0)
 
     def take_warnings(self) -> list[str]:
         warnings, self._warnings = self._warnings, {}

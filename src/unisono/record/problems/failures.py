@@ -32,7 +32,11 @@ class Failures:
         self._explained: tuple[BaseException | None, str, str, str] = (None, "", "", "")
 
     def raised_in(self, error: BaseException, step: int, microbatch: int, samples: Sequence[int], retry: bool) -> None:
-        """Note the micro-batch that raised an error; see `unisono.cluster.worker.member.Member.raised_in`."""
+        """Note the micro-batch that raised an error.
+
+        Args:
+            retry: if that ends the script, another worker tries the micro-batch.
+        """
         self._raised = _Raised(error, step, microbatch, list(samples), retry)
 
     def explained(self, error: BaseException, kind: str, detail: str, advice: str) -> None:
