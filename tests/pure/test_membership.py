@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono import membership
-from unisono.cluster.head.memory import HeadMemory
+from unisono.cluster.head.versions import HeadMemory
 from unisono.core.efficiency import SETTLED, SKIPPED
 from unisono.core.errors import ProtocolError, UsageError
 from unisono.core.events import Event as Happening

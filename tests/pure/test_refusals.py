@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unisono.cluster.head.refusals import EVERY_S, Refusals
+from unisono.cluster.head.door import EVERY_S, Refusals
 
 
 def test_a_thousand_attempts_are_two_lines() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.test_membership import AGENT, Story, info
-from unisono.cluster.head.memory import HeadMemory
+from unisono.cluster.head.versions import HeadMemory
 from unisono.core.errors import ProtocolError
 from unisono.core.messages import Hello, Ready, TalkAnswer, TalkCall, TalkDone, WorkerExit
 from unisono.membership.roster import resumed

@@ -13,8 +13,8 @@ import msgspec
 from tests.pure.test_membership import AGENT, Story, Unvisited, beat, counting, info
 from tests.waiting import WAIT_S
 from unisono.cluster.head.keystore import Keys
-from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head, Settings
+from unisono.cluster.head.versions import HeadMemory
 from unisono.cluster.worker.packed import unpack
 from unisono.core.events import WorkerJoined
 from unisono.core.messages import (

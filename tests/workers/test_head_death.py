@@ -27,8 +27,8 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import wait_until_gone
 from unisono.cli.reach import NotGoing, ask_status, find
 from unisono.cluster.head.connections import MAX_STEPS_QUEUED
-from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head, Settings
+from unisono.cluster.head.versions import HeadMemory
 from unisono.cluster.trust.invitation import Invitation
 from unisono.core import events
 from unisono.core.messages import (

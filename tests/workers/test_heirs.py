@@ -14,8 +14,8 @@ import pytest
 
 from tests.waiting import WAIT_S
 from tests.workers.test_head_death import dial, hear, serving
-from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head, Settings
+from unisono.cluster.head.versions import HeadMemory
 from unisono.cluster.machine.head_connection import Following
 from unisono.cluster.worker.packed import unpack
 from unisono.core.following import Absence, Followed, StaleHead

@@ -31,8 +31,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import SILENCE_S, WAIT_S, wait_until
 from tests.workers.conftest import Unisono, forked, marked, wait_until_gone
-from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.server import Head, Settings
+from unisono.cluster.head.versions import HeadMemory
 from unisono.cluster.machine.forking import Forked, ForkRequest
 from unisono.cluster.machine.headprocess import MAX_HEADS, Service, listen, reachable
 from unisono.cluster.worker.member import Member

@@ -17,8 +17,7 @@ from tests.workers.gates import Gates
 from unisono.cli.reach import ask_status, find
 from unisono.cluster.machine.children import Child
 from unisono.cluster.machine.placement import PLACEMENTS
-from unisono.cluster.machine.places import NO_GPU, Places
-from unisono.cluster.machine.workers import WorkerProcesses
+from unisono.cluster.machine.workers import NO_GPU, Places, WorkerProcesses
 from unisono.core.spec import MachineSpec, RunSpec, WorkerSpec
 from unisono.system import seats
 from unisono.system.capacity import cpu_limit, free_workers, machine_cores, machine_gpus, parse_workers

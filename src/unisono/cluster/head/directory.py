@@ -1,6 +1,7 @@
 """The run's directory, as the head of one side of the run deals with it.
 
-The head decides by what it has seen of the directory last. It looks there, and writes there, in a thread.
+The head decides by what it has seen of the directory last. It looks there, and writes there, in a thread (`Disk`): a
+disk that stands still holds up no decision.
 
 Of two sides that a cut network has made, one may write there (`Pen`). The head of a side holds that right for its
 workers, as a lock on a file in the directory, which the kernel frees when the head ends. So where both sides see the
@@ -16,14 +17,15 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar, cast
 
 import msgspec
 
-from unisono.cluster.head.disk import Disk
 from unisono.core.errors import RunDirectoryError
 from unisono.record.rundir import (
     ADDRESS_FILE,
@@ -37,7 +39,9 @@ from unisono.record.rundir import (
 )
 from unisono.system.owned import write_whole
 
-__all__ = ["AddressFiles", "Directory", "go_on_in", "leave"]
+__all__ = ["AddressFiles", "Directory", "go_on_in", "in_thread", "leave"]
+
+T = TypeVar("T")
 
 LOOK_S: Final = 0.2
 FIRST_LOOK_S: Final = 1.0
@@ -363,3 +367,71 @@ def come_back(folder: Path, run_id: str) -> bool:
         return False
     (folder / LEFT_FILE).replace(folder / RUN_FILE)
     return True
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Do this in a thread that this process does not wait for at its end: the disk may stand still."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast("T", result))
+
+    def run() -> None:
+        result: T | None = None
+        failed: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, result, failed)
+
+    threading.Thread(target=run, name="unisono-disk", daemon=True).start()
+    return await done
+
+
+class Disk:
+    """Does one thing after another on a disk. The event loop orders it, and gets the result in a callback."""
+
+    def __init__(self) -> None:
+        self._orders: dict[str, Callable[[], Awaitable[None]]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def do(self, name: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do ``work`` in a thread after all that was ordered before, and give its result to ``then``.
+
+        Args:
+            name: while an order of this name waits for its turn, another one is not added.
+        """
+
+        async def order() -> None:
+            then(await in_thread(work))
+
+        self._orders.setdefault(name, order)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work())
+
+    async def idle(self, limit_s: float) -> None:
+        """Wait until everything that was ordered is done, for a limited time."""
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=limit_s)
+
+    async def close(self, limit_s: float) -> None:
+        """Give up what is not done in this time."""
+        await self.idle(limit_s)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _work(self) -> None:
+        while self._orders:
+            order = self._orders.pop(next(iter(self._orders)))
+            try:
+                await order()
+            except Exception:  # a bug of this library: what was ordered after this is done all the same
+                traceback.print_exc()

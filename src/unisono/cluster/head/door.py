@@ -12,6 +12,8 @@ import os
 import resource
 import socket
 import ssl
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Final
@@ -20,10 +22,10 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.frames import Frame
 from websockets.http11 import Request, Response
 
-from unisono.cluster.head.refusals import Refusals
+from unisono.core.words import count, listed
 from unisono.views.page.site import SILENT
 
-__all__ = ["MAX_MESSAGE_BYTES", "Allowance", "Caller", "Door", "most_connections", "open_door"]
+__all__ = ["EVERY_S", "MAX_MESSAGE_BYTES", "Allowance", "Caller", "Door", "Refusals", "most_connections", "open_door"]
 
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
 OPEN_S: Final = 10.0  # for the TLS handshake, and as long again for the request
@@ -38,6 +40,62 @@ FRAME_BYTES: Final = 64  # what reading a frame costs, in bytes of a long one
 MOST_UNREAD_BYTES: Final = 2**20
 LOOK_S: Final = 0.05
 NO_ROOM: Final = "that was silent while others waited"
+EVERY_S: Final = 60.0
+"""Between two sentences about refusals."""
+
+
+class Refusals:
+    """Counts refused connections. The first is told at once, all others as a number, once a minute.
+
+    Args:
+        tell: shows a sentence to the user.
+        later: calls a function after so many seconds.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[str], None],
+        later: Callable[[float, Callable[[], None]], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tell = tell
+        self._later = later
+        self._clock = clock
+        self._since: float | None = None
+        self._untold: Counter[str] = Counter()
+        self._last = ""
+
+    def note(self, why: str, where: str) -> bool:
+        """Count one.
+
+        Args:
+            why: ends the sentence "a connection ...": "without the run's token".
+            where: the address that it came from.
+
+        Returns:
+            Whether it was told at once.
+        """
+        self._last = where
+        if self._since is None:
+            self._since = self._clock()
+            self._tell(f"the head has refused a connection {why}, from {where}; the run goes on")
+            self._later(EVERY_S, self._tell_number)
+            return True
+        self._untold[why] += 1
+        return False
+
+    def _tell_number(self) -> None:
+        assert self._since is not None
+        now = self._clock()
+        seconds, self._since = now - self._since, None
+        if not self._untold:
+            return
+        total = count(self._untold.total(), "more connection")
+        kinds = listed([f"{number} {why}" for why, number in self._untold.most_common()])
+        self._tell(f"the head has refused {total} in {seconds:.0f} s ({kinds}), the last from {self._last}")
+        self._untold.clear()
+        self._since = now
+        self._later(EVERY_S, self._tell_number)
 
 
 def most_connections(fewest: int) -> int:

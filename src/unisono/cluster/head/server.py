@@ -20,16 +20,14 @@ from websockets.exceptions import ConnectionClosed
 
 from unisono.cluster.head.connections import ConnectionsByName, Line, Silences
 from unisono.cluster.head.directory import AddressFiles, Directory
-from unisono.cluster.head.door import Caller, open_door
+from unisono.cluster.head.door import Caller, Refusals, open_door
 from unisono.cluster.head.keystore import Keys
 from unisono.cluster.head.meeting import Meeting
-from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.processes import Processes
-from unisono.cluster.head.refusals import Refusals
-from unisono.cluster.head.status_json import machines_status, workers_status
 from unisono.cluster.head.story import Story
 from unisono.cluster.head.table import Table
-from unisono.cluster.head.telling import Telling
+from unisono.cluster.head.telling import Telling, machines_status, workers_status
+from unisono.cluster.head.versions import HeadMemory
 from unisono.cluster.head.viewing import Viewing
 from unisono.cluster.head.visitors import Visitors
 from unisono.core.errors import ProtocolError

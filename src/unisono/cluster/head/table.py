@@ -17,9 +17,8 @@ import msgspec
 
 from unisono.cluster.head.connections import ConnectionsByName
 from unisono.cluster.head.directory import Directory
-from unisono.cluster.head.memory import HeadMemory
 from unisono.cluster.head.story import Story
-from unisono.cluster.head.versions import Outgoing, Versions
+from unisono.cluster.head.versions import HeadMemory, Outgoing, Versions
 from unisono.core.messages import (
     Beat,
     Beats,

@@ -1,4 +1,4 @@
-"""What the head tells: to the machines that show or write the run, to its viewers, and into files of evidence.
+"""What the head tells: to the machines that show or write the run, to its viewers, and to who asks for its status.
 
 Nothing is decided here: this receives what workers report and what the table has decided.
 """
@@ -11,8 +11,9 @@ import math
 import shlex
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -30,11 +31,12 @@ from unisono.core.following import MAX_HEIRS
 from unisono.core.messages import Ended, Happened, WriteStacks
 from unisono.core.spec import RunSpec
 from unisono.membership import Alarm, Hangup, Invite, seat_of
+from unisono.membership.roster import ALIVE, Agent, State, Worker, WorkerState
 from unisono.record.journal.lines import LineEvent
 from unisono.record.problems.kinds import Trouble
 from unisono.system.interfaces import is_local
 
-__all__ = ["Telling", "how_to_join"]
+__all__ = ["Telling", "how_to_join", "machines_status", "workers_status"]
 
 TOGETHER_S: Final = 0.2
 """In which what several machines use is told together."""
@@ -194,3 +196,53 @@ def how_to_join(url: str, directory: str) -> str:
             "--bind and an address of this machine that they reach, or with --bind 0.0.0.0"
         )
     return f"other machines join {line}"
+
+
+def workers_status(state: State) -> list[dict[str, Any]]:
+    """Return the workers that have connected, without those that were lost or have left."""
+    ranks = {worker_id: rank for rank, worker_id in enumerate(state.members)}
+    return [
+        _worker_status(ranks, worker)
+        for worker in state.workers.values()
+        if worker.info is not None and worker.state not in (WorkerState.LEFT, WorkerState.LOST)
+    ]
+
+
+def machines_status(state: State, used: Sequence[MachineUsed]) -> list[dict[str, Any]]:
+    """Return the machines that are connected, also those without workers, with what they use; and those on which an
+    agent of a launcher has ended, and that have no other one yet.
+    """
+    numbers = Counter(worker.agent for worker in state.workers.values() if worker.state in ALIVE)
+    uses = {use.host: use for use in used}
+    found = [_machine_status(agent, numbers[agent.agent_id], uses.get(agent.host)) for agent in state.agents.values()]
+    lost = () if state.policy.elastic else sorted({*state.ended_machines}.difference(state.present))
+    return found + [
+        _machine_status(Agent(agent_id="", host=name, primary=False, offers=0), 0, None, "lost") for name in lost
+    ]
+
+
+def _machine_status(agent: Agent, num_workers: int, use: MachineUsed | None, state: str = "") -> dict[str, Any]:
+    return {
+        "agent_id": agent.agent_id,
+        "host": agent.host,
+        "state": state or ("away" if agent.away_at is not None else "connected"),
+        "offers": agent.offers,
+        "num_workers": num_workers,
+        "is_first": agent.primary,
+        "use": msgspec.to_builtins(use) if use is not None else None,
+    }
+
+
+def _worker_status(ranks: Mapping[str, int], worker: Worker) -> dict[str, Any]:
+    assert worker.info is not None
+    is_member = worker.state in (WorkerState.ADMITTED, WorkerState.HOLDING)
+    return {
+        "worker_id": worker.worker_id,
+        "rank": ranks.get(worker.worker_id) if is_member else None,
+        "state": worker.state.value,
+        "pid": worker.info.pid,
+        "host": worker.info.host,
+        "device": worker.info.device,
+        "step": worker.beat.step if worker.beat else -1,
+        "microbatch": worker.beat.microbatch if worker.beat else -1,
+    }

@@ -20,8 +20,7 @@ from typing import Final
 import msgspec
 
 from unisono.cluster.head.connections import ConnectionsByName
-from unisono.cluster.head.directory import Directory
-from unisono.cluster.head.disk import in_thread
+from unisono.cluster.head.directory import Directory, in_thread
 from unisono.cluster.head.table import Table
 from unisono.core.events import Announcement, Event, Problem, StepFinished
 from unisono.core.messages import Ailing, Holds, Inquire, Statement, WriteEvidence

@@ -7,17 +7,51 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from unisono.cluster.head.connections import Line
-from unisono.cluster.head.memory import HeadMemory
+from unisono.cluster.head.story import NOTHING, StoryState
 from unisono.cluster.worker.packed import pack
 from unisono.core.following import HEIR_ANSWERS_S, Undelivered
 from unisono.core.messages import Happened, HeadSnapshot, encode
-from unisono.membership import Action, holders, keepers, seat_of
+from unisono.core.policy import Policy
+from unisono.core.spec import RunSpec
+from unisono.membership import Action, State, holders, keepers, seat_of
 
-__all__ = ["Outgoing", "Versions"]
+__all__ = ["HeadMemory", "Outgoing", "Versions"]
 
 Outgoing = Action | Happened | asyncio.Future[None]
 """A message to one, or to all that listen; or a future that somebody waits for to send an answer."""
+
+
+class HeadMemory(msgspec.Struct, frozen=True):
+    """What the next head takes over: the state of the table, and what `unisono watch --once` shows besides."""
+
+    state: State
+    started: float
+    reason: str
+    run_dir: str = ""
+    """The run directory, if the script has chosen it."""
+    facts: str = ""
+    """The run's description (`unisono.record.rundir.describe`), as JSON."""
+    seers: tuple[str, ...] = ()
+    """The agents on whose machines a worker has seen the run directory."""
+    story: StoryState = NOTHING
+    """What was told last."""
+    clock: float | None = None
+    """The time of this machine's clock (`time.monotonic`), of which times in ``state`` are."""
+
+    @staticmethod
+    def first(policy: Policy, run: RunSpec) -> HeadMemory:
+        """Return the memory of the first head of a run."""
+        return HeadMemory(State(policy=policy, settings=run.settings, script=run.script), time.time(), "starting")
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> HeadMemory:
+        return msgspec.msgpack.decode(data, type=HeadMemory)
 
 
 class Versions:

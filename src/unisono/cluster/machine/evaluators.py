@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from unisono.cluster.machine.children import NOT_STARTED, Child, Listener, spawn
-from unisono.cluster.machine.places import NO_GPU
+from unisono.cluster.machine.workers import NO_GPU
 from unisono.system.capacity import machine_gpus
 from unisono.system.lifetime import PARENT
 
