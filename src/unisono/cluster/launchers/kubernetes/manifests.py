@@ -23,7 +23,6 @@ from unisono.core.errors import UsageError
 
 __all__ = [
     "HEAD",
-    "PARTS",
     "ClusterRequest",
     "Volume",
     "as_json",
@@ -49,16 +48,6 @@ WAIT_S: Final = 86400.0
 TOKEN: Final = "/etc/unisono/secret/token"
 SCRIPT: Final = "/etc/unisono/script"
 MOST_SCRIPT_BYTES: Final = 900_000  # a ConfigMap holds 1 MiB
-PARTS: Final = (
-    ("v1", "Secret", "token"),
-    ("v1", "ConfigMap", "script"),
-    ("v1", "Service", "head"),
-    ("networking.k8s.io/v1", "NetworkPolicy", "pods"),
-    ("policy/v1", "PodDisruptionBudget", "workers"),
-    ("batch/v1", "Job", "head"),
-    ("apps/v1", "Deployment", "workers"),
-)
-"""The objects, in the order in which they are made: API, kind, and the end of the name."""
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 
 
@@ -145,26 +134,21 @@ def labels(name: str, part: str = "") -> dict[str, str]:
 
 def render(request: ClusterRequest) -> list[dict[str, Any]]:
     """Return the objects of the run, in the order in which they are made."""
-    specs: dict[str, Mapping[str, Any] | None] = {
-        "Secret": {"type": "Opaque", "stringData": {"token": request.token}},
-        "ConfigMap": {"data": {request.script_name: request.script}} if request.script else None,
-        "Service": {"spec": _service(request)},
-        "NetworkPolicy": {"spec": _network_policy(request)},
-        "PodDisruptionBudget": {"spec": _disruption_budget(request)},
-        "Job": {"spec": _job(request)},
-        "Deployment": {"spec": _deployment(request)},
-    }
-    found = []
-    for api, kind, end in PARTS:
-        rest = specs[kind]
-        if rest is not None:
-            metadata = {
-                "name": f"{request.name}-{end}",
-                "namespace": request.namespace,
-                "labels": labels(request.name),
-            }
-            found.append({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
-    return found
+    objects: tuple[tuple[str, str, str, Mapping[str, Any] | None], ...] = (
+        ("v1", "Secret", "token", {"type": "Opaque", "stringData": {"token": request.token}}),
+        ("v1", "ConfigMap", "script", {"data": {request.script_name: request.script}} if request.script else None),
+        ("v1", "Service", "head", {"spec": _service(request)}),
+        ("networking.k8s.io/v1", "NetworkPolicy", "pods", {"spec": _network_policy(request)}),
+        ("policy/v1", "PodDisruptionBudget", "workers", {"spec": _disruption_budget(request)}),
+        ("batch/v1", "Job", "head", {"spec": _job(request)}),
+        ("apps/v1", "Deployment", "workers", {"spec": _deployment(request)}),
+    )
+    common = {"namespace": request.namespace, "labels": labels(request.name)}
+    return [
+        {"apiVersion": api, "kind": kind, "metadata": {"name": f"{request.name}-{end}", **common}, **rest}
+        for api, kind, end, rest in objects
+        if rest is not None
+    ]
 
 
 def as_json(objects: Sequence[Mapping[str, Any]]) -> str:
