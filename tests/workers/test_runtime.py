@@ -318,7 +318,7 @@ def test_a_head_ends_the_workers_and_nobody_who_got_the_number_of_one(
             worker.send(encode(Hello(info=info, fingerprint={})))
             assert isinstance(decode(worker.recv(WAIT_S, decode=False)), Welcome)
             if is_reused:
-                monkeypatch.setattr("unisono.cluster.head.processes.start_time", lambda pid: "later")
+                monkeypatch.setattr("unisono.cluster.head.server.start_time", lambda pid: "later")
             served.head.end_workers()
             if is_reused:
                 process.terminate()

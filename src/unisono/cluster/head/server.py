@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import signal
 import socket
 import ssl
 import time
@@ -23,7 +24,6 @@ from unisono.cluster.head.directory import AddressFiles, Directory
 from unisono.cluster.head.door import Caller, Refusals, open_door
 from unisono.cluster.head.keystore import Keys
 from unisono.cluster.head.meeting import Meeting
-from unisono.cluster.head.processes import Processes
 from unisono.cluster.head.story import Story
 from unisono.cluster.head.table import Table
 from unisono.cluster.head.telling import Telling, machines_status, workers_status
@@ -62,12 +62,12 @@ from unisono.core.spec import RunSpec
 from unisono.core.words import script_in
 from unisono.membership import Event, Send, TookOver, agent_name, machines, seat_of
 from unisono.membership.hellos import differences
-from unisono.membership.roster import State, resumed
+from unisono.membership.roster import ALIVE, State, Worker, resumed
 from unisono.record.journal.lines import plain
 from unisono.record.overview import OverviewBuilder, status_of
 from unisono.record.problems.kinds import Trouble
 from unisono.record.rundir import STATUS_SCHEMA
-from unisono.system.lifetime import end_when_silent
+from unisono.system.lifetime import end_group, end_when_silent, start_time
 from unisono.views.page.site import WATCH
 from unisono.views.watch.prometheus import CONTENT_TYPE, exposition
 
@@ -483,6 +483,39 @@ class Head:
 
     async def _store(self, line: Line, call: StoreCall) -> None:
         line.put(encode(await self._keys.answer(call)))
+
+
+class Processes:
+    """The workers on the head's own machine, as processes that the head may have to end.
+
+    Those whose end was not reported to this head: the report may have been lost with the head before.
+
+    Args:
+        state: what this head goes on from.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._known: dict[str, tuple[int, str]] = {}
+        for worker in state.workers.values():
+            self.note(worker, state)
+
+    def note(self, worker: Worker, state: State) -> None:
+        """Note a worker, if it lives on this machine."""
+        agent = state.agents.get(worker.agent)
+        is_here = agent is not None and agent.agent_id == seat_of(state)
+        if is_here and worker.info is not None and worker.state in ALIVE:
+            self._known[worker.worker_id] = (worker.info.pid, start_time(worker.info.pid))
+
+    def has_ended(self, worker_id: str) -> None:
+        """Note that the agent has seen the end of a worker."""
+        self._known.pop(worker_id, None)
+
+    def end(self) -> None:
+        """End the workers that are left, with their children."""
+        for pid, started in self._known.values():
+            # The system does not reuse a process id as long as a group has it.
+            if start_time(pid) in ("", started):
+                end_group(pid, signal.SIGKILL)
 
 
 def _binary(data: str | bytes) -> bytes:
