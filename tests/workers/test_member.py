@@ -14,10 +14,8 @@ import pytest
 
 from tests.pure.test_journal import evaluation, step
 from tests.waiting import WAIT_S
-from unisono.cluster.worker import outbox
-from unisono.cluster.worker.connection import RETRY_S
+from unisono.cluster.worker.connection import MOST_STEPS, RETRY_S
 from unisono.cluster.worker.member import Member
-from unisono.cluster.worker.outbox import MOST_STEPS
 from unisono.core.errors import DeadlineExceeded
 from unisono.core.events import Announcement, EvaluationFinished, StepFinished
 from unisono.core.messages import (
@@ -251,7 +249,7 @@ def step_event(number: int) -> StepFinished:
 def slow_beats(connections: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a heartbeat nor the time lets steps go."""
     connections.answer = Welcome(run_id="x", heartbeat_s=1e6)
-    monkeypatch.setattr(outbox, "STEPS_S", 1e9)
+    monkeypatch.setattr("unisono.cluster.worker.connection.STEPS_S", 1e9)
 
 
 def told(connection: Connection) -> list[Happened]:
@@ -300,6 +298,6 @@ def test_a_new_connection_repeats_the_steps_that_were_sent_together_last(
 def test_a_step_that_nobody_follows_is_sent_with_the_next_heartbeat(
     connections: queue.Queue[Connection], member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "STEPS_S", 1e9)
+    monkeypatch.setattr("unisono.cluster.worker.connection.STEPS_S", 1e9)
     member.happened(step_event(3))
     assert connections.get(timeout=WAIT_S).hears(Happened) == Happened(events=[step_event(3)])

@@ -50,8 +50,8 @@ from unisono.views.watch import EventStream, Sink
 __all__ = ["OUTSIDE", "HeadOfMember", "Recorder", "Role", "Unwatched"]
 
 NUM_REPEATED: Final = 64
-"""More than those that rank 0 sends together (`unisono.cluster.worker.outbox.MOST_STEPS`) and those that are on their
-way."""
+"""More than those that rank 0 sends together (`unisono.cluster.worker.connection.MOST_STEPS`) and those that are on
+their way."""
 DIGITS: Final = 6
 """Of the seconds in an event."""
 
