@@ -294,7 +294,8 @@ class _Agent:
                 continue  # under nohup: the run is to outlive its terminal
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            self._start_helpers()
+            self._following.start_head()
+            self._workers.open()
         except BaseException as error:
             self._following.leave()
             if isinstance(error, OSError):
@@ -304,7 +305,14 @@ class _Agent:
         if self._spec.condition:
             tasks.append(asyncio.create_task(Condition(self._spec.condition, self._on_condition).run()))
         reporter = BeatReporter(self._workers.slots, self._following.report, self._spec.run.settings.heartbeat_s)
-        metering = self._start_metering() if IS_WATCHED else None
+        metering = None
+        if IS_WATCHED:
+            metering = Metering(
+                self._host,
+                lambda: dict(self._workers.processes()),
+                lambda: self._following.num_machines,
+                lambda use: self._following.report(Used(use=use)),
+            )
         try:
             if self._machines is not None:
                 self._machines.start(self, self._on_machines_lost, self._on_machines_gone)
@@ -334,18 +342,6 @@ class _Agent:
             run_dir = self.run_dir if self._holds_run_dir() else ""
             raise RunGoesBack(ended.reason, run_dir, ended.back_to, ended.without)
         return ended.exit_code
-
-    def _start_metering(self) -> Metering:
-        return Metering(
-            self._host,
-            lambda: dict(self._workers.processes()),
-            lambda: self._following.num_machines,
-            lambda use: self._following.report(Used(use=use)),
-        )
-
-    def _start_helpers(self) -> None:
-        self._following.start_head()
-        self._workers.open()
 
     # -- the head ------------------------------------------------------------------------------------
 
