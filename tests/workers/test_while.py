@@ -17,7 +17,7 @@ import pytest
 from tests.waiting import WAIT_S
 from tests.workers.conftest import Unisono, marked, wait_until_gone
 from tests.workers.gates import Gates
-from unisono.cluster.machine.condition import Condition
+from unisono.cluster.machine import condition
 from unisono.record.journal import compare
 from unisono.record.journal.times import by_step
 
@@ -38,13 +38,16 @@ def answers(command: str, number: int, limit_s: float = WAIT_S) -> list[tuple[bo
             if len(found) == number:
                 enough.set()
 
-        task = asyncio.create_task(Condition(command, on_change, every_s=0.01, limit_s=limit_s).run())
+        task = asyncio.create_task(condition.watch_condition(command, on_change))
         async with asyncio.timeout(WAIT_S):
             await enough.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    asyncio.run(ask())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(condition, "EVERY_S", 0.01)
+        patch.setattr(condition, "LIMIT_S", limit_s)
+        asyncio.run(ask())
     return found
 
 

@@ -30,7 +30,7 @@ import msgspec
 
 from unisono.cluster.machine.beats import BeatReporter
 from unisono.cluster.machine.children import NOT_STARTED, TERMINATE_S, Listener
-from unisono.cluster.machine.condition import Condition
+from unisono.cluster.machine.condition import watch_condition
 from unisono.cluster.machine.evaluators import Evaluators
 from unisono.cluster.machine.head_connection import Following
 from unisono.cluster.machine.headprocess import HeadProcess, Service, listen, local_url, reserve, url_of, welcome_words
@@ -303,7 +303,7 @@ class _Agent:
             raise
         tasks = [asyncio.create_task(self._following.run())]
         if self._spec.condition:
-            tasks.append(asyncio.create_task(Condition(self._spec.condition, self._on_condition).run()))
+            tasks.append(asyncio.create_task(watch_condition(self._spec.condition, self._on_condition)))
         reporter = BeatReporter(self._workers.slots, self._following.report, self._spec.run.settings.heartbeat_s)
         metering = None
         if IS_WATCHED:
