@@ -18,11 +18,10 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -136,46 +135,19 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
     fill_standard_streams()
     listener = listen(service)
     token = service.token or secrets.token_urlsafe(32)
-    with contextlib.ExitStack() as held:
-        held.enter_context(listener)
-        secret = held.enter_context(Memory("unisono-token", token.encode()))
+    with listener, Memory("unisono-token", token.encode()) as secret:
         identity = service.identity(listener, token)
-        certificate = held.enter_context(Memory("unisono-head", identity.pem)) if identity is not None else None
         url = str(url_of(service, listener, identity))
+        settings = {
+            "policy": service.policy,
+            "run_id": (run_id := secrets.token_hex(4)),
+            "local_url": (own_url := local_url(service, url)),
+            "spec": spec.run,
+        }
+        head = HeadProcess(settings, listener, secret, url, identity)
         others = machines(url, token) if machines is not None else None
-        return asyncio.run(_run(spec, service, listener, secret, certificate, token, url, others))
-
-
-async def _run(
-    spec: MachineSpec,
-    service: Service,
-    listener: socket.socket,
-    secret: Memory,
-    certificate: Memory | None,
-    token: str,
-    url: str,
-    machines: Machines | None,
-) -> int:
-    settings = {
-        "policy": service.policy,
-        "run_id": (run_id := secrets.token_hex(4)),
-        "local_url": (own_url := local_url(service, url)),
-        "spec": spec.run,
-    }
-    head = HeadProcess(settings, listener, secret, url, certificate)
-    agent = _Agent(
-        spec,
-        own_url,
-        token,
-        secret,
-        EventStream([make("terminal")] if IS_WATCHED else []),
-        head,
-        machines,
-        is_primary=True,
-    )
-    for text in welcome_words(Invitation(url, token), service, spec.run.settings.run_dir):
-        agent.say(text)
-    return await _work(agent, head, spec, token, run_id)
+        welcome = welcome_words(Invitation(url, token), service, spec.run.settings.run_dir)
+        return asyncio.run(_work(spec, own_url, token, secret, head, others, run_id=run_id, welcome=welcome))
 
 
 def join(spec: MachineSpec, url: str, token: str) -> int:
@@ -186,29 +158,41 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
         adopt_orphans(True)
     identity = derived(token) if HeadUrl.parse(url).is_secure else None
     try:
-        with contextlib.ExitStack() as held:
-            secret = held.enter_context(Memory("unisono-token", token.encode()))
-            certificate = held.enter_context(Memory("unisono-head", identity.pem)) if identity is not None else None
-            return asyncio.run(_join(spec, url, token, secret, certificate))
+        with Memory("unisono-token", token.encode()) as secret:
+            head = None
+            if spec.may_have_head:
+                with contextlib.suppress(OSError):  # without a port of its own this machine cannot have the next head
+                    listener, own_url = reserve(url, spec.run.ports)
+                    # The table's settings are a part of the state that the next head takes over.
+                    settings = {"policy": Policy(start=1, maximum=1), "run_id": "", "spec": spec.run}
+                    head = HeadProcess(settings, listener, secret, own_url, identity)
+            return asyncio.run(_work(spec, url, token, secret, head))
     finally:
         if spec.launched:  # also what a script has put into a session of its own
             end_descendants(TERMINATE_S)
 
 
-async def _join(spec: MachineSpec, url: str, token: str, secret: Memory, certificate: Memory | None) -> int:
-    stream = EventStream([make("relay" if spec.launched else "terminal")])
-    head = None
-    if spec.may_have_head:
-        with contextlib.suppress(OSError):  # without a port of its own this machine cannot have the next head
-            listener, own_url = reserve(url, spec.run.ports)
-            # The table's settings are a part of the state that the next head takes over.
-            settings = {"policy": Policy(start=1, maximum=1), "run_id": "", "spec": spec.run}
-            head = HeadProcess(settings, listener, secret, own_url, certificate)
-    agent = _Agent(spec, url, token, secret, stream, head)
-    return await _work(agent, head, spec, token)
+async def _work(
+    spec: MachineSpec,
+    url: str,
+    token: str,
+    secret: Memory,
+    head: HeadProcess | None,
+    machines: Machines | None = None,
+    *,
+    run_id: str = "",
+    welcome: Sequence[str] = (),
+) -> int:
+    """Be an agent.
 
-
-async def _work(agent: _Agent, head: HeadProcess | None, spec: MachineSpec, token: str, run_id: str = "") -> int:
+    Args:
+        run_id: of the run that this command starts; "": it is going already.
+        welcome: sentences to begin with.
+    """
+    sinks = [make("relay" if spec.launched else "terminal")] if IS_WATCHED or not run_id else []
+    agent = _Agent(spec, url, token, secret, EventStream(sinks), head, machines, is_primary=bool(run_id))
+    for text in welcome:
+        agent.say(text)
     try:
         return await agent.run()
     finally:

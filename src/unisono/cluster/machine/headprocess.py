@@ -194,8 +194,7 @@ class HeadProcess:
         listener: a socket that is bound; closed by the caller.
         secret: the run's token.
         url: where heads that listen on it are reached.
-        identity: the heads' certificate and private key (`unisono.cluster.trust.certificate.Identity.pem`); None: no
-            TLS.
+        identity: the heads' certificate and private key; None: no TLS.
     """
 
     def __init__(
@@ -204,12 +203,14 @@ class HeadProcess:
         listener: socket.socket,
         secret: Memory,
         url: str,
-        identity: Memory | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self.url = url
-        self._settings = {**settings, "identity": identity.inherited_path if identity is not None else ""}
+        self._certificate = Memory("unisono-head", identity.pem) if identity is not None else None
+        held = self._certificate
+        self._settings = {**settings, "identity": held.inherited_path if held is not None else ""}
         self._listener = listener
-        self._inherited = (secret.descriptor, *([identity.descriptor] if identity is not None else []))
+        self._inherited = (secret.descriptor, *([held.descriptor] if held is not None else []))
         self._environment = {**os.environ, TOKEN_FILE: secret.inherited_path, PARENT: str(os.getpid())}
         self._starts: deque[float] = deque(maxlen=MAX_HEADS)
         self.child: Child | None = None
@@ -255,8 +256,10 @@ class HeadProcess:
         self._listener = listener
 
     def close(self) -> None:
-        """Let go of the port."""
+        """Let go of the port. No head is started any more."""
         self._listener.close()
+        if self._certificate is not None:
+            self._certificate.close()
 
     def may_start_again(self) -> bool:
         """Return False if several heads have died within a short time: the cause is then probably in their state."""
