@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from collections import deque
 from typing import Any, Final
@@ -12,7 +11,7 @@ from typing import Any, Final
 from websockets.frames import Opcode
 
 from unisono.cluster.trust.invitation import HeadUrl, Invitation
-from unisono.cluster.worker.link import Link, Refused, host_and_port
+from unisono.cluster.worker.link import Link, Refused
 from unisono.views.page.site import WATCH
 
 __all__ = ["Refused", "Watching"]
@@ -38,11 +37,10 @@ class Watching:
             raised by `ask` and `next`.
     """
 
-    def __init__(self, invitation: Invitation, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(self, invitation: Invitation) -> None:
         self._url = HeadUrl.parse(invitation.url)
         token = invitation.for_looking.token
-        sock = socket.create_connection(host_and_port(invitation.url), timeout=timeout_s)
-        self._link = Link.over(sock, invitation.url, token, WATCH, Opcode.TEXT)
+        self._link = Link.dial(invitation.url, token, CONNECT_TIMEOUT_S, WATCH, Opcode.TEXT)
         self._number = 0
         self._pushes: deque[dict[str, Any]] = deque(maxlen=MOST_KEPT)
         self._answers: dict[int, dict[str, Any]] = {}

@@ -16,7 +16,6 @@ import ssl
 import sys
 import termios
 from collections.abc import Callable
-from typing import Any
 
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidState, InvalidStatus, InvalidURI
@@ -167,16 +166,18 @@ class Link:
         self.push()
 
     @classmethod
-    def dial(cls, url: str, token: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
+    def dial(
+        cls,
+        url: str,
+        token: str,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        path: str = "/",
+        kind: Opcode = Opcode.BINARY,
+    ) -> Link:
         """Connect; blocks until the connection is open."""
         sock = socket.create_connection(host_and_port(url), timeout=timeout_s)
-        return cls.over(sock, url, token)
-
-    @classmethod
-    def over(cls, sock: socket.socket, url: str, token: str, *how: Any) -> Link:
-        """Make a connection over a socket that is connected and blocks; returns when it is open."""
         try:
-            link = cls(sock, url, token, *how)
+            link = cls(sock, url, token, path, kind)
             while not link.is_open:
                 link.feed(sock.recv(MAX_BYTES))
             return link
