@@ -13,6 +13,7 @@ invertible whatever the hash is. Positions that land outside ``[0, n)`` walk on 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -270,27 +271,14 @@ class PartOfCursor(Cursor):
         Raises:
             RecipeError: the batches cannot be cut so.
         """
-        return cls(
-            order=cursor.order,
-            batch_size=cursor.batch_size,
-            microbatches=cursor.microbatches,
-            seed=cursor.seed,
-            drop_last=cursor.drop_last,
-            first_epoch=cursor.first_epoch,
-            part=part,
-            num_parts=num_parts,
-        )
+        known = {field.name: getattr(cursor, field.name) for field in dataclasses.fields(cursor)}
+        return cls(**known, part=part, num_parts=num_parts)
 
     def position(self, step: int) -> StepPosition:
         whole = super().position(step)
         size = self.batch_size // self.num_parts
-        return StepPosition(
-            number=whole.number,
-            epoch=whole.epoch,
-            first=whole.first + self.part * size,
-            num_samples=min(size, whole.num_samples - self.part * size),
-            microbatch_size=whole.microbatch_size,
-        )
+        num_samples = min(size, whole.num_samples - self.part * size)
+        return dataclasses.replace(whole, first=whole.first + self.part * size, num_samples=num_samples)
 
 
 def check_parts(microbatches: int, num_parts: int) -> None:
