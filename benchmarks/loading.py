@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
 from benchmarks.report import print_table, write_json
-from unisono.core.stream_plan import StreamCursor, StreamOrder
+from unisono.core.orders import Sequential
+from unisono.core.stream_plan import StreamCursor
 from unisono.engine.microbatch.data import Loading
 from unisono.engine.microbatch.streamfetcher import StreamFetcher
 from unisono.engine.microbatch.tarfiles import samples_of
@@ -61,7 +62,7 @@ def with_unisono(shards: list[str], batch: int, processes: int, shuffle: int = W
     data = unisono.TarShards(shards, shuffle=shuffle, transform=decode)
     lengths = data.lengths(M)
     cursor = StreamCursor(
-        order=StreamOrder(sum(lengths), max(lengths) * M, "streams"),
+        order=Sequential(sum(lengths), max(lengths) * M, "streams"),
         batch_size=batch * M,
         microbatches=M,
         seed=1,

@@ -22,7 +22,8 @@ from tests.waiting import PATIENT, WAIT_S
 from tests.workers.conftest import forked, marked, run_nursery, wait_until_gone
 from tests.workers.static_team import AloneRun
 from unisono.core.errors import RecipeError
-from unisono.core.stream_plan import StreamCursor, StreamOrder, WantedSamples
+from unisono.core.orders import Sequential
+from unisono.core.stream_plan import StreamCursor, WantedSamples
 from unisono.engine.microbatch.iterables import stream_source_of
 from unisono.engine.microbatch.streamreader import Reader
 from unisono.record.journal import compare
@@ -113,7 +114,7 @@ def test_a_run_goes_on_from_the_states_of_its_checkpoint(tmp_path: Path, mark: s
 
 def place(step: int) -> WantedSamples:
     """Return what a step needs of stream 2."""
-    order = StreamOrder(NUM_SAMPLES, NUM_SAMPLES, "streams")
+    order = Sequential(NUM_SAMPLES, NUM_SAMPLES, "streams")
     where = StreamCursor(order=order, batch_size=BATCH_SIZE, microbatches=M, seed=1, num_steps=STEPS)
     return where.wanted(step, 2)
 

@@ -15,7 +15,8 @@ import torch
 
 from tests.pure.test_streams import cursor
 from unisono.core.errors import UsageError
-from unisono.core.stream_plan import StreamCursor, StreamOrder, WantedSamples
+from unisono.core.orders import Sequential
+from unisono.core.stream_plan import StreamCursor, WantedSamples
 from unisono.engine.microbatch.bookmarks import FOLLOWING, STRIDE, Bookmark, Bookmarks, News, Taken
 from unisono.engine.microbatch.data import Loading
 from unisono.engine.microbatch.sampledigests import digest_of_sample, together
@@ -61,7 +62,7 @@ def streams(*, known: bool, shuffle: int = 0, length: int = LENGTH, lacks: int =
 def where(*, known: bool, length: int = LENGTH) -> StreamCursor:
     if known:
         return cursor([length, length], 10)
-    return StreamCursor(order=StreamOrder(80, 104, "streams"), batch_size=20, microbatches=2, seed=1, num_steps=300)
+    return StreamCursor(order=Sequential(80, 104, "streams"), batch_size=20, microbatches=2, seed=1, num_steps=300)
 
 
 def read(data: Streams, wanted: list[WantedSamples]) -> tuple[list[Any], list[Bookmark]]:

@@ -24,7 +24,7 @@ def cursors(draw: st.DrawFn) -> Cursor:
     drop_last = draw(st.booleans())
     num_samples = draw(st.integers(batch_size if drop_last else 1, 400))
     return Cursor(
-        order=Shuffled.of(num_samples) if draw(st.booleans()) else Sequential(num_samples),
+        order=Shuffled.of(num_samples) if draw(st.booleans()) else Sequential.of(num_samples),
         batch_size=batch_size,
         microbatches=microbatches,
         seed=draw(st.integers(0, 2**64 - 1)),

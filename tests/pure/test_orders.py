@@ -31,7 +31,7 @@ WEIGHTS = [0.5, 0.0, 3.0, 1.0, 0.0, 2.5, 1e-3, 7.0]
 LENGTHS = [(17 * index) % 23 for index in range(47)]
 
 MAKERS: dict[str, Callable[[], SampleOrder]] = {
-    "sequential": lambda: Sequential(20),
+    "sequential": lambda: Sequential.of(20),
     "shuffled": lambda: Shuffled.of(20),
     "a part of a shuffled order": lambda: Shuffled(20, 13),
     "several shuffled orders": lambda: Shuffled(20, 53),
@@ -227,7 +227,7 @@ def test_equal_lengths_are_shuffled() -> None:
         [Weighted([1, 2], 4), Weighted([2, 1], 4), Weighted([1, 2.5], 4), WeightedOnce([1, 2], 2)],
         [ShuffledSubset([1, 2]), ShuffledSubset([2, 1]), ShuffledSubset([1, 3])],
         [Buckets([1, 2], 2, 1), Buckets([2, 1], 2, 1), Buckets([1, 2], 1, 1), Buckets([1, 2], 2, 2)],
-        [Sequential(9), Shuffled.of(9), Shuffled(10, 9), Drawn(9, 9), Drawn(10, 9)],
+        [Sequential.of(9), Shuffled.of(9), Shuffled(10, 9), Drawn(9, 9), Drawn(10, 9)],
     ],
 )
 def test_orders_that_differ_have_other_names(others: list[SampleOrder]) -> None:
@@ -273,7 +273,7 @@ def test_a_sample_that_comes_twice_is_augmented_twice() -> None:
 
 def test_the_seed_of_a_sample_that_comes_once_depends_on_epoch_and_index_alone() -> None:
     shuffled = Cursor(order=Shuffled.of(24), batch_size=8, microbatches=2, seed=7)
-    sequential = Cursor(order=Sequential(24), batch_size=12, microbatches=1, seed=7)
+    sequential = Cursor(order=Sequential.of(24), batch_size=12, microbatches=1, seed=7)
     of_shuffled = {key for step in range(3) for leaf in range(2) for key in shuffled.keys(step, leaf)}
     assert of_shuffled == {key for step in range(2) for key in sequential.keys(step, 0)}
     assert dict(of_shuffled)[5] == seed_of(seed_of(7, "sample", 0), 5)

@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.core.errors import RecipeError
-from unisono.core.stream_plan import StreamBatches, StreamCursor, StreamOrder, StreamPart, cut, window_order
+from unisono.core.orders import Sequential
+from unisono.core.stream_plan import StreamBatches, StreamCursor, StreamPart, cut, window_order
 from unisono.engine.microbatch.data import Loading
 from unisono.engine.microbatch.rereading import is_alike
 from unisono.engine.microbatch.shards import TarShards
@@ -34,7 +35,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 def cursor(lengths: list[int], share: int, *, drop_last: bool = False) -> StreamCursor:
     return StreamCursor(
-        order=StreamOrder(sum(lengths), max(lengths) * len(lengths), "streams"),
+        order=Sequential(sum(lengths), max(lengths) * len(lengths), "streams"),
         batch_size=share * len(lengths),
         microbatches=len(lengths),
         seed=1,
@@ -92,7 +93,7 @@ def test_replicas_share_out_the_streams(lengths: list[int], share: int, num_part
 
 def test_where_lengths_are_unknown_all_streams_go_on() -> None:
     where = StreamCursor(
-        order=StreamOrder(80, 104, "streams"), batch_size=8, microbatches=4, seed=1, num_steps=10, first_sample=6
+        order=Sequential(80, 104, "streams"), batch_size=8, microbatches=4, seed=1, num_steps=10, first_sample=6
     )
     assert where.wanted(3, 2)[:5] == (2, 4, 0, 12, 2)
     assert where.steps_per_epoch == 10

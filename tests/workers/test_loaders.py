@@ -618,7 +618,7 @@ class FakeMembers:
 
 
 NUM_STEPS = 12
-CURSOR = Cursor(order=Sequential(4 * NUM_STEPS), batch_size=4, microbatches=4, seed=1)
+CURSOR = Cursor(order=Sequential.of(4 * NUM_STEPS), batch_size=4, microbatches=4, seed=1)
 
 
 @contextlib.contextmanager

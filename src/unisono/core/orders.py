@@ -75,21 +75,18 @@ def _bits(start: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Sequential:
-    """The order of the dataset, in each epoch."""
+    """The order of the dataset, in each epoch; or that of streams, which alone decide about it."""
 
     num_samples: int
+    num_indices: int
+    """More than samples where streams give the indices (`unisono.core.stream_plan.StreamCursor`)."""
+    name: str = "sequential"
+    repeats: bool = False
 
-    @property
-    def num_indices(self) -> int:
-        return self.num_samples
-
-    @property
-    def name(self) -> str:
-        return "sequential"
-
-    @property
-    def repeats(self) -> bool:
-        return False
+    @classmethod
+    def of(cls, num_samples: int) -> Sequential:
+        """Return the order of so many samples, each of which comes once."""
+        return cls(num_samples, num_samples)
 
     def epoch(self, seed: int, epoch: int) -> EpochOrder:
         return range(self.num_samples)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from unisono.core.cursor import Cursor, EpochOrder, Permutation, Recipe, StepPosition, check_parts, seed_of
+from unisono.core.cursor import Cursor, Permutation, Recipe, StepPosition, check_parts, seed_of
 from unisono.core.errors import RecipeError
 from unisono.core.orders import digest
 from unisono.core.words import count
@@ -28,7 +28,6 @@ __all__ = [
     "ShardPiece",
     "StreamBatches",
     "StreamCursor",
-    "StreamOrder",
     "StreamPart",
     "StreamPosition",
     "StreamSamples",
@@ -65,20 +64,6 @@ class StreamSamples(Protocol):
 
     def wanted(self, step: int, leaf: int) -> WantedSamples:
         """Return what a micro-batch needs."""
-
-
-@dataclass(frozen=True)
-class StreamOrder:
-    """The order of streams, which they alone decide about."""
-
-    num_samples: int
-    num_indices: int
-    name: str
-    repeats: bool = False
-
-    def epoch(self, seed: int, epoch: int) -> EpochOrder:
-        """Return the order of an epoch by position: a sample has the index that its stream gives it."""
-        return range(self.num_samples)
 
 
 @dataclass(frozen=True)

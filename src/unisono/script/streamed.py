@@ -11,8 +11,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.core.errors import RecipeError, UsageError
-from unisono.core.orders import digest
-from unisono.core.stream_plan import StreamCursor, StreamOrder, StreamSamples
+from unisono.core.orders import Sequential, digest
+from unisono.core.stream_plan import StreamCursor, StreamSamples
 from unisono.engine.microbatch.bookmarks import Bookmarks
 from unisono.engine.microbatch.data import Loader, Loading, MakeFetcher, Request
 from unisono.engine.microbatch.iterables import StreamSource
@@ -177,7 +177,7 @@ def stream_schedule(
         num_samples = max(max_steps or 0, 1) * source.batch_size
         num_indices = first_sample * microbatches + num_samples
     cursor = StreamCursor(
-        order=StreamOrder(num_samples, num_indices, data.name),
+        order=Sequential(num_samples, num_indices, data.name),
         batch_size=source.batch_size,
         microbatches=microbatches,
         seed=seed,

@@ -142,7 +142,7 @@ def source_of(
         batch_size = sampler.batch_size if batch_size is None and isinstance(sampler, BucketSampler) else batch_size
     else:
         is_shuffled = shuffles if shuffle is None else shuffle
-        order = orders.Shuffled.of(num_samples) if is_shuffled else orders.Sequential(num_samples)
+        order = orders.Shuffled.of(num_samples) if is_shuffled else orders.Sequential.of(num_samples)
     if batch_size is None:
         raise RecipeError(f"{caller} needs batch_size=, the samples of a global batch (or a DataLoader, which has one)")
     loading = Loading(collate or default_collate, loader_workers or 0)
@@ -248,7 +248,7 @@ def order_of(sampler: Any, num_samples: int) -> SampleOrder:
     """
     # Exactly these types: a subclass may do something else.
     if type(sampler) is SequentialSampler:
-        return orders.Sequential(len(sampler))
+        return orders.Sequential.of(len(sampler))
     if type(sampler) is RandomSampler:
         length = len(sampler.data_source)
         return (orders.Drawn if sampler.replacement else orders.Shuffled)(length, sampler.num_samples)
@@ -261,7 +261,7 @@ def order_of(sampler: Any, num_samples: int) -> SampleOrder:
         return sampler.order
     if type(sampler) is DistributedSampler:  # Unisono divides the data itself
         length = check_dataset(sampler.dataset)
-        return orders.Shuffled.of(length) if sampler.shuffle else orders.Sequential(length)
+        return orders.Shuffled.of(length) if sampler.shuffle else orders.Sequential.of(length)
     return _listed(sampler, num_samples)
 
 
