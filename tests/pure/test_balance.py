@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.core.balance import REST, SELDOM_S, WARM_UP, WINDOW, Balance, ShareChange, ToldShares, balanced, weighed
 from unisono.core.plan import Plan, plan
-from unisono.core.tree import Node, leaf, missing, outermost, schedule
+from unisono.core.tree import Node, leaf, leaves, outermost, schedule
 
 paces_of = st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple)
 
@@ -31,10 +31,14 @@ def time_of(found: Plan, paces: Sequence[float], hosts: Sequence[range], node_co
     return computing + node_cost * max(map(len, sent))
 
 
+def leaves_of(nodes: Iterable[Node], num_leaves: int) -> list[int]:
+    return sorted(one for node in nodes for one in leaves(node, num_leaves))
+
+
 @given(paces_of, st.integers(1, 12))
 def test_a_balanced_plan_is_within_one_percent_of_the_shortest(paces: tuple[int, ...], num_leaves: int) -> None:
     found = balanced(paces, num_leaves)
-    assert missing([node for nodes in found.nodes for node in nodes], num_leaves) == []
+    assert leaves_of([node for nodes in found.nodes for node in nodes], num_leaves) == [*range(num_leaves)]
     counts = (c for c in itertools.product(range(num_leaves + 1), repeat=len(paces)) if sum(c) == num_leaves)
     best = min(max(n * p for n, p in zip(c, paces, strict=True)) for c in counts)
     length = max(len(own) * pace for own, pace in zip(found.ranges, paces, strict=True))
@@ -54,7 +58,7 @@ def test_with_a_grain_hosts_meet_at_multiples_of_it(
     """And such a plan cannot be shorter by more than one percent."""
     paces, hosts = team
     found = balanced(paces, num_leaves, hosts=hosts, grain=grain)
-    assert missing([node for nodes in found.nodes for node in nodes], num_leaves) == []
+    assert leaves_of([node for nodes in found.nodes for node in nodes], num_leaves) == [*range(num_leaves)]
     allowed = {*range(0, num_leaves, grain), num_leaves}
     counts = (sum(len(found.ranges[rank]) for rank in host) for host in hosts)
     assert set(itertools.accumulate(counts)) <= allowed
@@ -76,7 +80,7 @@ def test_no_grain_is_better_than_the_one_that_is_taken(
     """Though not all are looked at."""
     paces, hosts = team
     found = weighed(paces, num_leaves, hosts=hosts, node_cost=node_cost)
-    assert missing([node for nodes in found.nodes for node in nodes], num_leaves) == []
+    assert leaves_of([node for nodes in found.nodes for node in nodes], num_leaves) == [*range(num_leaves)]
     least = time_of(found, paces, hosts, node_cost)
     for level in range(8):
         other = balanced(paces, num_leaves, hosts=hosts, grain=1 << level)
@@ -287,4 +291,4 @@ def test_the_outermost_nodes_have_all_leaves_once(num_leaves: int, data: st.Data
             shares[member].append(index)
     for share in shares:
         held += schedule([leaf(index, num_leaves) for index in share], num_leaves)[1]
-    assert missing(outermost(held), num_leaves) == []
+    assert leaves_of(outermost(held), num_leaves) == [*range(num_leaves)]

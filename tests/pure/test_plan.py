@@ -30,8 +30,12 @@ def test_no_member_has_two_leaves_more_than_another(num_members: int, num_leaves
 def test_the_nodes_of_all_members_sum_to_the_root(num_members: int, num_leaves: int) -> None:
     made = plan(num_members, num_leaves)
     nodes = list(itertools.chain.from_iterable(made.nodes))
-    assert tree.missing(nodes, num_leaves) == []
+    assert leaves_of(nodes, num_leaves) == [*range(num_leaves)]
     assert tree.schedule(nodes, num_leaves)[1] == [tree.root(num_leaves)]
+
+
+def leaves_of(nodes: list[Node], num_leaves: int) -> list[int]:
+    return sorted(leaf for node in nodes for leaf in tree.leaves(node, num_leaves))
 
 
 def nodes_of(sizes: tuple[int, ...], num_leaves: int) -> int:
@@ -90,7 +94,7 @@ def test_a_new_plan_completes_the_step(case: tuple[list[list[Node]], list[bool],
     held, able, num_leaves = case
     made = replan(held, able, num_leaves)
     nodes = list(itertools.chain.from_iterable(made.nodes))
-    assert tree.missing(nodes, num_leaves) == []
+    assert leaves_of(nodes, num_leaves) == [*range(num_leaves)]
     assert tree.schedule(nodes, num_leaves)[1] == [tree.root(num_leaves)]
 
 

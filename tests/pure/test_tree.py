@@ -149,18 +149,6 @@ def test_a_schedule_can_be_carried_out(num_leaves: int, data: st.DataObject) -> 
     assert starts == sorted(starts)
 
 
-@given(leaf_counts, st.data())
-def test_missing_is_what_no_node_covers(num_leaves: int, data: st.DataObject) -> None:
-    held = data.draw(st.sets(st.sampled_from(range(num_leaves))))
-    _, nodes = tree.schedule([tree.leaf(index, num_leaves) for index in held], num_leaves)
-    assert tree.missing(nodes, num_leaves) == sorted(set(range(num_leaves)) - held)
-
-
-def test_missing_refuses_a_leaf_that_is_there_twice() -> None:
-    with pytest.raises(ValueError, match=r"Node\(level=0, index=5\).*another node covers"):
-        tree.missing([Node(1, 2), Node(0, 5)], 8)
-
-
 @pytest.mark.parametrize("values", [{Node(2, 0): "a"}, {Node(2, 0): "a", Node(1, 2): "b"}])
 def test_fold_refuses_an_incomplete_sum(values: dict[Node, str]) -> None:
     """A sum with a hole in it must never look like a sum."""

@@ -29,7 +29,6 @@ __all__ = [
     "leaf",
     "leaves",
     "level_of",
-    "missing",
     "outermost",
     "parent",
     "root",
@@ -148,21 +147,6 @@ def fold(values: Mapping[Node, T], num_leaves: int, add: Callable[[T, T], T]) ->
     for left, right, merged in merges:
         held[merged] = add(held.pop(left), held.pop(right))
     return held[root(num_leaves)]
-
-
-def missing(nodes: Iterable[Node], num_leaves: int) -> list[int]:
-    """Return the leaves that no node covers.
-
-    Raises:
-        ValueError: two nodes cover the same leaf.
-    """
-    absent = set(range(num_leaves))
-    for node in nodes:
-        covered = set(leaves(node, num_leaves))
-        if not covered <= absent:
-            raise ValueError(f"node {node} covers leaves that another node covers as well")
-        absent -= covered
-    return sorted(absent)
 
 
 def outermost(nodes: Iterable[Node]) -> set[Node]:
