@@ -84,18 +84,18 @@ def _name(called: ast.expr) -> str:
     return called.id if isinstance(called, ast.Name) else ""
 
 
-def address_of(interface: str, *, ipv6: bool = False) -> str:
-    """Return the address of a network interface of this machine: of IPv4, if it has one, unless asked otherwise.
+def address_of(interface: str) -> str:
+    """Return the address of a network interface of this machine: of IPv4, if it has one.
 
     Raises:
         UsageError: there is no such interface, or it has no address.
     """
     known = interfaces()
-    found = [each.address for each in known if each.name == interface and (":" in each.address or not ipv6)]
+    found = [each.address for each in known if each.name == interface]
     if not found:
         names = ", ".join(f"{each.name} ({each.address})" for each in known) or "none"
         raise UsageError(f"the network interface {interface} has no address on this machine; there are {names}")
-    return found[-1 if ipv6 else 0]
+    return found[0]
 
 
 def script_arguments(

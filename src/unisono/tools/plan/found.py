@@ -39,7 +39,7 @@ PROGRAM: Final = "the program, and data"
 
 
 class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is measured. Of the arguments of ``run.steps``, zeros and "" leave the script's own."""
+    """What is measured. Of the arguments of ``run.steps``, zeros leave the script's own."""
 
     steps: int
     """Steps of one training, at least."""
@@ -48,8 +48,6 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where a run has one worker: it goes on until they have taken so long, or the loop is at its end."""
     microbatches: int = 0
     batch_size: int = 0
-    wire: str = ""
-    delay: int = -1
     room: int | None = None
     """Bytes by which the memory of a worker may grow from the beginning of its training; None: there is no limit."""
 

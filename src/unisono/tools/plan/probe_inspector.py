@@ -50,13 +50,8 @@ class Probe(Inspector):
         self._without_core = 0.0
 
     def arguments(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        wanted = self._settings
-        return {
-            "microbatches": wanted.microbatches or given["microbatches"],
-            "batch_size": wanted.batch_size or given["batch_size"],
-            "wire": wanted.wire or given["wire"],
-            "delay": given["delay"] if wanted.delay < 0 else wanted.delay,
-        }
+        wanted = {"microbatches": self._settings.microbatches, "batch_size": self._settings.batch_size}
+        return {name: wanted.get(name) or value for name, value in given.items()}
 
     def before_loop(self, loop: Loop) -> None:
         self._note()

@@ -66,14 +66,10 @@ class WorkerMemory:
     def of(self, name: str) -> int:
         return sum(number for part, number in self.parts.items() if part.startswith(name))
 
-    def total(self, leaves: int, smaller: float = 1.0) -> float:
-        """Return what a worker needs that computes so many micro-batches in a step.
-
-        Args:
-            smaller: what part of the samples a micro-batch has.
-        """
+    def total(self, leaves: int) -> float:
+        """Return what a worker needs that computes so many micro-batches in a step."""
         slots = self.gradient_bytes * (_pending(leaves) - _pending(self.leaves))
-        return max(0.0, sum(self.parts.values()) + slots + self.activations * smaller)
+        return max(0.0, sum(self.parts.values()) + slots + self.activations)
 
 
 def _pending(leaves: int) -> int:
