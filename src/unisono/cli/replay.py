@@ -18,7 +18,7 @@ from unisono.core.errors import UsageError
 from unisono.core.replay_rules import Replay, with_words
 from unisono.script.inspected import run_inspected
 
-__all__ = ["play", "replay"]
+__all__ = ["replay"]
 
 NUMBER = click.IntRange(min=0)
 
@@ -69,8 +69,23 @@ def replay(
         given["save"] = _checked_folder(given["save"])
     wanted: dict[str, Any] = {"leaf": microbatch, "replica": replica, "inner": inner_step}
     asked = {name: value for name, value in wanted.items() if value is not None}
-    wish = Replay(run="", step=step, turn=turn, looks=bool(asked or given), **asked, **given)
-    return play(run, script, wish, from_beginning=from_beginning)
+    with past_run(run, script) as (found, directory):
+        if not script:
+            found.check_step(step)
+        start = None if from_beginning else found.start(step)
+        if start is None and not from_beginning:
+            say("unisono: begins at the beginning of the run: there is no checkpoint before", err=True)
+        wish = Replay(
+            run=str(found.run),
+            step=step,
+            turn=turn,
+            looks=bool(asked or given),
+            fingerprint=found.fingerprint,
+            **asked,
+            **given,
+        )
+        spec = found.spec(start, directory, "replay", msgspec.json.encode(wish).decode())
+        return run_inspected(spec, variables=found.variables)
 
 
 def _checked_folder(name: str) -> str:
@@ -87,21 +102,3 @@ def _checked_folder(name: str) -> str:
     except OSError as error:
         raise UsageError(f"--with save={name} cannot be written: {error.strerror}") from None
     return folder
-
-
-def play(run: Path, script: tuple[str, ...], asked: Replay, *, from_beginning: bool = False) -> int:
-    """Replay a run; returns the exit code.
-
-    Args:
-        script: and its arguments; empty: the run's own.
-        from_beginning: begin with step 0, whatever checkpoints there are.
-    """
-    with past_run(run, script) as (found, directory):
-        if not script:
-            found.check_step(asked.step)
-        start = None if from_beginning else found.start(asked.step)
-        if start is None and not from_beginning:
-            say("unisono: begins at the beginning of the run: there is no checkpoint before", err=True)
-        asked = msgspec.structs.replace(asked, run=str(found.run), fingerprint=found.fingerprint)
-        spec = found.spec(start, directory, "replay", msgspec.json.encode(asked).decode())
-        return run_inspected(spec, variables=found.variables)

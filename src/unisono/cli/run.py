@@ -24,7 +24,7 @@ from unisono.cli.options import BY_FIELD, Options, options_of
 from unisono.cli.resume import Resumed, resumed
 from unisono.cli.saying import say
 from unisono.cluster import launchers
-from unisono.cluster.launchers import Launcher, Machine
+from unisono.cluster.launchers import Machine
 from unisono.core.errors import RunGoesBack, UsageError
 from unisono.core.settings import GROUPS, SETTINGS, RunSettings, Setting, table
 from unisono.core.spec import RunSpec
@@ -131,7 +131,8 @@ def start(options: Options) -> int:
         machines = [machine for machine in chosen.machines() if machine.name not in dropped]
         workers = _of_machines(options, spec, workers, machines)
         try:
-            return _run(options, spec, workers, chosen, machines)
+            service = options.service(workers, chosen.bind())
+            return launchers.run(spec, chosen, service, machines=machines, address=options.address)
         except RunGoesBack as back:
             found = again(back, workers, machines)
             sources = options.sources | {BY_FIELD[field].name: GOES_BACK for field in found.changes}
@@ -153,16 +154,6 @@ def _of_machines(options: Options, spec: RunSpec, workers: Workers, machines: Se
     if options.workers == "auto" and any(machine.num_workers for machine in machines):
         return parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
     return workers
-
-
-def _run(options: Options, spec: RunSpec, workers: Workers, launcher: Launcher, machines: Sequence[Machine]) -> int:
-    return launchers.run(
-        spec,
-        launcher,
-        options.service(workers, launcher.bind()),
-        machines=machines,
-        address=options.address,
-    )
 
 
 def read(options: Options) -> tuple[RunSpec, Workers]:
