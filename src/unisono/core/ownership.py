@@ -76,37 +76,29 @@ def senders(first: int, having: Sequence[bool], hosts: Sequence[str]) -> list[tu
     return [(source, tuple(found[source])) for source in sorted(found)]
 
 
-class _Shares:
-    """What each member owns so far."""
+def _least_first(own: Sequence[int], ranks: Iterable[int]) -> list[int]:
+    """Return members in the order of what they own so far.
 
-    def __init__(self, members: Sequence[MemberPlace]) -> None:
-        self._sums = [0] * len(members)
-
-    def __getitem__(self, rank: int) -> int:
-        return self._sums[rank]
-
-    def add(self, rank: int, size: int) -> None:
-        self._sums[rank] += size
-
-    def least_first(self, ranks: Iterable[int]) -> list[int]:
-        """Return members in the order of what they own."""
-        return sorted(ranks, key=lambda rank: (self._sums[rank], rank))
+    Args:
+        own: by rank.
+    """
+    return sorted(ranks, key=lambda rank: (own[rank], rank))
 
 
 def _distribute(sizes: Sequence[int], members: Sequence[MemberPlace], copies: int, held: Owners) -> Owners:
     """Give each parameter its owners, the largest first, each to the member that owns least; first to those that hold
     it already.
     """
-    own, chosen = _Shares(members), {index: list[int]() for index in _largest_first(sizes)}
+    own, chosen = [0] * len(members), {index: list[int]() for index in _largest_first(sizes)}
     for index, owning in chosen.items():
         holders = [rank for rank, one in enumerate(members) if one.worker_id in held[index]]
         while len(owning) < copies and (able := _candidates(owning, holders, members)):
-            owning.append(own.least_first(able)[0])
-            own.add(owning[-1], sizes[index])
+            owning.append(_least_first(own, able)[0])
+            own[owning[-1]] += sizes[index]
     for index, owning in chosen.items():
         while len(owning) < min(copies, len(members)):
-            owning.append(own.least_first(_candidates(owning, range(len(members)), members))[0])
-            own.add(owning[-1], sizes[index])
+            owning.append(_least_first(own, _candidates(owning, range(len(members)), members))[0])
+            own[owning[-1]] += sizes[index]
     return tuple(tuple(members[rank].worker_id for rank in sorted(chosen[index])) for index in range(len(sizes)))
 
 
@@ -114,12 +106,12 @@ def _rebalanced(sizes: Sequence[int], members: Sequence[MemberPlace], table: Own
     """Move parameters from the member that owns most to those that own least, one by one, as far as it is needed."""
     ranks = {one.worker_id: rank for rank, one in enumerate(members)}
     owning = [[ranks[one] for one in each] for each in table]
-    own = _Shares(members)
+    own = [0] * len(members)
     for index, each in enumerate(owning):
         for rank in each:
-            own.add(rank, sizes[index])
+            own[rank] += sizes[index]
     while True:
-        *others, most = own.least_first(range(len(members)))
+        *others, most = _least_first(own, range(len(members)))
         if own[most] <= limit:
             break
         for least in others:
@@ -135,8 +127,8 @@ def _rebalanced(sizes: Sequence[int], members: Sequence[MemberPlace], table: Own
             break
         moved = min(able, key=lambda index: (abs(own[most] - own[least] - 2 * sizes[index]), index))
         owning[moved] = [least if rank == most else rank for rank in owning[moved]]
-        own.add(most, -sizes[moved])
-        own.add(least, sizes[moved])
+        own[most] -= sizes[moved]
+        own[least] += sizes[moved]
     return tuple(tuple(members[rank].worker_id for rank in sorted(each)) for each in owning)
 
 
