@@ -9,10 +9,13 @@ import sys
 import traceback as tracebacks
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Final
 
 from unisono.core.errors import DivergenceError, UsageError
 
 __all__ = ["frame_outside", "in_one_line", "is_own", "level_outside", "show_stacks", "trimmed_traceback"]
+
+OWN_FOLDER: Final = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def show_stacks(worker_id: str) -> None:
@@ -24,17 +27,16 @@ def show_stacks(worker_id: str) -> None:
 
 def level_outside() -> int:
     """Return the ``stacklevel`` with which the caller's warning is about the line of the script."""
-    own, level, frame = Path(__file__).parents[1], 1, sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame.f_code.co_filename, own):
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and is_own(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level
 
 
 def frame_outside() -> FrameType | None:
     """Return the innermost frame that is not of this library: that of the script's call; None if there is none."""
-    own, frame = Path(__file__).parents[1], sys._getframe(1)
-    found: FrameType | None = frame
-    while found is not None and _is_inside(found.f_code.co_filename, own):
+    found: FrameType | None = sys._getframe(1)
+    while found is not None and is_own(found.f_code.co_filename):
         found = found.f_back
     return found
 
@@ -51,15 +53,14 @@ def trimmed_traceback(error: BaseException) -> str:
     For an error in the use of the library, the frames of the library at the end are left out as well: the line that
     the user has to change is then the last one.
     """
-    own = Path(__file__).parents[1]
     found: TracebackType | None = error.__traceback__
-    while found is not None and _is_inside(found.tb_frame.f_code.co_filename, own):
+    while found is not None and is_own(found.tb_frame.f_code.co_filename):
         found = found.tb_next
     shown = found or error.__traceback__
     lines = tracebacks.TracebackException(type(error), error, shown)
     if isinstance(error, (UsageError, DivergenceError)):
         frames = list(lines.stack)
-        while frames and _is_inside(frames[-1].filename, own):
+        while frames and is_own(frames[-1].filename):
             frames.pop()
         if frames:
             lines.stack = tracebacks.StackSummary.from_list(frames)
@@ -68,8 +69,4 @@ def trimmed_traceback(error: BaseException) -> str:
 
 def is_own(filename: str) -> bool:
     """Return whether a file of Python code is of this library, or of what starts a script."""
-    return _is_inside(filename, Path(__file__).parents[1])
-
-
-def _is_inside(filename: str, folder: Path) -> bool:
-    return filename.startswith(("<frozen ", str(folder) + os.sep)) or Path(filename).name == "runpy.py"
+    return filename.startswith(("<frozen ", OWN_FOLDER)) or Path(filename).name == "runpy.py"
