@@ -48,7 +48,6 @@ class Tracer:
 
     def __init__(self) -> None:
         self._files: dict[str, Statements | None] = {}
-        self._codes: dict[CodeType, Statements | None] = {}
         self._open: dict[FrameType, tuple[SourceStatement, dict[str, str]]] = {}
         self._evaluating: dict[FrameType, int] = {}
         self._events: list[StatementEvent] = []
@@ -172,11 +171,7 @@ class Tracer:
     # -- whose code ----------------------------------------------------------------------------------
 
     def _script_of(self, code: CodeType) -> Statements | None:
-        if code not in self._codes:
-            self._codes[code] = self._read(code.co_filename)
-        return self._codes[code]
-
-    def _read(self, path: str) -> Statements | None:
+        path = code.co_filename
         if path not in self._files:
             self._files[path] = None
             if is_of_script(path):
