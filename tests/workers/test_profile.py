@@ -112,7 +112,7 @@ import runpy, sys
 from unisono.cluster.worker import member
 from unisono.script import profiling
 
-profiling._clock_id = lambda: member.spec().worker_id
+profiling.machine_name = lambda: member.spec().worker_id
 sys.argv = [sys.argv[1], *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -22,6 +22,7 @@ from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.gathering import together
 from unisono.engine.rounds.life import Rounds
 from unisono.record.traces import ABOUT, About, TracePart, part_name
+from unisono.system.controlgroups import machine_name
 from unisono.system.process import tell
 
 __all__ = ["FOLDER", "Profiling"]
@@ -154,7 +155,7 @@ class Profiling:
         with team.waiting():  # for the profiler and a disk, which is nobody's fault
             trace, num_bytes = self._export(folder / part_name(worker_id) if sees else None)
         meetings = list(self._meet(rounds))
-        own = _Sent(worker_id, socket.gethostname(), _clock_id(), os.getpid(), meetings, trace, num_bytes, sees)
+        own = _Sent(worker_id, socket.gethostname(), machine_name(), os.getpid(), meetings, trace, num_bytes, sees)
         received = [
             msgspec.msgpack.decode(payload, type=_Sent)
             for payload in together(rounds, lambda: None, msgspec.msgpack.encode(own)).values()
@@ -221,10 +222,3 @@ def _parts(received: list[_Sent]) -> list[TracePart]:
         ahead, error = (0.0, 0.0) if each.clock == first.clock else offset(first.meetings, each.meetings)
         parts.append(TracePart(worker_id=each.worker_id, host=each.host, pid=each.pid, ahead_s=ahead, error_s=error))
     return parts
-
-
-def _clock_id() -> str:
-    """Return a name that is equal for processes with the same clock: of one machine, also in different containers."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()

@@ -12,12 +12,13 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+from unisono.system.controlgroups import machine_name
 
 __all__ = [
     "adds_on",
@@ -255,7 +256,7 @@ def cards(device: torch.device) -> list[str]:
     Its number is none of them: that depends on what the process may see. A slice of a card has an id of its own, and
     the card's address on the bus, by which libraries connect.
     """
-    here = _machine()
+    here = machine_name()
     properties = _properties(device)
     found = []
     if (own := getattr(properties, "uuid", None)) is not None:
@@ -264,15 +265,6 @@ def cards(device: torch.device) -> list[str]:
     if None not in address:
         found.append(f"{here}/{':'.join(f'{part:04x}' for part in address)}")
     return found or [f"{here}/{device}"]
-
-
-@functools.cache
-def _machine() -> str:
-    """Return a name of this machine that its containers have, too."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 # -- the library of collectives -----------------------------------------------------------------------------------

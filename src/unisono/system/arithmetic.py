@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from unisono.core.errors import UsageError
 from unisono.core.settings import Instructions
 from unisono.core.words import listed
+from unisono.system.controlgroups import text_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,10 +138,7 @@ def _values(*shape: int) -> Tensor:
     """Return numbers in (-1, 1) with all bits of a float32, by operations that IEEE 754 leaves no choice."""
     import torch
 
-    count = 1
-    for size in shape:
-        count *= size
-    numbers = torch.arange(count, dtype=torch.int64) * 2654435761 % 65537
+    numbers = torch.arange(math.prod(shape), dtype=torch.int64) * 2654435761 % 65537
     return (numbers.to(torch.float64) / 32768.5 - 1).to(torch.float32).reshape(shape)
 
 
@@ -157,9 +156,6 @@ def _is_intel() -> bool:
 @functools.cache
 def _of_processor(what: str) -> frozenset[str]:
     """Return the words after this name in what Linux says of the first processor; empty where there are none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
     found = next((line.partition(":")[2] for line in lines if line.split(":")[0].strip() == what), "")
     return frozenset(found.split())

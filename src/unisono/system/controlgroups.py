@@ -5,11 +5,12 @@ In a container the group's own path may not be there: then the container's group
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["ControlGroup", "GroupMemory", "control_groups", "memory_of_groups", "text_of", "value_in"]
+__all__ = ["ControlGroup", "GroupMemory", "control_groups", "machine_name", "memory_of_groups", "text_of", "value_in"]
 
 UNLIMITED: Final = 1 << 60
 """A limit of memory in version 1 that is none."""
@@ -64,6 +65,11 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
 def memory_of_groups(root: Path = Path("/")) -> GroupMemory | None:
     """Return the memory of the control group with the smallest limit; None: there is no limit."""
     return min(filter(None, (group.memory() for group in control_groups("memory", root))), default=None)
+
+
+def machine_name() -> str:
+    """Return a name of this machine that all of its containers have: who has it, has the same clock and cards."""
+    return text_of(Path("/proc/sys/kernel/random/boot_id")).strip() or os.uname().nodename
 
 
 def value_in(file: Path, name: str) -> int:

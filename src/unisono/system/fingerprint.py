@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from unisono.system.controlgroups import text_of
+
 __all__ = [
     "FLOATING_POINT",
     "SWITCHES",
@@ -177,10 +179,7 @@ def _file_of(module: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "CPU part", "uarch")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith(("model name", "CPU part", "uarch")):
+            return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
