@@ -20,7 +20,7 @@ from unisono.core.events import GpuUse, MachineUsed, WorkerUse
 from unisono.system.capacity import cpu_limit, machine_cores, machine_gpus
 from unisono.system.controlgroups import control_groups, memory_of_groups, text_of, value_in
 
-__all__ = ["Gpus", "Meter", "used_cores_of_group"]
+__all__ = ["Gpus", "Meter", "memory_use", "used_cores_of_group"]
 
 
 class Gpus:
@@ -45,9 +45,7 @@ class Gpus:
                 self._library.nvmlInit()
                 self._handles = [_handle(self._library, name.removeprefix("gpu-")) for name in self._names]
             return [_use(self._library, handle) for handle in self._handles]
-        except ImportError:  # the package is not installed
-            self._names = []
-        except Exception:  # the driver says no, or has other functions
+        except Exception:  # the package is not installed; the driver says no, or has other functions
             self._names = []
         return []
 
@@ -115,7 +113,7 @@ class Meter:
         """
         last, self._last = self._last, self._count()
         now, seconds = self._last, max(self._last.at - last.at, 1e-6)
-        used, total = self._memory()
+        used, total = memory_use(self._root)
         by_worker = {
             worker_id: use
             for worker_id, pid in workers.items()
@@ -153,14 +151,6 @@ class Meter:
         mine = [each[number] for number in self._cores if number < len(each)] or each
         # The time of guests is a part of that of users.
         return float(sum(sum(times[:8]) - times.idle - getattr(times, "iowait", 0.0) for times in mine))
-
-    def _memory(self) -> tuple[int, int]:
-        """Return the memory that is used, and how much there is."""
-        machine = psutil.virtual_memory()
-        group = memory_of_groups(self._root)
-        if group is not None and group.limit < machine.total:
-            return group.used, group.limit
-        return machine.total - machine.available, machine.total
 
     def _use_of(self, worker_id: str, pid: int, seconds: float) -> WorkerUse | None:
         known = self._workers.setdefault(worker_id, {})
@@ -209,6 +199,14 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 # -- control groups ------------------------------------------------------------------------------------
+
+
+def memory_use(root: Path = Path("/")) -> tuple[int, int]:
+    """Return the memory that is used, and how much there is: of the control group of this process, if that is less."""
+    machine, group = psutil.virtual_memory(), memory_of_groups(root)
+    if group is not None and group.limit < machine.total:
+        return group.used, group.limit
+    return machine.total - machine.available, machine.total
 
 
 def used_cores_of_group(root: Path = Path("/")) -> float | None:

@@ -20,10 +20,10 @@ import psutil
 
 from unisono.cluster.machine.headprocess import reachable
 from unisono.system.capacity import cpu_limit, machine_cores, machine_gpus
-from unisono.system.controlgroups import memory_of_groups
 from unisono.system.fingerprint import foretold
 from unisono.system.interfaces import interfaces, is_local
 from unisono.system.seats import holder
+from unisono.system.usage import memory_use
 
 __all__ = ["MachineFacts", "Scope", "find_out"]
 
@@ -118,9 +118,8 @@ def _processors(asked: Scope) -> dict[str, Any]:
 
 
 def _memory(asked: Scope) -> dict[str, Any]:
-    machine, group = psutil.virtual_memory(), memory_of_groups()
-    total = machine.total if group is None else min(machine.total, group.limit)
-    return {"memory": total, "memory_free": min(machine.available, total)}
+    used, total = memory_use()
+    return {"memory": total, "memory_free": max(0, total - used)}
 
 
 def _shared_memory(asked: Scope) -> dict[str, Any]:
