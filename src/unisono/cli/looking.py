@@ -144,9 +144,10 @@ def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Se
     while True:
         note = ""
         try:
-            for seen in _pushes(find(str(folder)) if folder.is_dir() else _no_head(folder)):
-                met, lost_at = True, 0.0
-                yield seen
+            if folder.is_dir():
+                for seen in _pushes(find(str(folder))):
+                    met, lost_at = True, 0.0
+                    yield seen
         except NotGoing:
             pass
         except UsageError as error:  # e.g. a run of another user, whose token this one may not read
@@ -168,7 +169,3 @@ def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Se
         note = note or (f"no head answers; this is what the files say, for {lost_s:.0f} s" if met else "")
         yield Seen(overview, note or "; ".join(history.notes), lost_s, is_over=not met and overview.state == UNKNOWN)
         sleep(EVERY_S)
-
-
-def _no_head(file: Path) -> Invitation:
-    raise NotGoing(f"{file} is a file")

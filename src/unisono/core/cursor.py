@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -291,9 +290,6 @@ def check_parts(microbatches: int, num_parts: int) -> None:
 
 
 def _choices(cursor: Cursor) -> str:
-    near = sorted(_divisors(cursor.batch_size), key=lambda divisor: abs(divisor - cursor.microbatches))[:5]
+    divisors = (number for number in range(1, cursor.batch_size + 1) if cursor.batch_size % number == 0)
+    near = sorted(divisors, key=lambda divisor: abs(divisor - cursor.microbatches))[:5]
     return listed([str(divisor) for divisor in sorted(near)], "or")
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)

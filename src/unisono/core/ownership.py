@@ -54,7 +54,8 @@ def owners(sizes: Sequence[int], members: Sequence[MemberPlace], copies: int, he
     fresh = _distribute(sizes, members, copies, ((),) * len(sizes))
     limit = SLACK * max(shares(sizes, fresh).values(), default=0)
     kept = _rebalanced(sizes, members, _distribute(sizes, members, copies, before), limit)
-    return _with_senders(sizes, kept if _most(sizes, kept) <= limit else fresh)
+    most = max(shares(sizes, kept).values(), default=0)
+    return _with_senders(sizes, kept if most <= limit else fresh)
 
 
 def senders(first: int, having: Sequence[bool], hosts: Sequence[str]) -> list[tuple[int, tuple[int, ...]]]:
@@ -143,10 +144,6 @@ def _candidates(chosen: Sequence[int], able: Iterable[int], members: Sequence[Me
     if used >= {one.host for one in members}:
         return free
     return [rank for rank in free if members[rank].host not in used]
-
-
-def _most(sizes: Sequence[int], table: Owners) -> int:
-    return max(shares(sizes, table).values(), default=0)
 
 
 def _with_senders(sizes: Sequence[int], table: Owners) -> Owners:

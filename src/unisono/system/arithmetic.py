@@ -44,7 +44,7 @@ def variables(name: Instructions | None) -> dict[str, str]:
     if name is None:
         return {}
     found = dict(_VARIABLES[name])
-    if not _is_intel():
+    if "GenuineIntel" not in _of_processor("vendor_id"):
         found[_MKL] = "COMPATIBLE"
     return found
 
@@ -147,10 +147,6 @@ def _digest(result: Tensor) -> str:
 
     values = result.double().contiguous()
     return hashlib.blake2b(ctypes.string_at(values.data_ptr(), values.nbytes), digest_size=4).hexdigest()
-
-
-def _is_intel() -> bool:
-    return "GenuineIntel" in _of_processor("vendor_id")
 
 
 @functools.cache

@@ -261,7 +261,7 @@ class _Paths:
             case ast.Attribute() | ast.Name():
                 path = _path(node)
                 if path:
-                    self._add(path, node.ctx)
+                    (self.loads if isinstance(node.ctx, ast.Load) else self.stores).append(path)
                     return
             case ast.Subscript() if not isinstance(node.ctx, ast.Load):
                 if path := _base(node):
@@ -284,9 +284,6 @@ class _Paths:
             self._visit(node.func)
         for child in (*node.args, *node.keywords):
             self._visit(child)
-
-    def _add(self, path: str, ctx: ast.expr_context) -> None:
-        (self.loads if isinstance(ctx, ast.Load) else self.stores).append(path)
 
 
 def _base(node: ast.AST) -> str:

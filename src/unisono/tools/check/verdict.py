@@ -140,7 +140,7 @@ class _Tracing:
             again = self._runner.run(trial, traces=True) if trial is not ALONE else self._alone
             if (culprit := _culprit(again, self._alone)) is not None:
                 return culprit
-            if _is_cut(again):
+            if any(each.is_cut for records in again.workers.values() for each in sections_of(records)):
                 self._note(CUT)
         return None
 
@@ -229,10 +229,6 @@ def _culprit(outcome: TrialOutcome, alone: TrialOutcome) -> Culprit | None:
         if culprit is not None:
             return culprit
     return None
-
-
-def _is_cut(outcome: TrialOutcome) -> bool:
-    return any(each.is_cut for records in outcome.workers.values() for each in sections_of(records))
 
 
 def _scripts(sections: Sequence[Section]) -> FindStatements:

@@ -90,7 +90,7 @@ class Probe(Inspector):
             return
         self._best = self._look(self._loop, self._done)
         if self._loop.worker_id in ("", "w0"):
-            self._write(self._best)
+            write_whole(self._directory / FILE, msgspec.json.encode(self._best))
 
     def _look(self, loop: Loop, done: int) -> WorkerFindings:
         tracked = loop.tracked
@@ -137,9 +137,6 @@ class Probe(Inspector):
             limit=limit,
             held_up=(without_core() - self._without_core) / max(1e-9, time.monotonic() - self._since),
         )
-
-    def _write(self, found: WorkerFindings) -> None:
-        write_whole(self._directory / FILE, msgspec.json.encode(found))
 
 
 def _alike(one: Recipe, other: Recipe) -> bool:

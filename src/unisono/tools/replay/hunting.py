@@ -131,12 +131,9 @@ def script_stack(text: str) -> str:
         text: words, and then a stack as Python prints it.
     """
     head, *frames = re.split(r'(?m)^(?=  File ")', text)
-    kept = [frame for frame in frames if not _is_foreign(frame.split('"')[1])]
+    files = [frame.split('"')[1] for frame in frames]
+    kept = [frame for frame, file in zip(frames, files, strict=True) if not (is_own(file) or file.startswith(TORCH))]
     return "".join([head, *(kept or frames)])
-
-
-def _is_foreign(file: str) -> bool:
-    return is_own(file) or file.startswith(TORCH)
 
 
 def _where() -> str:
