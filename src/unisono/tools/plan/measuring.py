@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from unisono.core.errors import UsageError
 from unisono.core.rehearsals import is_compared
+from unisono.core.telemetry import PARTS
 from unisono.record.history import History
 from unisono.record.journal.times import by_step
 from unisono.record.rundir import read_facts
@@ -25,7 +26,6 @@ __all__ = [
     "samples_in",
 ]
 
-_TOTAL: Final = ("data", "compute", "exchange", "network", "waiting", "update", "other")
 _AS_STANDARD_DEVIATION: Final = 1.4826
 """Of the median distance from the median, for normal numbers."""
 _OF_A_MEDIAN: Final = 1.2533
@@ -85,40 +85,28 @@ def facts_of_run(directory: Path, samples: Sequence[Sample], room: int) -> Forec
         )
     if not isinstance(size.get("gradient_bytes"), int):
         raise UsageError(f"the run in {directory} does not say how large its gradients are; plan its script instead")
-    return facts_from(
-        samples,
-        recipe,
-        room=room,
-        gradient_bytes=size["gradient_bytes"],
-        parameter_bytes=size["parameter_bytes"],
-        is_sharded=bool(size.get("is_sharded")),
-    )
+    return facts_from(samples, recipe, size, room)
 
 
 def facts_from(
-    samples: Sequence[Sample],
-    recipe: Mapping[str, Any],
-    *,
-    room: int,
-    gradient_bytes: int,
-    parameter_bytes: int,
-    is_sharded: bool,
+    samples: Sequence[Sample], recipe: Mapping[str, Any], size: Mapping[str, Any], room: int
 ) -> ForecastInputs:
     """Return what a forecast is made from, of a training with this recipe.
 
     Args:
-        gradient_bytes: of one node of the summation tree, before it is rounded for its way.
+        size: of the training: ``gradient_bytes``, of one node of the summation tree before it is rounded for its way;
+            ``parameter_bytes``; and ``is_sharded``.
     """
     is_rounded = recipe.get("wire") == "bf16"
     return ForecastInputs(
         samples=tuple(samples),
         microbatches=int(recipe["microbatches"]),
         batch_size=int(recipe["batch_size"]),
-        gradient_bytes=gradient_bytes // (2 if is_rounded else 1),
-        parameter_bytes=parameter_bytes,
+        gradient_bytes=size["gradient_bytes"] // (2 if is_rounded else 1),
+        parameter_bytes=size["parameter_bytes"],
         room=room,
         is_rounded=is_rounded,
-        is_sharded=is_sharded,
+        is_sharded=bool(size.get("is_sharded")),
     )
 
 
@@ -159,12 +147,12 @@ def _is_whole(step: Times) -> bool:
 
     A worker may have had no micro-batch: its sums would have travelled for too long.
     """
-    known = all(times.get(name) is not None for times in step.values() for name in _TOTAL)
+    known = all(times.get(name) is not None for times in step.values() for name in PARTS)
     return known and any(times.get("leaves") for times in step.values())
 
 
 def _sum(times: Mapping[str, float | None]) -> float:
-    return sum(times[name] or 0.0 for name in _TOTAL)
+    return sum(times[name] or 0.0 for name in PARTS)
 
 
 def _paces(step: Times) -> list[float]:

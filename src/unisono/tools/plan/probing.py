@@ -100,14 +100,7 @@ def facts_of(trials: Sequence[Measurement], room: int) -> ForecastInputs:
     """
     found = trials[0].found
     check_recipe(found.recipe)
-    return facts_from(
-        [one.sample for one in trials],
-        found.recipe,
-        room=room,
-        gradient_bytes=found.gradient_bytes,
-        parameter_bytes=found.parameter_bytes,
-        is_sharded=found.is_sharded,
-    )
+    return facts_from([one.sample for one in trials], found.recipe, msgspec.structs.asdict(found), room)
 
 
 def memories_of(trials: Sequence[Measurement]) -> dict[int, WorkerMemory]:
