@@ -92,22 +92,18 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         refused = {size: at for size, at in self.refused.items() if step - at < RETRY_STEPS}
         known = msgspec.structs.replace(self, refused=refused)
         found, smaller = known.efficiency(self.size), known._smaller(self.size)
-        limit = bounds.efficiency - SLACK if smaller == self.size - 1 else bounds.efficiency
-        if found is not None and smaller is not None and found < limit:
-            known = msgspec.structs.replace(known, refused={**refused, self.size: step})
-            target = max(bounds.least, (smaller + self.size) // 2)
-            why = f"the last {count(self.size - smaller, 'worker')} of {self.size} {_adds(self.size - smaller, found)}"
-            return known, SizeChange(size=target, why=why) if target < self.size else None
-        if found is not None and found < bounds.efficiency:
-            return known, None
+        why = "to measure what another one adds"
+        if found is not None and smaller is not None:
+            number = self.size - smaller
+            why = f"the last {count(number, 'worker')} of {self.size} {_adds(number, found)}"
+            if found < (bounds.efficiency - SLACK if number == 1 else bounds.efficiency):
+                known = msgspec.structs.replace(known, refused={**refused, self.size: step})
+                target = max(bounds.least, (smaller + self.size) // 2)
+                return known, SizeChange(size=target, why=why) if target < self.size else None
+            if found < bounds.efficiency:
+                return known, None
         target = known._next(bounds)
-        if target <= self.size:
-            return known, None
-        if found is None or smaller is None:
-            why = "to measure what another one adds"
-        else:
-            why = f"the last {count(self.size - smaller, 'worker')} of {self.size} {_adds(self.size - smaller, found)}"
-        return known, SizeChange(size=target, why=why)
+        return known, SizeChange(size=target, why=why) if target > self.size else None
 
     def _smaller(self, size: int) -> int | None:
         return max((known for known in self.rates if known < size), default=None)
