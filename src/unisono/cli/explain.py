@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.cli.again import past_run
+from unisono.cli.again import PastRun, past_run
 from unisono.cli.resume import command_of
 from unisono.cli.saying import say
 from unisono.core.errors import UnisonoError
@@ -48,8 +48,8 @@ def _dissected(run: Path, empty: Dissected) -> Dissected:
     """
     say(f"unisono: computes step {empty.step} of {empty.run} again", err=True)
     try:
-        with past_run(run) as (found, _):
-            start = found.start(empty.step)
+        found = PastRun(run)
+        start = found.start(empty.step)
         known = _computed(run, empty, start)
         if start is None or not known.drift or other_arithmetic(found.fingerprint, known.fingerprint):
             return known

@@ -54,10 +54,6 @@ class Resumed(NamedTuple):
         say(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
         return words
 
-    def threads(self) -> int:
-        """Return the threads of a worker of the run that is resumed; 1 where that is unknown."""
-        return threads_of(self.facts)
-
     def arithmetic(self) -> Instructions | None:
         """Return the instructions that the workers of the run that is resumed were held to; None: any."""
         recipe = self.facts.get("recipe")

@@ -21,7 +21,7 @@ from unisono.cli.given import (
     script_arguments,
 )
 from unisono.cli.options import BY_FIELD, Options, options_of
-from unisono.cli.resume import Resumed, resumed
+from unisono.cli.resume import Resumed, resumed, threads_of
 from unisono.cli.saying import say
 from unisono.cluster import launchers
 from unisono.cluster.launchers import Machine
@@ -179,7 +179,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     _check_sinks(options.sinks)
     options.check_head()
     arguments = _arguments(options, before)
-    threads = options.threads or (_plain_threads() if options.plain else before.threads())
+    threads = options.threads or (_plain_threads() if options.plain else threads_of(before.facts))
     takes_all = options.workers == "auto" and options.names_hosts  # so many as the machines will say
     workers = parse_workers("1" if takes_all else options.workers, threads)
     if options.efficiency and workers.grows:
