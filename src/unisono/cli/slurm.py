@@ -9,7 +9,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,52 +32,40 @@ GOES_ON: Final = {"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "TIMEO
 OVER: Final = GOES_ON | {"CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "REVOKED"}
 """All states in which Slurm does nothing more with a job (``enum job_states`` of slurm.h)."""
 
-# fmt: off
-_OPTIONS: Final = (
-    click.argument("script", required=False),
-    click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
-    click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does."),
-    click.option("-N", "--nodes", metavar="N|A-B", default="1", show_default=True, help="Nodes of the job."),
-    click.option("-t", "--time", "time_limit", metavar="D-H:M:S", help="Time limit; what is not finished by then "
-                 "goes on in another turn of the same job."),
-    click.option("-p", "--partition", metavar="NAME", help="Partition (queue)."),
-    click.option("-A", "--account", metavar="NAME", help="Account that pays."),
-    click.option("-q", "--qos", metavar="NAME", help="Quality of service."),
-    click.option("--gpus-per-node", metavar="N", help="GPUs of each node; one worker for each."),
-    click.option("--cpus-per-node", type=click.IntRange(min=1), help="Cores of each node; default: whole nodes "
-                 "(--exclusive), or the cores that come with the GPUs."),
-    click.option("--mem", metavar="SIZE", help="Memory of each node."),
-    click.option("-a", "--array", metavar="LIST", help="Several jobs: each a run of its own, or with --join all in "
-                 "the same."),
-    click.option("-J", "--job-name", default="", metavar="NAME", help="Default: the script's name."),
-    click.option("-o", "--output", default="", metavar="FILE", help="Default: NAME-JOB.out."),
-    click.option("--sbatch", "others", multiple=True, metavar="OPTION", help="Any other option of sbatch, e.g. "
-                 "--sbatch=--constraint=a100; may be repeated."),
-    seconds("--warn", "90s", "So long before its time limit the job writes a checkpoint and goes back into the queue: "
-            "at least a step and a checkpoint."),
-    click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers "
-                 "on all nodes together: a number; every GPU, else every core; or at least A and at most B."),
-    click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. Part of the result's bits."),
-    click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; %j is the number of the job. "
-                 "Default: runs/NAME-%j."),
-    click.option("--run", "run_options", multiple=True, metavar="OPTION", help="Any other option of unisono run (with "
-                 "--join, of unisono join), e.g. --run=--strict; may be repeated."),
-    click.option("--join", "going", default="", metavar="RUN", help="Have the nodes join the run that is going in the "
-                 "directory RUN instead; without SCRIPT."),
-    click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing."),
-    click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow it."),
-)
-# fmt: on
-
-
-def _with_options(command: Callable[..., int]) -> Callable[..., int]:
-    for add in reversed(_OPTIONS):
-        command = add(command)
-    return command
-
 
 @click.command()
-@_with_options
+@click.argument("script", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does.")
+@click.option("-N", "--nodes", metavar="N|A-B", default="1", show_default=True, help="Nodes of the job.")
+@click.option("-t", "--time", "time_limit", metavar="D-H:M:S", help="Time limit; what is not finished by then "
+              "goes on in another turn of the same job.")  # fmt: skip
+@click.option("-p", "--partition", metavar="NAME", help="Partition (queue).")
+@click.option("-A", "--account", metavar="NAME", help="Account that pays.")
+@click.option("-q", "--qos", metavar="NAME", help="Quality of service.")
+@click.option("--gpus-per-node", metavar="N", help="GPUs of each node; one worker for each.")
+@click.option("--cpus-per-node", type=click.IntRange(min=1), help="Cores of each node; default: whole nodes "
+              "(--exclusive), or the cores that come with the GPUs.")  # fmt: skip
+@click.option("--mem", metavar="SIZE", help="Memory of each node.")
+@click.option("-a", "--array", metavar="LIST", help="Several jobs: each a run of its own, or with --join all in "
+              "the same.")  # fmt: skip
+@click.option("-J", "--job-name", default="", metavar="NAME", help="Default: the script's name.")
+@click.option("-o", "--output", default="", metavar="FILE", help="Default: NAME-JOB.out.")
+@click.option("--sbatch", "others", multiple=True, metavar="OPTION", help="Any other option of sbatch, e.g. "
+              "--sbatch=--constraint=a100; may be repeated.")  # fmt: skip
+@seconds("--warn", "90s", "So long before its time limit the job writes a checkpoint and goes back into the queue: "
+         "at least a step and a checkpoint.")  # fmt: skip
+@click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers "
+              "on all nodes together: a number; every GPU, else every core; or at least A and at most B.")  # fmt: skip
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. Part of the result's bits.")
+@click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; %j is the number of the job. "
+              "Default: runs/NAME-%j.")  # fmt: skip
+@click.option("--run", "run_options", multiple=True, metavar="OPTION", help="Any other option of unisono run (with "
+              "--join, of unisono join), e.g. --run=--strict; may be repeated.")  # fmt: skip
+@click.option("--join", "going", default="", metavar="RUN", help="Have the nodes join the run that is going in the "
+              "directory RUN instead; without SCRIPT.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow it.")
 def slurm(dry_run: bool, detach: bool, **given: Any) -> int:
     """Train SCRIPT in a job of Slurm. What stands after -- are the script's own arguments:
 
