@@ -28,8 +28,7 @@ from unisono.engine.microbatch.guards import (
     watched_schedulers,
     watched_zero_grad,
 )
-from unisono.engine.microbatch.losses import Microbatch, Reduction
-from unisono.engine.microbatch.plain_backward import taken_backward
+from unisono.engine.microbatch.losses import Microbatch, Reduction, taken_backward
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.clock import Clock

@@ -42,7 +42,7 @@ from unisono.engine.exchange.flat import (
 )
 from unisono.engine.exchange.slots import Slots
 from unisono.engine.microbatch.gradients import gradient_of, is_private
-from unisono.engine.microbatch.parameters import ParameterCheck
+from unisono.engine.microbatch.guards import ParameterCheck
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.packing import digest_of_each
 from unisono.engine.state.tracked import Calls

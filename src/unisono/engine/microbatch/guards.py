@@ -15,8 +15,9 @@ options of an optimizer, its state          `StepError` at the end of the inner 
 ``clip_grad_norm_``                         a warning: there are no gradients yet
 ==========================================  ==================================================
 
-Guards look at objects and version counters only, never at values, so they cost microseconds. What they cannot see (a
-counter in a closure, a generator of the script's own) is found by a rehearsal (`unisono.core.rehearsals`).
+Guards look at objects and version counters, and at values in a few steps only (`ParameterCheck`), so they cost
+microseconds. What they cannot see (a counter in a closure, a generator of the script's own) is found by a rehearsal
+(`unisono.core.rehearsals`).
 """
 
 from __future__ import annotations
@@ -35,11 +36,19 @@ from torch.optim import lr_scheduler
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import StepError
-from unisono.engine.state.packing import quick_digest
+from unisono.engine.state.packing import digest_of_each, quick_digest
 from unisono.engine.state.tracked import Tracked
 from unisono.system.stacks import level_outside
 
-__all__ = ["Guards", "Structure", "UnusedGradients", "watched_clipping", "watched_schedulers", "watched_zero_grad"]
+__all__ = [
+    "Guards",
+    "ParameterCheck",
+    "Structure",
+    "UnusedGradients",
+    "watched_clipping",
+    "watched_schedulers",
+    "watched_zero_grad",
+]
 
 Settings = dict[tuple[str, int | str, str], Any]
 """(optimizer, group, option) -> its value; (module, path, buffer) -> whether it is there; (scheduler, "", counter)."""
@@ -109,6 +118,67 @@ class Structure:
             [parameter for module in self._modules for parameter in module._parameters.values()],
             [child for module in self._modules for child in module._modules.values()],
         )
+
+
+class ParameterCheck:
+    """Compares the parameters before and after a micro-batch: the worker that computes it would drift away from all
+    others. Local.
+
+    Args:
+        trained: (name, parameter), those that need a gradient.
+        frozen: (name, parameter), those that need none.
+    """
+
+    def __init__(self, trained: Sequence[tuple[str, nn.Parameter]], frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._named = [*trained, *frozen]
+        self._frozen = list(frozen)
+        self._needs_gradient = [True] * len(trained) + [False] * len(frozen)
+        self._versions: list[int] = []
+        self._gradients: list[Tensor | None] = []
+        self._digests: list[int] | None = None
+
+    def start(self, *, compare_bits: bool) -> None:
+        """Remember the parameters before a micro-batch.
+
+        Args:
+            compare_bits: also take digests, which see what is written through ``.data`` and not counted.
+        """
+        self._versions = [parameter._version for _, parameter in self._named]
+        self._gradients = [parameter.grad for _, parameter in self._frozen]
+        if compare_bits:
+            self._digests = digest_of_each([parameter for _, parameter in self._named])
+
+    def check(self) -> None:
+        """Compare the parameters after the micro-batch.
+
+        Raises:
+            StepError: one was written, frozen, thawed, or has got a gradient though it is frozen.
+        """
+        changed = _first_difference(self._versions, [parameter._version for _, parameter in self._named])
+        digests, self._digests = self._digests, None
+        if changed is None and digests:
+            changed = _first_difference(digests, digest_of_each([parameter for _, parameter in self._named]))
+        if changed is not None:
+            raise StepError(
+                f"parameter {self._named[changed][0]!r} was changed within a micro-batch, only on the worker that "
+                "computed the micro-batch. Update parameters after the inner loop; use nn.Embedding without max_norm "
+                "(or renormalise after optimizer.step()); if the first batch initialises parameters, pass one batch "
+                "through the model before run.steps. `unisono check SCRIPT` names the line"
+            )
+        other = _first_difference(self._needs_gradient, [parameter.requires_grad for _, parameter in self._named])
+        if other is None:
+            pairs = zip(self._frozen, self._gradients, strict=True)
+            learned = (index for index, ((_, one), before) in enumerate(pairs) if one.grad is not before)
+            first = len(self._named) - len(self._frozen)
+            other = next((first + index for index in learned), None)
+        if other is not None:
+            was_trained = self._needs_gradient[other]
+            raise StepError(
+                f"parameter {self._named[other][0]!r} was {'frozen' if was_trained else 'unfrozen'} within a "
+                f"micro-batch (requires_grad was {was_trained} when the step began), so its gradient differs between "
+                "the workers. Freeze and unfreeze parameters before the inner loop, or set requires_grad back before "
+                "the micro-batch ends, and let a parameter that was frozen get no gradient meanwhile"
+            )
 
 
 class Guards:
@@ -387,6 +457,12 @@ def _check_settings(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None
             f"micro-batches: it was {before.get(key)} and is {after.get(key)}. Change it after this loop (as "
             "scheduler.step() does), or before run.steps (if it is a buffer that the first batch makes)"
         )
+
+
+def _first_difference(before: Sequence[int], now: Sequence[int]) -> int | None:
+    if before == now:
+        return None
+    return next(index for index, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
 
 
 def _optimizer_states(tracked: Tracked) -> Iterator[Tensor]:

@@ -2,30 +2,57 @@
 
 A loss that lies on a device is not looked at before the last backward of the step has been launched: whoever looks
 waits for the forward pass, and the device has nothing to do meanwhile. `check_losses` looks at all of a step.
+
+Plain ``loss.backward()`` within the inner loop is taken over as ``step.backward(loss)`` (`taken_backward`), if it
+computes gradients of trained parameters and could be meant in no other way: for a tensor with one element, without
+``gradient=``, ``inputs=`` or ``create_graph=``, in the thread of the training loop. All other calls go to torch. A loss
+that ``GradScaler.scale`` has scaled stands for the loss itself, with that scaler.
+
+The questions to the graph of a loss (what it reaches, whether it is a sum or a mean) are cheap, and never of values.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import LossError, StepError
 from unisono.engine.microbatch.folding import GradientFolder
-from unisono.engine.microbatch.graphs import divided_by, is_sum
+from unisono.engine.microbatch.guards import watched_zero_grad
 from unisono.system import accelerators
 from unisono.system.reading import read
 from unisono.system.stacks import level_outside
 
-__all__ = ["Microbatch", "Reduction", "check_losses"]
+__all__ = ["Microbatch", "Reduction", "check_losses", "divided_by", "is_sum", "taken_backward"]
 
 Reduction = Literal["mean", "sum"]
 """What the losses are, over the samples of a micro-batch."""
+Trained = Sequence[tuple[str, nn.Parameter]]
+Take = Callable[[Tensor, Any, bool], None]
+"""``step.backward`` of the current step: (loss, scaler, retain_graph)."""
+
+MEAN, SUM = 1, 2  # values of `_saved_reduction`
+MOST_TERMS: Final = 16
+MOST_ACCUMULATED: Final = 64
+"""A loss that is divided by more was hardly divided for gradient accumulation."""
+LEAST_FACTOR: Final = 0.5
+"""A smaller factor may be there to make a mean of a sum."""
+ELEMENTWISE: Final = frozenset({"PowBackward0", "AbsBackward0", "SubBackward0", "AddBackward0", "NegBackward0"})
+"""Nodes below a sum that leave it one: of squares, of differences."""
+LEAF: Final = "torch::autograd::AccumulateGrad"
+SCALING: Final = (LEAF, "DivBackward", "MulBackward")
+"""Nodes below these: of a penalty on a parameter, or of values that may be divided by their number already."""
 
 
 class Microbatch:
@@ -231,3 +258,214 @@ def _check_loss(loss: Tensor, where: str) -> None:
             f"{where}: the loss needs no gradient: it does not depend on a parameter that requires one "
             "(detached, computed under torch.no_grad(), or everything is frozen)"
         )
+
+
+# -- plain loss.backward() ---------------------------------------------------------------------------
+
+
+@contextmanager
+def taken_backward(
+    microbatch: Callable[[], Microbatch | None], trained: Callable[[], Trained], take: Take
+) -> Iterator[None]:
+    """Return a context in which plain ``loss.backward()`` of a micro-batch goes to ``take``.
+
+    Args:
+        microbatch: returns the current one; None outside of one.
+        trained: returns the parameters whose gradients are summed, by name.
+    """
+    taker = _Taker(microbatch, trained, take)
+    if not _takers:
+        _originals[:] = torch.Tensor.backward, torch.amp.GradScaler.scale
+        torch.Tensor.backward = _wrap_backward(torch.Tensor.backward)  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = _wrap_scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    _takers.append(taker)
+    try:
+        with watched_zero_grad(taker.note_zero_grad):
+            yield
+    finally:
+        _takers.remove(taker)
+        if not _takers:
+            torch.Tensor.backward, torch.amp.GradScaler.scale = _originals  # type: ignore[method-assign]
+
+
+class _Taker:
+    def __init__(self, microbatch: Callable[[], Microbatch | None], trained: Callable[[], Trained], take: Take) -> None:
+        self._microbatch = microbatch
+        self._trained = trained
+        self._take = take
+        self._thread = threading.get_ident()
+        self._known: Trained = ()
+        self._ids: frozenset[int] = frozenset()
+        self._scaled = WeakIdKeyDictionary()
+        """What a scaler has returned within a micro-batch -> (the loss, the scaler)."""
+        self._has_taken: Microbatch | None = None
+        self._has_dropped: Microbatch | None = None
+
+    def takes(self, loss: Tensor, *, retain_graph: bool) -> bool:
+        """Take a call over, if it is meant for the current micro-batch. Returns whether it was."""
+        microbatch = self._current()
+        if microbatch is None or microbatch.is_in_backward or loss.numel() != 1:
+            return False
+        loss, scaler = self._scaled.get(loss, (loss, None))
+        if loss.requires_grad and not reaches(loss, self._trained_ids()):
+            microbatch.has_foreign = True
+            return False
+        if self._has_dropped is microbatch:
+            raise StepError(
+                f"zero_grad() was called between two loss.backward() of {microbatch.where}, but the gradients of the "
+                "first are added to the step already. For gradients that are not trained with (of the inputs, say), "
+                "use torch.autograd.grad; for another pass over the batch, `for ... in step.again()`"
+            )
+        self._take(loss, scaler, retain_graph)
+        self._has_taken = microbatch
+        return True
+
+    def note_scaled(self, outputs: Any, result: Any, scaler: Any) -> None:
+        """Remember which loss a scaler has scaled."""
+        if isinstance(outputs, Tensor):
+            if result is not outputs and self._current() is not None:
+                self._scaled[result] = (outputs, scaler)
+        elif isinstance(outputs, (list, tuple)):
+            for own, scaled in zip(outputs, result, strict=True):
+                self.note_scaled(own, scaled, scaler)
+
+    def note_zero_grad(self, cleared: object) -> None:
+        """Note that the script drops gradients: of those that were taken over, this is impossible."""
+        microbatch = self._current()
+        if microbatch is None or microbatch is not self._has_taken:
+            return
+        if isinstance(cleared, nn.Module):
+            parameters: Sequence[Tensor] = list(cleared.parameters())
+        else:
+            groups = getattr(cleared, "param_groups", [])
+            parameters = [parameter for options in groups for parameter in options["params"]]
+        if not self._trained_ids().isdisjoint(map(id, parameters)):
+            self._has_dropped = microbatch
+
+    def _current(self) -> Microbatch | None:
+        return self._microbatch() if threading.get_ident() == self._thread else None
+
+    def _trained_ids(self) -> frozenset[int]:
+        if (trained := self._trained()) is not self._known:
+            self._known, self._ids = trained, frozenset(id(parameter) for _, parameter in trained)
+        return self._ids
+
+
+_takers: Final[list[_Taker]] = []
+_originals: Final[list[Any]] = []
+
+
+def _wrap_backward(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def backward(
+        self: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if gradient is None and inputs is None and not create_graph:
+            for taker in reversed(_takers):
+                if taker.takes(self, retain_graph=bool(retain_graph)):
+                    return
+        original(self, gradient, retain_graph, create_graph, inputs)
+
+    return backward
+
+
+def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        for taker in _takers:
+            taker.note_scaled(outputs, result, self)
+        return result
+
+    return scale
+
+
+# -- questions to the graph of a loss ----------------------------------------------------------------
+
+
+def reaches(loss: Tensor, parameters: Collection[int]) -> bool:
+    """Return whether backward of this loss gives a gradient to one of the parameters, named by their `id`.
+
+    True also where a function of the script's own is found, which may hide parameters (reentrant checkpointing does).
+    """
+    if loss.grad_fn is None:
+        return id(loss) in parameters
+    todo: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == LEAF:
+            if id(node.variable) in parameters:
+                return True
+        elif isinstance(node, BackwardCFunction):
+            return True
+        else:
+            todo.extend(child for child, _ in node.next_functions if child is not None)
+    return False
+
+
+def is_sum(loss: Tensor, num_samples: int) -> bool:
+    """Return whether the loss is clearly a sum over the samples of its batch. Never for a mean."""
+    if num_samples == 1 or loss.grad_fn is None:
+        return False
+    terms = list(_terms(loss.grad_fn))
+    return any(_is_sum(term, num_samples) for term in terms) and not any(_is_mean(term) for term in terms)
+
+
+def divided_by(loss: Tensor) -> int | None:
+    """Return the small integer by which the loss, clearly one mean, was divided; None: it was not.
+
+    A sum of several terms is divided for the mean of these: ``(start_loss + end_loss) / 2``.
+    """
+    node: Any = loss.grad_fn
+    number = _number(node) if node is not None and node.name() == "DivBackward0" else None
+    if number is None or not 2 <= number <= MOST_ACCUMULATED or not number.is_integer():
+        return None
+    terms = list(_terms(node.next_functions[0][0]))
+    return int(number) if len(terms) == 1 and _is_mean(terms[0]) else None
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    """Yield what the value of this node is the sum of, without factors that are plain numbers."""
+    todo = [node]
+    for _ in range(MOST_TERMS):
+        if not todo:
+            return
+        node = todo.pop()
+        children = [child for child, _ in node.next_functions if child is not None]
+        is_scaled = node.name() == "MulBackward0" and abs(_number(node) or 0.0) >= LEAST_FACTOR
+        if is_scaled or node.name() in ("AddBackward0", "SubBackward0", "NegBackward0"):
+            todo.extend(children)
+        else:
+            yield node
+
+
+def _number(node: Any) -> float | None:
+    """Return the plain number that is the other operand of a node."""
+    other = getattr(node, "_saved_other", None)
+    is_plain = isinstance(other, Tensor) and other.ndim == 0 and other.device.type == "cpu"
+    is_constant = len(node.next_functions) < 2 or node.next_functions[1][0] is None
+    return float(other) if isinstance(other, Tensor) and is_plain and is_constant else None
+
+
+def _is_mean(node: Any) -> bool:
+    return node.name() in ("MeanBackward0", "MeanBackward1") or getattr(node, "_saved_reduction", None) == MEAN
+
+
+def _is_sum(node: Any, num_samples: int) -> bool:
+    if getattr(node, "_saved_reduction", None) == SUM:
+        return True
+    if node.name() != "SumBackward0" or tuple(node._saved_self_sym_sizes)[:1] != (num_samples,):
+        return False
+    below = node.next_functions[0][0]
+    if getattr(below, "_saved_reduction", None) == 0:
+        return True  # a loss for each sample
+    names = [child.name() for child, _ in below.next_functions if child is not None]
+    return below.name() in ELEMENTWISE and not any(name.startswith(SCALING) for name in names)
