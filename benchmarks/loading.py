@@ -33,8 +33,8 @@ from benchmarks.report import print_table, write_json
 from unisono.core.orders import Sequential
 from unisono.core.stream_plan import StreamCursor
 from unisono.engine.microbatch.data import Loading
+from unisono.engine.microbatch.shards import samples_of
 from unisono.engine.microbatch.streamfetcher import StreamFetcher
-from unisono.engine.microbatch.tarfiles import samples_of
 
 SHAPE = (3, 96, 96)
 WINDOW = 1000

@@ -17,9 +17,17 @@ from tests.pure.test_streams import cursor
 from unisono.core.errors import UsageError
 from unisono.core.orders import Sequential
 from unisono.core.stream_plan import StreamCursor, WantedSamples
-from unisono.engine.microbatch.bookmarks import FOLLOWING, STRIDE, Bookmark, Bookmarks, News, Taken
+from unisono.engine.microbatch.bookmarks import (
+    FOLLOWING,
+    STRIDE,
+    Bookmark,
+    Bookmarks,
+    News,
+    Taken,
+    digest_of_sample,
+    together,
+)
 from unisono.engine.microbatch.data import Loading
-from unisono.engine.microbatch.sampledigests import digest_of_sample, together
 from unisono.engine.microbatch.streamfetcher import StreamFetcher
 from unisono.engine.microbatch.streamreader import Reader
 from unisono.engine.microbatch.streams import Streams

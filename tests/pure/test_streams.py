@@ -23,12 +23,10 @@ from unisono.core.errors import RecipeError
 from unisono.core.orders import Sequential
 from unisono.core.stream_plan import StreamBatches, StreamCursor, StreamPart, cut, window_order
 from unisono.engine.microbatch.data import Loading
-from unisono.engine.microbatch.rereading import is_alike
-from unisono.engine.microbatch.shards import TarShards
+from unisono.engine.microbatch.shards import TarShards, count_samples, samples_of
 from unisono.engine.microbatch.streamfetcher import StreamFetcher
-from unisono.engine.microbatch.streamreader import Reader
+from unisono.engine.microbatch.streamreader import Reader, is_alike
 from unisono.engine.microbatch.streams import Streams
-from unisono.engine.microbatch.tarfiles import count_samples, samples_of
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

@@ -17,6 +17,8 @@ order of its files, is then what it draws at the beginning, and each sample afte
 from __future__ import annotations
 
 import collections
+import hashlib
+import struct
 import types
 import warnings
 from collections.abc import Iterable, Mapping
@@ -24,10 +26,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from unisono.core.errors import UsageError
 from unisono.core.stream_plan import WantedSamples
-from unisono.engine.microbatch.sampledigests import digest_of_sample, together
 from unisono.engine.state.packing import to_bytes
 
 __all__ = [
@@ -41,8 +43,11 @@ __all__ = [
     "NotOpened",
     "Notes",
     "Taken",
+    "bytes_of",
+    "digest_of_sample",
     "is_stateful",
     "share_states",
+    "together",
 ]
 
 NAME = "streams"
@@ -308,7 +313,7 @@ def _parts_with_states(whole: Any) -> set[int]:
     found, seen, ahead = {id(whole)}, set[int](), collections.deque([whole])
     while ahead and len(seen) < MOST_PARTS:
         part = ahead.popleft()
-        if id(part) in seen or isinstance(part, (type, types.ModuleType, torch.nn.Module, torch.Tensor)):
+        if id(part) in seen or isinstance(part, (type, types.ModuleType, torch.nn.Module, Tensor)):
             continue
         seen.add(id(part))
         if callable(getattr(type(part), "state_dict", None)):
@@ -333,3 +338,69 @@ def _check_kinds(state: Any, path: str) -> None:
         raise UsageError(f"{path} is a {type(state).__qualname__}; use a dict, list, tuple or set")
     for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
         _check_kinds(value, f"{path}[{key!r}]")
+
+
+# -- samples -----------------------------------------------------------------------------------------
+
+
+def digest_of_sample(sample: Any) -> bytes:
+    """Return a digest of a sample that is made of tensors, arrays, images, collections and plain values, by what they
+    hold: equal in all processes for equal samples.
+
+    Raises:
+        UsageError: there is something else in it.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    _add(found, sample)
+    return found.digest()
+
+
+def together(digests: Iterable[bytes]) -> bytes:
+    """Return one digest for several, in their order."""
+    return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+
+
+def _add(found: Any, value: Any) -> None:
+    found.update(f"{type(value).__qualname__} ".encode())
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise UsageError(f"a sample has a tensor ({value.layout}) that cannot be compared")
+        found.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        found.update(bytes_of(value).cpu().numpy())
+    elif isinstance(value, (str, int, float, complex, type(None))):
+        text = struct.pack("<d", value) if isinstance(value, float) else repr(value).encode()
+        found.update(len(text).to_bytes(8, "little") + text)
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        found.update(len(value).to_bytes(8, "little"))
+        found.update(value)
+    elif isinstance(value, Mapping):
+        found.update(f"{len(value)} ".encode())
+        for key, item in value.items():
+            _add(found, key)
+            _add(found, item)
+    elif isinstance(value, (set, frozenset)):
+        for digest in sorted(map(digest_of_sample, value)):
+            found.update(digest)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        found.update(f"{len(value)} ".encode())
+        for item in value:
+            _add(found, item)
+    elif callable(content := getattr(value, "tobytes", None)):  # arrays of numpy, images of PIL
+        found.update(f"{getattr(value, 'dtype', '')} {getattr(value, 'shape', '')} ".encode())
+        _add_array(found, value, content)
+    elif hasattr(value, "__dict__"):
+        _add(found, vars(value))
+    else:
+        raise UsageError(f"a sample has a {type(value).__qualname__}, which cannot be compared")
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return what a dense tensor holds, as (n,) uint8."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _add_array(found: Any, value: Any, content: Any) -> None:
+    if getattr(getattr(value, "dtype", None), "hasobject", False):
+        _add(found, value.tolist())
+    else:
+        found.update(content())

@@ -1,12 +1,20 @@
-"""Reads samples of streams: opens them, goes to a position, shuffles within windows."""
+"""Reads samples of streams: opens them, goes to a position, shuffles within windows.
+
+Before they are trained on it looks at them: do they give the same samples again, and do they differ?
+"""
 
 from __future__ import annotations
 
 import collections
 import copy
+import itertools
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from unisono.core.cursor import seed_of
 from unisono.core.errors import RecipeError
@@ -20,15 +28,17 @@ from unisono.engine.microbatch.bookmarks import (
     News,
     Notes,
     NotOpened,
+    bytes_of,
+    digest_of_sample,
     is_stateful,
+    share_states,
+    together,
 )
 from unisono.engine.microbatch.randomness import seed_everything
-from unisono.engine.microbatch.rereading import check_streams
-from unisono.engine.microbatch.sampledigests import digest_of_sample, together
 from unisono.engine.microbatch.streams import Streams, as_torch_worker, pass_seed, seek_of
 from unisono.engine.state.packing import from_bytes
 
-__all__ = ["LoadedSamples", "Reader"]
+__all__ = ["LoadedSamples", "Reader", "is_alike"]
 
 NEAR = 64
 """Samples that are read over rather than sought."""
@@ -36,6 +46,8 @@ PATIENCE = 4
 """A stream is closed when so many times as many batches as streams are open have come from other ones."""
 MANY = 10_000
 """Samples; whoever has to pass over more is told so."""
+COMPARED = 16
+"""Samples of two streams, at least, that are alike only by mistake."""
 
 
 class _Pass:
@@ -311,7 +323,7 @@ class Reader:
             # In a loader process torch would say that it is worker 0 of 1, and in the worker itself nothing.
             with as_torch_worker(None):
                 if not self._is_checked:
-                    self._can_load = check_streams(self._data, self._seed, wanted)
+                    self._can_load = _check_streams(self._data, self._seed, wanted)
                     self._is_checked = True
                     if not self._can_load and self._notes is not None:
                         self._notes.give_up(
@@ -360,3 +372,96 @@ class Reader:
         if not is_open:
             self._open[wanted.stream] = _Open(self._data, self._seed, wanted, bookmark, self._notes)
         return self._open[wanted.stream].take(wanted)
+
+
+# -- a look at streams before they are trained on ------------------------------------------------------
+
+
+def _check_streams(data: Streams, seed: int, wanted: WantedSamples) -> bool:
+    """Read the first samples of a stream twice, and where a mistake is likely those of another stream.
+
+    Args:
+        seed: of the run.
+
+    Returns:
+        Whether a state could be loaded into a stream: not if its iterable, or a part of it with a state, is the same
+        object when the stream is made again, and would then begin in the middle.
+
+    Raises:
+        RecipeError: the samples differ from one time to the other, or two streams give the same ones.
+    """
+    number = max(COMPARED if data.divides else 2, wanted.number)
+    (one, first), (another, second) = (_begin(data, seed, wanted, wanted.stream, number) for _ in range(2))
+    if (place := _first_difference(first, second)) is not None:
+        raise RecipeError(
+            f"stream {wanted.stream} of {wanted.num_streams} gave two different samples at position {place} of epoch "
+            f"{wanted.epoch} when it was made twice, with the random generators set alike. Each worker that computes "
+            "its micro-batch makes it by itself, so it must follow from (stream, num_streams, epoch) and the global "
+            "generators of torch, numpy and random: no clock, no pid, no generator seeded by itself (WebDataset: "
+            "shuffle(n, seed=...) or no shuffle, and unisono.Streams(..., shuffle=n)), no order of a set or of the "
+            "file system, no state from the time before"
+        )
+    if data.divides and wanted.num_streams > 1:
+        _check_divided(data, seed, wanted, first)
+    return not (is_stateful(one) and share_states(one, another))
+
+
+def _check_divided(data: Streams, seed: int, wanted: WantedSamples, first: list[Any]) -> None:
+    """Raise RecipeError if another stream begins with the same samples."""
+    other = (wanted.stream + 1) % wanted.num_streams
+    _, theirs = _begin(data, seed, wanted, other, len(first))
+    is_constant = all(is_alike(first[0], one) for one in first[1:])
+    if first and not is_constant and _first_difference(first, theirs, unknown=False) is None:
+        raise RecipeError(
+            f"streams {wanted.stream} and {other} of {wanted.num_streams} begin with the same {len(first)} samples: "
+            "this dataset does not divide its data. Its __iter__ must read the part that "
+            "torch.utils.data.get_worker_info() names (id of num_workers), as for a DataLoader with worker processes; "
+            "or say it with unisono.Streams(lambda stream, num_streams, epoch: ...)"
+        )
+
+
+def _begin(data: Streams, seed: int, wanted: WantedSamples, stream: int, number: int) -> tuple[Any, list[Any]]:
+    """Return the iterable of a stream, and its first samples, before they are shuffled."""
+    opened = data.opened(seed, stream, wanted.num_streams, wanted.epoch)
+    source = iter(opened)
+    samples: list[Any] = []
+    for position in range(number):
+        try:
+            samples.append(data.sample(source, seed, stream, wanted.epoch, position))
+        except StopIteration:
+            break
+    return opened, samples
+
+
+def _first_difference(first: Sequence[Any], second: Sequence[Any], *, unknown: bool = True) -> int | None:
+    missing = object()
+    pairs = itertools.zip_longest(first, second, fillvalue=missing)
+    return next((place for place, (a, b) in enumerate(pairs) if not is_alike(a, b, unknown=unknown)), None)
+
+
+def is_alike(a: Any, b: Any, *, unknown: bool = True) -> bool:
+    """Return whether two samples are equal, as far as they are made of tensors, arrays, collections and plain values.
+
+    Args:
+        unknown: whether anything else counts as equal to what has its type.
+    """
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        if a.layout is not torch.strided or a.is_quantized:
+            return unknown
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(a, (numpy.ndarray, numpy.generic)):
+        if a.dtype.hasobject:
+            return unknown
+        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(is_alike(a[key], b[key], unknown=unknown) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(is_alike(*pair, unknown=unknown) for pair in zip(a, b, strict=True))
+    if isinstance(a, (str, bytes, bytearray, int, bool, type(None))):
+        return bool(a == b)
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    return unknown
