@@ -10,15 +10,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 import torch.distributed as dist
+from torch import Tensor
 
 from unisono.core.plan import Plan
 from unisono.core.tree import Node, leaf
 from unisono.engine.exchange.script_group import ScriptGroup
 from unisono.engine.rounds.life import CHECKPOINT, Rounds
 from unisono.engine.rounds.members import Gathered, Members, Undivided
+from unisono.engine.state.packing import from_bytes, to_bytes
+from unisono.engine.state.sums import Sums, Total
 from unisono.system.faults import point
 
-__all__ = ["BlockRound", "Gather", "GroupRound", "TalkRound", "Together", "together", "union"]
+__all__ = ["BlockRound", "Gather", "GroupRound", "SumsRound", "TalkRound", "Together", "together", "union"]
 
 
 class Gather(Undivided):
@@ -26,18 +29,20 @@ class Gather(Undivided):
 
     Args:
         title: equal on all members.
+        value: returns what this member says.
     """
 
-    def __init__(self, members: Members, title: str, kind: str) -> None:
+    def __init__(self, members: Members, title: str, kind: str, value: Callable[[], bytes] = bytes) -> None:
         super().__init__(members)
         self.title = title
         self.kind = kind
+        self._value = value
         self.result = b""
         """Once the round is over; the same on all members."""
 
     def own(self) -> bytes:
         """Return what this member says; called again after a loss, when the member may have another rank. Local."""
-        return b""
+        return self._value()
 
     def merge(self, said: Mapping[str, bytes]) -> bytes:
         """Return the result, from what the members have said, by worker id in the order of the ranks. Local."""
@@ -70,16 +75,12 @@ class TalkRound(Gather):
     """
 
     def __init__(self, rounds: Rounds, title: str, value: Callable[[], bytes] = bytes, kind: str = "talk") -> None:
-        super().__init__(rounds.members, title, kind)
-        self._value = value
+        super().__init__(rounds.members, title, kind, value)
 
     @property
     def values(self) -> list[bytes]:
         """Of all members, by rank, once the round is over."""
         return list(self.by_worker.values())
-
-    def own(self) -> bytes:
-        return self._value()
 
     def compute(self, plan: Plan) -> Iterator[object]:
         point("in_talk")
@@ -143,12 +144,8 @@ class Together(Gather):
     """
 
     def __init__(self, members: Members, work: Callable[[], None], payload: bytes = b"") -> None:
-        super().__init__(members, "a checkpoint or the end of the run", CHECKPOINT)
+        super().__init__(members, "a checkpoint or the end of the run", CHECKPOINT, lambda: payload)
         self._work = work
-        self._payload = payload
-
-    def own(self) -> bytes:
-        return self._payload
 
     def compute(self, plan: Plan) -> Iterator[object]:
         with self._members.waiting():
@@ -223,3 +220,59 @@ def union(
     for _ in rounds.play(round_):
         pass
     return round_.by_worker
+
+
+class SumsRound(Gather):
+    """The sums of a step whose names are new, by micro-batch: makes the names known to all members.
+
+    A sum of ``step.add`` travels in the tail of the slot, for which its name and shape must be known before the step.
+    In the step that brings a new name, each member keeps the values of its own micro-batches, and after the commit of
+    the gradients the members exchange these. The values of a member that is lost in between are computed again.
+
+    Args:
+        have: by leaf, the values of the micro-batches that this member has computed in the step.
+        compute_again: yields a micro-batch to the script, and puts its values into ``have``.
+
+    Attributes:
+        totals: of the step, by name, once the round is over.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        sums: Sums,
+        num_leaves: int,
+        have: dict[int, dict[str, Tensor]],
+        compute_again: Callable[[int], Iterator[object]],
+    ) -> None:
+        super().__init__(members, "the sums of a step", "sums", lambda: to_bytes(have))
+        self.num_leaves = num_leaves
+        self.totals: dict[str, Total] = {}
+        self._sums = sums
+        self._have = have
+        self._compute_again = compute_again
+        self._is_first = False
+
+    def first_plan(self) -> Plan:
+        self._is_first = True  # together the members have the values of all micro-batches
+        return super().first_plan()
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        todo = () if self._is_first else plan.ranges[self._members.rank]
+        for index in todo:
+            if index not in self._have:
+                yield from self._compute_again(index)
+        point("in_sums")
+
+    def merge(self, said: Mapping[str, bytes]) -> bytes:
+        for values in said.values():
+            self._have.update(from_bytes(values))
+        return to_bytes(self._have)
+
+    def interrupt(self) -> Collection[Node]:
+        self._is_first = False
+        return [leaf(index, self.num_leaves) for index in self._have]
+
+    def finish(self) -> None:
+        known = from_bytes(self.result)
+        self.totals = self._sums.learn({index: known[index] for index in range(self.num_leaves)})

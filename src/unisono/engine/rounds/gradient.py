@@ -33,9 +33,9 @@ from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.balancing import Helping
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness, NotFinite
+from unisono.engine.rounds.gathering import SumsRound
 from unisono.engine.rounds.life import DISPUTE, Rounds
 from unisono.engine.rounds.members import Members, Summed
-from unisono.engine.rounds.sum_names import SumsRound
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.carried import Carried

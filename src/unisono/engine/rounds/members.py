@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
 
 import msgspec
 
@@ -257,7 +256,7 @@ def _nothing() -> None:
 class Undivided:
     """What rounds have in common whose work is not cut: they have one leaf, and after a loss begin anew."""
 
-    num_leaves: Final = 1
+    num_leaves: int = 1
 
     def __init__(self, members: Members) -> None:
         self._members = members

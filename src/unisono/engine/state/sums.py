@@ -1,9 +1,9 @@
 """Sums that a script adds up over the micro-batches: their kinds, and their totals over an epoch.
 
 A sum lies in the tail of the slot, so its name, shape and kind belong to the layout and must be known to all members
-before a step begins. The step in which a name is new is the exception: `unisono.engine.rounds.sum_names` collects its
-values, and from the next step on the name is known. Known names are a part of the state, so a newcomer has the same
-layout.
+before a step begins. The step in which a name is new is the exception: `unisono.engine.rounds.gathering.SumsRound`
+collects its values, and from the next step on the name is known. Known names are a part of the state, so a newcomer has
+the same layout.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.randomness import seed_at
+from unisono.engine.rounds.gathering import SumsRound
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.life import Book
 from unisono.engine.rounds.members import Summed
-from unisono.engine.rounds.sum_names import SumsRound
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.earlier_values import Values
 from unisono.strategies.delay.delayed import Committed, DelayedRound, give, kind_of
