@@ -137,7 +137,7 @@ class Upcoming:
     def _turns(self, number: int, turns: range) -> Iterator[Request]:
         """Yield the requests of whole passes that have not begun."""
         for turn in turns:
-            plan = self.members.predicted(self._cursor.position(number).num_leaves)
+            plan = self.members.balancing.predicted(self._cursor.position(number).num_leaves)
             yield from self._of(number, turn, plan, self._rehearsed(number, plan) if turn == 0 else ())
 
     def _of(self, number: int, turn: int, plan: Plan, others: Sequence[int]) -> Iterator[Request]:

@@ -198,7 +198,7 @@ class Agreement:
 
     def says(self) -> Compared:
         """Return what this member has to compare in this step."""
-        found: dict[str, int] = {"arithmetic": self._members.arithmetic}
+        found: dict[str, int] = {"arithmetic": self._members.team.arithmetic}
         if self._digest is not None:
             found |= {"compared_step": self._step, "state_digest": self._digest}
         if self._copies is not None and self._copies[0] == self._members.team.generation:

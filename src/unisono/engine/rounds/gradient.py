@@ -30,12 +30,11 @@ from unisono.engine.microbatch.losses import Microbatch, Reduction, check_losses
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.agreement import Agreement
-from unisono.engine.rounds.balancing import Helping
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness, NotFinite
 from unisono.engine.rounds.gathering import SumsRound
 from unisono.engine.rounds.life import DISPUTE, Rounds
-from unisono.engine.rounds.members import Members, Summed
+from unisono.engine.rounds.members import Helping, Members, Summed
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.carried import Carried

@@ -177,7 +177,7 @@ class Audits(Tap):
             return msgspec.msgpack.encode(
                 Testimony(
                     members.worker_ids[members.rank],
-                    members.arithmetic,
+                    members.team.arithmetic,
                     dict(dispute.leaves),
                     states,
                     dict(self.record.passed),
@@ -375,7 +375,7 @@ class _Trial(_AuditRound):
 
     def _said(self) -> bytes:
         own = self._members.worker_ids[self._members.rank]
-        return msgspec.msgpack.encode(_Result(own, self._members.arithmetic, self._digests))
+        return msgspec.msgpack.encode(_Result(own, self._members.team.arithmetic, self._digests))
 
 
 # -- what follows from it -----------------------------------------------------------------------------

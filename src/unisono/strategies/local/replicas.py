@@ -457,7 +457,7 @@ def _copy_states(members: Members, shelf: Shelf, num_copies: int) -> None:
     """Bring each state to as many members as are to hold it, and note who does. Collective."""
     payloads = members.gather(msgspec.msgpack.encode(shelf.here()))
     now = holders_of([msgspec.msgpack.decode(payload, type=list[int]) for payload in payloads])
-    wanted = copied(now, members.hosts, num_copies)
+    wanted = copied(now, members.team.hosts, num_copies)
     move(members, shelf, now, wanted)
     shelf.holders = _by_id(members, wanted)
 

@@ -268,7 +268,7 @@ class LocalSteps(Strategy):
             grouping = groups_of(plan(members.size, self.num_replicas), members.team.hosts)
             group = grouping.group_of(rank) or (rank,)
             return grouping.replicas(rank), (group.index(rank), len(group))
-        ranges = members.predicted(self.num_replicas).ranges
+        ranges = members.balancing.predicted(self.num_replicas).ranges
         return (ranges[rank] if rank < len(ranges) else ()), (0, 1)
 
     def _requests(self, steps: range, replica: int, share: tuple[int, int]) -> Iterator[Request]:
@@ -277,7 +277,7 @@ class LocalSteps(Strategy):
             num_leaves = self._samples.part(replica).position(step).num_leaves
             planned = plan(size, num_leaves)
             if self._place >= 0 and self._inner_rounds.members.size == size:
-                planned = self._inner_rounds.members.predicted(num_leaves)
+                planned = self._inner_rounds.members.balancing.predicted(num_leaves)
             for leaf in planned.ranges[rank]:
                 yield self._replication.place(step, replica), 0, leaf
 
