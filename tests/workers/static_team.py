@@ -29,8 +29,8 @@ from unisono.cluster.worker.member import Member
 from unisono.engine.exchange import Exchange, wire
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.rounds import Report
 from unisono.engine.rounds.connect import EXCHANGES
-from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import Part
 from unisono.engine.rounds.team import Team as RunTeam
 from unisono.script.run import Run

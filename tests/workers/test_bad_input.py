@@ -36,10 +36,10 @@ from unisono.core.errors import (
 )
 from unisono.core.plan import Plan
 from unisono.engine.loop.step import Step
+from unisono.engine.rounds import Report
 from unisono.engine.rounds.gathering import Together
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Members
-from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import Team
 from unisono.engine.state.tracked import Tracked
 from unisono.record.journal import read

@@ -15,7 +15,7 @@ from tests.workers.test_delay import net, vectors
 from unisono.cluster.worker.member import Member
 from unisono.core.errors import PeerLost
 from unisono.engine.exchange import Combined
-from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds import Report
 from unisono.engine.rounds.team import Team
 from unisono.strategies.delay.pipeline import Pipeline
 

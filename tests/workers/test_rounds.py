@@ -31,12 +31,11 @@ from unisono.engine.exchange.host import HostMembers
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.exchange.shared import SharedMemory
 from unisono.engine.exchange.wire import wire_of_one
-from unisono.engine.rounds import Nothing
+from unisono.engine.rounds import Report, Reporter
 from unisono.engine.rounds.admission import Admission
 from unisono.engine.rounds.gradient import CommittedStep
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Members
-from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import HeadTeam
 from unisono.engine.rounds.team import Team as RunTeam
 from unisono.engine.state.packing import quick_digest
@@ -368,7 +367,7 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
             yield
             self.is_waiting = False
 
-    class Keeping(Nothing):
+    class Keeping(Reporter):
         def report(self) -> CheckpointReport:
             waits.append(team.is_waiting)
             return CheckpointReport()
@@ -382,7 +381,7 @@ def test_what_a_member_says_about_checkpoints_is_said_while_it_counts_as_waiting
 
 
 def test_the_error_of_a_lost_replica_names_what_the_run_can_go_on_from() -> None:
-    class Reported(Nothing):
+    class Reported(Reporter):
         def newest(self) -> str:
             return "the newest checkpoint, runs/a/checkpoints/step-12"
 

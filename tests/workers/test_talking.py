@@ -33,9 +33,9 @@ from unisono.core.errors import PeerLost, StepError, UsageError
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.script_group import ScriptGroup
 from unisono.engine.exchange.wire import Wire
+from unisono.engine.rounds import Report
 from unisono.engine.rounds.gathering import BlockRound, GroupRound, TalkRound, together
 from unisono.engine.rounds.life import Rounds
-from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import Team
 from unisono.engine.state.tracked import Tracked
 from unisono.record.journal import read

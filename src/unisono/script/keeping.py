@@ -20,6 +20,7 @@ from unisono.core.errors import UsageError
 from unisono.engine.checkpoint.copies import absolute, check
 from unisono.engine.checkpoint.saving import Saver
 from unisono.engine.checkpoint.snapshot import Moment
+from unisono.engine.rounds import Reporter
 from unisono.engine.rounds.gathering import together, union
 from unisono.engine.rounds.life import EVALUATED, Rounds
 from unisono.engine.rounds.team import Team
@@ -39,8 +40,8 @@ COPIES_ROUND_S: Final = 1.0
 COPIED: Final = b"copied"
 
 
-class Keeper:
-    """Keeps journal and checkpoints on the disk, for this member. It is the `Reporter` of the run's rounds.
+class Keeper(Reporter):
+    """Keeps journal and checkpoints on the disk, for this member. It is the reporter of the run's rounds.
 
     Args:
         directory: None keeps nothing.

@@ -12,12 +12,16 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from unisono.core.cadence import CheckpointReport
+from unisono.core.cursor import Recipe
+from unisono.core.errors import StepError
 from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 
-__all__ = ["Dispute", "FinishedRound", "Nothing", "Repeats", "Reporter", "Round"]
+__all__ = ["Dispute", "FinishedRound", "Nothing", "Repeats", "Report", "Reporter", "Round", "check_titles"]
 
 
 class FinishedRound(Protocol):
@@ -108,38 +112,75 @@ class Repeats(Round, Protocol):
         """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
 
 
-class Reporter(Protocol):
-    """Sends a report with every combine: the part of a member that writes checkpoints and the journal."""
+class Reporter:
+    """Sends a report with every combine: the part of a member that writes checkpoints and the journal.
+
+    As it is, it is that of a run without both.
+    """
 
     def report(self) -> CheckpointReport:
         """Return this member's report; may wait for a copy in memory. Called before every combine."""
+        return CheckpointReport()
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         """Receive the reports of all members, by rank. Called after every combine."""
 
     def unwritten_lines(self) -> list[str]:
         """Return the lines of the journal that a newcomer may have to write."""
+        return []
 
     def newest(self) -> str:
         """Return what the run can go on from, for an error."""
+        return "the beginning: this run has no checkpoints"
 
 
 class Nothing:
-    """Result before the first round, and reporter of a run without checkpoints and journal."""
+    """Result before the first round."""
 
     layout: FlatLayout | None = None
 
     def stand_by(self, plan: Plan) -> None:
         raise AssertionError("no round is finished yet, so no member can be a round behind")
 
-    def report(self) -> CheckpointReport:
-        return CheckpointReport()
 
-    def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
-        pass
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Report that a member sends to the others when they meet."""
 
-    def unwritten_lines(self) -> list[str]:
-        return []
+    fresh: bool
+    """The member does not have the state of the run."""
+    phase: int
+    step: int
+    """The step within the phase that the member is in or will begin next."""
+    round: int
+    """The round that the member has not finished yet."""
+    kind: str = ""
+    """Kind of the round that the member has begun, and finishes next; "" between two rounds."""
+    title: str = ""
+    """Title of that round: "a step of 8 micro-batches"."""
+    num_leaves: int = 1
+    open: dict[str, list[tuple[int, int]]] = {}
+    """By kind of the round, the nodes that the member has finished of each round that it has begun."""
+    sends: bool = False
+    """The member can send the result of the round that it has finished last to members that have not."""
+    lines: int = 0
+    """Lines of the journal."""
+    total: int = 0
+    """Steps of the run that are done, of all phases."""
+    recipe: Recipe = {}
+    """Recipe of the phase in which the member was admitted, or asks to be."""
 
-    def newest(self) -> str:
-        return "the beginning: this run has no checkpoints"
+
+def check_titles(begun: Mapping[str, str], step: int) -> None:
+    """Compare the descriptions of the rounds that members, by worker id, have begun.
+
+    Raises:
+        StepError: they are in rounds of different kinds, and would wait for each other for ever.
+    """
+    if len(set(begun.values())) > 1:
+        raise StepError(
+            f"the workers do different things at step {step}: "
+            f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
+            "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
+            "all workers must call run.steps, run.evaluate, run.save, step() of an optimizer that is shared out "
+            "(unisono.shard), run.barrier, run.broadcast, run.all_gather and run.main_first alike"
+        )

@@ -12,9 +12,9 @@ import msgspec
 from unisono.core.cadence import Position, differences, table
 from unisono.core.cursor import Recipe
 from unisono.core.errors import RecipeError
+from unisono.engine.rounds import Report
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.spread_loading import load_shares, without_shares
-from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import LOST
 from unisono.engine.rounds.transfer import send_state, share_state
 

@@ -16,19 +16,19 @@ between two rounds only (`unisono.engine.rounds.admission`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from unisono.core.cadence import Position
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StepError
-from unisono.core.plan import Plan
+from unisono.core.plan import Plan, replan
 from unisono.core.plan import plan as even_plan
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.exchange.slots import Slots
-from unisono.engine.rounds import FinishedRound, Nothing, Repeats, Reporter, Round
+from unisono.engine.rounds import FinishedRound, Nothing, Repeats, Report, Reporter, Round, check_titles
 from unisono.engine.rounds.members import Members
-from unisono.engine.rounds.standing import Report, Standing, check_alike, plain, plan_of_missing
 from unisono.engine.rounds.taps import Tap
 from unisono.engine.rounds.team import LOST, Team
 from unisono.engine.rounds.transfer import share_state
@@ -46,6 +46,24 @@ DISPUTE = "dispute"
 """The kind of the rounds in which members find out who has computed a wrong value (`Tap.settle`)."""
 
 R = TypeVar("R", bound=Repeats)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far this member is against the others, since they have met."""
+
+    reports: Sequence[Report] = ()
+    """What each has said of itself in the last meeting after a loss; none: all members have finished the same rounds,
+    and nobody holds a part of the next one.
+    """
+    is_behind: bool = False
+    """This member is in the middle of a round that others have finished: all meet again before it begins the next."""
+
+    @property
+    def begun(self) -> frozenset[str]:
+        """The kinds of the newest round that members have begun."""
+        newest = max((report.round for report in self.reports), default=0)
+        return frozenset(report.kind for report in self.reports if report.round == newest) - {""}
 
 
 class Book:
@@ -127,7 +145,7 @@ class Rounds:
     ) -> None:
         self.team = team
         self.tracked = tracked
-        self.reporter = reporter if reporter is not None else Nothing()
+        self.reporter = reporter if reporter is not None else Reporter()
         self.members = Members(team, self.reporter, balance=balance)
         self.position = Position(phase=0, step=0, number=0, total=0, lines=0)
         self.number = 0
@@ -242,13 +260,13 @@ class Rounds:
 
     def _plan(self, round_: Round, met: Standing) -> Plan:
         self._standing, self._have = met if met.is_behind else Standing(), ()
-        return plan_of_missing(met.reports, self.number, round_.num_leaves, round_.kind)
+        return _plan_of_missing(met.reports, self.number, round_.num_leaves, round_.kind)
 
     def plan_of_open(self, round_: Round) -> Plan:
         """Return the plan of what is missing of a round of the book, by what all have reported after a loss. Local."""
         if not self._heard:
             return even_plan(self.members.size, round_.num_leaves)
-        return plan_of_missing(self._heard, self.number, round_.num_leaves, round_.kind)
+        return _plan_of_missing(self._heard, self.number, round_.num_leaves, round_.kind)
 
     def forget_heard(self) -> None:
         """Note that rounds of the book begin anew, of which nobody has anything. Local, and on all members alike."""
@@ -316,7 +334,8 @@ class Rounds:
                 with self.team.waiting():
                     self.slots.bring(self.team.exchange, layout or self.slots.layout)
                 if rounds == {self.number}:
-                    check_alike(dict(zip(self.team.worker_ids, reports, strict=False)), self.position.number)
+                    titles = zip(self.team.worker_ids, (report.title for report in reports), strict=False)
+                    check_titles({worker: title for worker, title in titles if title}, self.position.number)
                     self._heard = reports
                     return Standing(reports)
                 if self._is_given(reports):
@@ -350,16 +369,16 @@ class Rounds:
                 f"internal error, please report it: another member is in round {behind.round}, and this one in "
                 f"{self.number}: more than one round apart"
             )
-        plan = plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
+        plan = _plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
         with self.members.taking_part(self._finished_title, self.position.number):
             self._finished.stand_by(plan)
 
     def report(self) -> Report:
         """Return the report that this member sends to the others when they meet."""
         current = self._round
-        open_ = {kind: plain(self.slots.open.get(kind, ())) for kind in self.book.open}
+        open_: dict[str, Collection[Node]] = {kind: self.slots.open.get(kind, ()) for kind in self.book.open}
         if current is not None:
-            open_[current.kind] = plain(self._have)
+            open_[current.kind] = self._have
         return Report(
             fresh=False,
             phase=self.position.phase,
@@ -368,7 +387,7 @@ class Rounds:
             kind=current.kind if current is not None else next(iter(open_), ""),
             title=current.title if current is not None else "",
             num_leaves=current.num_leaves if current is not None else 1,
-            open=open_,
+            open={kind: [(node.level, node.index) for node in nodes] for kind, nodes in open_.items()},
             sends=self.book.sends,
             lines=self.position.lines,
             total=self.position.total,
@@ -499,3 +518,18 @@ class Rounds:
 
 def _note_nothing(number: int, title: str) -> None:
     pass
+
+
+def _plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int, kind: str) -> Plan:
+    """Return the plan of the leaves of a round that no member has, by what all have reported.
+
+    Args:
+        number: those that have finished the round of this number can compute nothing of it.
+        kind: of the round.
+    """
+    able = [report.round <= number for report in reports]
+    held = [report.open.get(kind, []) if able else [] for report, able in zip(reports, able, strict=True)]
+    if not any(held) and all(able):
+        return even_plan(len(held), num_leaves)
+    nodes = [[Node(level, index) for level, index in each] for each in held]
+    return replan(nodes, able, num_leaves)

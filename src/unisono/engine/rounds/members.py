@@ -22,8 +22,7 @@ from unisono.engine.exchange import Combined, Exchange, Parcel, Share, combine
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.slots import Slots
-from unisono.engine.rounds import Reporter
-from unisono.engine.rounds.standing import check_titles
+from unisono.engine.rounds import Reporter, check_titles
 from unisono.engine.rounds.team import Team
 
 __all__ = ["Balancing", "Gathered", "Helping", "Letter", "Members", "Summed", "Undivided"]

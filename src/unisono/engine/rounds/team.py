@@ -24,7 +24,7 @@ from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.exchange.wire import Wire, wire_of_one
-from unisono.engine.rounds.standing import Report
+from unisono.engine.rounds import Report
 from unisono.system.faults import point
 
 __all__ = ["LOST", "HeadTeam", "LeftBehind", "Listener", "Part", "Team", "places"]

@@ -11,8 +11,8 @@ import torch
 
 from unisono.core.errors import PeerLost, UsageError
 from unisono.engine.exchange import Exchange, Parcel
+from unisono.engine.rounds import Report
 from unisono.engine.rounds.members import Members
-from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import Team
 from unisono.engine.state.packing import Packed, digest_of_each, pack, unpack
 from unisono.engine.state.tracked import Tracked

@@ -26,8 +26,8 @@ import torch
 
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.rounds import Report
 from unisono.engine.rounds.members import Members
-from unisono.engine.rounds.standing import Report
 from unisono.engine.rounds.team import LOST, Part, Samples, Team
 from unisono.strategies.local.groups import Grouping
 from unisono.system.faults import point
