@@ -262,10 +262,8 @@ class HeadTeam(Team):
         """Tell the listener that the generation is over, if it is."""
         if self._listener is None or self._alarm is None:
             return
-        later = [n for n in self._notices.values() if n.immediate and n.generation > self.generation]
-        staying = max(later, key=lambda n: n.generation).members if later else []
-        is_over = isinstance(self._alarm, RunStopped)
-        self._listener(self._alarm, () if is_over else [info.worker_id for info in staying])
+        later = None if isinstance(self._alarm, RunStopped) else self._newest(_is_immediate)
+        self._listener(self._alarm, [info.worker_id for info in later.members] if later is not None else ())
 
     # -- the main thread -----------------------------------------------------------------------------
 
@@ -284,9 +282,9 @@ class HeadTeam(Team):
     def regroup(self, report: Report, lost: Exception) -> list[Report]:
         while True:
             self.check_ended()
-            if self._newest_immediate() <= self.generation:
+            if self._newest(_is_immediate) is None:
                 self.suspect(lost)
-            notice = self._await(lambda n: n.immediate)
+            notice = self._await(_is_immediate)
             if self._rank_in(notice) < 0:
                 raise LeftBehind(
                     f"generation {notice.generation} goes on without this worker ({notice.reason}); this "
@@ -307,9 +305,8 @@ class HeadTeam(Team):
         self._member.suspect(self.generation, str(lost), [peer for peer in peers if peer != self._member.worker_id])
 
     def is_evicted(self) -> bool:
-        with self._changed:
-            later = [n for n in self._notices.values() if n.immediate and n.generation > self.generation]
-            return bool(later) and self._rank_in(max(later, key=lambda n: n.generation)) < 0
+        later = self._newest(_is_immediate)
+        return later is not None and self._rank_in(later) < 0
 
     def check(self) -> None:
         if self._alarm is not None:
@@ -320,11 +317,8 @@ class HeadTeam(Team):
             raise self._alarm
 
     def newest_generation(self) -> int:
-        with self._changed:
-            planned = [
-                n.generation for n in self._notices.values() if not n.immediate and n.generation > self.generation
-            ]
-        return max(planned, default=0)
+        planned = self._newest(lambda notice: not notice.immediate)
+        return planned.generation if planned is not None else 0
 
     def stops_at(self, generation: int) -> bool:
         notice = self._notices.get(generation)
@@ -428,18 +422,19 @@ class HeadTeam(Team):
         ids = [info.worker_id for info in notice.members]
         return ids.index(self._member.worker_id) if self._member.worker_id in ids else -1
 
-    def _newest_immediate(self) -> int:
+    def _newest(self, wanted: Callable[[Notice], bool]) -> Notice | None:
+        """Return the newest ``wanted`` notice of a later generation; None: there is none."""
         with self._changed:
-            return max((n.generation for n in self._notices.values() if n.immediate), default=0)
+            later = (n for n in self._notices.values() if n.generation > self.generation and wanted(n))
+            return max(later, key=lambda n: n.generation, default=None)
 
     def _await(self, wanted: Callable[[Notice], bool]) -> Notice:
         """Wait for a ``wanted`` notice of a later generation, and return the newest. Raises at the end of the run."""
         with self.waiting(), self._changed:
             while True:
                 self.check_ended()
-                found = [n for n in self._notices.values() if n.generation > self.generation and wanted(n)]
-                if found:
-                    return max(found, key=lambda n: n.generation)
+                if (found := self._newest(wanted)) is not None:
+                    return found
                 self._changed.wait(1.0)
 
     def _enter(self, notice: Notice) -> None:
@@ -465,3 +460,8 @@ class HeadTeam(Team):
             self._exchange = exchange
             if self._alarm is not None:
                 exchange.interrupt(self._alarm)
+
+
+def _is_immediate(notice: Notice) -> bool:
+    """Return whether a generation begins at once, because a member was lost; others begin at a step's boundary."""
+    return notice.immediate
