@@ -474,7 +474,8 @@ class Step(Iteration):
 
     def _begin_round(self, turn: Pass) -> GradientRound:
         self._round = GradientRound(self._context, self._position, self._context.folder(), turn)
-        self._round.release()  # not earlier: a parameter whose .grad is set counts as one who holds it
+        # Not earlier: a parameter whose .grad is set counts as one who holds it.
+        self._context.rounds.members.release_results()
         return self._round
 
     def add(self, **values: float | Tensor) -> None:

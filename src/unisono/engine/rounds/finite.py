@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Slot, split_rows
-from unisono.system.reading import read
 
 __all__ = ["Finiteness", "NotFinite", "is_finite", "looked_at"]
 
@@ -57,19 +56,16 @@ class Finiteness:
         self._report = report
         self._is_over = False
 
-    def is_broken(self, summed: Slot, step: int, seen: Sequence[float] | None = None) -> bool:
+    def is_broken(self, summed: Slot, step: int, seen: Sequence[float]) -> bool:
         """Return whether this is the first gradient of the run that is seen not to be finite. Cheap where it is finite.
 
         Args:
             step: of the run: which part is looked at.
-            seen: `sums_of` the rows that are looked at; None: they are not there yet.
+            seen: `sums_of` the rows that are looked at.
         """
-        if self._is_over:
+        if self._is_over or all(map(math.isfinite, seen)):
             return False
-        found = seen if seen is not None else map(float, read(self.sums_of(summed, step)))
-        return not all(map(math.isfinite, found)) and not all(
-            is_finite(summed, rows) for rows in looked_at(summed.layout, step)
-        )
+        return not all(is_finite(summed, rows) for rows in looked_at(summed.layout, step))
 
     def sums_of(self, summed: Slot, step: int) -> list[Tensor]:
         """Return sums of what is looked at in a step, each (). A sum is finite only if all of its terms are."""

@@ -248,10 +248,9 @@ class GradientRound:
 
         With a loss scaler such gradients are expected, and the scaler skips their step. After the round.
         """
-        if self._is_scaled or not self._computed:
+        if self._read is None or self._is_scaled or not self._computed:
             return False
-        seen = self._read.seen if self._read is not None else None
-        return self._context.finiteness.is_broken(self.slot, self.number, seen)
+        return self._context.finiteness.is_broken(self.slot, self.number, self._read.seen)
 
     def find_not_finite(self) -> Iterator[Any]:
         """Yield micro-batches of this member to the script once more, to find the one that made the sum not finite.
@@ -293,10 +292,6 @@ class GradientRound:
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
         self._clock.switch("update")
-
-    def release(self) -> None:
-        """Free the slots of the gradients, but those that the script holds, e.g. in a list of ``p.grad``."""
-        self._members.release_results()
 
     @property
     def dispute(self) -> Dispute | None:
