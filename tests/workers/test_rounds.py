@@ -203,7 +203,7 @@ def take_part(seat: Seat, why: str) -> None:
             raise PeerLost("c is gone")
 
     for step in range(NUM_STEPS):
-        rounds.move_to(Position(phase=0, step=step, number=step, total=step, lines=0))
+        rounds.position = Position(phase=0, step=step, number=step, total=step, lines=0)
         keeper.boundary(rounds)
         team.is_begun = True
         for _ in rounds.play(Sum(rounds.members, lose)):

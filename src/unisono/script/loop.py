@@ -323,14 +323,13 @@ class TrainingLoop:
         return (self._base + self.num_steps - 1, number)
 
     def _move_to(self, number: int) -> None:
-        position = Position(
+        self._rounds.position = Position(
             phase=self._phase,
             step=number,
             number=self._base + number,
             total=self._course.num_steps,
             lines=self._keeper.journal.number,
         )
-        self._rounds.move_to(position)
 
     def _current_folder(self) -> GradientFolder:
         """Return the folder of the parameters that are trained now. Collective if these have changed."""

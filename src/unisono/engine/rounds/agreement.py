@@ -116,9 +116,7 @@ class Agreement:
             number: of the step within ``run.steps``.
             total: steps of the run that are done.
         """
-        self._digest = self._copies = self.dispute = None
-        self._own, self._other = [], []
-        self._step = total
+        self.pass_over(total)
         is_last = number == self._last_step
         is_team = self._members.size > 1
         is_first = self._members.balancing.is_first_of_generation
@@ -127,14 +125,10 @@ class Agreement:
             total, alone=not is_team, is_first_of_generation=is_first, is_last=is_last
         )
         if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
-            self._digest = self._digest_of_state()
+            self._digest = quick_digest(self._tracked.compared())
             if self._tracked.sharded:
                 own_id = self._members.worker_ids[self._members.rank]
                 self._copies = (self._members.team.generation, self._tracked.balance_of_copies(own_id))
-
-    def rehearsal(self, plan: Plan) -> Twice | None:
-        """Return this member's part in the rehearsal of this step; None: the step has no rehearsal."""
-        return rehearsal(plan, self._members.rank, self._step) if self._is_rehearsed else None
 
     def compared(self, plan: Plan, turn: int) -> Twice:
         """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or what the
@@ -144,8 +138,8 @@ class Agreement:
             turn: pass over the global batch.
         """
         self._turn = turn
-        if (found := self.rehearsal(plan)) is not None:
-            return found
+        if self._is_rehearsed:
+            return rehearsal(plan, self._members.rank, self._step)
         return self._judge.twice(plan, self._step, turn)
 
     def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
@@ -232,7 +226,7 @@ class Agreement:
         if len({each.arithmetic for each in said.values()}) == 1:
             is_disputed |= self._have_copies_that_differ(list(said.values()))
         if self._judge.compare(said, self._step, self._turn, is_disputed=is_disputed):
-            self.dispute = Dispute({one.leaf: one.digest for one in self._leaves}, self._digest)
+            self.dispute = Dispute({one.leaf: one.digest for one in (*self._own, *self._other)}, self._digest)
         return self.dispute is not None
 
     def check(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
@@ -271,11 +265,6 @@ class Agreement:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    @property
-    def _leaves(self) -> list[Fingerprint]:
-        """The micro-batches of this step that this member has computed and another one computes as well."""
-        return [*self._own, *self._other]
-
     def _have_copies_that_differ(self, said: Sequence[Compared]) -> bool:
         is_whole = {each.copies_generation for each in said} == {self._members.team.generation}
         return self._copies is not None and is_whole and sum(each.copies_digest for each in said) % (1 << 64) != 0
@@ -289,9 +278,6 @@ class Agreement:
                 f"{what}. On several workers the result would depend on their number. Nothing was updated. "
                 f"{USUAL_CAUSES}"
             )
-
-    def _digest_of_state(self) -> int:
-        return quick_digest(self._tracked.compared())
 
     def _states_differ(self, said: Sequence[Compared], states: Mapping[int, int]) -> None:
         ids = self._members.worker_ids
@@ -333,7 +319,7 @@ class Agreement:
 
     def _leaves_differ(self, said: Sequence[Compared], owner: int, helper: int) -> None:
         ids, leaf = self._members.worker_ids, said[owner].own_leaf
-        details = self._exchange(said, _Details(leaves=self._leaves))
+        details = self._exchange(said, _Details(leaves=[*self._own, *self._other]))
         what = ""
         if details:
             mine, theirs = (

@@ -183,12 +183,12 @@ class EvaluationRound:
     def combine(self, plan: Plan) -> Gathered:
         state = self._tracked.compared() if self._members.size > 1 else {}
         digests = Digests(self._team.arithmetic, {name: f"{quick_digest(part):016x}" for name, part in state.items()})
-        own = _Part.of(self._have, digests, self._twice)
-        parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own.encode())]
+        own = msgspec.msgpack.encode(_Part(to_bytes(self._have), digests, self._twice))
+        parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own)]
         twice = {batch for part in parts for batch in part.twice}
         own_digests = {batch: digest_of_state(totals) for batch, totals in self._have.items() if batch in twice}
         for part in parts:
-            self._have.update(part.totals())
+            self._have.update(from_bytes(part.have))
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
         found = {worker: part.digests for worker, part in by_worker.items()}
         settles = self._rounds.judge.settles
@@ -201,7 +201,7 @@ class EvaluationRound:
                 raise DivergenceError(words, sound=-1)
         if is_disputed:
             self.dispute = Dispute(own_digests | self._twice, digest_of_objects(digests))
-        return Gathered(self._members, _Part.of(self._have, digests, {}).encode())
+        return Gathered(self._members, msgspec.msgpack.encode(_Part(to_bytes(self._have), digests, {})))
 
     def interrupt(self) -> Collection[Node]:
         self._rehearses, self._twice = False, {}
@@ -360,18 +360,6 @@ class _Part(msgspec.Struct, frozen=True):
     digests: Digests
     twice: dict[int, int]
     """The digests of the totals of batches that other members evaluate."""
-
-    @classmethod
-    def of(cls, have: dict[int, Totals], digests: Digests, twice: dict[int, int]) -> _Part:
-        return cls(to_bytes(have), digests, twice)
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    def totals(self) -> dict[int, Totals]:
-        """Return the totals by batch."""
-        found: dict[int, Totals] = from_bytes(self.have)
-        return found
 
 
 def _total(value: Any, name: str) -> Any:

@@ -400,10 +400,6 @@ class Rounds:
         """Note that a phase of the script begins, with its own recipe. Local."""
         self._recipe, self.position = recipe, position
 
-    def move_to(self, position: Position) -> None:
-        """Note that the script is at this step now. Local."""
-        self.position = position
-
     def start_at(self, number: int, position: Position, *, is_newcomer: bool = False) -> None:
         """Take part from this round on, with the run's state. Local.
 
