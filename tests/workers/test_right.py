@@ -22,6 +22,7 @@ from unisono.core.cursor import Cursor
 from unisono.core.errors import StepError
 from unisono.core.orders import Shuffled
 from unisono.engine.exchange.alone import Alone
+from unisono.engine.exchange.slots import Slots
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.buffers import Buffers
@@ -238,7 +239,8 @@ def test_gradients_that_share_memory_are_added_for_several_losses() -> None:
 
 def _sum_of_nans(order: tuple[int, int]) -> list[int]:
     parameter = nn.Parameter(torch.ones(4))
-    folder = GradientFolder([("p", parameter)], Buffers([], {}))
+    slots = Slots()
+    folder = GradientFolder([("p", parameter)], Buffers([], {}), slots=slots)
     exchange = Alone(torch.device("cpu"))
     exchange.prepare(folder.layout)
     folder.start_step(2)
@@ -246,7 +248,7 @@ def _sum_of_nans(order: tuple[int, int]) -> list[int]:
         folder.start_leaf(leaf, exchange.slot)
         folder.backward((parameter * NANS[leaf]).sum(), torch.tensor(1.0))
         folder.finish_leaf(1.0, 1.0)
-    (slot,) = folder.nodes.values()
+    (slot,) = slots.nodes.values()
     return slot.gradients[0].view(torch.int32).tolist()
 
 

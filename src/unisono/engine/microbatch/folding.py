@@ -31,17 +31,19 @@ from unisono.core.cursor import MASK
 from unisono.core.errors import StepError
 from unisono.core.tree import Node, leaf, parent, sibling
 from unisono.engine.exchange.flat import (
+    ROW_BYTES,
     Extra,
     FlatLayout,
+    Piece,
     Rows,
     Slot,
     SlotEntry,
     digest_there,
+    num_tensors_on,
     round_in_place,
     with_flipped_bit,
 )
 from unisono.engine.exchange.slots import Slots
-from unisono.engine.microbatch.gradients import gradient_of, is_private
 from unisono.engine.microbatch.guards import ParameterCheck
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.packing import digest_of_each
@@ -50,7 +52,7 @@ from unisono.system import accelerators
 from unisono.system.faults import spoils
 from unisono.system.reading import read
 
-__all__ = ["Fingerprint", "GradientFolder"]
+__all__ = ["Fingerprint", "GradientFolder", "gradient_of"]
 
 PART = 1 << 17
 """Values that are rounded together."""
@@ -192,9 +194,8 @@ class GradientFolder:
         self._leaf: _Leaf | None = None
         self._last: _Leaf | None = None
         self._on_rows: OnRows | None = None
-        self._adopted: dict[
-            int, Tensor
-        ] = {}  # by parameter, the adopted gradient that belongs into the slot `_adopter`
+        # By parameter, the adopted gradient that belongs into the slot `_adopter`.
+        self._adopted: dict[int, Tensor] = {}
         self._adopter: Slot | None = None
 
     def is_for(
@@ -212,11 +213,6 @@ class GradientFolder:
     def is_new(self) -> bool:
         """Whether this worker has not finished a micro-batch of the run yet."""
         return not self._calls.has_looked
-
-    @property
-    def nodes(self) -> dict[Node, Slot]:
-        """The nodes of the step that are complete; call `copy_adopted` before they are read."""
-        return self._slots.nodes
 
     @property
     def target(self) -> tuple[Node, Slot]:
@@ -366,8 +362,8 @@ class GradientFolder:
         if current.is_apart:
             return []
         node, slot = current.target
-        freed = [] if current.is_first_of_chain else [self.nodes.pop(merged) for merged, _ in current.chain][:-1]
-        self.nodes[node] = slot
+        freed = [] if current.is_first_of_chain else [self._slots.nodes.pop(merged) for merged, _ in current.chain][:-1]
+        self._slots.nodes[node] = slot
         return freed
 
     def not_finite(self) -> list[str]:
@@ -403,7 +399,9 @@ class GradientFolder:
         return dict(zip((name for name, _ in self.trained), self._last.own.gradients, strict=True))
 
     def copy_adopted(self) -> None:
-        """Copy adopted gradients to their slot, because their sibling does not come next. Between two leaves."""
+        """Copy adopted gradients to their slot, because the nodes are read, or the sibling does not come next. Between
+        two leaves.
+        """
         adopted, self._adopted = self._adopted, {}
         for index, gradient in adopted.items():
             assert self._adopter is not None
@@ -514,7 +512,7 @@ class GradientFolder:
             self._carry(current, index, gradient)
             return
         slot = current.chain[0][1]
-        if current.adopts and gradient.dtype == slot.gradients[index].dtype and is_private(gradient):
+        if current.adopts and gradient.dtype == slot.gradients[index].dtype and _is_private(gradient):
             self._adopted[index] = gradient
         else:
             self._write(current, index, gradient, slot)
@@ -571,17 +569,13 @@ class _Tail:
     """The tail of one micro-batch, laid out like that of a slot."""
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
-        pieces = list(layout.pieces(layout.tail_row, layout.num_rows))
-        self.pieces = [torch.zeros(piece.stop - piece.start, dtype=piece.dtype, device=device) for piece in pieces]
-        by_dtype: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
-        for piece, tensor in zip(pieces, self.pieces, strict=True):
-            by_dtype.setdefault(piece.dtype, []).append((piece.start, piece.stop, tensor))
+        first, end = layout.tail_row, layout.num_rows
+        rows = Rows(torch.zeros((end - first) * ROW_BYTES, dtype=torch.uint8, device=device), first)
+        self.pieces = [rows.piece(piece) for piece in layout.pieces(first, end)]
 
         def view(entry: SlotEntry) -> Tensor:
-            for start, stop, tensor in by_dtype.get(entry.sum_dtype, []):
-                if start <= entry.offset < stop or entry.offset == stop == start:
-                    return tensor[entry.offset - start : entry.offset - start + entry.shape.numel()].view(entry.shape)
-            return torch.empty(entry.shape, dtype=entry.sum_dtype, device=device)
+            whole = Piece(entry.sum_dtype, entry.offset, entry.offset + entry.shape.numel(), mean=False)
+            return rows.piece(whole).view(entry.shape)
 
         self.scalars = view(layout.scalars)
         self.used = view(layout.used)
@@ -601,3 +595,26 @@ def _parts(tensor: Tensor) -> list[Any]:
 def _each(operation: Callable[[Tensor, Tensor], Tensor], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for target, value in zip(targets, values, strict=True):
         operation(target, value)
+
+
+def gradient_of(parameter: Tensor, mean: Tensor) -> Tensor:
+    """Return the mean as the gradient of a parameter: with its dtype and its strides, as autograd's own gradients.
+
+    A fused optimizer goes through the memory of a parameter and of its gradient side by side. With other strides (a
+    model in ``torch.channels_last``) it would take the gradient of another element, without an error on the CPU.
+
+    Returns:
+        A view of ``mean``, by which the slot knows that somebody holds it (`Slot.is_shared`); or a copy.
+    """
+    if mean.device == parameter.device and mean.dtype == parameter.dtype and mean.stride() == parameter.stride():
+        return mean.view_as(mean)
+    return torch.empty_like(parameter, requires_grad=False).copy_(mean)
+
+
+def _is_private(gradient: Tensor) -> bool:
+    """Return whether nothing else holds the memory of a gradient. Else the next backward may write there: a replayed
+    CUDA graph does, and so does a function that has one buffer for all its gradients. Torch counts who uses memory of
+    its own, and nobody counts who uses that of others, e.g. of numpy, which torch may not resize.
+    """
+    is_cached = torch._C._is_cached_tensor(gradient)  # type: ignore[attr-defined]  # torch.compile's CUDA graphs
+    return num_tensors_on(gradient) == 1 and gradient.untyped_storage().resizable() and not is_cached

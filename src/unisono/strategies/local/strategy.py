@@ -31,8 +31,7 @@ from unisono.core.telemetry import Compared
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.loop.strategies import Strategy, Upcoming
 from unisono.engine.microbatch.data import BatchSource, Request
-from unisono.engine.microbatch.folding import Fingerprint, GradientFolder
-from unisono.engine.microbatch.gradients import gradient_of
+from unisono.engine.microbatch.folding import Fingerprint, GradientFolder, gradient_of
 from unisono.engine.microbatch.guards import Structure, UnusedGradients
 from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
