@@ -38,7 +38,7 @@ from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
 from unisono.engine.rounds.life import DISPUTE, Rounds
-from unisono.engine.rounds.members import Gathered
+from unisono.engine.rounds.members import Gathered, Undivided
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
 from unisono.engine.state.tracked import Tracked
@@ -136,7 +136,7 @@ class Evaluator:
         return totals
 
 
-class EvaluationRound:
+class EvaluationRound(Undivided):
     """The evaluation of all batches of a dataset.
 
     Args:
@@ -148,6 +148,7 @@ class EvaluationRound:
     unit: Final = "evaluation batch"
 
     def __init__(self, rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> None:
+        super().__init__(rounds.members)
         self.dispute: Dispute | None = None
         """What this member remembers, once the round is over, where members have other totals or another state than
         others: it is to be done again without those that are wrong.
@@ -155,7 +156,6 @@ class EvaluationRound:
         self.num_leaves = num_batches
         self.title = f"an evaluation of {num_batches} batches"
         self._rounds = rounds
-        self._members = rounds.members
         self._team = rounds.team
         self._tracked = rounds.tracked
         self._position = rounds.position
@@ -164,12 +164,6 @@ class EvaluationRound:
         self._number = number
         self._have: dict[int, Totals] = {}
         self._twice: dict[int, int] = {}  # digests of the totals of batches that another member evaluates
-
-    def first_plan(self) -> Plan:
-        return even_plan(self._members.size, self.num_leaves)
-
-    def begin(self, plan: Plan) -> None:
-        pass
 
     def compute(self, plan: Plan) -> Iterator[object]:
         for batch in plan.ranges[self._members.rank]:

@@ -344,7 +344,9 @@ def _nothing() -> None:
 
 
 class Undivided:
-    """What rounds have in common whose work is not cut: they have one leaf, and after a loss begin anew."""
+    """What rounds have in common that share their leaves out evenly. As it is, the work is not cut: there is one leaf,
+    and after a loss all begin anew.
+    """
 
     num_leaves: int = 1
 
