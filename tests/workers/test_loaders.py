@@ -40,6 +40,10 @@ from unisono.core.orders import Sequential
 from unisono.core.plan import Plan, plan
 from unisono.engine.loop.strategies import Upcoming
 from unisono.engine.microbatch.data import Fetcher, Loading, Request, to_device
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.team import Team
+from unisono.engine.state.tracked import Tracked
 from unisono.record.journal import compare
 from unisono.record.journal.times import by_step
 from unisono.script.schedule import schedule
@@ -610,11 +614,8 @@ class Marks(Dataset[Any]):
         return [index, os.getpid()]
 
 
-class FakeMembers:
-    rank, size = 0, 1
-
-    def predicted(self, num_leaves: int) -> Plan:
-        return plan(self.size, num_leaves)
+def one_member() -> Members:
+    return Rounds(Team(CPU), Tracked()).members
 
 
 NUM_STEPS = 12
@@ -626,7 +627,7 @@ def ahead(
     rehearsed: Callable[[int, Plan], Sequence[int]], prefetch: int = 2
 ) -> Iterator[tuple[Fetcher, Upcoming, Any]]:
     """A fetcher with loader processes, the forecast that it reads, and the requests that it has sent out."""
-    upcoming, sent = Upcoming(FakeMembers(), CURSOR, NUM_STEPS, rehearsed), []  # type: ignore[arg-type]
+    upcoming, sent = Upcoming(one_member(), CURSOR, NUM_STEPS, rehearsed), []
 
     class Noted(Cursor):
         def keys(self, step: int, leaf: int) -> list[tuple[int, int]]:
@@ -685,7 +686,7 @@ def test_a_micro_batch_that_is_computed_a_second_time_comes_from_a_loader_proces
 
 
 def test_the_forecast_is_in_the_order_of_need() -> None:
-    upcoming = Upcoming(FakeMembers(), CURSOR, 4, lambda number, _: [3] if number == 2 else [])  # type: ignore[arg-type]
+    upcoming = Upcoming(one_member(), CURSOR, 4, lambda number, _: [3] if number == 2 else [])
     whole = [0, 1, 2, 3]
 
     def of(step: int, turn: int, leaves: list[int]) -> list[Request]:
