@@ -357,7 +357,7 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 def _total(value: Any, name: str) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_complex():
         wide = torch.float64 if value.dtype.is_floating_point else torch.int64
         value = value.detach().cpu().to(wide)
         return value if value.dim() else value.item()
@@ -365,7 +365,7 @@ def _total(value: Any, name: str) -> Any:
         return int(value)
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last one from a complex tensor
         raise UsageError(
-            f"an evaluation can add up numbers and tensors; the total {name!r} is a {type(value).__qualname__}"
+            f"an evaluation can add up numbers and tensors of real numbers; the total {name!r} is a {type(value).__qualname__}"
         ) from None

@@ -43,7 +43,7 @@ def as_sum(name: str, value: Any) -> Tensor:
         return torch.tensor(int(value), dtype=torch.int64)
     try:
         return torch.tensor(float(value), dtype=torch.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last one from a complex tensor
         raise UsageError(
             f"step.add takes numbers and tensors of real numbers; {name!r} is a {type(value).__qualname__}"
         ) from None
