@@ -32,7 +32,7 @@ from unisono.engine.microbatch.streamfetcher import StreamFetcher
 from unisono.engine.microbatch.streamreader import Reader
 from unisono.engine.microbatch.streams import Streams
 from unisono.engine.state.packing import from_bytes, to_bytes
-from unisono.script.bookmarking import Bookmarking
+from unisono.script.schedule import Bookmarking
 
 LENGTH = 1000
 

@@ -46,8 +46,7 @@ from unisono.engine.rounds.team import Team
 from unisono.engine.state.tracked import Tracked
 from unisono.record.journal import compare
 from unisono.record.journal.times import by_step
-from unisono.script.schedule import schedule
-from unisono.script.streamed import Asked
+from unisono.script.schedule import Asked, schedule
 from unisono.testing import Faults, run_workers
 
 pytestmark = pytest.mark.more

@@ -39,7 +39,7 @@ from unisono.engine.state.tracked import Tracked
 from unisono.script.course import Course
 from unisono.script.keeping import Keeper
 from unisono.script.modes import check_begun, check_unchanged, modes, unusual
-from unisono.script.schedule import Planned
+from unisono.script.schedule import Schedule
 from unisono.strategies.shard.update import shared_updates
 from unisono.system.faults import at_step, point
 from unisono.system.process import Process
@@ -104,7 +104,7 @@ class TrainingLoop:
         course: Course,
         arithmetic: Arithmetic,
         *,
-        planned: Planned,
+        planned: Schedule,
         strategy: Strategy,
         summing: Summing,
     ) -> None:

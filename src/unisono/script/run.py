@@ -37,7 +37,6 @@ from unisono.core.settings import AuditThen, Instructions
 from unisono.engine.loop.process_settings import Arithmetic, choose_device, choose_threads
 from unisono.engine.loop.step import Step, Steps, numbers
 from unisono.engine.loop.strategies import Strategy
-from unisono.engine.microbatch.bookmarks import NAME as STREAMS
 from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
@@ -61,7 +60,6 @@ from unisono.script.loop import Summing, Wire
 from unisono.script.profiling import Profiling
 from unisono.script.recording import Recorder, Unwatched
 from unisono.script.schedule import DataOptions, check_first_step, schedule
-from unisono.script.streamed import StreamSchedule
 from unisono.script.talking import Talk
 from unisono.script.training import Training
 from unisono.script.worker_troubles import OwnTroubles
@@ -74,14 +72,7 @@ from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.strategy import Delayed, check_delay
 from unisono.strategies.evaluators.begun_evaluations import Evaluation
 from unisono.strategies.evaluators.requests import Requests, drive
-from unisono.strategies.local.localround import (
-    LocalRound,
-    ReplicaSamples,
-    ReplicaStreams,
-    Replication,
-    check_count,
-    check_options,
-)
+from unisono.strategies.local.localround import LocalRound, Replication, check_count, check_options, samples_of
 from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
 from unisono.strategies.local.strategy import Delta, InnerState, LocalSteps
@@ -206,8 +197,8 @@ class Run:
         )
         steps = settings.profiled or profile
         profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
-        self._replicas: Replicas | None = None
-        self._pending: Pending | None = None
+        self._replicas = Replicas()
+        self._pending = Pending()
         self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._begin(members.current(), audits, profiling, balance=balance, patience_s=settings.timeout_s)
 
@@ -656,21 +647,15 @@ class Run:
             collate=collate,
             loader_workers=loader_workers,
         )
-        is_limited = epochs is not None or max_steps is not None
         check_first_step(first_step, planned.num_steps, is_first_loop=asked.num_epochs == 0, delay=delay)
         prediction = Prediction(delay) if predict else None
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
         strategy = Strategy()
         if delay:
-            if self._pending is None:
-                self._pending = Pending()
-                self._tracked.own(PENDING, self._pending)
+            self._tracked.own(PENDING, self._pending)
             strategy = Delayed(delay, planned.num_steps, self._pending, prediction)
-        if isinstance(planned, StreamSchedule):
-            self._tracked.own(STREAMS, asked.bookmarks)
-            planned = dataclasses.replace(planned, delay=delay)
-        return self._training.begin(planned, strategy, summing, first_step=first_step, is_limited=is_limited)
+        return self._training.begin(dataclasses.replace(planned, delay=delay), strategy, summing, first_step=first_step)
 
     def local_steps(
         self,
@@ -741,17 +726,8 @@ class Run:
             asked=asked,
             **data,
         )
-        if isinstance(planned, StreamSchedule):
-            self._tracked.own(STREAMS, asked.bookmarks)
-            streams = ReplicaStreams(planned.cursor, replication)
-            samples: ReplicaSamples = streams
-            planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=streams)
-        else:
-            samples = ReplicaSamples(planned.cursor, replication)
-            planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=samples)
-        if self._replicas is None:
-            self._replicas = Replicas()
-            self._tracked.own(REPLICAS, self._replicas)
+        samples = samples_of(planned.cursor, replication)
+        self._tracked.own(REPLICAS, self._replicas)
         strategy = LocalSteps(
             replication,
             samples,
@@ -766,8 +742,8 @@ class Run:
             reduction=reduction,
             rehearses=self._arithmetic.deterministic,
         )
-        is_limited = data.get("epochs") is not None or data.get("max_steps") is not None
-        return self._training.begin(planned, strategy, summing, is_limited=is_limited)
+        planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=samples)
+        return self._training.begin(planned, strategy, summing)
 
     def save(self) -> None:
         """Write a checkpoint now, whatever the policy says.

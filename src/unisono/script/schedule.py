@@ -3,40 +3,174 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from functools import cached_property
+from typing import Any, TypedDict, Unpack, cast
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.core.cursor import Cursor
-from unisono.core.errors import UsageError
+from unisono.core.errors import RecipeError, UsageError
+from unisono.core.orders import Sequential, digest
+from unisono.core.stream_plan import StreamCursor, WantedSamples
 from unisono.engine.loop.process_settings import check_whole
-from unisono.engine.microbatch.data import Fetcher, Loader, MakeFetcher, MapDataset, Request, Samples
-from unisono.engine.microbatch.iterables import Dataset, stream_source_of
+from unisono.engine.microbatch.bookmarks import NAME as STREAMS
+from unisono.engine.microbatch.bookmarks import Bookmark, Bookmarks
+from unisono.engine.microbatch.data import Fetcher, Loader, MakeFetcher, MapDataset, Request
+from unisono.engine.microbatch.iterables import Dataset, StreamSource, stream_source_of
 from unisono.engine.microbatch.loaders import Source, source_of
+from unisono.engine.microbatch.streamfetcher import StreamFetcher
+from unisono.engine.microbatch.streams import Streams
+from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
-from unisono.script.streamed import Asked, StreamSchedule, stream_schedule
+from unisono.engine.state.tracked import Tracked
+from unisono.strategies.local.localround import ReplicaSamples, ReplicaStreams, check_count
 
-__all__ = ["DataOptions", "Planned", "Schedule", "check_first_step", "schedule"]
+__all__ = ["Asked", "Bookmarking", "DataOptions", "Schedule", "check_first_step", "schedule"]
+
+EVERY = 1024
+"""Samples of each stream between two exchanges."""
+RARELY = 16
+"""Delays between two exchanges, at least: each exchange waits for what is under way, which a delay is to hide."""
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Asked:
+    """What the calls of ``run.steps`` of one run have asked for: epochs, and samples of streams.
+
+    It counts what the script asks for, not what was done: a worker that skips a call must count alike.
+
+    Attributes:
+        num_epochs: of all calls.
+        bookmarks: the states of streams that all workers know.
+    """
+
+    def __init__(self) -> None:
+        self.num_epochs = 0
+        self.bookmarks = Bookmarks()
+        self._numbers = WeakIdKeyDictionary()  # by dataset
+        self._num_datasets = 0
+        self._counts = WeakIdKeyDictionary()  # by dataset: (streams, samples of each)
+
+    def number(self, dataset: Any) -> int:
+        """Return the number of a dataset among those that the calls have got, which is the same on all workers."""
+        if dataset not in self._numbers:
+            self._numbers[dataset] = self._num_datasets
+            self._num_datasets += 1
+        number: int = self._numbers[dataset]
+        return number
+
+    def of(self, dataset: Any, num_streams: int) -> int:
+        """Return how many samples of each stream earlier calls have asked for.
+
+        Raises:
+            RecipeError: they have cut the dataset into another number of streams.
+        """
+        number: int
+        before, number = self._counts.get(dataset, (num_streams, 0))
+        if before != num_streams:
+            raise RecipeError(
+                f"an earlier run.steps of this run has read this {type(dataset).__qualname__} as {before} streams, and "
+                f"microbatches is {num_streams} now: other streams have other samples, so nobody knows where to go on. "
+                f"Use microbatches={before}, or make a new object, which begins at the first sample"
+            )
+        return number
+
+    def add(self, dataset: Any, num_streams: int, number: int) -> None:
+        """Note that a call asks for this many samples of each stream."""
+        self._counts[dataset] = num_streams, self.of(dataset, num_streams) + number
+
+
+class _Letter(msgspec.Struct, frozen=True):
+    """What one worker says."""
+
+    able: bool | None
+    found: dict[int, Bookmark]
+
+
+class Bookmarking:
+    """The exchanges of one training loop.
+
+    Args:
+        bookmarks: those that all workers know, of all data of the run.
+        key: of the data, the same on all workers.
+        share: samples of each stream in a step.
+        first: samples of each stream before the loop.
+        delay: steps of which the gradients are under way.
+    """
+
+    def __init__(self, bookmarks: Bookmarks, key: str, share: int, *, first: int = 0, delay: int = 0) -> None:
+        self._bookmarks = bookmarks
+        self._key = key
+        self._share, self._first = share, first
+        self._every = max(EVERY, RARELY * delay * share)
+        self._reading: StreamFetcher | None = None
+
+    def is_of_use(self) -> bool:
+        """Return whether these data may have bookmarks. Local, equal on all workers."""
+        return not self._bookmarks.has_none(self._key)
+
+    def find(self, wanted: WantedSamples) -> Bookmark | None:
+        """Return the bookmark from which a reader comes to these samples, if there is one. Local."""
+        return self._bookmarks.find(self._key, wanted)
+
+    def reads_with(self, reading: StreamFetcher) -> None:
+        """Note what reads the streams in this loop. Local."""
+        self._reading = reading
+
+    def is_due(self, last: int, step: int) -> bool:
+        """Return whether it is time for an exchange before a step, where it was asked before step ``last``."""
+        before, now = (self._first + at * self._share for at in (last, step))
+        return step > 0 and before // self._every != now // self._every
+
+    def exchange(self, last: int, step: int, rounds: Rounds) -> None:
+        """Exchange bookmarks before a step of the loop or at its end, where it is time for it. Collective.
+
+        Args:
+            last: the step before which this was called last; all workers give the same two numbers.
+        """
+        if not self.is_due(last, step) or not self.is_of_use():
+            return
+        round_ = TalkRound(rounds, "an exchange of states of streams", self._letter)
+        for _ in rounds.play(round_):
+            pass
+        letters = [msgspec.msgpack.decode(value, type=_Letter) for value in round_.values]
+        self._bookmarks.agree(self._key, [one.able for one in letters], [one.found for one in letters])
+        if not self.is_of_use() and self._reading is not None:
+            self._reading.taken.stop()
+
+    def _letter(self) -> bytes:
+        assert self._reading is not None
+        found = {
+            stream: bookmark
+            for stream, bookmark in self._reading.bookmarks().items()
+            if not self._bookmarks.knows(self._key, stream, bookmark)
+        }
+        return msgspec.msgpack.encode(_Letter(self._reading.taken.able, found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ABC):
     """What is trained on, and for how long."""
 
-    source: Source
     cursor: Cursor
     num_steps: int
+    is_limited: bool
+    """The script says for how many epochs, or steps, it trains."""
     inner_steps: int = 1
     """Steps of an iteration: those of a replica in a round of local steps."""
-    samples: Samples | None = None
+    samples: ReplicaSamples | None = None
     """Of each micro-batch, where a strategy cuts the data in another way than the cursor."""
+    delay: int = 0
+    """Iterations of which the results are under way."""
 
     @property
-    def dataset(self) -> MapDataset:
-        return self.source.dataset
+    @abstractmethod
+    def dataset(self) -> MapDataset | Streams: ...
 
     @property
     def num_epochs(self) -> int:
@@ -48,15 +182,36 @@ class Schedule:
         """Iterations of the training loop: one for each step, or for each round of several."""
         return -(-self.num_steps // self.inner_steps)
 
-    def begins(self) -> None:
-        """Note that the training loop begins: nothing depends on it, as each epoch has its own order."""
+    @abstractmethod
+    def begins(self, tracked: Tracked) -> None:
+        """Note that the training loop begins."""
+
+    @abstractmethod
+    def before_step(self, number: int, rounds: Rounds) -> None:
+        """Do together what the data need before a step, and at the end. Collective."""
+
+    @abstractmethod
+    def fetcher(self, device: torch.device) -> MakeFetcher:
+        """Return what makes the fetcher of these data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapSchedule(Schedule):
+    """Samples by their index."""
+
+    source: Source
+
+    @property
+    def dataset(self) -> MapDataset:
+        return self.source.dataset
+
+    def begins(self, tracked: Tracked) -> None:
+        pass  # nothing depends on it, as each epoch has its own order
 
     def before_step(self, number: int, rounds: Rounds) -> None:
-        """Do nothing: samples are found by their index on each worker."""
+        pass  # samples are found by their index on each worker
 
     def fetcher(self, device: torch.device) -> MakeFetcher:
-        """Return what makes the `Fetcher` of these data."""
-
         def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
             return Fetcher(
                 self.source.dataset,
@@ -69,7 +224,52 @@ class Schedule:
         return make
 
 
-Planned = Schedule | StreamSchedule
+@dataclass(frozen=True, kw_only=True)
+class StreamSchedule(Schedule):
+    """Samples of streams."""
+
+    cursor: StreamCursor
+    source: StreamSource
+    asked: Asked
+    key: str
+    """Of the data and how they are cut, the same on all workers."""
+
+    @property
+    def dataset(self) -> Streams:
+        return self.source.data
+
+    @cached_property
+    def bookmarking(self) -> Bookmarking:
+        """The exchanges of bookmarks."""
+        first, delay = self.cursor.first_sample, self.delay
+        return Bookmarking(self.asked.bookmarks, self.key, self.cursor.share, first=first, delay=delay)
+
+    def begins(self, tracked: Tracked) -> None:
+        """Note that the samples are asked for, so that the next call goes on after them."""
+        tracked.own(STREAMS, self.asked.bookmarks)
+        if not self.cursor.lengths:
+            self.asked.add(self.source.given, self.cursor.microbatches, self.num_steps * self.cursor.share)
+
+    def fetcher(self, device: torch.device) -> MakeFetcher:
+        def make(upcoming: Callable[[], Iterator[Request]]) -> Loader:
+            reading = StreamFetcher(
+                self.dataset,
+                self.samples if isinstance(self.samples, ReplicaStreams) else self.cursor,
+                device=device,
+                loading=self.source.loading,
+                upcoming=upcoming,
+                at_once=self.inner_steps,
+                find_bookmark=self.bookmarking.find if self.bookmarking.is_of_use() else None,
+                behind=self.delay * self.cursor.share,
+            )
+            self.bookmarking.reads_with(reading)
+            return reading
+
+        return make
+
+    def before_step(self, number: int, rounds: Rounds) -> None:
+        """Have the workers tell each other where streams can be opened, where it is time for it. Collective."""
+        self.bookmarking.exchange((number - 1) * self.inner_steps, number * self.inner_steps, rounds)
 
 
 class DataOptions(TypedDict, total=False):
@@ -92,16 +292,9 @@ def schedule(
     microbatches: int,
     seed: int,
     asked: Asked,
-    batch_size: int | None = None,
     resized: int | None = None,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-    sampler: Iterable[int] | None = None,
-    shuffle: bool | None = None,
-    drop_last: bool | None = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-    loader_workers: int | None = None,
-) -> Planned:
+    **data: Unpack[DataOptions],
+) -> Schedule:
     """Return the schedule that the arguments of a script say; see `unisono.Run.steps` for them.
 
     Args:
@@ -114,34 +307,38 @@ def schedule(
         RecipeError: batch, micro-batches and dataset do not fit together, or the order of the data cannot be known in
             advance. UsageError: there is no epoch, or an argument is no whole number.
     """
+    options: dict[str, Any] = {**data}
+    epochs, max_steps = options.pop("epochs", None), options.pop("max_steps", None)
+    is_limited = epochs is not None or max_steps is not None
     epochs = 1 if epochs is None else epochs
-    for name, value in {"microbatches": microbatches, "epochs": epochs}.items():
-        check_whole(name, value)
-    for name, number in {"batch_size": batch_size, "max_steps": max_steps}.items():
+    check_whole("microbatches", microbatches)
+    check_count("epochs", epochs)
+    for name, number in {"batch_size": options.get("batch_size"), "max_steps": max_steps}.items():
         if number is not None:
             check_whole(name, number)
-    options: dict[str, Any] = {
-        "batch_size": batch_size,
-        "sampler": sampler,
-        "shuffle": shuffle,
-        "drop_last": drop_last,
-        "collate": collate,
-        "loader_workers": loader_workers,
-    }
+
+    def num_steps(cursor: Cursor) -> int:
+        whole = cursor.steps_per_epoch * epochs
+        return whole if max_steps is None else max(0, min(whole, max_steps))
+
     if (streams := stream_source_of(dataset, caller, **options)) is not None:
-        return stream_schedule(
-            streams if resized is None else dataclasses.replace(streams, batch_size=resized),
-            caller,
-            microbatches=microbatches,
-            seed=seed,
-            epochs=epochs,
-            max_steps=max_steps,
+        if resized is not None:
+            streams = dataclasses.replace(streams, batch_size=resized)
+        cursor = _stream_cursor(streams, caller, microbatches, seed, epochs, max_steps, asked)
+        # With other data, seed or number of streams the states of a checkpoint are those of something else.
+        kind = f"{streams.data.name}, {microbatches} streams {digest(cursor.lengths)}, seed {seed}"
+        return StreamSchedule(
+            source=streams,
+            cursor=cursor,
+            num_steps=num_steps(cursor),
+            is_limited=is_limited,
             asked=asked,
+            key=f"{asked.number(streams.given)}: {kind}",
         )
     source = source_of(cast("MapDataset | DataLoader[Any]", dataset), caller, shuffles=True, **options)
     if resized is not None:
         source = source.resized(resized)
-    cursor = Cursor(
+    by_index = Cursor(
         order=source.order,
         batch_size=source.batch_size,
         microbatches=microbatches,
@@ -149,10 +346,49 @@ def schedule(
         drop_last=source.drop_last,
         first_epoch=asked.num_epochs,
     )
-    if epochs < 1:
-        raise UsageError(f"epochs must be at least 1, got {epochs}")
-    num_steps = cursor.steps_per_epoch * epochs
-    return Schedule(source, cursor, num_steps if max_steps is None else max(0, min(num_steps, max_steps)))
+    return MapSchedule(source=source, cursor=by_index, num_steps=num_steps(by_index), is_limited=is_limited)
+
+
+def _stream_cursor(
+    source: StreamSource,
+    caller: str,
+    microbatches: int,
+    seed: int,
+    epochs: int,
+    max_steps: int | None,
+    asked: Asked,
+) -> StreamCursor:
+    """Return the cursor of streams; the arguments are those of `schedule`.
+
+    Raises:
+        RecipeError: batch, micro-batches and streams do not fit together, or nothing says when the training ends.
+    """
+    if microbatches < 1:
+        raise RecipeError(f"microbatches must be at least 1, got {microbatches}")
+    lengths = source.data.lengths(microbatches)
+    if lengths is None and (max_steps is None or epochs != 1):
+        raise RecipeError(
+            f"{caller} got data that can only be iterated, whose length nobody knows, and so no epoch has an end: say "
+            f"{caller}(..., max_steps=...) (without epochs), or unisono.Streams(..., lengths=[...]) with the samples "
+            f"of each of the {microbatches} streams (unisono.TarShards counts them)"
+        )
+    first_sample = 0 if lengths is not None else asked.of(source.given, microbatches)
+    if lengths is not None:
+        num_samples, num_indices = sum(lengths), max(lengths, default=0) * microbatches
+    else:
+        num_samples = max(max_steps or 0, 1) * source.batch_size
+        num_indices = first_sample * microbatches + num_samples
+    return StreamCursor(
+        order=Sequential(num_samples, num_indices, source.data.name),
+        batch_size=source.batch_size,
+        microbatches=microbatches,
+        seed=seed,
+        drop_last=source.drop_last,
+        first_epoch=asked.num_epochs,
+        lengths=lengths or (),
+        num_steps=max_steps or 0,
+        first_sample=first_sample,
+    )
 
 
 def check_first_step(first_step: int, num_steps: int, *, is_first_loop: bool, delay: int) -> None:

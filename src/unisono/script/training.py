@@ -31,8 +31,7 @@ from unisono.script.evaluator import Visiting
 from unisono.script.keeping import Keeper
 from unisono.script.length import Length
 from unisono.script.loop import Summing, TrainingLoop
-from unisono.script.schedule import Planned
-from unisono.script.streamed import Asked
+from unisono.script.schedule import Asked, Schedule
 from unisono.script.talking import CallPlace
 from unisono.system.process import Process
 
@@ -77,14 +76,11 @@ class Training:
         self._admission = Admission(rounds, keeper.checkpoint)
         self._steps: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
 
-    def begin(
-        self, planned: Planned, strategy: Strategy, summing: Summing, *, first_step: int = 0, is_limited: bool
-    ) -> Steps[Any]:
+    def begin(self, planned: Schedule, strategy: Strategy, summing: Summing, *, first_step: int = 0) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
 
         Args:
             first_step: how many of them count as done when the run begins.
-            is_limited: the script says for how many epochs, or steps, it trains.
 
         Raises:
             UsageError: nothing is tracked that could be trained.
@@ -92,9 +88,9 @@ class Training:
         self._rounds.tracked.check(self._device)
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
         self.asked.num_epochs += planned.num_epochs
-        planned.begins()
+        planned.begins(self._rounds.tracked)
         self._course.begins(planned.dataset)
-        more = self.length.steps_after(planned.num_iterations, is_limited=is_limited)
+        more = self.length.steps_after(planned.num_iterations, is_limited=planned.is_limited)
         loop = TrainingLoop(
             self._rounds,
             self._keeper,

@@ -3,7 +3,7 @@
 An iterable with ``state_dict()`` and ``load_state_dict()`` (torchdata, Hugging Face) can go on from a state. Each
 worker takes the states of the streams that it reads every `STRIDE` samples, between two samples, and where a window of
 the shuffling begins, so that the window can be read again. The workers tell each other their newest bookmarks from time
-to time (`unisono.script.bookmarking`); these are a part of the run's state, so newcomers and checkpoints have them.
+to time (`unisono.script.schedule`); these are a part of the run's state, so newcomers and checkpoints have them.
 
 A bookmark also has the digest of the samples that follow it. A reader that goes on from a bookmark compares them, and
 reads from the beginning where they differ: a state may lack something, as the content of a shuffle buffer. So a

@@ -31,6 +31,7 @@ __all__ = [
     "Replication",
     "check_count",
     "check_options",
+    "samples_of",
 ]
 
 
@@ -99,11 +100,15 @@ class Replication:
 
 
 class ReplicaSamples:
-    """The samples of the replicas' micro-batches, by `Replication.place`."""
+    """The samples of the replicas' micro-batches, by `Replication.place`.
 
-    def __init__(self, cursor: Cursor, replication: Replication) -> None:
+    Args:
+        parts: the data of each replica.
+    """
+
+    def __init__(self, replication: Replication, parts: Sequence[PartOfCursor | StreamPart]) -> None:
         self._replication = replication
-        self._parts = [_part_of(cursor, k, replication.replicas) for k in range(replication.replicas)]
+        self._parts = parts
 
     def part(self, replica: int) -> PartOfCursor | StreamPart:
         """Return the data of one replica."""
@@ -118,18 +123,13 @@ class ReplicaSamples:
         return self._parts[replica].keys(number, leaf)
 
 
-def _part_of(cursor: Cursor, part: int, num_parts: int) -> PartOfCursor | StreamPart:
-    if isinstance(cursor, StreamCursor):
-        return StreamPart.of(cursor, part, num_parts)
-    return PartOfCursor.of(cursor, part, num_parts)
-
-
 class ReplicaStreams(ReplicaSamples):
     """The same where the data are streams: each replica reads its own ones."""
 
-    def __init__(self, cursor: StreamCursor, replication: Replication) -> None:
-        super().__init__(cursor, replication)
-        self._streams = [part for part in self._parts if isinstance(part, StreamPart)]
+    def __init__(self, replication: Replication, cursor: StreamCursor) -> None:
+        number = replication.replicas
+        self._streams = [StreamPart.of(cursor, replica, number) for replica in range(number)]
+        super().__init__(replication, self._streams)
         self.microbatches = cursor.microbatches
         self.seed = cursor.seed
 
@@ -140,6 +140,14 @@ class ReplicaStreams(ReplicaSamples):
     def wanted(self, step: int, leaf: int) -> WantedSamples:
         number, replica = self._replication.at(step)
         return self._streams[replica].wanted(number, leaf)
+
+
+def samples_of(cursor: Cursor, replication: Replication) -> ReplicaSamples:
+    """Return the samples of the replicas' micro-batches, which share the batches of a cursor."""
+    if isinstance(cursor, StreamCursor):
+        return ReplicaStreams(replication, cursor)
+    number = replication.replicas
+    return ReplicaSamples(replication, [PartOfCursor.of(cursor, replica, number) for replica in range(number)])
 
 
 class InnerStep(Step):
