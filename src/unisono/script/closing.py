@@ -13,14 +13,10 @@ from unisono.core.words import progress
 from unisono.engine.loop.step import Steps
 from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.engine.rounds.gathering import together
-from unisono.engine.rounds.life import Rounds
 from unisono.script import open_runs
 from unisono.script.course import Course
-from unisono.script.keeping import Keeper
 from unisono.script.notes import note_beginning, note_idle, note_microbatch
-from unisono.script.recording import Recorder
 from unisono.script.training import Training
-from unisono.script.worker_troubles import OwnTroubles
 from unisono.system.process import Process, tell
 
 __all__ = ["Ending"]
@@ -37,25 +33,20 @@ class Ending:
 
     def __init__(
         self,
-        rounds: Rounds,
-        keeper: Keeper,
-        recorder: Recorder,
-        process: Process,
-        training: Training,
         course: Course,
-        troubles: OwnTroubles,
+        training: Training,
+        process: Process,
         *,
         before_end: Callable[[], None],
         begun: ExitStack,
         is_alone: bool,
     ) -> None:
-        self._rounds = rounds
-        self._keeper = keeper
-        self._recorder = recorder
+        self._rounds = course.rounds
+        self._keeper = course.keeper
+        self._recorder = course.recorder
         self._process = process
         self._training = training
         self._course = course
-        self._troubles = troubles
         self._before_end = before_end
         self._begun: ExitStack | None = begun
         self._is_alone = is_alone
@@ -138,7 +129,7 @@ class Ending:
         is_end = self._course.has_joined and not goes_on
         if isinstance(error, Exception) and not isinstance(error, RunStopped):
             step, cursor = (loop.step, loop.cursor) if loop is not None else (None, None)
-            self._troubles.explain(error, self._rounds, step, cursor, is_end=is_end)
+            self._course.troubles.explain(error, self._rounds, step, cursor, is_end=is_end)
         if is_end:
             self._append_failure(error)
 

@@ -32,6 +32,7 @@ class Course:
     """The course of a run on this worker. The training loop tells it of each step, and it tells all others.
 
     Args:
+        rounds, keeper, recorder, troubles: of the run, for all that take part in its course.
         inspector: None: nobody looks.
         audits: find out which worker is wrong where two differ; None: the run ends there.
         profiling: None: no step is profiled.
@@ -64,19 +65,15 @@ class Course:
         self.finiteness = Finiteness(troubles.not_finite)
         self.inspector = inspector
         self.audits = audits
-        self._rounds = rounds
-        self._keeper = keeper
-        self._recorder = recorder
-        self._troubles = troubles
+        self.rounds = rounds
+        self.keeper = keeper
+        self.recorder = recorder
+        self.troubles = troubles
         self._profiling = profiling
-
-    def begins(self, dataset: object) -> None:
-        """Note the data of a training loop, for what is said where memory runs out."""
-        self._troubles.begins(dataset)
 
     def joins(self) -> None:
         """Note that this worker is in the run, at the position of its rounds."""
-        total, is_newcomer = self._rounds.position.total, self._rounds.number > 0
+        total, is_newcomer = self.rounds.position.total, self.rounds.number > 0
         self.has_joined = True
         self.num_steps = total
         self.beginning = Beginning(total, is_newcomer=is_newcomer) if total > 0 else None
@@ -88,11 +85,11 @@ class Course:
         event = RunStarted(
             time=round(time.time(), 3),
             run_id=run_id,
-            directory=str(self._keeper.directory or ""),
+            directory=str(self.keeper.directory or ""),
             step=self.num_steps,
             recipe=recipe,
         )
-        self._recorder.run_started(event, self.role(), is_newcomer=self._rounds.number > 0)
+        self.recorder.run_started(event, self.role(), is_newcomer=self.rounds.number > 0)
 
     def check_not_in_batches(self, what: str) -> None:
         """Raise StepError if the script is in a loop over ``run.batches``, or has left one before its end.
@@ -110,7 +107,7 @@ class Course:
             number: of the step in the run.
             clock: of the parts of the step.
         """
-        spoil(self._rounds.tracked)
+        spoil(self.rounds.tracked)
         if self._profiling is not None:
             self._profiling.step_begins(number, clock)
 
@@ -125,30 +122,30 @@ class Course:
         self.check_not_in_batches("the step was ended")
         if step.has_result:
             self._record(step, seconds, end + self.num_more if self.num_more is not None else 0)
-        self._troubles.tell_memory(self._rounds, cursor)
-        own_work, team = self._rounds.members.balancing.own_work, self._rounds.team
+        self.troubles.tell_memory(self.rounds, cursor)
+        own_work, team = self.rounds.members.balancing.own_work, self.rounds.team
         if team.rank == 0 and (words := own_work.advice(cursor.microbatches, team.size)):
             warnings.warn(words, stacklevel=6)
         if self._profiling is not None:
-            self._profiling.step_ends(step.number, self._rounds, sees=self._keeper.reaches)
+            self._profiling.step_ends(step.number, self.rounds, sees=self.keeper.reaches)
 
     def evaluated(self, num_steps: int, totals: Mapping[str, Any], *, logs: Mapping[str, float] | None = None) -> None:
         """Record the totals of an evaluation, or what ``run.log`` was given, after so many steps of the run."""
-        self._recorder.evaluation_finished(num_steps, plain(totals), self.role(), logs=logs)
+        self.recorder.evaluation_finished(num_steps, plain(totals), self.role(), logs=logs)
 
     def ends(self) -> None:
         """Bring a profile to its end, at the end of the run. Collective."""
         if self._profiling is not None:
-            self._profiling.run_ends(self.num_steps, self._rounds, sees=self._keeper.reaches)
+            self._profiling.run_ends(self.num_steps, self.rounds, sees=self.keeper.reaches)
 
     def role(self) -> Role:
         """Return the role of this worker in the run, now. Local."""
-        team, is_alone = self._rounds.team, members.current() is None
+        team, is_alone = self.rounds.team, members.current() is None
         # In a team no worker has a rank before it has joined; the first writer writes the events until then.
         # A worker that was evicted is not the writer any more, whatever its rank was.
         if not (self.has_joined or is_alone):
             return OUTSIDE
-        writes = self._keeper.writes(team) if self._keeper.directory is not None else team.rank == 0
+        writes = self.keeper.writes(team) if self.keeper.directory is not None else team.rank == 0
         return Role(
             rank=team.rank,
             generation=team.generation,
@@ -166,19 +163,19 @@ class Course:
         """
         self.num_steps += 1
         result = step.result()
-        self._keeper.note({"loss": result.loss, **step.logs})
+        self.keeper.note({"loss": result.loss, **step.logs})
         if self.inspector is not None:
             self.inspector.after_step(result)
-        self._recorder.step_finished(
+        self.recorder.step_finished(
             result,
             self.role(),
             num_steps=num_steps,
             seconds=seconds,
             telemetry=step.telemetry,
             logs=step.logs,
-            checkpoint=self._keeper.news(),
+            checkpoint=self.keeper.news(),
             balance=step.news,
             audits=self.audits.take_digests() if self.audits is not None else {},
-            warnings=self._rounds.team.take_warnings(),
-            sent_bytes=step.sent_bytes + self._rounds.members.take_delivered_bytes(),
+            warnings=self.rounds.team.take_warnings(),
+            sent_bytes=step.sent_bytes + self.rounds.members.take_delivered_bytes(),
         )

@@ -19,11 +19,8 @@ from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.evaluation import Totals
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.packing import from_bytes, to_bytes
-from unisono.engine.state.tracked import Tracked
 from unisono.script.batches import Batches
 from unisono.script.course import Course
-from unisono.script.evaluator import Visiting
-from unisono.script.keeping import Keeper
 from unisono.script.talking import CallPlace, Talk, at_once
 from unisono.script.training import Training
 from unisono.strategies.evaluators.begun_evaluations import Begun, BegunEvaluation, Evaluation
@@ -39,25 +36,14 @@ class Evaluations:
     """This worker's part in the evaluations of a run.
 
     Args:
-        tracked: the state of the run, of which what was begun becomes a part.
         device: of this worker.
         patience_s: after so long without progress, nobody waits for an evaluator any more.
-        visiting: not None: this process is an evaluator.
     """
 
     def __init__(
-        self,
-        tracked: Tracked,
-        talk: Talk,
-        keeper: Keeper,
-        training: Training,
-        course: Course,
-        *,
-        seed: int,
-        device: torch.device,
-        patience_s: float,
-        visiting: Visiting | None = None,
+        self, course: Course, training: Training, talk: Talk, *, seed: int, device: torch.device, patience_s: float
     ) -> None:
+        keeper, tracked = course.keeper, course.rounds.tracked
         self._talk = talk
         self._journal = keeper.journal
         self._training = training
@@ -76,7 +62,7 @@ class Evaluations:
             apart=training.apart,
         )
         keeper.wait_for(self._beside)
-        self._visiting = visiting
+        self._visiting = training.visiting
         self._handles: dict[int, Evaluation] = {}
         self._where: tuple[int, int | None] | None = None
         self._num_here = 0

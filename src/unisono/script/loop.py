@@ -33,11 +33,9 @@ from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.gradient import StepContext
-from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.taps import Loop
 from unisono.engine.state.tracked import Tracked
 from unisono.script.course import Course
-from unisono.script.keeping import Keeper
 from unisono.script.modes import check_begun, check_unchanged, modes, unusual
 from unisono.script.schedule import Schedule
 from unisono.strategies.shard.update import shared_updates
@@ -98,10 +96,8 @@ class TrainingLoop:
 
     def __init__(
         self,
-        rounds: Rounds,
-        keeper: Keeper,
-        process: Process,
         course: Course,
+        process: Process,
         arithmetic: Arithmetic,
         *,
         planned: Schedule,
@@ -112,9 +108,9 @@ class TrainingLoop:
         self.num_steps = planned.num_iterations
         self.step: Iteration | None = None
         self.is_open = False
-        self._rounds = rounds
-        self._tracked = rounds.tracked
-        self._keeper = keeper
+        self._rounds = course.rounds
+        self._tracked = course.rounds.tracked
+        self._keeper = course.keeper
         self._process = process
         self._course = course
         self._arithmetic = arithmetic
@@ -125,7 +121,7 @@ class TrainingLoop:
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
         self._folder: GradientFolder | None = None
-        self._unused = UnusedGradients(rounds.tracked)
+        self._unused = UnusedGradients(self._tracked)
 
     @property
     def recipe(self) -> Recipe:

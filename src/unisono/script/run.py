@@ -53,7 +53,6 @@ from unisono.script.batches import Batches, RunTotal
 from unisono.script.closing import Ending
 from unisono.script.course import Course
 from unisono.script.evaluating import Evaluations
-from unisono.script.evaluator import Visiting
 from unisono.script.inspecting import inspector_of
 from unisono.script.keeping import Keeper
 from unisono.script.loop import Summing, Wire
@@ -168,7 +167,6 @@ class Run:
         self._inspector = inspector_of(spec)
         if self._inspector is not None:
             checkpoint, sinks, profile = None, (), None
-        self._visiting = self._inspector if isinstance(self._inspector, Visiting) else None
         self.seed = seed
         self.device = choose_device(device, worker.gpu_number)
         if arithmetic is not None and settings.arithmetic is None and not settings.inspect:
@@ -250,36 +248,16 @@ class Run:
                 audits=audits,
                 profiling=profiling,
             )
-            self._training = Training(
-                self._rounds,
-                self._keeper,
-                self._process,
-                self._course,
-                self._arithmetic,
-                device=self.device,
-                visiting=self._visiting,
-            )
+            self._training = Training(self._course, self._process, self._arithmetic, self.device)
             self._evaluations = Evaluations(
-                self._tracked,
-                self._talk,
-                self._keeper,
-                self._training,
-                self._course,
-                seed=self.seed,
-                device=self.device,
-                patience_s=patience_s,
-                visiting=self._visiting,
+                self._course, self._training, self._talk, seed=self.seed, device=self.device, patience_s=patience_s
             )
             self._made_before.update(one for one in gc.get_objects() if issubclass(type(one), nn.Module))
             seed_at(self.seed, "start")
             self._ending = Ending(
-                self._rounds,
-                self._keeper,
-                self._recorder,
-                self._process,
-                self._training,
                 self._course,
-                troubles,
+                self._training,
+                self._process,
                 before_end=self._before_end,
                 begun=begun.pop_all(),
                 is_alone=member is None,
@@ -316,18 +294,12 @@ class Run:
         if member is None:
             return Team(device)
         settings = member.spec.run.settings
+        given: dict[str, Any] = {"member": member, "device": device, "timeout_s": settings.timeout_s}
         return HeadTeam(
             member,
-            partial(
-                build_exchange,
-                member=member,
-                device=device,
-                wanted=settings.exchange,
-                timeout_s=settings.timeout_s,
-                checks=checks,
-            ),
-            partial(open_wire, member=member, device=device, timeout_s=settings.timeout_s),
-            partial(build_part, member=member, device=device, wanted=settings.exchange, timeout_s=settings.timeout_s),
+            partial(build_exchange, wanted=settings.exchange, checks=checks, **given),
+            partial(open_wire, **given),
+            partial(build_part, wanted=settings.exchange, **given),
         )
 
     # -- what the script asks ------------------------------------------------------------------------
@@ -339,7 +311,7 @@ class Run:
         Before the first step, the number of the worker. An evaluator is no member, and has -1.
         """
         member = members.current()
-        if self._visiting is not None:
+        if self._training.visiting is not None:
             return -1
         if not self._course.has_joined and member is not None:
             return int(member.worker_id.removeprefix("w"))
@@ -365,7 +337,8 @@ class Run:
             if run.is_catching_up:
                 continue
         """
-        if self._visiting is not None and self._visiting.is_at(self._training.phases):
+        visiting = self._training.visiting
+        if visiting is not None and visiting.is_at(self._training.phases):
             return False  # an evaluator, at what it is to evaluate
         return self._training.phases > 0 and not self._course.has_joined
 

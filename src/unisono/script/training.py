@@ -24,11 +24,9 @@ from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.data import MakeFetcher
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.admission import Admission
-from unisono.engine.rounds.life import Rounds
 from unisono.record.rundir import read_facts
 from unisono.script.course import Course
 from unisono.script.evaluator import Visiting
-from unisono.script.keeping import Keeper
 from unisono.script.length import Length
 from unisono.script.loop import Summing, TrainingLoop
 from unisono.script.schedule import Asked, Schedule
@@ -46,34 +44,25 @@ class Training:
         phases: the number of those that have begun.
         asked: what the calls of the script have asked for, whatever was done of it.
         length: the same, as a number of steps.
+        visiting: not None: this process is an evaluator.
 
     Args:
         device: of this worker.
-        visiting: not None: this process is an evaluator.
     """
 
-    def __init__(
-        self,
-        rounds: Rounds,
-        keeper: Keeper,
-        process: Process,
-        course: Course,
-        arithmetic: Arithmetic,
-        device: torch.device,
-        visiting: Visiting | None,
-    ) -> None:
+    def __init__(self, course: Course, process: Process, arithmetic: Arithmetic, device: torch.device) -> None:
         self.loop: TrainingLoop | None = None
         self.phases = 0
         self.asked = Asked()
         self.length = Length()
-        self._rounds = rounds
-        self._keeper = keeper
+        self._rounds = course.rounds
+        self._keeper = course.keeper
         self._process = process
         self._course = course
         self._arithmetic = arithmetic
         self._device = device
-        self._visiting = visiting
-        self._admission = Admission(rounds, keeper.checkpoint)
+        self.visiting = course.inspector if isinstance(course.inspector, Visiting) else None
+        self._admission = Admission(course.rounds, course.keeper.checkpoint)
         self._steps: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
 
     def begin(self, planned: Schedule, strategy: Strategy, summing: Summing, *, first_step: int = 0) -> Steps[Any]:
@@ -89,17 +78,10 @@ class Training:
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
         self.asked.num_epochs += planned.num_epochs
         planned.begins(self._rounds.tracked)
-        self._course.begins(planned.dataset)
+        self._course.troubles.begins(planned.dataset)
         more = self.length.steps_after(planned.num_iterations, is_limited=planned.is_limited)
         loop = TrainingLoop(
-            self._rounds,
-            self._keeper,
-            self._process,
-            self._course,
-            self._arithmetic,
-            planned=planned,
-            strategy=strategy,
-            summing=summing,
+            self._course, self._process, self._arithmetic, planned=planned, strategy=strategy, summing=summing
         )
         # The loop's checks come here, and not with its first step.
         train = self._train(loop, planned.fetcher(self._device), first_step, more)
@@ -146,8 +128,8 @@ class Training:
         """
         self._process.check(what)
         self._course.check_not_in_batches(f"{what} was called")
-        if self._visiting is not None:
-            visited = self._visiting.step
+        if self.visiting is not None:
+            visited = self.visiting.step
             at = visited.number if visited is not None else None
             return CallPlace(rounds=self._rounds, phases=self.phases, step=at, has_joined=False)
         if self.loop is not None and self.loop.is_apart():
@@ -174,9 +156,9 @@ class Training:
         """
         rounds = self._rounds
         self._course.check_not_in_batches("run.steps was called")
-        if self._visiting is not None:
+        if self.visiting is not None:
             phase, self.phases = self.phases, self.phases + 1
-            yield from self._visiting.visit(phase, loop, rounds.tracked, self._device)
+            yield from self.visiting.visit(phase, loop, rounds.tracked, self._device)
             seed_at(loop.cursor.seed, "after loop", phase)
             return
         if self.is_open:
