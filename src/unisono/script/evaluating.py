@@ -1,4 +1,4 @@
-"""``run.batches`` and ``run.evaluate``: exact totals over a dataset, at once, or beside the training.
+"""``run.batches`` and ``run.evaluate``: exact totals over a dataset, at once, or beside the training; ``run.log``.
 
 With ``wait=False`` the call gives an `Evaluation`, and the training goes on while an evaluator computes the totals of a
 snapshot (`unisono.strategies.evaluators.beside`); without an evaluator the members compute them at once. Totals are the
@@ -9,14 +9,17 @@ run), so journals are equal, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
+from unisono.core.errors import StepError, UsageError
 from unisono.engine.checkpoint.evaluations import EvaluationOrder
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.evaluation import Totals
+from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.script.batches import Batches
@@ -73,6 +76,72 @@ class Evaluations:
         """The totals of the loops over ``run.batches`` since the newest training loop has begun."""
         phases, totals = self._newest
         return totals if phases == self._training.phases else {}
+
+    # -- numbers of the script -------------------------------------------------------------------------
+
+    def log(self, place: CallPlace, own: dict[str, float]) -> None:
+        """Write figures of rank 0 into a line of the journal. Collective.
+
+        Args:
+            own: those of this worker.
+
+        Raises:
+            UsageError: no step of the run has begun.
+        """
+        is_new = False
+        if place.is_early:
+            raise UsageError("run.log writes into the journal of a training: call it after the first step of the run")
+
+        def tell() -> Generator[Any, None, dict[str, float]]:
+            nonlocal is_new
+            if place.is_skipped:
+                return {}
+            is_new, rounds = True, place.rounds
+            said = TalkRound(rounds, "run.log", lambda: to_bytes(own) if rounds.members.rank == 0 else b"")
+            yield from rounds.play(said)
+            found: dict[str, float] = from_bytes(said.values[0])
+            return found
+
+        found = drive(self._talk.once(place, "run.log", tell), lambda nothing: None)
+        if place.is_skipped:
+            return
+        keeper = self._course.keeper
+        keeper.note(found)
+        self._course.evaluated(self._course.num_steps, {}, logs=found)
+        policy = keeper.policy
+        if is_new and place.step is None and policy is not None and policy.keep_best in found:
+            keeper.request()  # the checkpoint of this step was written without the figure
+            keeper.save_together(place.rounds)
+
+    def add_to_total(self, name: str, value: float | Tensor) -> None:
+        """Add to a `RunTotal`, in the loop that the script is in. Local."""
+        loop, batches = self._training.loop, self._course.in_batches
+        if batches is not None:
+            self._refuse_two(name, self._training.totals)
+            batches.add(**{name: value})
+        elif loop is not None and loop.step is not None:
+            self._refuse_two(name, self.newest)
+            loop.step.add(**{name: value})
+        else:
+            raise StepError(
+                f"run.total({name!r}) += ... stands outside of the loops that it adds up: within `for batch in step` "
+                "or `for batch in run.batches(...)`. Elsewhere all workers would add the same"
+            )
+
+    def total(self, name: str) -> Any:
+        """Return the value of a `RunTotal`. Local."""
+        self._course.check_not_in_batches(f"the value of run.total({name!r}) was read")
+        if self._training.is_apart():
+            raise StepError(f"the value of run.total({name!r}) is known after the inner loop `for batch in step`")
+        newest = self.newest
+        return newest[name] if name in newest else self._training.totals.get(name, 0)
+
+    def _refuse_two(self, name: str, others: Collection[str]) -> None:
+        if name in others:
+            raise UsageError(
+                f"run.total({name!r}) is added up in the training and in an evaluation: give it another name in one of "
+                "the two"
+            )
 
     # -- calls ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
 from unisono.core.cadence import Checkpoints
-from unisono.core.errors import StepError, UsageError
+from unisono.core.errors import UsageError
 from unisono.core.old_names import warn_of_old
 from unisono.core.settings import AuditThen, Instructions
 from unisono.engine.loop.process_settings import Arithmetic, choose_device, choose_threads
@@ -43,10 +43,8 @@ from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Round
 from unisono.engine.rounds.connect import build_exchange, build_part, open_wire
 from unisono.engine.rounds.evaluation import Totals
-from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import HeadTeam, Team
-from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.engine.state.tracked import Tracked
 from unisono.script import open_runs
 from unisono.script.batches import Batches, RunTotal
@@ -70,7 +68,7 @@ from unisono.strategies.delay.prediction import NAME as PREDICTION
 from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.strategy import Delayed, check_delay
 from unisono.strategies.evaluators.begun_evaluations import Evaluation
-from unisono.strategies.evaluators.requests import Requests, drive
+from unisono.strategies.evaluators.requests import Requests
 from unisono.strategies.local.localround import LocalRound, Replication, check_count, check_options, samples_of
 from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
@@ -364,7 +362,7 @@ class Run:
         By name; exact, and equal on all workers. Also on a worker that has skipped that ``run.steps`` because it came
         later.
         """
-        return self._tracked.sums.totals(self._training.phases - 1)
+        return self._training.totals
 
     def total(self, name: str) -> RunTotal:
         """Return a number that is added up over all workers: for a variable that a loop counts up. Local.
@@ -387,35 +385,7 @@ class Run:
         Args:
             name: in the journal and in `totals`; that of a sum of the training, or of evaluations.
         """
-        return RunTotal(name, self._add_up, self._added_up)
-
-    def _add_up(self, name: str, value: float | Tensor) -> None:
-        loop, batches = self._training.loop, self._course.in_batches
-        if batches is not None:
-            self._refuse_two(name, self.totals)
-            batches.add(**{name: value})
-        elif loop is not None and loop.step is not None:
-            self._refuse_two(name, self._evaluations.newest)
-            loop.step.add(**{name: value})
-        else:
-            raise StepError(
-                f"run.total({name!r}) += ... stands outside of the loops that it adds up: within `for batch in step` "
-                "or `for batch in run.batches(...)`. Elsewhere all workers would add the same"
-            )
-
-    def _refuse_two(self, name: str, others: Collection[str]) -> None:
-        if name in others:
-            raise UsageError(
-                f"run.total({name!r}) is added up in the training and in an evaluation: give it another name in one of "
-                "the two"
-            )
-
-    def _added_up(self, name: str) -> Any:
-        self._course.check_not_in_batches(f"the value of run.total({name!r}) was read")
-        if self._training.is_apart():
-            raise StepError(f"the value of run.total({name!r}) is known after the inner loop `for batch in step`")
-        newest = self._evaluations.newest
-        return newest[name] if name in newest else self.totals.get(name, 0)
+        return RunTotal(name, self._evaluations.add_to_total, self._evaluations.total)
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Write figures into a line of the journal, for charts, tools, reports and ``keep_best``. Collective.
@@ -435,30 +405,7 @@ class Run:
         Raises:
             UsageError: no step of the run has begun, or a value is no number; called within the inner loop.
         """
-        place = self._training.place("run.log")
-        own, is_new = numbers(values, named, "run.log"), False
-        if place.is_early:
-            raise UsageError("run.log writes into the journal of a training: call it after the first step of the run")
-
-        def tell() -> Generator[Any, None, dict[str, float]]:
-            nonlocal is_new
-            if place.is_skipped:
-                return {}
-            is_new, rounds = True, place.rounds
-            said = TalkRound(rounds, "run.log", lambda: to_bytes(own) if rounds.members.rank == 0 else b"")
-            yield from rounds.play(said)
-            found: dict[str, float] = from_bytes(said.values[0])
-            return found
-
-        found = drive(self._talk.once(place, "run.log", tell), lambda nothing: None)
-        if place.is_skipped:
-            return
-        self._keeper.note(found)
-        self._course.evaluated(self._course.num_steps, {}, logs=found)
-        policy = self._keeper.policy
-        if is_new and place.step is None and policy is not None and policy.keep_best in found:
-            self._keeper.request()  # the checkpoint of this step was written without the figure
-            self._keeper.save_together(place.rounds)
+        self._evaluations.log(self._training.place("run.log"), numbers(values, named, "run.log"))
 
     def track(self, **objects: Any) -> None:
         """Name the objects of the run: modules, optimizers, schedulers, and anything with ``state_dict`` and

@@ -104,6 +104,11 @@ class Training:
         """Whether the script is between the first step of a training loop and its end."""
         return self.loop is not None and self.loop.is_open
 
+    @property
+    def totals(self) -> dict[str, Any]:
+        """The sums of ``step.add`` in the newest epoch of the newest training loop."""
+        return self._rounds.tracked.sums.totals(self.phases - 1)
+
     def is_apart(self) -> bool:
         """Return whether the script is within a loop in which each worker is at a part of its own.
 
