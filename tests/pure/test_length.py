@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.script.length import Length
+from unisono.script.training import Length
 
 
 def lengths(length: Length, epochs: int, *calls: int) -> list[int | None]:

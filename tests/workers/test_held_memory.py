@@ -10,7 +10,7 @@ import unisono
 from unisono.core.ownership import MemberPlace
 from unisono.engine.exchange.slots import Slots
 from unisono.engine.state.tracked import Tracked
-from unisono.script.memory_use import Among, MemoryAtStart, data_bytes, held_now, kinds
+from unisono.script.worker_troubles import Among, MemoryAtStart, data_bytes, held_now, kinds
 
 CPU = torch.device("cpu")
 MB = 10**6

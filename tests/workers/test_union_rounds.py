@@ -15,7 +15,7 @@ from unisono.engine.rounds.gathering import union
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.tracked import Tracked
-from unisono.script.sharing import LENDING
+from unisono.script.keeping import LENDING
 
 pytestmark = pytest.mark.more
 

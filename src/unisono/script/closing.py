@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from unisono.core.errors import RunStopped, StepError, UnisonoError
+from unisono.cluster.worker import member as members
+from unisono.core.errors import LossError, RunStopped, StepError, UnisonoError
 from unisono.core.words import progress
-from unisono.engine.loop.step import Steps
+from unisono.engine.loop.step import Iteration, Steps
 from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.engine.rounds.gathering import together
 from unisono.script import open_runs
-from unisono.script.course import Course
-from unisono.script.notes import note_beginning, note_idle, note_microbatch
+from unisono.script.course import Beginning, Course
 from unisono.script.training import Training
 from unisono.system.process import Process, tell
 
 __all__ = ["Ending"]
+
+NUM_SHOWN: Final = 8
+"""Samples of a micro-batch, in a note."""
 
 
 class Ending:
@@ -88,10 +91,10 @@ class Ending:
     def explain(self, error: BaseException) -> bool:
         """Add to an exception of the script where it was raised; returns whether that was in a micro-batch."""
         if (beginning := self._course.beginning) is not None:
-            note_beginning(error, beginning, self._course.num_steps - beginning.step)
+            _note_beginning(error, beginning, self._course.num_steps - beginning.step)
         step = self._training.loop.step if self._training.loop is not None else None
-        note_idle(error, step)
-        return note_microbatch(error, step)
+        _note_idle(error, step)
+        return _note_microbatch(error, step)
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -204,3 +207,59 @@ def _code_of(error: BaseException) -> object | None:
     if not isinstance(error, SystemExit):
         return None
     return 0 if error.code is None else error.code
+
+
+def _note_microbatch(error: BaseException, step: Iteration | None) -> bool:
+    """Add to an error of the script the micro-batch that it comes from.
+
+    Returns:
+        Whether another worker tries that micro-batch: not if the error comes from none, nor if the loss is not finite,
+        which it would be there as well.
+    """
+    is_loss = isinstance(error, LossError) and error.microbatch >= 0
+    if step is None or not isinstance(error, Exception) or (isinstance(error, UnisonoError) and not is_loss):
+        return False
+    index = step.microbatch
+    if index is None:
+        return False
+    samples = step.sample_indices(index)
+    shown = ", ".join(map(str, samples[:NUM_SHOWN])) + (", ..." if len(samples) > NUM_SHOWN else "")
+    if not is_loss:  # its message says so already
+        _add_note(error, f"(in {step.name}, micro-batch {index}, samples {shown})")
+    if (member := members.current()) is not None:
+        member.failures.raised_in(error, step.number, index, samples, retry=not is_loss)
+    return not is_loss
+
+
+def _note_beginning(error: BaseException, beginning: Beginning, num_done: int) -> None:
+    """Add to an error of the script that this worker has not run the steps before.
+
+    Args:
+        num_done: steps that this worker has done itself. Later only a missing name is explained in this way.
+    """
+    if isinstance(error, UnisonoError) or not isinstance(error, Exception):
+        return
+    if num_done > 0 and not isinstance(error, NameError):
+        return
+    who = "this worker joined the run" if beginning.is_newcomer else "the run was resumed from a checkpoint"
+    _add_note(
+        error,
+        f"({who} and began at step {beginning.step}: variables that the script sets in earlier steps do not exist "
+        "here, and its own counters begin again. step.index and step.number count from the beginning)",
+    )
+
+
+def _note_idle(error: BaseException, step: Iteration | None) -> None:
+    """Add to a missing name that this worker had no micro-batch, in whose inner loop the script sets it."""
+    if step is not None and isinstance(error, NameError) and step.has_no_microbatch:
+        _add_note(
+            error,
+            f"(this worker had no micro-batch of {step.name}, so what the script sets within `for batch in "
+            "step` is not there. Use step.loss, step.num_samples, step.index, and step.add with step.totals, which all "
+            "workers have)",
+        )
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from unisono.cluster.worker import member as members
@@ -18,14 +19,25 @@ from unisono.engine.state.sums import plain
 from unisono.script.batches import Batches
 from unisono.script.inspecting import Inspector
 from unisono.script.keeping import Keeper
-from unisono.script.notes import Beginning
 from unisono.script.profiling import Profiling
 from unisono.script.recording import OUTSIDE, Recorder, Role
 from unisono.script.worker_troubles import OwnTroubles
 from unisono.strategies.audit.audited import spoil
 from unisono.strategies.audit.audits import Audits
 
-__all__ = ["Course"]
+__all__ = ["Beginning", "Course"]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The step of the run at which this worker has begun, where that is not the first.
+
+    Args:
+        is_newcomer: other workers have done the steps before it; else a run that was resumed from a checkpoint.
+    """
+
+    step: int
+    is_newcomer: bool
 
 
 class Course:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from unisono.cluster.worker import member as members
@@ -18,19 +19,22 @@ from unisono.core.cadence import CheckpointReport, Checkpoints, Position
 from unisono.core.cursor import Recipe
 from unisono.core.errors import UsageError
 from unisono.engine.checkpoint.copies import absolute, check
-from unisono.engine.checkpoint.saving import Saver
-from unisono.engine.checkpoint.snapshot import Moment
+from unisono.engine.checkpoint.saving import Saver, Wish
+from unisono.engine.checkpoint.snapshot import Moment, Snapshot
+from unisono.engine.checkpoint.writer import write_facts
+from unisono.engine.exchange import Parcel
 from unisono.engine.rounds import Reporter
 from unisono.engine.rounds.gathering import together, union
-from unisono.engine.rounds.life import EVALUATED, Rounds
+from unisono.engine.rounds.life import CHECKPOINT, EVALUATED, Rounds
 from unisono.engine.rounds.team import Team
+from unisono.engine.state.packing import grouped
 from unisono.engine.state.tracked import Tracked
-from unisono.record.checkpoint_files import complete
+from unisono.record.checkpoint_files import Stream, complete, memory_at
 from unisono.record.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.record.rundir import CHECKPOINTS, RunDirectory
 from unisono.script.resuming import Resumption
-from unisono.script.sharing import LENDING, begin_last, lend
 from unisono.strategies.evaluators.beside import Beside
+from unisono.system.faults import point
 from unisono.system.process import IS_WATCHED, Process, tell
 
 __all__ = ["Keeper"]
@@ -38,6 +42,10 @@ __all__ = ["Keeper"]
 OTHERS_S: Final = 2.0
 COPIES_ROUND_S: Final = 1.0
 COPIED: Final = b"copied"
+LENDING: Final = "lending"
+"""The kind of the round in which states travel to a member that writes them."""
+TOGETHER_BYTES = 16 << 20
+"""Tensors up to this size together are sent at once."""
 
 
 class Keeper(Reporter):
@@ -310,7 +318,7 @@ class Keeper(Reporter):
             moment = self._moment(rounds)
             snapshot = self._saver.boundary(moment, is_held=self._is_held)
             if snapshot is not None or LENDING in rounds.begun:
-                lend(rounds, self._saver, snapshot, moment.generation)
+                self._lend(rounds, snapshot, moment.generation)
 
     @property
     def _is_held(self) -> bool:
@@ -339,7 +347,49 @@ class Keeper(Reporter):
             is_copied = COPIED in said.values()
 
     def _begin_last(self, rounds: Rounds) -> bool:
-        return begin_last(rounds, self._saver, lambda: self._moment(rounds))
+        """Begin the last checkpoint, unless none is wanted: from then on one member writes it by itself. Collective.
+
+        Returns:
+            Whether one is being written; the same on all members.
+
+        Raises:
+            CheckpointError: it could not be written, and the policy asks to end the run then.
+        """
+        team, saver = rounds.team, self._saver
+        while True:
+            said = union(rounds, lambda: {_own_id(rounds): msgspec.msgpack.encode(saver.wish(team.generation))})
+            wishes = {worker: msgspec.msgpack.decode(one, type=Wish) for worker, one in said.items()}
+            with team.waiting():  # for a disk, which is nobody's fault
+                if not saver.begin_last(self._moment(rounds), wishes):
+                    return False
+            generations = {one.generation for one in wishes.values()}
+            generation = generations.pop() if len(generations) == 1 else None
+            if not rounds.tracked.is_spread or self._lend(rounds, saver.snapshot, generation, kind=CHECKPOINT):
+                saver.publish_last()
+                return True
+
+    def _lend(self, rounds: Rounds, snapshot: Snapshot | None, generation: int | None, *, kind: str = LENDING) -> bool:
+        """Bring what no writer of a snapshot holds to one that writes it. Collective.
+
+        Args:
+            snapshot: None: this member was behind at a loss, and takes part in what the others have begun.
+            generation: in which the snapshot was taken. If a member is lost, another snapshot will be taken.
+
+        Returns:
+            Whether the writer has got everything; the same on all members.
+        """
+
+        def trade() -> dict[str, bytes]:
+            assert snapshot is not None
+            file = _bring(rounds, snapshot)
+            try:
+                if file is not None:
+                    write_facts(snapshot.lent_path, file.close())
+            except OSError as error:
+                self._saver.note_lent(error)
+            return {"lent": b""} if snapshot.part is not None else {}
+
+        return bool(union(rounds, trade=trade, generation=generation if snapshot is not None else None, kind=kind))
 
     def _published(self) -> dict[str, bytes]:
         """Wait for the disk; return something where this member has published the last checkpoint, or has failed to."""
@@ -367,3 +417,38 @@ def _may_write() -> bool:
     """Return whether this side of the run writes into the run's directory."""
     member = members.current()
     return member is None or member.may_write
+
+
+def _bring(rounds: Rounds, snapshot: Snapshot) -> Stream | None:
+    """Send tensors to a member that writes them, a few at a time, so that no worker has to hold them all. Collective.
+
+    Returns:
+        The file, on that member.
+
+    Raises:
+        PeerLost, DeadlineExceeded: a member was lost.
+    """
+    team = rounds.team
+    rank = {worker: number for number, worker in enumerate(team.worker_ids)}
+    own, file = _own_id(rounds), None
+    for group in grouped(snapshot.loans, lambda loan: loan.tensor.nbytes, TOGETHER_BYTES):
+        point("shard.in_lending")
+        tensors = [_made(one.tensor) if one.target == own else one.tensor for one in group]
+        team.exchange.deliver(
+            [Parcel(rank[one.source], (rank[one.target],), tensor) for one, tensor in zip(group, tensors, strict=True)]
+        )
+        if group[0].target == own:
+            file = snapshot.receive() if file is None else file
+            for tensor in tensors:
+                if tensor.nbytes:
+                    file.write(memory_at(tensor.data_ptr(), tensor.nbytes, tensor))
+    return file
+
+
+def _made(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for a tensor as a file has it: row by row, however it lies on the member that holds it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _own_id(rounds: Rounds) -> str:
+    return rounds.team.worker_ids[rounds.team.rank]

@@ -3,7 +3,7 @@
 `Saver.report` and `Saver.on_reports` belong to every combine, `Saver.boundary` comes between two steps.
 `unisono.core.cadence` decides what the reports mean for all members; all work that waits for a disk is done by the
 `Writer`. A part is written by a member that holds it; of what is replicated, all do. At the end of a training one
-member writes everything, and what it does not hold is lent to it (`unisono.script.sharing`).
+member writes everything, and what it does not hold is lent to it (`unisono.script.keeping`).
 """
 
 from __future__ import annotations
