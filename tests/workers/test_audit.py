@@ -29,8 +29,7 @@ from unisono.core.telemetry import Compared
 from unisono.engine.rounds.life import Rounds
 from unisono.record.journal import compare
 from unisono.script.resuming import sound_ones
-from unisono.strategies.audit.audited import make_audits
-from unisono.strategies.audit.audits import Audits
+from unisono.strategies.audit.audits import Audits, make_audits
 from unisono.testing import Faults, Outcome, flip_bit
 
 SMALL = "small_training.py"

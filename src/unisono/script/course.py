@@ -22,8 +22,7 @@ from unisono.script.keeping import Keeper
 from unisono.script.profiling import Profiling
 from unisono.script.recording import OUTSIDE, Recorder, Role
 from unisono.script.worker_troubles import OwnTroubles
-from unisono.strategies.audit.audited import spoil
-from unisono.strategies.audit.audits import Audits
+from unisono.strategies.audit.audits import Audits, spoil
 
 __all__ = ["Beginning", "Course"]
 

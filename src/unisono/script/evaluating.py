@@ -26,8 +26,7 @@ from unisono.script.batches import Batches
 from unisono.script.course import Course
 from unisono.script.talking import CallPlace, Talk, at_once
 from unisono.script.training import Training
-from unisono.strategies.evaluators.begun_evaluations import Begun, BegunEvaluation, Evaluation
-from unisono.strategies.evaluators.beside import BESIDE, NAME, Beside
+from unisono.strategies.evaluators.beside import BESIDE, NAME, Begun, BegunEvaluation, Beside, Evaluation
 from unisono.strategies.evaluators.requests import EvaluationRequest, drive
 
 __all__ = ["Evaluations"]

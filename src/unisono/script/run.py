@@ -60,14 +60,13 @@ from unisono.script.schedule import DataOptions, check_first_step, schedule
 from unisono.script.talking import Talk
 from unisono.script.training import Training
 from unisono.script.worker_troubles import OwnTroubles
-from unisono.strategies.audit.audited import make_audits
-from unisono.strategies.audit.audits import Audits
+from unisono.strategies.audit.audits import Audits, make_audits
 from unisono.strategies.delay.pending import NAME as PENDING
 from unisono.strategies.delay.pending import Pending
 from unisono.strategies.delay.prediction import NAME as PREDICTION
 from unisono.strategies.delay.prediction import Prediction
 from unisono.strategies.delay.strategy import Delayed, check_delay
-from unisono.strategies.evaluators.begun_evaluations import Evaluation
+from unisono.strategies.evaluators.beside import Evaluation
 from unisono.strategies.evaluators.requests import Requests
 from unisono.strategies.local.localround import LocalRound, Replication, check_count, check_options, samples_of
 from unisono.strategies.local.replica_states import NAME as REPLICAS

@@ -7,7 +7,7 @@ The Trainer's own loop runs. What it takes for a batch is a `unisono.Step`, and 
 ``_run_epoch``             gives the loop the steps of an epoch; a worker that has joined later leaves epochs out
 ``training_step``          computes the micro-batches of this worker
 ``evaluate``               takes the metrics and the logs of the main worker: a script may have them there only
-``evaluation_loop``        shares the batches among the workers (`unisono.interop.huggingface.evaluation_loop`)
+``evaluation_loop``        shares the batches among the workers (`unisono.interop.huggingface.eval_batches`)
 ``_save_checkpoint``       the main worker writes, and another one does if that worker is lost on the way
 ``_finalize_training``     leaves the loop of ``run.steps``
 =========================  =========================================================================================
@@ -31,8 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint, has_length, seed_wor
 from unisono.core.errors import UsageError
 from unisono.engine.loop.step import Step
 from unisono.interop.huggingface.arguments import adapted, check_dataset
-from unisono.interop.huggingface.eval_batches import batches_of, is_of_its_own
-from unisono.interop.huggingface.evaluation_loop import shared
+from unisono.interop.huggingface.eval_batches import batches_of, is_of_its_own, shared
 from unisono.interop.huggingface.trainer_progress import Handler, Handout, RunFollower, TrainerProgress
 from unisono.script.run import Run
 

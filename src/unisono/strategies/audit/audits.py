@@ -26,22 +26,28 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+import torch
 
+from unisono.cluster.worker.member import Member
 from unisono.core.audit_rules import AuditVerdict, Record, judge, parts, tried
-from unisono.core.errors import DivergenceError, PeerLost
+from unisono.core.errors import DivergenceError, PeerLost, UsageError
 from unisono.core.messages import Convicted
 from unisono.core.plan import Plan
 from unisono.core.rehearsals import Twice, key_of, odd_ones
-from unisono.core.settings import AuditThen
+from unisono.core.settings import AuditThen, RunSettings
+from unisono.core.spec import MOST_AUDITED
 from unisono.core.telemetry import NOT_COMPARED, Compared
 from unisono.core.words import NAMES_THE_LINE, count, listed
+from unisono.engine.exchange.flat import with_flipped_bit
 from unisono.engine.rounds import Dispute, Repeats
 from unisono.engine.rounds.agreement import COPIES_DIFFER
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import DISPUTE, Rounds
 from unisono.engine.rounds.taps import Loop, Tap
+from unisono.engine.state.tracked import Tracked
+from unisono.system.faults import spoils
 
-__all__ = ["Audits", "Testimony", "first_difference", "of_states"]
+__all__ = ["Audits", "Testimony", "first_difference", "make_audits", "of_states", "spoil"]
 
 MOST_VAIN: Final = 5
 """So often nobody may remember what differed in one step, before the memory of a machine is taken for faulty."""
@@ -186,7 +192,7 @@ class Audits(Tap):
                 )
             )
 
-        asked = _AuditRound(rounds, f"the audit of step {step}", own)
+        asked = TalkRound(rounds, f"the audit of step {step}", own, DISPUTE)
         yield from rounds.play(asked)
         said = [msgspec.msgpack.decode(each, type=Testimony) for each in asked.values]
         for one in said:
@@ -288,6 +294,47 @@ class Audits(Tap):
         )
 
 
+def make_audits(
+    settings: RunSettings, share: float, then: AuditThen, seed: int, member: Member | None
+) -> Audits | None:
+    """Return the audits of a run; None: nothing is audited.
+
+    Args:
+        share, then: what the script asks for; the command line wins.
+        member: None: the script runs alone.
+
+    Raises:
+        UsageError: they make no sense.
+    """
+    share, then = settings.audit or share, settings.audit_then or then
+    if not 0.0 <= share <= MOST_AUDITED:
+        raise UsageError(
+            "audit is the share of the micro-batches that a second worker computes as well, from 0 to "
+            f"{MOST_AUDITED:g}, e.g. 0.01; got {share}"
+        )
+    if then not in ("go-back", "go-on"):
+        raise UsageError(f'audit_then is "go-back" or "go-on"; got {then!r}')
+    if not share:
+        return None
+
+    convict = member.convict if member is not None else None
+    return Audits(share=share, then=then, seed=seed, convict=convict)
+
+
+def spoil(tracked: Tracked) -> None:
+    """Flip a bit of the state, where a test wants this worker's machine to be faulty. Between two steps."""
+    with torch.no_grad():
+        if (bit := spoils("parameter")) is not None:
+            parameter = next(one for _, one in tracked.parameters())
+            parameter.copy_(with_flipped_bit(parameter, bit))
+        if (bit := spoils("optimizer")) is not None:
+            states = (state for one in tracked.optimizers.values() for state in one.state.values())
+            found = next((value for state in states for value in state.values() if value.numel() > 1), None)
+            if found is None:
+                raise UsageError("the optimizers have no state yet that a fault could spoil: choose a later step")
+            found.copy_(with_flipped_bit(found, bit))
+
+
 # -- what all were told with the sums of a step -------------------------------------------------------
 
 
@@ -349,16 +396,11 @@ class _Result(msgspec.Struct, frozen=True):
     """In the order in which they were asked for."""
 
 
-class _AuditRound(TalkRound):
-    def __init__(self, rounds: Rounds, title: str, value: Callable[[], bytes]) -> None:
-        super().__init__(rounds, title, value, DISPUTE)
-
-
-class _Trial(_AuditRound):
+class _Trial(TalkRound):
     """All members compute a micro-batch again, and some others, and say what has come out."""
 
     def __init__(self, rounds: Rounds, round_: Repeats, leaf: int) -> None:
-        super().__init__(rounds, f"the trial of {round_.unit} {leaf} of step {round_.number}", self._said)
+        super().__init__(rounds, f"the trial of {round_.unit} {leaf} of step {round_.number}", self._said, DISPUTE)
         self._round = round_
         self._leaves = tried(leaf, round_.num_leaves)
         self._digests: list[int] = []
