@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,13 +24,12 @@ from unisono.cluster.worker.member import Member
 from unisono.core.cursor import Cursor
 from unisono.core.events import Problem
 from unisono.core.messages import Ailing, Holds
-from unisono.core.ownership import MemberPlace
 from unisono.core.words import evidence_words, listed, position_words
 from unisono.engine.exchange.slots import Slots
 from unisono.engine.loop.step import Iteration
 from unisono.engine.rounds.finite import NotFinite
 from unisono.engine.rounds.life import Rounds
-from unisono.engine.rounds.team import places
+from unisono.engine.rounds.team import Team, places
 from unisono.engine.state.tracked import Tracked
 from unisono.record.problems import evidence as files
 from unisono.record.problems.evidence import Witness, redacted, shown_environment
@@ -44,7 +43,7 @@ from unisono.system import accelerators
 from unisono.system.process import tell
 from unisono.system.stacks import in_one_line, trimmed_traceback
 
-__all__ = ["Among", "MemoryAtStart", "OwnTroubles", "data_bytes", "held_now", "kinds"]
+__all__ = ["MemoryAtStart", "OwnTroubles", "data_bytes", "held_now", "kinds"]
 
 NUM_NAMES: Final = 8
 SCRIPT: Final = "the script"
@@ -117,7 +116,7 @@ class OwnTroubles:
         self._has_told = True
         if self._device.type != "cpu":
             return  # what the kernel kills a process for is the memory of the host
-        held = kinds(rounds.tracked, rounds.slots, self._beginning or MemoryAtStart(), _among(rounds))
+        held = kinds(rounds.tracked, rounds.slots, self._beginning or MemoryAtStart(), rounds.team)
         self._member.send(Holds(kinds=held, batch_size=cursor.batch_size, microbatches=cursor.microbatches))
 
     # -- at the end ----------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ class OwnTroubles:
             rounds.slots,
             self._device,
             self._beginning or MemoryAtStart(),
-            _among(rounds),
+            rounds.team,
             asked=asked_bytes(str(error)),
             num_workers=num_workers,
         )
@@ -260,13 +259,6 @@ def _about_parameters(rounds: Rounds) -> str:
     )
 
 
-def _among(rounds: Rounds) -> Among:
-    team = rounds.team
-    if not team.worker_ids:
-        return Among()
-    return Among(places(team), team.worker_ids[team.rank])
-
-
 @dataclass(frozen=True)
 class MemoryAtStart:
     """The memory of a process at the beginning of its training."""
@@ -277,20 +269,12 @@ class MemoryAtStart:
     """Of the data set."""
 
 
-@dataclass(frozen=True)
-class Among:
-    """The members of a run, and which of them this process is."""
+def kinds(tracked: Tracked, slots: Slots, beginning: MemoryAtStart, team: Team) -> dict[str, int]:
+    """Return the bytes of what does not depend on the size of a micro-batch, by name.
 
-    members: Sequence[MemberPlace] = ()
-    """In the order of their ranks."""
-    own_id: str = ""
-
-
-NOBODY: Final = Among()
-
-
-def kinds(tracked: Tracked, slots: Slots, beginning: MemoryAtStart, among: Among = NOBODY) -> dict[str, int]:
-    """Return the bytes of what does not depend on the size of a micro-batch, by name."""
+    Args:
+        team: this process among the members.
+    """
     parameters = sum(map(_bytes, {id(one): one for _, one in tracked.parameters()}.values()))
     buffers = sum(_bytes(one) for module in tracked.modules.values() for one in module.buffers())
     known = {
@@ -301,7 +285,7 @@ def kinds(tracked: Tracked, slots: Slots, beginning: MemoryAtStart, among: Among
         "gradients": _slot_bytes(slots),
         "optimizer state": sum(number for _, number in _optimizer_tensors(tracked)),
     }
-    if to_come := _state_to_come(tracked, among):
+    if to_come := _state_to_come(tracked, team):
         known["optimizer state, from the first update on"] = to_come
     return {name: number for name, number in known.items() if number}
 
@@ -311,7 +295,7 @@ def held_now(
     slots: Slots,
     device: torch.device,
     beginning: MemoryAtStart,
-    among: Among = NOBODY,
+    team: Team,
     *,
     asked: int,
     num_workers: int,
@@ -329,7 +313,7 @@ def held_now(
     named = [(f"{name} {tuple(one.shape)} {_dtype(one)}", _bytes(one)) for name, one in tracked.parameters()]
     named += list(_optimizer_tensors(tracked))
     return Held(
-        kinds=kinds(tracked, slots, beginning, among),
+        kinds=kinds(tracked, slots, beginning, team),
         used=used,
         asked=asked,
         limit=limit,
@@ -390,19 +374,19 @@ def _optimizer_tensors(tracked: Tracked) -> Iterator[tuple[str, int]]:
                         yield f"{name}: {key} {tuple(value.shape)} {_dtype(value)}", _bytes(value)
 
 
-def _state_to_come(tracked: Tracked, among: Among) -> int:
+def _state_to_come(tracked: Tracked, team: Team) -> int:
     """Return what optimizers will add at their first update, as far as that is known by their kind."""
     found = 0
     for name, optimizer in tracked.optimizers.items():
         sharded = tracked.sharded.get(name)
         if any(optimizer.state.values()) or (sharded is not None and any(sharded.holders)):
             continue
-        owners = sharded.plan(among.members) if sharded is not None and among.members else {}
+        owners = sharded.plan(places(team)) if sharded is not None and team.worker_ids else {}
         index = 0
         for group in optimizer.param_groups:
             copies = _copies(type(optimizer).__name__, group)
             for parameter in group["params"]:
-                if parameter.requires_grad and (not owners or among.own_id in owners[index]):
+                if parameter.requires_grad and (not owners or team.worker_ids[team.rank] in owners[index]):
                     found += copies * _bytes(parameter)
                 index += 1
     return found
