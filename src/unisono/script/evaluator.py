@@ -32,6 +32,7 @@ from unisono.record import checkpoint_files as files
 from unisono.script.inspecting import Inspector
 from unisono.script.loop import TrainingLoop
 from unisono.script.talking import CallPlace
+from unisono.strategies.delay.strategy import StepOfMore
 from unisono.strategies.evaluators.requests import EvaluationRequest
 from unisono.system.fingerprint import fingerprint
 from unisono.system.process import Process
@@ -40,7 +41,7 @@ from unisono.system.stacks import in_one_line
 __all__ = ["VisitedRound", "VisitedStep", "Visiting", "visited"]
 
 
-class VisitedStep(Step):
+class VisitedStep(StepOfMore):
     """A step of the run, as an evaluator sees it: it is over, and has no batch."""
 
     def __init__(
@@ -48,8 +49,7 @@ class VisitedStep(Step):
     ) -> None:
         self._has_gradient = has_gradient
         self._cursor = cursor
-        self._num_steps = num_steps  # whoever has a delay makes some more, after the last global batch
-        self._position = cursor.position(order.number_in_loop)
+        self._num_steps = num_steps
         self._process = process
         self._loss = order.loss
         self._logs = {}
@@ -73,27 +73,6 @@ class VisitedStep(Step):
     @property
     def name(self) -> str:
         return f"step {self.number}"
-
-    @property
-    def index(self) -> int:
-        """Of this step within its epoch, from 0."""
-        last = self._num_steps - 1
-        return min(self.number_in_loop, last) % self._cursor.steps_per_epoch + max(0, self.number_in_loop - last)
-
-    @property
-    def epoch(self) -> int:
-        """Passes over the data that are complete, from 0."""
-        return self._cursor.position(min(self.number_in_loop, self._num_steps - 1)).epoch
-
-    @property
-    def is_last_of_epoch(self) -> bool:
-        """Whether the next step begins another epoch."""
-        return self.number_in_loop < self._num_steps and self.index + 1 == self._cursor.steps_per_epoch
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the global batch; 0 where there is none."""
-        return self._position.num_samples if self.number_in_loop < self._num_steps else 0
 
     def sample_indices(self, microbatch: int) -> list[int]:
         """Return the samples of one of this step's micro-batches."""
@@ -153,9 +132,10 @@ class VisitedRound(VisitedStep):
 
 def visited(loop: TrainingLoop, order: EvaluationOrder, process: Process) -> VisitedStep:
     """Return what the script gets in the iteration of an order."""
-    steps = loop.round_of(order.number_in_loop)
+    strategy, number = loop.strategy, order.number_in_loop
+    steps = strategy.round_of(number)
     if steps is None:
-        has_gradient = loop.applies_in(order.number_in_loop)
+        has_gradient = strategy.num_done(number + 1) > strategy.num_done(number)
         return VisitedStep(loop.cursor, order, loop.num_steps, process, has_gradient=has_gradient)
     return VisitedRound(loop.cursor, order, loop.num_steps, process, steps)
 

@@ -85,10 +85,10 @@ class TrainingLoop:
     Args:
         course: is told of each step, before and after the script has it.
         planned: the data, how they are cut, and for how many steps.
-        strategy: what a step is.
 
     Attributes:
         cursor: of the data.
+        strategy: what a step is.
         num_steps: iterations that have data.
         step: the one that the script got last; None before the first and after the last.
         is_open: whether the script is between the first step and the end of the loop.
@@ -115,7 +115,7 @@ class TrainingLoop:
         self._course = course
         self._arithmetic = arithmetic
         self._planned = planned
-        self._strategy = strategy
+        self.strategy = strategy
         self._summing = summing
         self._phase = 0
         self._base = 0  # steps of the run before this loop
@@ -128,15 +128,7 @@ class TrainingLoop:
         """What the bits of its steps depend on: the data, the strategy, whether sums are rounded, modes of torch."""
         found = unusual(modes(), threads=self._arithmetic.threads)
         chosen: Recipe = {"modes": found} if found else {}
-        return {**self.cursor.recipe, **self._strategy.recipe, **self._summing.recipe, **chosen}
-
-    def round_of(self, number: int) -> range | None:
-        """Return the global batches of an iteration, where it is a round of several steps; None: it is one. Local."""
-        return self._strategy.round_of(number)
-
-    def applies_in(self, number: int) -> bool:
-        """Return whether an iteration has a gradient to apply. Local."""
-        return self._strategy.num_done(number + 1) > self._strategy.num_done(number)
+        return {**self.cursor.recipe, **self.strategy.recipe, **self._summing.recipe, **chosen}
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -155,14 +147,14 @@ class TrainingLoop:
             deterministic=self._arithmetic.deterministic,
         )
         at_begin = modes()
-        self._phase, self._base = phase, self._course.num_steps - self._strategy.num_done(first)
+        self._phase, self._base = phase, self._course.num_steps - self.strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
         agreement = Agreement(
             rounds,
             self._tracked,
             rehearses=self._arithmetic.deterministic,
             last_step=last_step,
-            lag=self._strategy.num_more,
+            lag=self.strategy.num_more,
         )
         upcoming = Upcoming(
             rounds.members,
@@ -170,9 +162,9 @@ class TrainingLoop:
             self.num_steps,
             lambda number, plan: agreement.expected(number, self._base + number, plan),
         )
-        if not self._strategy.overlaps:
+        if not self.strategy.overlaps:
             self._keeper.copy_at_once()
-        fetcher = make_fetcher(lambda: self._strategy.forecast(upcoming))
+        fetcher = make_fetcher(lambda: self.strategy.forecast(upcoming))
         self._current_folder()
         self._clock = Clock()  # to get into the run may have taken long, and is no part of the first step
         context = StepContext(
@@ -191,7 +183,7 @@ class TrainingLoop:
             finiteness=self._course.finiteness,
             reduction=self._summing.reduction,
         )
-        self._strategy.open(context, first)
+        self.strategy.open(context, first)
         self._tell_loop(first)
         hooks = self._tracked.before_updates(self._before_update)
         self.is_open = True
@@ -203,29 +195,29 @@ class TrainingLoop:
                 taken_backward(self._microbatch, self._trained, self._take_backward),
                 shared_updates(rounds, self._tracked, self._clock),
             ):
-                for number in range(first, self.num_steps + self._strategy.num_more):
+                for number in range(first, self.num_steps + self.strategy.num_more):
                     at_step(self._base + number)
                     self._move_to(number)
                     team.in_loop((phase, self._base + number))
                     # A newcomer derives its layout from the state of this boundary; the members have the same by then.
                     self._current_folder()
                     self._keeper.collect(rounds)
-                    if self._keeper.acts(rounds, may_save=self._strategy.may_save(number)):
-                        self._strategy.settle()
-                    self._keeper.boundary(rounds, may_save=self._strategy.may_save(number))
+                    if self._keeper.acts(rounds, may_save=self.strategy.may_save(number)):
+                        self.strategy.settle()
+                    self._keeper.boundary(rounds, may_save=self.strategy.may_save(number))
                     seed_at(self.cursor.seed, "step", *self._place_of(number))
                     self._course.step_begins(self._base + number, self._clock)
                     with self.apart():
                         self._planned.before_step(number, rounds)
                     for tap in rounds.taps:
                         tap.before_step(self._base + number)
-                    self.step = self._strategy.make_step(number, self._unused, self._process)
+                    self.step = self.strategy.make_step(number, self._unused, self._process)
                     point("step_head")
                     yield self.step
                     self._process.check("run.steps")
                     check_unchanged(at_begin, f"step {self.step.number}")
                     self._end_step(self.step)
-            self._move_to(end := max(first, self.num_steps + self._strategy.num_more))
+            self._move_to(end := max(first, self.num_steps + self.strategy.num_more))
             if self.step is not None:
                 with self.apart():
                     self._planned.before_step(end, rounds)
@@ -238,7 +230,7 @@ class TrainingLoop:
                 self.step.state = StepState.FAILED
             for hook in hooks:
                 hook.remove()
-            self._strategy.close()
+            self.strategy.close()
             fetcher.close()
             if self._folder is not None:
                 self._folder.close()
@@ -307,7 +299,7 @@ class TrainingLoop:
             phase=self._phase,
             steps=range(self._base + first, self._base + self.num_steps),
             recipe=self.recipe,
-            lag=self._strategy.num_more,
+            lag=self.strategy.num_more,
         )
         for tap in self._rounds.taps:
             tap.before_loop(loop)
@@ -349,7 +341,7 @@ class TrainingLoop:
             means=self._summing.reduction == "mean",
             rounds=self._summing.wire == "bf16",
         )
-        self._rounds.use_layout(self._strategy.layout(self._folder))
+        self._rounds.use_layout(self.strategy.layout(self._folder))
         return self._folder
 
     def _extras(self) -> list[Extra]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unisono.core.cursor import Recipe
+from unisono.core.cursor import Cursor, Recipe
 from unisono.core.errors import StepError, UsageError
 from unisono.engine.loop.step import Step, StepState
 from unisono.engine.loop.strategies import Strategy
@@ -27,7 +27,7 @@ from unisono.strategies.delay.pipeline import Pipeline
 from unisono.strategies.delay.prediction import Prediction
 from unisono.system.process import Process
 
-__all__ = ["Delayed", "check_delay"]
+__all__ = ["Delayed", "StepOfMore", "check_delay"]
 
 MOST_DELAY = 64
 """Each step under way costs memory for a gradient and for the parameters."""
@@ -122,7 +122,32 @@ class Delayed(Strategy):
             self._pipeline.leave()
 
 
-class DelayedStep(Step):
+class StepOfMore(Step):
+    """A step of a loop that makes more iterations than it has global batches: whoever has a delay does."""
+
+    _cursor: Cursor
+    _num_steps: int
+    """Global batches of the loop."""
+
+    @property
+    def epoch(self) -> int:
+        return self._cursor.position(min(self.number_in_loop, self._num_steps - 1)).epoch
+
+    @property
+    def index(self) -> int:
+        within = min(self.number_in_loop, self._num_steps - 1) % self._cursor.steps_per_epoch
+        return within + max(0, self.number_in_loop - self._num_steps + 1)
+
+    @property
+    def is_last_of_epoch(self) -> bool:
+        return self.number_in_loop < self._num_steps and self.index + 1 == self._cursor.steps_per_epoch
+
+    @property
+    def num_samples(self) -> int:
+        return self._cursor.position(self.number_in_loop).num_samples if self.number_in_loop < self._num_steps else 0
+
+
+class DelayedStep(StepOfMore):
     """One iteration: the micro-batches of one step, and the gradient of an earlier one.
 
     Several rounds are under way at the same time, so what an iteration says of itself it notes by itself.
@@ -139,6 +164,7 @@ class DelayedStep(Step):
         process: Process,
     ) -> None:
         super().__init__(context, number, unused=unused, process=process)
+        self._cursor = context.cursor
         self._pipeline = pipeline
         self._iteration = number
         self._num_steps = num_steps
@@ -155,25 +181,6 @@ class DelayedStep(Step):
         """
         active = self._pipeline.active if self.state is StepState.INSIDE else None
         return self._iteration if active is None else active.at
-
-    @property
-    def epoch(self) -> int:
-        return self._context.cursor.position(min(self.number_in_loop, self._num_steps - 1)).epoch
-
-    @property
-    def index(self) -> int:
-        within = min(self.number_in_loop, self._num_steps - 1) % self._context.cursor.steps_per_epoch
-        return within + max(0, self.number_in_loop - self._num_steps + 1)
-
-    @property
-    def is_last_of_epoch(self) -> bool:
-        return self.number_in_loop < self._num_steps and self.index + 1 == self._context.cursor.steps_per_epoch
-
-    @property
-    def num_samples(self) -> int:
-        if self.number_in_loop >= self._num_steps:
-            return 0
-        return self._context.cursor.position(self.number_in_loop).num_samples
 
     @property
     def _computing(self) -> GradientRound | None:
