@@ -22,8 +22,16 @@ from unisono.interop.lightning.trainer_data import GlobalBatch, WholeSet
 
 __all__ = ["BatchPlace", "LogEntry", "LogSums", "Results", "replay"]
 
-FLAGS: Final = ("bar", "logger", "step", "epoch", "suffix")
-"""``prog_bar``, ``logger``, ``on_step``, ``on_epoch``, ``add_dataloader_idx``."""
+FLAGS: Final = {
+    "bar": "prog_bar",
+    "logger": "logger",
+    "step": "on_step",
+    "epoch": "on_epoch",
+    "suffix": "add_dataloader_idx",
+}
+"""By the word in a key, the option of ``self.log``."""
+OFF: Final = ("bar", "step")
+"""Those that are off unless they are asked for."""
 KINDS: Final = ("mean", "sum", "max", "min", "metric")
 _REDUCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "mean": ("mean", "avg", torch.mean),
@@ -136,14 +144,7 @@ class Results(_ResultCollection):
             super().log(fx, name, value, **options)
             return
         kind = "metric" if isinstance(value, Metric) else _kind_of(name, options.get("reduce_fx", "mean"))
-        given = {
-            "bar": options.get("prog_bar"),
-            "logger": options.get("logger", True),
-            "step": options.get("on_step"),
-            "epoch": options.get("on_epoch", True),
-            "suffix": options.get("add_dataloader_idx", True),
-        }
-        flags = tuple(flag for flag in FLAGS if given[flag])
+        flags = tuple(flag for flag, option in FLAGS.items() if options.get(option, flag not in OFF))
         entry = LogEntry(name, fx, kind, flags, options.get("metric_attribute") or "")
         self.taking.note(entry, value, options.get("batch_size"))
 
@@ -215,12 +216,8 @@ def replay(results: Results, connector: Any, module: nn.Module, totals: Mapping[
             entry.hook,
             entry.name,
             value,
-            prog_bar="bar" in entry.flags,
-            logger="logger" in entry.flags,
-            on_step="step" in entry.flags,
-            on_epoch="epoch" in entry.flags,
+            **{option: flag in entry.flags for flag, option in FLAGS.items()},
             reduce_fx="mean" if entry.kind == "metric" else entry.kind,
-            add_dataloader_idx="suffix" in entry.flags,
             batch_size=int(weight) if weight.is_integer() else weight,
             metric_attribute=entry.metric or None,
             sync_dist_fn=connector.trainer.strategy.reduce,
