@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from unisono.cluster.worker.beatpage import open_slot
-from unisono.cluster.worker.member import Member
+from unisono.cluster.worker.member import Member, current
 from unisono.core.errors import RunStopped, StopInspection, UsageError
 from unisono.core.messages import MemberInfo
 from unisono.core.spec import WORKER, WorkerSpec
@@ -253,13 +253,11 @@ def _run_script(arguments: list[str]) -> None:
 def _call(function: Path, result: Path) -> None:
     import cloudpickle
 
-    from unisono.cluster.worker import member as members
-
     sys.path.insert(0, os.getcwd())
     value = cloudpickle.loads(function.read_bytes())()
     if (failure := open_runs.end_all(None)) is not None:
         raise failure
-    member = members.current()
+    member = current()
     notice = member.latest() if member is not None else None
     first = notice.members[0].worker_id if notice is not None and notice.members else "w0"
     if member is None or member.worker_id == first:

@@ -42,7 +42,7 @@ def compressed_bytes(numel: int) -> int:
     return 4 * _num_blocks(numel) + numel
 
 
-def compress(value: Tensor, error: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def compress(value: Tensor, error: Tensor | None = None) -> Tensor:
     """Return ``value + error`` compressed, and keep in ``error`` what is lost by that.
 
     Where a value of a block is not finite, the whole block is NaN when it is decompressed, and its error is zero: what
@@ -52,15 +52,13 @@ def compress(value: Tensor, error: Tensor | None = None, out: Tensor | None = No
     Args:
         value: of any floating dtype and shape; computed with in float32. Not modified.
         error: float32, contiguous, with as many values; replaced by the new error. None: the loss is not kept.
-        out: (`compressed_bytes`,) uint8, contiguous, for the result.
 
     Returns:
         (`compressed_bytes`,) uint8, on the device of ``value``.
     """
     flat = value.detach().reshape(-1)
     numel = flat.numel()
-    if out is None:
-        out = torch.empty(compressed_bytes(numel), dtype=torch.uint8, device=value.device)
+    out = torch.empty(compressed_bytes(numel), dtype=torch.uint8, device=value.device)
     scales, codes = _parts(out, numel)
     errors = error.detach().view(-1) if error is not None else None
     for start, stop in _cuts(numel):

@@ -324,10 +324,6 @@ class LocalSteps(Strategy):
             groups=self._groups,
         )
 
-    def undo(self) -> None:
-        """Go back to the boundary: the round is done again. Local."""
-        self._forget()
-
     def apply(self, done: ReplicaRound) -> None:
         """Make the new global model of the mean over the replicas. The same on all members."""
         restore(self._objects, done.ended[0].common)
@@ -368,7 +364,7 @@ class LocalSteps(Strategy):
             if self._team.lost is not None:  # this worker has completed the step without its group
                 lost = self._team.lost
                 point("local.ungrouped", replica)
-                self._forget()
+                self.undo()
                 raise lost
             gradient = step.round
             share = gradient.weight / self.scale
@@ -397,12 +393,12 @@ class LocalSteps(Strategy):
         self._go_to_boundary({})
         yield from self._step(context, self._steps.start, replica)
         self._check_end(replica)
-        self._forget()
+        self.undo()
         assert isinstance(context.agreement, _FirstMicrobatch)
         return context.agreement.own
 
-    def _forget(self) -> None:
-        """Put everything back to the round's boundary, and drop what a replica has learned since."""
+    def undo(self) -> None:
+        """Put everything back to the round's boundary, and drop what a replica has learned since. Local."""
         take(self._optimizers)
         restore(self._objects, self._common.content)
         self._structure.restore_modes()
