@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.engine.rounds.gathering import together
 from unisono.script import open_runs
 from unisono.script.course import Beginning, Course
+from unisono.script.evaluating import Evaluations
 from unisono.script.training import Training
 from unisono.system.process import Process, tell
 
@@ -29,7 +29,6 @@ class Ending:
     """Ends a run, once.
 
     Args:
-        before_end: called before the members end the run together, where all is well. Collective for members.
         begun: what is taken back at the end.
         is_alone: there are no other workers, and no head that knows how the script ends.
     """
@@ -38,9 +37,9 @@ class Ending:
         self,
         course: Course,
         training: Training,
+        evaluations: Evaluations,
         process: Process,
         *,
-        before_end: Callable[[], None],
         begun: ExitStack,
         is_alone: bool,
     ) -> None:
@@ -50,7 +49,7 @@ class Ending:
         self._process = process
         self._training = training
         self._course = course
-        self._before_end = before_end
+        self._evaluations = evaluations
         self._begun: ExitStack | None = begun
         self._is_alone = is_alone
 
@@ -106,8 +105,12 @@ class Ending:
             if self._training.loop is not None:
                 self._training.loop.leave()
             own, held = self._own_digests(), {}
-            self._before_end()
+            course.check_not_in_batches("the end of the run was reached")
+            if course.inspector is not None:
+                course.inspector.at_end()
             if course.has_joined:
+                self._evaluations.end(self._rounds)
+                course.ends()
                 held = self._end_together(own)
             digests = self._rounds.tracked.digests(held) if self._rounds.tracked.sharded else dict(own.objects)
         except UnisonoError as failure:

@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
+from unisono.cluster.worker.member import Member
 from unisono.core.errors import UsageError
 from unisono.core.events import (
     EvaluationFinished,
@@ -47,7 +48,7 @@ from unisono.record.journal import Journal
 from unisono.record.journal.lines import LineEvent
 from unisono.views.watch import EventStream, Sink
 
-__all__ = ["OUTSIDE", "HeadOfMember", "Recorder", "Role", "Unwatched"]
+__all__ = ["OUTSIDE", "Recorder", "Role", "Unwatched"]
 
 NUM_REPEATED: Final = 64
 """More than those that rank 0 sends together (`unisono.cluster.worker.connection.MOST_STEPS`) and those that are on
@@ -76,20 +77,12 @@ OUTSIDE: Final = Role(rank=-1, generation=0, worker_ids=(), is_writer=False)
 """The role of a worker that has not joined yet, and of one that the others have gone on without."""
 
 
-class HeadOfMember(Protocol):
-    """The head, as a `unisono.cluster.worker.member.Member` reaches it."""
-
-    def step_done(self, done: StepDone) -> None: ...
-
-    def happened(self, event: Event) -> None: ...
-
-
 class Recorder:
     """Records what happens to a run in this worker. All methods are local and cheap.
 
     Args:
         sinks: of this worker's script.
-        head: None: the script runs alone. Then this worker writes the story of the run (`Chronicle`).
+        member: None: the script runs alone. Then this worker writes the story of the run (`Chronicle`).
         clock: returns the time of an event, in seconds since 1970.
 
     Raises:
@@ -97,16 +90,16 @@ class Recorder:
     """
 
     def __init__(
-        self, journal: Journal, sinks: Sequence[Sink], head: HeadOfMember | None, clock: Callable[[], float] = time.time
+        self, journal: Journal, sinks: Sequence[Sink], member: Member | None, clock: Callable[[], float] = time.time
     ) -> None:
         for sink in sinks:
             _check(sink, "sinks=")
         self._journal = journal
         self._clock = clock
         self._stream = EventStream(sinks)
-        self._head = head
-        self._to_head = _ToHead(head) if head is not None else None
-        self._story = Chronicle() if head is None else None
+        self._member = member
+        self._to_head = _ToHead(member) if member is not None else None
+        self._story = Chronicle() if member is None else None
         self._asides = Asides()
         self._last_step = -1
         self._is_writer = False
@@ -293,8 +286,8 @@ class Unwatched(Recorder):
 
     def step_finished(self, result: StepResult, role: Role, *, seconds: Mapping[str, float], **rest: Any) -> None:
         self._journal.skip()
-        if role.rank == 0 and self._head is not None:
-            self._head.step_done(StepDone(step=result.step, seconds=sum(seconds.values()), samples=result.samples))
+        if role.rank == 0 and self._member is not None:
+            self._member.step_done(StepDone(step=result.step, seconds=sum(seconds.values()), samples=result.samples))
 
     def _record(self, event: LineEvent, role: Role) -> None:
         self._journal.skip()
@@ -306,15 +299,15 @@ class Unwatched(Recorder):
 class _ToHead:
     """Sends the events of the run to the head, on rank 0; keeps the last events on all other members."""
 
-    def __init__(self, head: HeadOfMember) -> None:
-        self._head = head
+    def __init__(self, member: Member) -> None:
+        self._member = member
         self._is_first = False
         self._recent: deque[Event] = deque(maxlen=NUM_REPEATED)
 
     def start(self, started: RunStarted, role: Role) -> None:
         """Send the beginning of the run, before every other event, also before earlier evaluations."""
         if role.rank == 0:
-            self._head.happened(started)
+            self._member.happened(started)
 
     def tell(self, event: Event | None, role: Role) -> None:
         """Send an event (None: there is none); if this worker has just become rank 0, first repeat its last events."""
@@ -328,8 +321,8 @@ class _ToHead:
 
     def _send(self, event: Event) -> None:
         if isinstance(event, StepFinished):
-            self._head.step_done(StepDone(step=event.step, seconds=event.seconds.total(), samples=event.samples))
-        self._head.happened(event)
+            self._member.step_done(StepDone(step=event.step, seconds=event.seconds.total(), samples=event.samples))
+        self._member.happened(event)
 
 
 def _check(sink: object, what: str) -> None:

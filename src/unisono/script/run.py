@@ -254,20 +254,12 @@ class Run:
             self._ending = Ending(
                 self._course,
                 self._training,
+                self._evaluations,
                 self._process,
-                before_end=self._before_end,
                 begun=begun.pop_all(),
                 is_alone=member is None,
             )
         open_runs.begun(self._ending, is_alone=member is None)
-
-    def _before_end(self) -> None:
-        self._course.check_not_in_batches("the end of the run was reached")
-        if self._inspector is not None:
-            self._inspector.at_end()
-        if self._course.has_joined:
-            self._evaluations.end(self._rounds)
-            self._course.ends()
 
     def __enter__(self) -> Run:
         self._process.check("with run")
@@ -658,7 +650,6 @@ class Run:
             inner_state=inner_state,
             copies=copies,
             delta=delta,
-            reduction=reduction,
             rehearses=self._arithmetic.deterministic,
         )
         planned = dataclasses.replace(planned, inner_steps=inner_steps, samples=samples)

@@ -7,7 +7,7 @@ known every worker has the states of the whole global batch, and adds these to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -180,7 +180,7 @@ class Metrics:
     @property
     def has_rows(self) -> bool:
         """Whether a metric that an evaluation may use keeps rows. Equal on all workers."""
-        return any("rows" in map(_kind_of(metric), metric._defaults) for metric in self.found.values())
+        return any(_kind_of(metric, name) == "rows" for metric in self.found.values() for name in metric._defaults)
 
     # -- a part of the state of the run ----------------------------------------------------------------
 
@@ -237,14 +237,12 @@ def _moved(items: list[Any], device: torch.device) -> list[Any]:
     return moved
 
 
-def _kind_of(metric: Metric) -> Callable[[str], str]:
-    def kind(name: str) -> str:
-        default, how = metric._defaults[name], _KINDS.get(metric._reductions[name], "")
-        if isinstance(default, list):
-            return "rows" if how == "rows" or metric._reductions[name] is None else ""
-        return "" if how == "rows" or (how == "sum" and bool(default.any())) else how
-
-    return kind
+def _kind_of(metric: Metric, name: str) -> str:
+    """Return how a state is reduced; "": in a way of its own."""
+    default, how = metric._defaults[name], _KINDS.get(metric._reductions[name], "")
+    if isinstance(default, list):
+        return "rows" if how == "rows" or metric._reductions[name] is None else ""
+    return "" if how == "rows" or (how == "sum" and bool(default.any())) else how
 
 
 def _kinds(path: str, metric: Metric) -> dict[str, str]:
@@ -253,7 +251,7 @@ def _kinds(path: str, metric: Metric) -> dict[str, str]:
     Raises:
         UsageError: in a way of its own.
     """
-    found = {name: _kind_of(metric)(name) for name in metric._defaults}
+    found = {name: _kind_of(metric, name) for name in metric._defaults}
     own = next((name for name, kind in found.items() if not kind), None)
     if own is not None:
         raise UsageError(
@@ -268,7 +266,7 @@ def _joined(metric: Metric, before_count: int, before: State, count: int, now: S
     """Return the states of the batches before together with those of now."""
     found: State = {}
     for name in metric._defaults:
-        kind, old, new = _kind_of(metric)(name), before[name], now[name]
+        kind, old, new = _kind_of(metric, name), before[name], now[name]
         if kind == "rows":
             found[name] = [*old, *new]
             continue

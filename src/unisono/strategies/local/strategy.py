@@ -33,7 +33,6 @@ from unisono.engine.loop.strategies import Strategy, Upcoming
 from unisono.engine.microbatch.data import BatchSource, Request
 from unisono.engine.microbatch.folding import Fingerprint, GradientFolder, gradient_of
 from unisono.engine.microbatch.guards import Structure, UnusedGradients
-from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.gradient import StepContext
@@ -85,7 +84,6 @@ class LocalSteps(Strategy):
         inner_state: InnerState,
         copies: int,
         delta: Delta,
-        reduction: Reduction,
         rehearses: bool,
     ) -> None:
         if inner_state not in ("kept", "fresh"):
@@ -105,7 +103,6 @@ class LocalSteps(Strategy):
         self._delta = delta
         self._num_copies = copies if self._keeps or delta == "int8" else 0
         replicas.num_copies = max(1, self._num_copies)
-        self._reduction = reduction
         self._rehearses = rehearses
         self._tracked = tracked.apart(self._outer_name)
         self._optimizers = self._tracked.optimizers
@@ -369,7 +366,7 @@ class LocalSteps(Strategy):
             gradient = step.round
             share = gradient.weight / self.scale
             weight += share
-            weighted_loss += gradient.loss * (share if self._reduction == "mean" else 1.0)
+            weighted_loss += gradient.loss * (share if context.reduction == "mean" else 1.0)
             for name, value in step.totals.items():
                 totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
         state = self._state_after(given)
@@ -543,7 +540,7 @@ class LocalSteps(Strategy):
             self._tracked.calls,
             self._inner_rounds.slots,
             extras=extras,
-            means=self._reduction == "mean",
+            means=self._context.reduction == "mean",
         )
         self._inner_rounds.use_layout(self._folder.layout)
         return self._folder
