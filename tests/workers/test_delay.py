@@ -384,18 +384,22 @@ def test_parameters_that_change_while_gradients_are_under_way_are_refused() -> N
         freeze(run)
 
 
-def test_loops_that_are_made_before_the_first_begins_share_the_gradients_that_wait() -> None:
-    """What waits is one part of the run's state, whichever loop it belongs to."""
+def test_loops_that_are_made_before_the_first_begins_share_what_is_a_part_of_the_state() -> None:
+    """The gradients that wait, and the parameters to predict by, whichever loop they belong to."""
     with AloneRun(seed=SEED) as run:
         model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         run.track(model=model, optimizer=optimizer)
-        loops = [run.steps(list(torch.randn(12, 4)), batch_size=6, microbatches=2, delay=1) for _ in range(2)]
-        waiting = []
+        data = list(torch.randn(12, 4))
+        loops = [run.steps(data, batch_size=6, microbatches=2, delay=1, predict=True) for _ in range(2)]
+        waiting, before = [], []
         for loop in loops:
             for step in loop:
                 for batch in step:
                     step.backward(model(batch).square().mean())
                 optimizer.step()
-                waiting.append(len(run._tracked.whole_state()["own"]["pending"]))
+                own = run._tracked.whole_state()["own"]
+                waiting.append(len(own["pending"]))
+                before.append(len(own["prediction"]))
     assert 1 in waiting[:2]
+    assert before[:2] == [2, 2]

@@ -193,7 +193,7 @@ class Run:
         steps = settings.profiled or profile
         profiling = Profiling(steps, self.directory, self.device) if steps is not None else None
         self._replicas = Replicas()
-        self._pending = Pending()
+        self._pending, self._prediction = Pending(), Prediction()
         self._made_before: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._begin(members.current(), audits, profiling, balance=balance, patience_s=settings.timeout_s)
 
@@ -559,7 +559,7 @@ class Run:
             loader_workers=loader_workers,
         )
         check_first_step(first_step, planned.num_steps, is_first_loop=asked.num_epochs == 0, delay=delay)
-        prediction = Prediction(delay) if predict else None
+        prediction = self._prediction if predict else None
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
         strategy = Strategy()

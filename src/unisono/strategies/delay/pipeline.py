@@ -211,7 +211,7 @@ class Pipeline(Book):
             yield
             return
         trained = [parameter for _, parameter in folder.trained]
-        self._prediction.put(trained)
+        self._prediction.put(trained, self._delay)
         try:
             yield
         finally:

@@ -24,27 +24,25 @@ NAME = "prediction"
 
 
 class Prediction:
-    """The parameters before the newest update. A part of the run's state; all methods are local.
+    """The parameters before the newest update. A part of the run's state; all methods are local."""
 
-    Args:
-        num_updates: D, for which it predicts.
-    """
-
-    def __init__(self, num_updates: int) -> None:
-        self._num_updates = num_updates
+    def __init__(self) -> None:
         self._before: list[Tensor] = []  # between `put` and `take_back`: those that are not predicted
 
-    def put(self, parameters: Sequence[Tensor]) -> None:
+    def put(self, parameters: Sequence[Tensor], num_updates: int) -> None:
         """Put the predicted parameters in force; without an earlier update to go by, none is changed.
 
         Each operation is on one element, and rounds once: no bit depends on how the elements are divided.
+
+        Args:
+            num_updates: D, for which it predicts.
         """
         with torch.no_grad():
             if [one.shape for one in self._before] != [one.shape for one in parameters]:
                 self._before = [parameter.detach().clone() for parameter in parameters]
             self._before = [one.to(new.device) for one, new in zip(self._before, parameters, strict=True)]
             for parameter, before in zip(parameters, self._before, strict=True):
-                change = torch.sub(parameter, before).mul_(self._num_updates)
+                change = torch.sub(parameter, before).mul_(num_updates)
                 before.copy_(parameter)
                 parameter.add_(change)
 
