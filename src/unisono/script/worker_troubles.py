@@ -275,7 +275,7 @@ def kinds(tracked: Tracked, slots: Slots, beginning: MemoryAtStart, team: Team) 
     Args:
         team: this process among the members.
     """
-    parameters = sum(map(_bytes, {id(one): one for _, one in tracked.parameters()}.values()))
+    parameters = tracked.num_bytes()
     buffers = sum(_bytes(one) for module in tracked.modules.values() for one in module.buffers())
     known = {
         PROGRAM: max(0, beginning.used - parameters - buffers - beginning.data),

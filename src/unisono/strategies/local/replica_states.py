@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.core.errors import StepError, UsageError
-from unisono.core.holdings import copied as with_copies
-from unisono.core.holdings import holders_of
+from unisono.core.holdings import copied, holders_of
 from unisono.core.ownership import MemberPlace
 from unisono.core.plan import plan as even_plan
 from unisono.engine.state.packing import Packed, digest_of_state, from_bytes, pack, pack_held, to_bytes, unpack
@@ -37,7 +36,6 @@ __all__ = [
     "Shelf",
     "check_alike",
     "common",
-    "copied",
     "give",
     "restore",
     "take",
@@ -100,7 +98,11 @@ class Shelf:
         state = self.held.pop(replica)
         if keeps:
             self.held[replica] = state
-        return copied(state) if any(state is other for other in self.held.values()) else state
+        if not any(state is other for other in self.held.values()):
+            return state
+        packed = pack(state, "replica").copied()
+        own: ReplicaState = unpack(packed.skeleton, packed.tensors)
+        return own
 
     # -- as `engine.rounds.moving.Holding` ------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class Replicas:
         grouping = groups_of(even_plan(len(members), number), hosts)
         own = [grouping.replicas(rank) for rank in range(len(members))]
         computed = holders_of(own)
-        holders = with_copies(computed, hosts, self.num_copies)
+        holders = copied(computed, hosts, self.num_copies)
         return {replica: tuple(members[rank].worker_id for rank in ranks) for replica, ranks in holders.items()}
 
 
@@ -324,15 +326,4 @@ def _on(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, (list, tuple)):
         return type(value)(_on(item, device) for item in value)
-    return value
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of a state, whose tensors are copied too."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
     return value
