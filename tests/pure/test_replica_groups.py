@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unisono.core.holdings import keepers
 from unisono.core.plan import Plan, plan, replan
 from unisono.core.tree import leaf, leaves
-from unisono.strategies.local.groups import Grouping, groups_of
+from unisono.strategies.local.grouping import Grouping, groups_of
 
 
 def hosts(*sizes: int) -> list[str]:

@@ -1,8 +1,9 @@
 """Groups: members that compute a replica of local steps together, with an exchange of their own.
 
-Where there are more members than replicas, the members of a group share the micro-batches of each step of a replica
-(`unisono.strategies.local.groups` says who with whom). So a step of a replica is a step of ``run.steps`` among the
-group.
+Where there are more members than replicas to compute, each replica is computed by a **group**: `groups_of` says who
+with whom. Its members share the micro-batches of every step of the replica, so a step of it is a step of ``run.steps``
+among the group, and they exchange gradients in every step; members of one host do that at little cost. A group spans
+hosts only where the run has fewer replicas than hosts.
 
 **Coming together.** All members agree on the groups, each connects with its group, and then all members of the
 generation meet once more: whoever gets through that knows that its group is there. Whoever does not, because a member
@@ -16,23 +17,25 @@ survivor completes the step by itself, with the same bits, and leaves the replic
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 import torch
 
+from unisono.core.plan import Plan
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.rounds import Report
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.team import LOST, Part, Samples, Team
-from unisono.strategies.local.groups import Grouping
 from unisono.system.faults import point
 
-__all__ = ["GroupTeam", "Groups", "Seat"]
+__all__ = ["GroupTeam", "Grouping", "Groups", "Seat", "groups_of"]
 
 FIRST_GENERATION: Final = 1 << 32
 """Of a group: no generation of the run has such a number, so nobody takes the ranks of one for those of the other."""
@@ -210,3 +213,76 @@ class Groups:
         if self._page is not None:
             self._page.close()
             self._page = None
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Who computes which replicas in one round, and who hands them in."""
+
+    plan: Plan
+    """Each replica is a leaf of one member: of the first one of its group."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each group, ascending, where members compute together; empty: each computes by itself."""
+
+    def replicas(self, rank: int) -> Sequence[int]:
+        """Return the replicas that a member computes, alone or with others."""
+        group = self.group_of(rank)
+        return self.plan.ranges[group[0]] if group else self.plan.ranges[rank]
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the group of a member; empty if it computes by itself, or nothing."""
+        return next((group for group in self.groups if rank in group), ())
+
+
+def groups_of(plan: Plan, hosts: Sequence[str], able: Sequence[bool] = ()) -> Grouping:
+    """Return the groups for the replicas that a plan gives to members.
+
+    Args:
+        plan: of the round: whatever has to be computed is a leaf of some member.
+        hosts: by rank; members of one host stand together.
+        able: by rank, whether the member can compute replicas of this round; default: all.
+    """
+    todo = sorted(itertools.chain.from_iterable(plan.ranges))
+    free = [rank for rank in range(len(hosts)) if not able or able[rank]]
+    if not todo or len(free) <= len(todo):
+        return Grouping(plan)
+    by_host = [list(ranks) for _, ranks in itertools.groupby(free, key=lambda rank: hosts[rank])]
+    if len(by_host) > len(todo) and len(set(hosts)) > plan.num_leaves:
+        groups = [tuple(itertools.chain.from_iterable(part)) for part in _split(by_host, len(todo))]
+    else:
+        groups = _on_hosts(by_host, len(todo))
+    ranges: list[Sequence[int]] = [()] * len(hosts)
+    for replica, group in zip(todo, groups, strict=True):
+        ranges[group[0]] = (replica,)
+    return Grouping(Plan(plan.num_leaves, tuple(ranges), plan.kept), tuple(groups))
+
+
+def _on_hosts(by_host: Sequence[list[int]], number: int) -> list[tuple[int, ...]]:
+    """Return so many groups, none of which spans hosts: first one for each host, then for whoever has most members.
+
+    With more hosts than groups, the hosts with the most members get them.
+    """
+    counts = [0] * len(by_host)
+    largest = sorted(range(len(by_host)), key=lambda index: (-len(by_host[index]), index))
+    for index in largest[:number]:
+        counts[index] = 1
+    for _ in range(number - sum(counts)):
+        index = max(range(len(by_host)), key=lambda index: (len(by_host[index]) / (counts[index] + 1), -index))
+        counts[index] += 1
+    return [
+        tuple(ranks[len(ranks) * part // count : len(ranks) * (part + 1) // count])
+        for ranks, count in zip(by_host, counts, strict=True)
+        for part in range(count)
+    ]
+
+
+def _split(by_host: Sequence[list[int]], number: int) -> list[Sequence[list[int]]]:
+    """Return the hosts cut into so many parts, next to each other, with members as equal as whole hosts allow."""
+    sizes = [len(ranks) for ranks in by_host]
+    ends = list(itertools.accumulate(sizes))
+    edges = [0]
+    for part in range(1, number):
+        wanted = ends[-1] * part / number
+        first, last = edges[-1] + 1, len(sizes) - (number - part)
+        edges.append(min(range(first, last + 1), key=lambda edge: abs(ends[edge - 1] - wanted)))
+    return [by_host[a:b] for a, b in itertools.pairwise([*edges, len(sizes)])]

@@ -25,7 +25,7 @@ from unisono.core.holdings import copied, holders_of
 from unisono.core.ownership import MemberPlace
 from unisono.core.plan import plan as even_plan
 from unisono.engine.state.packing import Packed, digest_of_state, from_bytes, pack, pack_held, to_bytes, unpack
-from unisono.strategies.local.groups import groups_of
+from unisono.strategies.local.grouping import groups_of
 
 __all__ = [
     "NAME",

@@ -47,8 +47,7 @@ from unisono.engine.rounds.members import Members, Summed
 from unisono.engine.rounds.moving import MovingRound, move
 from unisono.engine.state.packing import from_bytes
 from unisono.strategies.local.changes import ERROR, Changes
-from unisono.strategies.local.grouping import Groups, Seat
-from unisono.strategies.local.groups import Grouping, groups_of
+from unisono.strategies.local.grouping import Grouping, Groups, Seat, groups_of
 from unisono.strategies.local.replica_states import Header, Replicas, ReplicaState, Shelf, check_alike
 from unisono.system.faults import point
 

@@ -44,8 +44,7 @@ from unisono.engine.state.packing import pack, to_bytes
 from unisono.engine.state.sums import Sums, as_sum
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.local.changes import ERROR, Changes, Coded
-from unisono.strategies.local.grouping import Groups
-from unisono.strategies.local.groups import groups_of
+from unisono.strategies.local.grouping import Groups, groups_of
 from unisono.strategies.local.localround import InnerStep, LocalRound, ReplicaSamples, Replication, check_count
 from unisono.strategies.local.replica_states import Header, Replicas, ReplicaState, common, give, restore, take
 from unisono.strategies.local.replicas import LeavingRound, ReplicaEnd, ReplicaRound, Trained
