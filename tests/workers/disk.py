@@ -9,4 +9,4 @@ __all__ = ["wait_for_disk"]
 
 def wait_for_disk(run: unisono.Run) -> None:
     """Wait within a step for what its checkpoints have under way: so every one that is due is made."""
-    run._keeper._saver._writer.drain()
+    run._keeper.saver._writer.drain()

@@ -355,7 +355,7 @@ def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(
 
     def begin_elsewhere(keeper: Keeper, phase: int, cursor: Cursor) -> Position | None:
         place = begin(keeper, phase, cursor)
-        keeper._saver.saved = -1
+        keeper.saver.saved = -1
         return place
 
     train(tmp_path, num_steps=4, checkpoint=EVERY, wait=True)

@@ -118,7 +118,7 @@ class Ending:
             raise
         if course.beginning is not None and course.beginning.step == course.num_steps:
             self._say_nothing_left(course.num_steps)
-        self._recorder.last_checkpoint(self._keeper.news(), course.role())
+        self._recorder.last_checkpoint(self._keeper.saver.news(), course.role())
         self._recorder.run_ended(course.role(), ok=True, digests=digests)
 
     def _say_nothing_left(self, num_steps: int) -> None:

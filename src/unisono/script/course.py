@@ -184,7 +184,7 @@ class Course:
             seconds=seconds,
             telemetry=step.telemetry,
             logs=step.logs,
-            checkpoint=self.keeper.news(),
+            checkpoint=self.keeper.saver.news(),
             balance=step.news,
             audits=self.audits.take_digests() if self.audits is not None else {},
             warnings=self.rounds.team.take_warnings(),

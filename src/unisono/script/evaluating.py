@@ -109,7 +109,7 @@ class Evaluations:
         self._course.evaluated(self._course.num_steps, {}, logs=found)
         policy = keeper.policy
         if is_new and place.step is None and policy is not None and policy.keep_best in found:
-            keeper.request()  # the checkpoint of this step was written without the figure
+            keeper.saver.request()  # the checkpoint of this step was written without the figure
             keeper.save_together(place.rounds)
 
     def add_to_total(self, name: str, value: float | Tensor) -> None:

@@ -58,6 +58,9 @@ class Keeper(Reporter):
         also_anyway: the same, by the command line.
         command: how ``unisono run`` was called (JSON); "": it was not.
         copies: where checkpoints are copied to, by the command line; empty: where the policy says.
+
+    Attributes:
+        saver: writes the checkpoints.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Keeper(Reporter):
             device=device,
             threads=threads,
         )
-        self._saver = Saver(policy, self._directory, device, tracked, places)
+        self.saver = Saver(policy, self._directory, device, tracked, places)
         path = directory / JOURNAL if directory is not None and IS_WATCHED else None
         self.journal = Journal(path, self._directory.look)
         self._process = Process()
@@ -157,17 +160,17 @@ class Keeper(Reporter):
         if not self._directory.is_seen:
             self.journal.keep_for_copy()
         whole, fingerprint = self._resumption.whole_recipe(recipe), self._resumption.fingerprint()
-        self._saver.join(self._worker_id, whole, fingerprint, is_newcomer=rounds.number > 0)
+        self.saver.join(self._worker_id, whole, fingerprint, is_newcomer=rounds.number > 0)
 
     def enter_phase(self, recipe: Recipe) -> None:
         """Note the recipe of the phase that begins: a checkpoint is compared with the phase in which it was written."""
-        self._saver.describe(self._resumption.whole_recipe(recipe), self._resumption.fingerprint())
+        self.saver.describe(self._resumption.whole_recipe(recipe), self._resumption.fingerprint())
 
     def close(self) -> None:
         """End what was begun, whatever happened."""
         if self._is_alone:
-            self._saver.wait_for_copies()
-        self._saver.close()
+            self.saver.wait_for_copies()
+        self.saver.close()
         if self._writes and not self._directory.look() and not self._directory.is_left_to_others:
             self._miss()
         self._directory.release()
@@ -201,7 +204,7 @@ class Keeper(Reporter):
 
     def all_reach(self, worker_ids: Collection[str]) -> bool:
         """Return whether all of these workers see the run's directory, by the newest reports."""
-        return self.reaches and (self._saver.reaching or frozenset()).issuperset(worker_ids)
+        return self.reaches and (self.saver.reaching or frozenset()).issuperset(worker_ids)
 
     def recipe(self, recipe: Recipe, num_steps: int) -> Recipe:
         """Return the recipe of a phase, which must be equal in the scripts of all workers."""
@@ -217,23 +220,11 @@ class Keeper(Reporter):
 
     def writes(self, team: Team) -> bool:
         """Return whether this member writes for all members: it is the first that sees the directory."""
-        return self._saver.choose_publisher(team.worker_ids) == team.worker_ids[team.rank]
-
-    def request(self) -> None:
-        """Have a checkpoint written, whatever the policy says."""
-        self._saver.request()
-
-    def copy_at_once(self) -> None:
-        """Copy the whole state at a boundary from now on, and nothing of it while the next step is computed."""
-        self._saver.copy_at_once()
+        return self.saver.choose_publisher(team.worker_ids) == team.worker_ids[team.rank]
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keep the logged numbers, for the next checkpoint."""
         self._metrics |= metrics
-
-    def news(self) -> dict[str, Any]:
-        """Return what became of a checkpoint since the last call, for the journal."""
-        return self._saver.news()
 
     # -- with every combine --------------------------------------------------------------------------
 
@@ -241,17 +232,17 @@ class Keeper(Reporter):
         """Return the report that goes with the next combine; waits until the update may change the state."""
         self._directory.look_again()
         evaluated = self._beside is not None and self._beside.sees_end()
-        return self._saver.report()._replace(lines=self.journal.num_written, evaluated=evaluated)
+        return self.saver.report()._replace(lines=self.journal.num_written, evaluated=evaluated)
 
     def on_reports(self, reports: Sequence[CheckpointReport], generation: int, worker_ids: Sequence[str]) -> None:
         """Receive the reports of all members, by rank."""
-        self._saver.on_reports(reports, generation, worker_ids)
+        self.saver.on_reports(reports, generation, worker_ids)
         self._evaluated = any(report.evaluated for report in reports)
         self.journal.note_written(max(report.lines for report in reports))
-        wrote, self._writes = self._writes, self._saver.choose_publisher(worker_ids) == self._worker_id
-        if wrote and not self._saver.reaching and not self._directory.is_left_to_others:
+        wrote, self._writes = self._writes, self.saver.choose_publisher(worker_ids) == self._worker_id
+        if wrote and not self.saver.reaching and not self._directory.is_left_to_others:
             self._miss()
-        elif self._misses and self._saver.reaching:
+        elif self._misses and self.saver.reaching:
             self._misses = False
             tell(f"unisono: the run directory {self._directory.path} is there again")
 
@@ -296,7 +287,7 @@ class Keeper(Reporter):
         """Return whether the next `boundary` does something; the same on all members. Local."""
         self._leaves = self._leaving
         may_save = may_save and not self._is_held
-        return self._leaves or rounds.changes() or (may_save and self._saver.begins(self._moment(rounds)))
+        return self._leaves or rounds.changes() or (may_save and self.saver.begins(self._moment(rounds)))
 
     def boundary(self, rounds: Rounds, *, may_save: bool = True) -> None:
         """Leave the run after SIGTERM, let the members change, and take a snapshot if one is due. Collective.
@@ -316,7 +307,7 @@ class Keeper(Reporter):
         rounds.boundary()
         if may_save:
             moment = self._moment(rounds)
-            snapshot = self._saver.boundary(moment, is_held=self._is_held)
+            snapshot = self.saver.boundary(moment, is_held=self._is_held)
             if snapshot is not None or LENDING in rounds.begun:
                 self._lend(rounds, snapshot, moment.generation)
 
@@ -340,8 +331,8 @@ class Keeper(Reporter):
             self._beside.settle(rounds)
         while self._begin_last(rounds) and not union(rounds, self._published):
             pass  # its writer was lost
-        self._saver.confirm()
-        is_copied = not self._saver.has_copies
+        self.saver.confirm()
+        is_copied = not self.saver.has_copies
         while not is_copied:  # in rounds that are short: an exchange has a timeout
             said = together(rounds, self._wait_for_copies, COPIED if self._is_copied(rounds.team) else b"")
             is_copied = COPIED in said.values()
@@ -355,7 +346,7 @@ class Keeper(Reporter):
         Raises:
             CheckpointError: it could not be written, and the policy asks to end the run then.
         """
-        team, saver = rounds.team, self._saver
+        team, saver = rounds.team, self.saver
         while True:
             said = union(rounds, lambda: {_own_id(rounds): msgspec.msgpack.encode(saver.wish(team.generation))})
             wishes = {worker: msgspec.msgpack.decode(one, type=Wish) for worker, one in said.items()}
@@ -386,27 +377,27 @@ class Keeper(Reporter):
                 if file is not None:
                     write_facts(snapshot.lent_path, file.close())
             except OSError as error:
-                self._saver.note_lent(error)
+                self.saver.note_lent(error)
             return {"lent": b""} if snapshot.part is not None else {}
 
         return bool(union(rounds, trade=trade, generation=generation if snapshot is not None else None, kind=kind))
 
     def _published(self) -> dict[str, bytes]:
         """Wait for the disk; return something where this member has published the last checkpoint, or has failed to."""
-        return {"published": b""} if self._saver.finish() else {}
+        return {"published": b""} if self.saver.finish() else {}
 
     def _is_copied(self, team: Team) -> bool:
         """Return, on the member that writes, whether the newest checkpoint is copied, or given up.
 
         That member also copies what a member that was lost has not copied.
         """
-        if (self._saver.choose_publisher(team.worker_ids) or team.worker_ids[0]) != team.worker_ids[team.rank]:
+        if (self.saver.choose_publisher(team.worker_ids) or team.worker_ids[0]) != team.worker_ids[team.rank]:
             return False
-        self._saver.copy_newest()
-        return not self._saver.is_copying
+        self.saver.copy_newest()
+        return not self.saver.is_copying
 
     def _wait_for_copies(self) -> None:
-        self._saver.wait_for_copies(COPIES_ROUND_S)
+        self.saver.wait_for_copies(COPIES_ROUND_S)
 
     def _moment(self, rounds: Rounds) -> Moment:
         team = rounds.team

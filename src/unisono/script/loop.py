@@ -163,7 +163,7 @@ class TrainingLoop:
             lambda number, plan: agreement.expected(number, self._base + number, plan),
         )
         if not self.strategy.overlaps:
-            self._keeper.copy_at_once()
+            self._keeper.saver.copy_at_once()
         fetcher = make_fetcher(lambda: self.strategy.forecast(upcoming))
         self._current_folder()
         self._clock = Clock()  # to get into the run may have taken long, and is no part of the first step

@@ -671,7 +671,7 @@ class Run:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
         if not self._course.has_joined:
             raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
-        self._keeper.request()
+        self._keeper.saver.request()
         if not self._training.is_open:
             self._keeper.save_together(self._rounds)
 
