@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
-from torch import Tensor
 
 from unisono.core.plan import Plan
 from unisono.core.telemetry import StepTelemetry
@@ -82,15 +81,6 @@ class DelayedRound(GradientRound):
         """The sum, once it is committed."""
         assert self.result is not None
         return self.result
-
-    @property
-    def added(self) -> dict[int, dict[str, Tensor]]:
-        """By micro-batch, what the script has added."""
-        return self._values
-
-    def compute_again(self, leaf: int) -> Iterator[object]:
-        """Yield a micro-batch of a member that was lost after the commit, for its sums."""
-        yield from self._compute_again(leaf)
 
     def compute_with(self, folder: GradientFolder) -> None:
         """Compute micro-batches with this folder, which may have room for more sums than that of the step."""

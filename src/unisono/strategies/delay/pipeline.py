@@ -391,9 +391,8 @@ class Pipeline(Book):
 
     def _add_up(self, step: DelayedRound) -> Iterator[Any]:
         """Make sums with new names known, while no other sum is under way. Collective."""
-        if not step.has_new_sums:
+        if not step.has_new_sums or (sums := step.sums()) is None:
             return
-        sums = SumsRound(self._members, self._tracked.sums, step.num_leaves, step.added, step.compute_again)
         with self._apart(step):
             yield from self._rounds.play(sums)
         step.totals, step.has_new_sums = sums.totals, False
