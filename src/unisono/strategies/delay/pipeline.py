@@ -40,7 +40,6 @@ from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.randomness import seed_at
-from unisono.engine.rounds.gathering import SumsRound
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.life import Book
 from unisono.engine.rounds.members import Summed
