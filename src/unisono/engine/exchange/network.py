@@ -36,16 +36,16 @@ class Network(PrivateSlots):
         self.size = wire.size
         self._courier = Courier(wire.rank, [range(rank, rank + 1) for rank in range(wire.size)], wire=wire)
         self._kind: type[Reduction | RangeSum] = RangeSum if wire.device.type == "cpu" else Reduction
-        self._offered: _Sums | None = None
+        self._offered: _NetworkCombine | None = None
 
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._offered is None:
-            self._offered = _Sums(self._kind, self._wire, self, share)
+            self._offered = _NetworkCombine(self._kind, self._wire, self, share)
         self._offered.send(rows_ready)
 
     def begin(self, share: Share) -> Combine:
         offered, self._offered = self._offered, None
-        return _NetworkCombine(self._wire, self, offered or _Sums(self._kind, self._wire, self, share))
+        return offered or _NetworkCombine(self._kind, self._wire, self, share)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._wire.all_gather_bytes(data)
@@ -61,8 +61,8 @@ class Network(PrivateSlots):
         self._wire.close()
 
 
-class _Sums:
-    """The sum of a combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
+class _NetworkCombine:
+    """One combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
 
     def __init__(self, kind: type[Reduction | RangeSum], wire: Wire, slots: PrivateSlots, share: Share) -> None:
         self._kind = kind
@@ -72,7 +72,10 @@ class _Sums:
         self._nodes = {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
         self._ballot: Ballot | None = None
         self._sum: Reduction | RangeSum | None = None
-        self.slot = slots.slot()
+        self._out = slots.slot()
+        self._is_taken = False
+        self._digest = 0
+        self._total = 0.0
         wire.sent_bytes = 0
 
     def send(self, rows_ready: int) -> None:
@@ -85,55 +88,33 @@ class _Sums:
         wire, layout, share = self._wire, self._slots.layout, self._share
         if self._kind is RangeSum:
             self._ballot = Ballot(wire, TELEMETRY_BYTES)
-        rows, out = range(layout.num_rows), Rows(self.slot.memory, 0)
+        rows, out = range(layout.num_rows), Rows(self._out.memory, 0)
         return self._kind(wire, layout, rows, share.plan, share.num_leaves, out, self._slots.multipliers)
 
-    def fold(self) -> int:
-        """Wait until this member has added up its chunks; return their digest."""
-        assert self._sum is not None  # `send` has been called
-        return self._sum.fold()
-
-    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
-        """Wait until this member holds all sums, say so to the others, and wait until they do (see `Wire.vote`)."""
-        if self._ballot is not None:
-            return self._ballot.vote(digest, data)
-        assert self._sum is not None
-        self._sum.gather()
-        return self._wire.vote(digest, data)
-
-
-class _NetworkCombine:
-    """
-    Args:
-        sums: some rows of offered ones are sent already.
-    """
-
-    def __init__(self, wire: Wire, slots: PrivateSlots, sums: _Sums) -> None:
-        self._wire = wire
-        self._slots = slots
-        self._sums = sums
-        self._is_taken = False
-        self._digest = 0
-        self._total = 0.0
-
     def publish(self) -> None:
-        self._sums.send(self._slots.layout.num_rows)
+        self.send(self._slots.layout.num_rows)
 
     def reduce(self) -> None:
-        self._digest = self._sums.fold()
+        assert self._sum is not None  # `publish` has sent all rows
+        self._digest = self._sum.fold()
 
     def commit(self, telemetry: bytes) -> Committed:
-        digest, everyones = self._sums.vote(self._digest, telemetry)
-        self._total = float(self._sums.slot.scalars[0])
+        if self._ballot is not None:
+            digest, everyones = self._ballot.vote(self._digest, telemetry)
+        else:
+            assert self._sum is not None
+            self._sum.gather()
+            digest, everyones = self._wire.vote(self._digest, telemetry)
+        self._total = float(self._out.scalars[0])
         return Committed(digest, tuple(everyones), self._total, self._wire.sent_bytes)
 
     def result(self) -> Slot:
         self._is_taken = True
-        return self._sums.slot
+        return self._out
 
     def collect(self, out: Slot) -> None:
         layout = self._slots.layout
         for first, end in blocks(0, layout.num_rows, self._wire.device):
-            divide_rows(layout, Rows(self._sums.slot.memory, 0), self._total, first, end, out)
+            divide_rows(layout, Rows(self._out.memory, 0), self._total, first, end, out)
         if not self._is_taken:
-            self._slots.release(self._sums.slot)
+            self._slots.release(self._out)
