@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unisono.core.telemetry import TELEMETRY_BYTES
-from unisono.engine.exchange.flat import FlatLayout, Slot
-from unisono.engine.exchange.pool import Pool
+from unisono.engine.exchange.flat import FlatLayout, Pool, Slot
 from unisono.engine.exchange.shared_memory import Segment, fence, futex_wake
 
 __all__ = ["MAX_NODES", "MAX_TEAM", "MAX_WORK", "GenerationPage", "NodeFields", "OpenedWorkerPage", "WorkerPage"]

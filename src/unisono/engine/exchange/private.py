@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from unisono.engine.exchange import Share
-from unisono.engine.exchange.flat import FlatLayout, Slot
+from unisono.engine.exchange.flat import FlatLayout, Pool, Slot
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.pool import Pool
 from unisono.system import accelerators
 
 __all__ = ["PrivateSlots"]
