@@ -64,11 +64,11 @@ from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.pages import MAX_NODES, NodeFields, WorkerPage
-from unisono.engine.exchange.payloads import Gathering
 from unisono.engine.exchange.shared_memory import Segment
+from unisono.engine.exchange.payloads import Gathering
 from unisono.engine.exchange.staging import Stage
 
-__all__ = ["HostCombine", "HostMembers", "HostSlots"]
+__all__ = ["HostCombine", "HostMembers"]
 
 
 class HostMembers:
@@ -85,7 +85,7 @@ class HostMembers:
         self.work = HostWork(self.counters)
         self._gathering = Gathering(self.counters)
         self.stage = Stage(self.counters)
-        self._worker_page = worker_page
+        self.page = worker_page
         self._chunks: Sequence[range] = ()
         self._segment: Segment | None = None
         self.result = torch.empty(0, dtype=torch.uint8)
@@ -94,17 +94,10 @@ class HostMembers:
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot]) -> list[Slot]:
         """See `Exchange.prepare`. Collective: no member is in a combine any more when it returns."""
         self.all_gather(b"")
-        self._layout = layout
         self._chunks = ()
         for page in self.counters.pages:
             page.mapped.clear()
-        return self._worker_page.keep(layout, slots)
-
-    def slot(self) -> Slot:
-        return self._worker_page.slots.slot()
-
-    def release(self, slot: Slot) -> None:
-        self._worker_page.slots.release(slot)
+        return self.page.keep(layout, slots)
 
     def make_room(self, chunks: Sequence[range]) -> None:
         """Get memory for the sum of this member's chunk.
@@ -127,10 +120,6 @@ class HostMembers:
         self.counters.own.fields.result = address.encode()
         self._chunks = chunks
 
-    def find(self, slot: Slot) -> str:
-        """Return the address by which others find a slot of this worker."""
-        return self._worker_page.find(slot)
-
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return everyone's ``data``, by local rank."""
         return self._gathering.all_gather(data)
@@ -143,26 +132,6 @@ class HostMembers:
             self._segment.close()
         # The error that ended this generation keeps its frames alive, and with them this object: free the memory.
         self.result = torch.empty(0, dtype=torch.uint8)
-
-
-class HostSlots:
-    """The part of an `Exchange` that is about slots, where the members of a host share them."""
-
-    def __init__(self, host: HostMembers) -> None:
-        self._host = host
-
-    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
-        self._layout = layout
-        return self._host.prepare(layout, slots)
-
-    def slot(self) -> Slot:
-        return self._host.slot()
-
-    def release(self, slot: Slot) -> None:
-        self._host.release(slot)
-
-    def offer(self, share: Share, rows_ready: int) -> None:
-        pass  # nothing can be summed before all members of the host are done
 
 
 class HostCombine:
@@ -204,7 +173,7 @@ class HostCombine:
                 "use fewer micro-batches"
             )
         for index, (node, slot) in enumerate(slots.items()):
-            self._fields.nodes[index] = NodeFields(node.level, node.index, self.host.find(slot).encode())
+            self._fields.nodes[index] = NodeFields(node.level, node.index, self.host.page.find(slot).encode())
         self._fields.num_nodes = len(slots)
 
     def reduce(self) -> None:
@@ -263,7 +232,7 @@ class HostCombine:
         return self._total
 
     def result(self) -> Slot:
-        return next(iter(self.share.slots.values()), None) or self.host.slot()
+        return next(iter(self.share.slots.values()), None) or self.host.page.slots.slot()
 
     def collect(self, out: Slot) -> None:
         """Read every owner's chunk into ``out``, divided by the total weight."""

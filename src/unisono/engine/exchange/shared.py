@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from unisono.engine.exchange import Combine, Committed, Parcel, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
-from unisono.engine.exchange.flat import fold_rows, split_rows
+from unisono.engine.exchange.flat import FlatLayout, Slot, fold_rows, split_rows
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.host import HostCombine, HostMembers, HostSlots
+from unisono.engine.exchange.host import HostCombine, HostMembers
 
 __all__ = ["SharedMemory", "build"]
 
@@ -19,7 +19,7 @@ def build(context: Context) -> SharedMemory:
     return SharedMemory(context.open_host())
 
 
-class SharedMemory(HostSlots):
+class SharedMemory:
     """Nodes lie in shared memory and are read in place: each row is read once from every node.
 
     Args:
@@ -27,10 +27,23 @@ class SharedMemory(HostSlots):
     """
 
     def __init__(self, host: HostMembers) -> None:
-        super().__init__(host)
+        self._host = host
         self.rank = host.rank
         self.size = host.size
         self._courier = Courier(host.rank, [range(host.size)], host=host)
+
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
+        self._layout = layout
+        return self._host.prepare(layout, slots)
+
+    def slot(self) -> Slot:
+        return self._host.page.slots.slot()
+
+    def release(self, slot: Slot) -> None:
+        self._host.page.slots.release(slot)
+
+    def offer(self, share: Share, rows_ready: int) -> None:
+        pass  # nothing can be summed before all members of the host are done
 
     def work(self) -> tuple[HostWork, Sequence[int]] | None:
         return self._host.work, range(self.size)

@@ -16,13 +16,14 @@ import torch
 
 from unisono.core.errors import UsageError
 from unisono.core.tree import schedule
-from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Parcel, Share
+from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.host import HostCombine, HostMembers, HostSlots
+from unisono.engine.exchange.host import HostCombine, HostMembers
 from unisono.engine.exchange.pages import MAX_TEAM
+from unisono.engine.exchange.shared import SharedMemory
 from unisono.engine.exchange.stream import Ballot, RangeSum, cut
 from unisono.engine.exchange.wire import Wire
 
@@ -39,7 +40,7 @@ def build(context: Context) -> TwoLevel:
     return TwoLevel(host, lane, hosts=context.hosts, rank=context.rank)
 
 
-class TwoLevel(HostSlots):
+class TwoLevel(SharedMemory):
     """Shared memory within a host, one process group a lane between hosts.
 
     Args:
@@ -85,16 +86,13 @@ class TwoLevel(HostSlots):
             by_host = msgspec.msgpack.decode(self._host.all_gather(team)[0], type=list[list[bytes]])
         return [payload for payloads in by_host for payload in payloads]
 
-    def deliver(self, parcels: Sequence[Parcel]) -> int:
-        return self._courier.deliver(parcels)
-
     def interrupt(self, error: Exception) -> None:
-        self._host.counters.interrupt(error)
+        super().interrupt(error)
         if self._wire is not None:
             self._wire.interrupt(error)
 
     def close(self) -> None:
-        self._host.close()
+        super().close()
         if self._wire is not None:
             self._wire.close()
 
