@@ -65,8 +65,7 @@ from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, bloc
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.pages import MAX_NODES, NodeFields, WorkerPage
 from unisono.engine.exchange.shared_memory import Segment
-from unisono.engine.exchange.payloads import Gathering
-from unisono.engine.exchange.staging import Stage
+from unisono.engine.exchange.staging import Gathering, Stage
 
 __all__ = ["HostCombine", "HostMembers"]
 
