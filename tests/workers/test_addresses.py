@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.waiting import WAIT_S
-from unisono.engine.exchange.addresses import AddressStore
+from unisono.engine.exchange.gloo import AddressStore
 from unisono.engine.exchange.wire import Wire, _missing
 
 

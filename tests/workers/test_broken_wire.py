@@ -19,9 +19,8 @@ from unisono.core.errors import PeerLost
 from unisono.core.plan import plan
 from unisono.engine.exchange import Share, combine
 from unisono.engine.exchange.flat import FlatLayout
-from unisono.engine.exchange.listening import Port
 from unisono.engine.exchange.network import Network
-from unisono.engine.exchange.sockets import shut, tcp_sockets
+from unisono.engine.exchange.sockets import Port, shut, tcp_sockets
 from unisono.engine.exchange.wire import release_abandoned
 
 NUM_LEAVES = 3

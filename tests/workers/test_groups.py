@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from tests.waiting import WAIT_S
 from unisono.core.errors import PeerLost
-from unisono.engine.exchange import proof
+from unisono.engine.exchange import gloo
 from unisono.engine.exchange import wire as wires
-from unisono.engine.exchange.listening import Port
-from unisono.engine.exchange.sockets import tcp_sockets
+from unisono.engine.exchange.sockets import Port, tcp_sockets
 from unisono.engine.exchange.wire import Wire
 
 pytestmark = pytest.mark.more
@@ -92,13 +91,13 @@ def test_who_has_another_secret_is_named_and_gets_nothing(connect: Callable[...,
 def test_a_member_proves_itself_to_one_other_in_one_direction_once() -> None:
     """What a stranger hears on one connection, now or earlier, is of no use to it on another."""
     codes = {
-        proof.code(b"s", sender, receiver, nonce)
+        gloo.code(b"s", sender, receiver, nonce)
         for sender in (0, 1, 11)
         for receiver in (0, 1)
         for nonce in (b"a", b"b")
     }
     assert len(codes) == 12
-    assert proof.code(b"s", 0, 1, b"a") == proof.code(b"s", 0, 1, b"a") != proof.code(b"t", 0, 1, b"a")
+    assert gloo.code(b"s", 0, 1, b"a") == gloo.code(b"s", 0, 1, b"a") != gloo.code(b"t", 0, 1, b"a")
 
 
 def test_nobody_can_connect_when_a_group_is_formed(connect: Callable[..., list[Any]]) -> None:
@@ -116,9 +115,9 @@ def test_a_stranger_that_comes_before_a_member_gets_nothing(
     connect: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the member's place in the group, for gloo; the members notice before anything counts."""
-    monkeypatch.setattr(proof, "PROOF_S", 1.0)
+    monkeypatch.setattr(gloo, "PROOF_S", 1.0)
     listens, may_come = threading.Event(), threading.Event()
-    make, opened_by = wires._make_group, Port.opened_by
+    make, opened_by = gloo.make_group, Port.opened_by
 
     def late(store: dist.Store, rank: int, *arguments: Any) -> Any:
         if rank == 0:
@@ -130,7 +129,7 @@ def test_a_stranger_that_comes_before_a_member_gets_nothing(
         listens.set()
         return device
 
-    monkeypatch.setattr(wires, "_make_group", late)
+    monkeypatch.setattr(wires, "make_group", late)
     monkeypatch.setattr(Port, "opened_by", noted)
     for _ in range(ATTEMPTS):
         listens.clear()

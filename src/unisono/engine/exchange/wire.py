@@ -32,13 +32,11 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from unisono.core.errors import DeadlineExceeded, PeerLost, UsageError
 from unisono.core.words import listed
-from unisono.engine.exchange.addresses import AddressStore
 from unisono.engine.exchange.checking import Checks
-from unisono.engine.exchange.listening import Port
-from unisono.engine.exchange.proof import prove
+from unisono.engine.exchange.gloo import make_group, own_connections, prove
 from unisono.engine.exchange.pump import Job, Pump
 from unisono.engine.exchange.script_group import ScriptGroup
-from unisono.engine.exchange.sockets import TcpSocket, shut, tcp_sockets
+from unisono.engine.exchange.sockets import Port, TcpSocket, shut, tcp_sockets
 from unisono.system import accelerators
 from unisono.system.process import tell
 
@@ -75,7 +73,7 @@ class Wire:
         address: the address that gloo listens on.
         timeout_s: how long any one wait may take.
         names: the ids of the members' workers, by rank, for errors; empty: they have none.
-        secret: every member must prove that it has the same one (`unisono.engine.exchange.proof`). gloo only.
+        secret: every member must prove that it has the same one (`unisono.engine.exchange.gloo`). gloo only.
         checks: compare the digests of what streams send and of what arrives (`unisono.engine.exchange.checking`).
     """
 
@@ -134,10 +132,10 @@ class Wire:
                     group = self._connect_cards(store, timedelta(seconds=timeout_s))
                 else:
                     before = tcp_sockets()
-                    formed = _make_group(store, rank, size, address, timeout_s, port)
+                    formed = make_group(store, rank, size, address, timeout_s, port)
                     if size > 1:
                         prove(formed, rank, size, secret, names)
-                        self._connections = _own_connections(store, size, port, before)
+                        self._connections = own_connections(store, size, port, before)
                     group = formed
                 port.close()
             except Exception as error:  # of many kinds; `_connected` raises it as PeerLost
@@ -479,17 +477,6 @@ def _abort(group: Any) -> None:
         group.abort()
 
 
-def _own_connections(store: dist.Store, size: int, port: Port, before: Mapping[int, TcpSocket]) -> dict[int, TcpSocket]:
-    """Return the connections that gloo has made for a group: to this member's port, or to that of another one."""
-    told = [each.decode().rsplit(" ", 1) for each in store.multi_get([f"port-{rank}" for rank in range(size)])]
-    ports = {(host, int(number)) for host, number in told if host}
-    return {
-        inode: each
-        for inode, each in tcp_sockets().items()
-        if inode not in before and not each.listens and (each.here == port.address or each.there in ports)
-    }
-
-
 def _described(device: torch.device) -> str:
     """Return what the members of a group tell each other of where they compute."""
     return json.dumps([device.type, [] if device.type == "cpu" else accelerators.cards(device)])
@@ -519,11 +506,3 @@ def _choose_library(store: dist.Store, size: int, device: torch.device, names: S
         _shared.add(tuple(shared))
         tell(f"unisono: {listed(shared)} share a card, so sums go by way of the host's memory")
     return library if max(cards.values()) == 1 else ""
-
-
-def _make_group(store: dist.Store, rank: int, size: int, address: str, timeout_s: float, port: Port) -> Any:
-    gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._devices = [port.opened_by(lambda: dist.ProcessGroupGloo.create_device(hostname=address))]
-    store.set(f"port-{rank}", " ".join(map(str, port.address)))
-    gloo._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(AddressStore(store, size), rank, size, gloo)
