@@ -28,7 +28,6 @@ from torch import Tensor
 
 from unisono.core.tree import Node, root
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows, with_flipped_bit
-from unisono.engine.exchange.pump import Job
 from unisono.engine.exchange.row_packing import Packing
 from unisono.engine.exchange.wire import DIGEST_BYTES, Wire, count_votes
 from unisono.system.faults import spoils
@@ -225,19 +224,12 @@ class Ballot:
         self._receives: list[Any] = []
         wire.in_background(self._post)
 
-    def cast(self, digest: int, data: bytes) -> Job:
-        """Announce to all members that this one holds all sums, when the streams before this ballot have gathered them.
+    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
+        """Announce to all members that this one holds all sums, when the streams before this ballot have gathered them;
+        wait until every member has announced it.
 
         Args:
             digest: of the sums of this member.
-        """
-        own = digest.to_bytes(DIGEST_BYTES, "little") + data
-        room = bytearray(own.ljust(self._words[0].numel(), b"\0"))
-        self._words[self._wire.rank] = torch.frombuffer(room, dtype=torch.uint8)
-        return self._wire.in_background(self._run)
-
-    def count(self, job: Job) -> tuple[int, list[bytes]]:
-        """Wait until every member has announced it.
 
         Returns:
             The digest of all sums, and the ``data`` of all members, by rank.
@@ -245,15 +237,15 @@ class Ballot:
         Raises:
             PeerLost: something has arrived as other bytes than were sent.
         """
+        own = digest.to_bytes(DIGEST_BYTES, "little") + data
+        room = bytearray(own.ljust(self._words[0].numel(), b"\0"))
+        self._words[self._wire.rank] = torch.frombuffer(room, dtype=torch.uint8)
+        job = self._wire.in_background(self._run)
         self._wire.await_job(job, job.is_completed)
         words = [ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words]
         if self._wire.checks is not None:
             self._wire.checks.compare([word[self._checks_at :] for word in words])
         return count_votes([word[: self._checks_at] for word in words])
-
-    def vote(self, digest: int, data: bytes) -> tuple[int, list[bytes]]:
-        """Cast and count."""
-        return self.count(self.cast(digest, data))
 
     def _post(self) -> None:
         self._receives = [self._wire.post(self._words[rank], rank, self._tag) for rank in self._others]

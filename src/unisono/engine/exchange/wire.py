@@ -177,18 +177,16 @@ class Wire:
     def all_to_all(self, out: Tensor, out_sizes: list[int], data: Tensor, in_sizes: list[int]) -> Collective:
         """Send ``in_sizes[j]`` bytes of ``data`` to member j; ``out`` receives ``out_sizes[j]`` from it."""
         self._count(sum(in_sizes) - in_sizes[self.rank])
-        self._connected()
-        there, here = self._room_for(out), self._within_reach(data)
         return self._start(
-            lambda group: group.alltoall_base(there, here, out_sizes, in_sizes, AllToAllOptions()), there, here, out=out
+            lambda group, there, here: group.alltoall_base(there, here, out_sizes, in_sizes, AllToAllOptions()),
+            out,
+            data,
         )
 
     def all_gather(self, out: Tensor, data: Tensor) -> Collective:
         """Gather the ``data`` of all members in ``out``, by rank; equal sizes."""
         self._count((self.size - 1) * data.nbytes)
-        self._connected()
-        there, here = self._room_for(out), self._within_reach(data)
-        return self._start(lambda group: group._allgather_base(there, here, AllgatherOptions()), there, here, out=out)
+        return self._start(lambda group, there, here: group._allgather_base(there, here, AllgatherOptions()), out, data)
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
         """Return the ``data`` of all members, by rank, equally long and not empty. Blocks for one round trip."""
@@ -215,14 +213,6 @@ class Wire:
             The digest of all sums, and the ``data`` of all members, by rank.
         """
         return count_votes(self.all_gather_equal(digest.to_bytes(DIGEST_BYTES, "little") + data))
-
-    def _within_reach(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, or a copy of it in the host's memory if the backend reaches no other."""
-        return tensor.to("cpu", copy=True) if self._copies else tensor
-
-    def _room_for(self, out: Tensor) -> Tensor:
-        """Return ``out``, or as much memory of the host."""
-        return torch.empty_like(out, device="cpu") if self._copies else out
 
     # -- messages from member to member: gloo only --------------------------------------------------------
 
@@ -365,15 +355,19 @@ class Wire:
                 )
         return self._group is not None or self._failure is not None
 
-    def _start(self, operation: Callable[[Any], Any], *tensors: Tensor, out: Tensor) -> Collective:
-        """Start a collective on ``tensors``, the first of which is received into; ``out`` gets it in the end."""
+    def _start(self, operation: Callable[[Any, Tensor, Tensor], Any], out: Tensor, data: Tensor) -> Collective:
+        """Start a collective that sends ``data``, and in the end gives ``out``: in the host's memory, if the backend
+        reaches no other.
+        """
         group = self._connected()
+        there = torch.empty_like(out, device="cpu") if self._copies else out
+        here = data.to("cpu", copy=True) if self._copies else data
         try:
-            work = operation(group)
+            work = operation(group, there, here)
         except RuntimeError as failure:
             raise PeerLost(f"a collective of {self.size} members could not be started: {failure}") from failure
         self._pending.append(work)
-        return Collective(self, work, tensors, out)
+        return Collective(self, work, (there, here), out)
 
     def _finish(self, work: Any) -> None:
         if not self._library:
