@@ -74,7 +74,7 @@ class StoreCombine:
 
     def commit(self, telemetry: bytes) -> Committed:
         told = self._exchange.all_gather(telemetry)
-        return Committed(self._digest, tuple(told), float(self._sum.scalars[0]))
+        return Committed(self._digest, tuple(told))
 
     def result(self) -> Slot:
         return next(iter(self._share.slots.values()), None) or self._exchange.slot()

@@ -84,25 +84,19 @@ class Committed:
     digest: int
     telemetry: tuple[bytes, ...]
     """By rank: the bytes that each member gave to `Combine.commit`."""
-    total_weight: float
     sent_bytes: int = 0
     """Data that this member has sent to other hosts for the combine; no headers, and nothing that is sent again."""
 
 
-@dataclass(frozen=True)
-class Combined:
+@dataclass(frozen=True, kw_only=True)
+class Combined(Committed):
     """The whole sum after a commit; equal bits on all members."""
 
     slot: Slot
     """Gradients and float buffers are means, the rest of the tail are sums. Valid until the next step's first node."""
-    digest: int
-    telemetry: tuple[bytes, ...]
-    """By rank: the bytes that each member gave to `combine`."""
-    committed_at: float = 0.0
+    committed_at: float
     """When this member has seen the commit, by ``time.perf_counter``. No member sees it before all hold their sums, so
     members see it at the same moment, but for the time that a message takes."""
-    sent_bytes: int = 0
-    """Data that this member has sent to other hosts."""
 
 
 class Combine(Protocol):
@@ -241,4 +235,4 @@ def combine(exchange: Exchange, share: Share, telemetry: bytes, out: Slot | None
         for other in share.slots.values():
             if other is not slot:
                 exchange.release(other)
-    return Combined(slot, committed.digest, committed.telemetry, committed_at, committed.sent_bytes)
+    return Combined(committed.digest, committed.telemetry, committed.sent_bytes, slot=slot, committed_at=committed_at)

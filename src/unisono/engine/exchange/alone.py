@@ -52,7 +52,7 @@ class _AloneCombine:
             part, weight = read([digest_there(rows, self._slots.multipliers, first, end), slot.scalars[0]])
             digest, total = digest + int(part), float(weight)
             divide_rows(layout, rows, total, first, end, slot)
-        return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,), total)
+        return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,))
 
     def result(self) -> Slot:
         return self._share.slots[root(self._share.num_leaves)]

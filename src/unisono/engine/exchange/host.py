@@ -153,7 +153,6 @@ class HostCombine:
         self._fields = host.counters.own.fields
         self._turn = 0  # the number that ``published`` has shown
         self._results: list[Tensor] = []
-        self._total = 0.0
         with self._counters.or_leave():
             host.make_room(chunks)
 
@@ -221,20 +220,20 @@ class HostCombine:
         total: int = sum(page.fields.digest for page in self._counters.pages)
         return total & 0xFFFFFFFFFFFFFFFF
 
-    def total_weight(self) -> float:
-        """Return the total weight, from the chunk that holds it. After the commit, and before `collect`."""
+    def _total_weight(self) -> float:
+        """Return the total weight, from the chunk that holds it."""
         entry = self.layout.scalars
         row = entry.offset * entry.sum_dtype.itemsize // ROW_BYTES
         owner, rows = next((owner, rows) for owner, rows in enumerate(self.chunks) if row in rows)
         start = entry.offset - rows.start * ROW_BYTES // entry.sum_dtype.itemsize
-        self._total = float(self._results[owner].view(entry.sum_dtype)[start])
-        return self._total
+        return float(self._results[owner].view(entry.sum_dtype)[start])
 
     def result(self) -> Slot:
         return next(iter(self.share.slots.values()), None) or self.host.page.slots.slot()
 
     def collect(self, out: Slot) -> None:
         """Read every owner's chunk into ``out``, divided by the total weight."""
+        total = self._total_weight()
         for rows, result in zip(self.chunks, self._results, strict=False):
             for first, end in blocks(rows.start, rows.stop, out.memory.device):
-                divide_rows(self.layout, Rows(result, rows.start), self._total, first, end, out)
+                divide_rows(self.layout, Rows(result, rows.start), total, first, end, out)

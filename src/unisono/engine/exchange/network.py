@@ -106,7 +106,7 @@ class _NetworkCombine:
             self._sum.gather()
             digest, everyones = self._wire.vote(self._digest, telemetry)
         self._total = float(self._out.scalars[0])
-        return Committed(digest, tuple(everyones), self._total, self._wire.sent_bytes)
+        return Committed(digest, tuple(everyones), self._wire.sent_bytes)
 
     def result(self) -> Slot:
         self._is_taken = True

@@ -76,4 +76,4 @@ class _SharedCombine(HostCombine):
     def commit(self, telemetry: bytes) -> Committed:
         self.publish_telemetry(telemetry)
         digest = self.count_reduced(self.digest)
-        return Committed(digest, tuple(self.telemetry()), self.total_weight())
+        return Committed(digest, tuple(self.telemetry()))

@@ -155,7 +155,7 @@ class _TwoLevelCombine(HostCombine):
         fields = counters.pages[0].fields
         team = ctypes.string_at(fields.team_telemetry, self._num_members * TELEMETRY_BYTES)
         told = tuple(team[i : i + TELEMETRY_BYTES] for i in range(0, len(team), TELEMETRY_BYTES))
-        return Committed(digest, told, self.total_weight(), sent_bytes)
+        return Committed(digest, told, sent_bytes)
 
     def _vote(self, digest: int, shown: int) -> int:
         """Make sure that all hosts hold the sums of this lane; return its digest over all hosts.
