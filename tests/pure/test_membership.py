@@ -66,7 +66,6 @@ from unisono.membership import (
     Send,
     Tick,
     agent_name,
-    next_deadline,
     routine_of_many,
     step,
 )
@@ -1074,7 +1073,7 @@ def test_silence_is_a_loss() -> None:
     story = training(2, heartbeat_timeout_s=5.0)
     for story.now in (1.5, 3.0):
         story.beat("w0")
-    assert next_deadline(story.state) == 5.0
+    assert story.state.due_at == 5.0
     story.tick(4.9)
     assert story.state.generation == 1
     story.tick(5.0)
@@ -1106,10 +1105,10 @@ def test_silence_of_all_is_no_loss_of_anybody() -> None:
 def test_silence_of_all_for_very_long_is_the_end() -> None:
     story = training(2, heartbeat_timeout_s=5.0, hang_s=60.0)
     story.says("w0", step_done(0))
-    assert next_deadline(story.state) == 5.0, "one of them may be heard until then"
+    assert story.state.due_at == 5.0, "one of them may be heard until then"
     story.tick(5.0)
     assert story.state.generation == 1
-    assert next_deadline(story.state) == 60.0
+    assert story.state.due_at == 60.0
     story.tick(60.0)
     assert story.ended is not None
 
@@ -1145,7 +1144,7 @@ def test_before_it_is_a_member_a_worker_may_be_silent_for_longer() -> None:
     story = Story(1, heartbeat_timeout_s=5.0, hang_s=60.0)
     story.agent(1)
     story.says("w0", Hello(info=info("w0"), fingerprint={}))
-    assert next_deadline(story.state) == 60.0
+    assert story.state.due_at == 60.0
 
 
 def test_a_closed_connection_may_come_back() -> None:
@@ -1181,7 +1180,7 @@ def test_who_was_left_out_while_it_was_away_hears_of_it() -> None:
 def test_a_closed_connection_that_does_not_come_back_is_a_loss() -> None:
     story = training(2)
     story.says("w1", Lost(reason="closed"))
-    deadline = next_deadline(story.state)
+    deadline = story.state.due_at
     assert deadline == story.state.policy.reconnect_s
     story.tick(deadline)
     assert story.state.members == ("w0",)
@@ -1192,7 +1191,7 @@ def test_a_closed_connection_of_an_unwatched_worker_is_a_loss_soon() -> None:
     story.arrive("w0", "w1")
     story.hold()
     story.says("w1", Lost(reason="closed"))
-    assert next_deadline(story.state) == story.state.policy.grace_s
+    assert story.state.due_at == story.state.policy.grace_s
 
 
 def test_another_process_cannot_take_a_name() -> None:
@@ -1524,7 +1523,7 @@ def test_a_broken_exchange_is_tried_again_by_the_head_that_follows() -> None:
     for worker_id in story.state.members:
         story.says(worker_id, Suspect(generation=1, reason="timed out"))
     story.state = resumed(story.state, 2, 7.0)
-    assert next_deadline(story.state) == 7.0 + story.state.policy.suspect_s
+    assert story.state.due_at == 7.0 + story.state.policy.suspect_s
     story.tick(7.0 + story.state.policy.suspect_s)
     assert story.state.generation == 2
     assert story.state.members == ("w0", "w1", "w2")
@@ -1783,7 +1782,7 @@ def test_a_machine_that_is_gone_costs_one_generation_however_its_connections_end
     for worker_id in guests:
         story.now += 0.01
         story.says(worker_id, Lost())
-    due = next_deadline(story.state)
+    due = story.state.due_at
     assert due is not None
     story.tick(due)
     assert story.state.members == ("w0", "w1")
@@ -1877,7 +1876,6 @@ def test_a_heartbeat_costs_the_same_however_many_workers_there_are(kind: WorkerS
         story.state = msgspec.structs.replace(story.state, workers=Unvisited(story.state.workers))
         with counting() as calls:
             story.state, *_ = step(story.state, Event("w7", beat()), story.now)
-            next_deadline(story.state)
         assert story.worker("w7").beat == beat()
         counts.append(len(calls))
     assert counts[0] == counts[1]
@@ -1928,7 +1926,7 @@ def decisions_of_a_run(rng: random.Random) -> list[tuple[float, str, tuple[Actio
         now = story.now + rng.choice([0.01, 0.3, 0.5])
         if rng.random() < 0.02:
             now += rng.choice([2.0, 2.5, 3.0, 8.0])  # all are silent
-        while (due := next_deadline(story.state)) is not None and due <= now:
+        while (due := story.state.due_at) is not None and due <= now:
             story.tick(max(due, story.now))
             if story.actions:
                 found.append((story.now, story.reason, tuple(story.actions)))
@@ -2029,7 +2027,7 @@ def test_heartbeats_that_an_agent_reports_decide_what_those_of_the_workers_would
     for progress in range(1, 150):
         now = many.story.now + rng.choice([0.1, 0.5, 0.5, 3.0])
         for each in both:
-            while (due := next_deadline(each.story.state)) is not None and due <= now:
+            while (due := each.story.state.due_at) is not None and due <= now:
                 each.story.now = max(due, each.story.now)
                 each.say("", Tick())
             each.story.now = now

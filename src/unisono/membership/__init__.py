@@ -69,7 +69,6 @@ __all__ = [
     "is_first_elsewhere",
     "keepers",
     "machines",
-    "next_deadline",
     "routine_of_many",
     "seat_of",
     "step",
@@ -97,13 +96,4 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
         follow_up(draft)
     draft.state = rebranched(draft.state, heirs(draft.state))
     happened = happenings(state, draft.state, draft.touched)
-    return noted(draft.state, now), tuple(draft.actions), _in_words(draft), happened
-
-
-def _in_words(draft: Draft) -> str:
-    return "; ".join(dict.fromkeys(draft.reasons))
-
-
-def next_deadline(state: State) -> float | None:
-    """Return when the table needs a `Tick`; None: not before the next event."""
-    return state.due_at
+    return noted(draft.state, now), tuple(draft.actions), "; ".join(dict.fromkeys(draft.reasons)), happened

@@ -25,7 +25,7 @@ def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
         wrong = [one for one in wrong if one.how != "evicted"]  # by the report of another member
     if not wrong:
         return
-    first, hosts = message.doubtful_from, tuple(dict.fromkeys(_host(one) for one in wrong))
+    first, hosts = message.doubtful_from, tuple(dict.fromkeys(one.host for one in wrong))
     doubtful = f"step {first}" if first == message.step - 1 else f"the steps {first} to {message.step - 1}"
     for one in wrong:
         _say(draft, one, message, doubtful)
@@ -78,10 +78,6 @@ def _then(wrong: Worker, message: Convicted) -> str:
     if wrong.state in ALIVE:
         return "it is ended, and the others do the step again"
     return "it was lost before it could be ended, and the others do the step again"
-
-
-def _host(worker: Worker) -> str:
-    return worker.info.host if worker.info is not None else ""
 
 
 def _device(worker: Worker) -> str:

@@ -104,7 +104,7 @@ class Draft:
     def alarm(self, trouble: Trouble) -> None:
         """Say what has gone wrong, before what follows from it."""
         worker = self.state.workers.get(trouble.worker_id)
-        host = worker.info.host if worker is not None and worker.info is not None else trouble.host
+        host = (worker.host if worker is not None else "") or trouble.host
         step = trouble.step if trouble.step >= 0 or not self.state.held else self.state.committed + 1
         self.actions.append(Alarm(msgspec.structs.replace(trouble, host=host, step=step)))
 

@@ -80,7 +80,5 @@ def _generation(after: State) -> Iterator[MembershipChanged]:
 
 def _host(state: State, worker: Worker) -> str:
     """Return the host of a worker: that of its agent where it has not said hello."""
-    if worker.info is not None:
-        return worker.info.host
     agent = state.agents.get(worker.agent) or state.absent.get(worker.agent)
-    return agent.host if agent is not None else ""
+    return worker.host or (agent.host if agent is not None else "")

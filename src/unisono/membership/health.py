@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from unisono.core.messages import Beat, Suspect, WriteStacks
-from unisono.core.words import listed, position_words
+from unisono.core.words import listed
 from unisono.membership.draft import Draft
 from unisono.membership.ending import is_at_end, lose_early_leavers
 from unisono.membership.hangs import FIRST_STEP, BegunRound, Hang, Lateness, Limits, Waiting, judge
@@ -54,14 +54,12 @@ def _of_lost_machines(draft: Draft, due: list[Worker]) -> list[Worker]:
 
 
 def _say_silent(draft: Draft, worker: Worker, seconds: float) -> None:
-    beat = worker.beat
-    where = position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else ""
     draft.alarm(
         Trouble(
             kind="hang",
             worker_id=worker.worker_id,
-            error=f"has sent nothing for {seconds:.1f} s{f', last in {where}' if where else ''}: its process stands "
-            "still, native code holds its interpreter, or its machine cannot be reached",
+            error=f"has sent nothing for {seconds:.1f} s{f', last in {worker.where}' if worker.where else ''}: its process "
+            "stands still, native code holds its interpreter, or its machine cannot be reached",
             then="it is ended",
             advice="The evidence has the state of its process as the kernel sees it: T is stopped, D waits for a disk "
             "or the network; where it computes (R), native code does not let Python go on",
@@ -99,7 +97,7 @@ def watch(draft: Draft, worker: Worker, beat: Beat) -> None:
 
 
 def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: Hang | None) -> None:
-    where = position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates)
+    where = worker.where
     match verdict:
         case Lateness.HANGS_AGAIN:
             assert known is not None
@@ -165,7 +163,7 @@ def _say_hang(draft: Draft, worker: Worker, beat: Beat, then: str, *, ends_run: 
         Trouble(
             kind="hang",
             worker_id=worker.worker_id,
-            where=position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates),
+            where=worker.where,
             seconds=beat.seconds_at,
             then=then,
             ends_run=ends_run,

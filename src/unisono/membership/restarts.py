@@ -121,10 +121,8 @@ def _last_place(draft: Draft, worker: Worker) -> str:
     """Return where a worker was when its process ended. Its last heartbeat may be from an earlier step."""
     beat, step = worker.beat, draft.state.committed + 1
     if worker.state is not _S.HOLDING or step == 0 or (beat is not None and beat.evaluates):
-        return position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else ""
-    if beat is not None and beat.step == step:
-        return position_words(beat.step, beat.microbatch, beat.samples)
-    return position_words(step, -1)
+        return worker.where
+    return worker.where if beat is not None and beat.step == step else position_words(step, -1)
 
 
 def _say_exit(draft: Draft, worker: Worker, message: WorkerExit, *, ends_run: bool) -> None:

@@ -24,6 +24,7 @@ from unisono.core.efficiency import Measured
 from unisono.core.messages import Beat, Ended, Failed, Leaving, MemberInfo, Notice
 from unisono.core.policy import Policy
 from unisono.core.settings import DEFAULTS, RunSettings
+from unisono.core.words import position_words
 from unisono.membership.hangs import BegunRound, Hang, Limits
 from unisono.membership.suspicion import Suspicions
 
@@ -116,6 +117,17 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     def heard(self, heard_at: float, beat: Beat) -> Worker:
         """Return the worker after a heartbeat."""
         return msgspec.structs.replace(self, heard_at=heard_at, beat=beat, phase=beat.phase)
+
+    @property
+    def host(self) -> str:
+        """Its host; "": it has not said hello."""
+        return self.info.host if self.info is not None else ""
+
+    @property
+    def where(self) -> str:
+        """Where its last heartbeat says that it is, in words; "": nothing says so."""
+        beat = self.beat
+        return position_words(beat.step, beat.microbatch, beat.samples, evaluates=beat.evaluates) if beat else ""
 
     @property
     def name(self) -> str:
@@ -414,7 +426,7 @@ def _lengthened(state: State) -> tuple[str, ...]:
 
 
 def noted(state: State, now: float) -> State:
-    """Return the state with the notes that `heartbeat.routine` and `next_deadline` need of all workers."""
+    """Return the state with the notes that `heartbeat.routine` and `due_at` need of all workers."""
     witness_state, heard_at = WorkerState.HOLDING, _heard_at(state, WorkerState.HOLDING)
     if not heard_at:
         witness_state, heard_at = WorkerState.ADMITTED, _heard_at(state, WorkerState.ADMITTED)

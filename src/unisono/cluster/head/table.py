@@ -44,7 +44,6 @@ from unisono.membership import (
     TookOver,
     is_first_elsewhere,
     machines,
-    next_deadline,
     routine_of_many,
     step,
 )
@@ -204,7 +203,7 @@ class Table:
         self._is_closed = True
 
     def _set_clock(self) -> None:
-        self._clock.set(next_deadline(self.state))
+        self._clock.set(self.state.due_at)
 
     # -- what the heirs know -------------------------------------------------------------------------
 
