@@ -3,18 +3,20 @@
 `step` takes the state (`roster`), one event and the time, and returns the next state, the messages to send, and the
 reason in one sentence. All decisions of the head about members are made here::
 
-    table        which message leads from which state to which
-    dispatch     message -> rule
-    agents       machines join and leave; drain, scale, stop (spreading: on which machines)
-    machines     machines that the command can get and give back
-    admission    a worker says hello
-    talking      what workers say to each other before they join (calls)
-    health       silence, hangs, broken exchanges (verdicts: hangs, suspicion, begun)
-    restarts     losses and replacements
-    ending       workers come to the end of the training
-    generations  consequences: the next generation, or the end of the run
-    heirs        which agents hold the state, and which of them starts the next head
-    happenings   what has happened between two states, as events
+    worker_states  which message leads from which state to which
+    dispatch       message -> rule
+    agents         machines join and leave; drain, scale, stop; on which machines workers start
+    elasticity     how many workers a run wants that decides by itself; machines that the command can get and give back
+    hellos         a worker says hello
+    talk_rules     what workers say to each other before they join
+    heartbeat      heartbeats from which nothing follows
+    health         silence, hangs, broken exchanges (verdicts: hangs, suspicion)
+    convictions    workers that compute wrong values
+    restarts       losses and replacements
+    ending         workers come to the end of the training
+    generations    consequences: the next generation, or the end of the run
+    heirs          which agents hold the state, and which of them starts the next head
+    happenings     what has happened between two states, as events
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
 

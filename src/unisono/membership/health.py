@@ -54,12 +54,13 @@ def _of_lost_machines(draft: Draft, due: list[Worker]) -> list[Worker]:
 
 
 def _say_silent(draft: Draft, worker: Worker, seconds: float) -> None:
+    last = f", last in {worker.where}" if worker.where else ""
     draft.alarm(
         Trouble(
             kind="hang",
             worker_id=worker.worker_id,
-            error=f"has sent nothing for {seconds:.1f} s{f', last in {worker.where}' if worker.where else ''}: its process "
-            "stands still, native code holds its interpreter, or its machine cannot be reached",
+            error=f"has sent nothing for {seconds:.1f} s{last}: its process stands still, "
+            "native code holds its interpreter, or its machine cannot be reached",
             then="it is ended",
             advice="The evidence has the state of its process as the kernel sees it: T is stopped, D waits for a disk "
             "or the network; where it computes (R), native code does not let Python go on",
