@@ -20,7 +20,7 @@ from unisono.core.cursor import Recipe
 from unisono.core.errors import CheckpointError, RecipeError, UsageError
 from unisono.core.fingerprints import RESULTS, other_results
 from unisono.core.words import count, listed, without_password
-from unisono.engine.checkpoint.copies import Copy, Store, find, is_copy, lineage
+from unisono.engine.checkpoint.copies import Copy, Store, find, in_words, is_copy, lineage
 from unisono.engine.checkpoint.evaluations import Snapshots
 from unisono.engine.checkpoint.loading import Loaded, newest
 from unisono.engine.state.tracked import Tracked
@@ -298,9 +298,8 @@ class Resumption:
                 continue
             except Exception as error:  # of any library that stands behind fsspec
                 shutil.rmtree(partial, ignore_errors=True)
-                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 raise CheckpointError(
-                    f"{copy.name} of {without_password(store.url)} cannot be fetched: {why}"
+                    f"{copy.name} of {without_password(store.url)} cannot be fetched: {in_words(error)}"
                 ) from error
             for why in broken:
                 warnings.warn(f"{why}; {copy.name} is used instead", stacklevel=2)

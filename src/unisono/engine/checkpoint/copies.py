@@ -51,6 +51,7 @@ __all__ = [
     "choose_removed",
     "find",
     "free_name",
+    "in_words",
     "is_copy",
     "lineage",
     "names_in_order",
@@ -325,12 +326,13 @@ def find(locations: Iterable[str]) -> Iterator[tuple[Store, Copy]]:
             found += [(store, copy) for copy in store.copies()]
         except Exception as error:  # of any library that stands behind fsspec
             raise CheckpointError(
-                f"the copies in {without_password(location)} cannot be read: {_why(error)}"
+                f"the copies in {without_password(location)} cannot be read: {in_words(error)}"
             ) from error
     return iter(sorted(found, key=lambda one: _age(one[1]), reverse=True))
 
 
-def _why(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """Return an error of a disk, or of a library behind fsspec, in words."""
     known = error.strerror if isinstance(error, OSError) else None
     return known or str(error) or type(error).__name__
 
@@ -412,7 +414,7 @@ class Copier:
             try:
                 self._copy(self._current)
             except Exception as error:  # of any library that stands behind fsspec
-                self._fail(self._current, _why(error))
+                self._fail(self._current, in_words(error))
             finally:
                 with self._changed:
                     self._current = None

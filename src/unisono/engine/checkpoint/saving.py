@@ -23,7 +23,7 @@ import torch
 
 from unisono.core.cadence import CheckpointReport, Checkpoints, SnapshotDecision, Status, is_due, judge, may_begin
 from unisono.core.errors import CheckpointError
-from unisono.engine.checkpoint.copies import Copies
+from unisono.engine.checkpoint.copies import Copies, in_words
 from unisono.engine.checkpoint.snapshot import Camera, Moment, Snapshot
 from unisono.engine.checkpoint.writer import Writer
 from unisono.engine.state.tracked import Tracked
@@ -499,7 +499,7 @@ class Saver:
         why = f"the checkpoint of step {step} was not written: another worker could not write it"
         if error is not None:
             into = f" into {self.folder}" if self._directory.path is not None else ""
-            why = f"the checkpoint of step {step} was not written{into}: {_shown(error)}"
+            why = f"the checkpoint of step {step} was not written{into}: {in_words(error)}"
         if self._policy is not None and self._policy.must_succeed:
             raise CheckpointError(f"{why}. The run ends because Checkpoints(must_succeed=True) asks for it") from error
         if error is not None:
@@ -522,8 +522,3 @@ class Saver:
 def _writers(worker_ids: Sequence[str], reaching: Collection[str]) -> list[str]:
     """Return the members that see the directory, in the order of ranks: each writes a part, the first one publishes."""
     return [one for one in worker_ids if one in reaching]
-
-
-def _shown(error: BaseException) -> str:
-    """Return an error in words."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

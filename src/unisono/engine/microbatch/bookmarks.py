@@ -43,7 +43,6 @@ __all__ = [
     "NotOpened",
     "Notes",
     "Taken",
-    "bytes_of",
     "digest_of_sample",
     "is_stateful",
     "share_states",
@@ -366,7 +365,7 @@ def _add(found: Any, value: Any) -> None:
         if value.layout is not torch.strided or value.is_quantized:
             raise UsageError(f"a sample has a tensor ({value.layout}) that cannot be compared")
         found.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        found.update(bytes_of(value).cpu().numpy())
+        found.update(_bytes_of(value).cpu().numpy())
     elif isinstance(value, (str, int, float, complex, type(None))):
         text = struct.pack("<d", value) if isinstance(value, float) else repr(value).encode()
         found.update(len(text).to_bytes(8, "little") + text)
@@ -394,7 +393,7 @@ def _add(found: Any, value: Any) -> None:
         raise UsageError(f"a sample has a {type(value).__qualname__}, which cannot be compared")
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     """Return what a dense tensor holds, as (n,) uint8."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 

@@ -28,7 +28,6 @@ from unisono.engine.microbatch.bookmarks import (
     News,
     Notes,
     NotOpened,
-    bytes_of,
     digest_of_sample,
     is_stateful,
     share_states,
@@ -36,7 +35,7 @@ from unisono.engine.microbatch.bookmarks import (
 )
 from unisono.engine.microbatch.randomness import seed_everything
 from unisono.engine.microbatch.streams import Streams, as_torch_worker, pass_seed, seek_of
-from unisono.engine.state.packing import from_bytes
+from unisono.engine.state.packing import from_bytes, same_bits
 
 __all__ = ["LoadedSamples", "Reader", "is_alike"]
 
@@ -450,7 +449,7 @@ def is_alike(a: Any, b: Any, *, unknown: bool = True) -> bool:
     if isinstance(a, Tensor):
         if a.layout is not torch.strided or a.is_quantized:
             return unknown
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b))
+        return same_bits(a.resolve_conj().resolve_neg(), b.resolve_conj().resolve_neg())
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(a, (numpy.ndarray, numpy.generic)):
         if a.dtype.hasobject:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unisono.engine.state.packing import same_bits
 from unisono.engine.state.tracked import Tracked
 
 __all__ = ["Values"]
@@ -31,7 +32,7 @@ class Values:
         known = {id(one): copy for one, copy in before._pairs} if before is not None else {}
         for tensor in [*live, *self._buffers.values()]:
             copy = known.get(id(tensor))
-            if copy is None or tensor.requires_grad or not _is_same(tensor, copy):
+            if copy is None or tensor.requires_grad or not same_bits(tensor, copy):
                 copy = tensor.detach().clone()
             self._pairs.append((tensor, copy))
 
@@ -45,9 +46,3 @@ class Values:
             owner._buffers[name] = buffer
         for part, training in self._modes:
             part.training = training
-
-
-def _is_same(tensor: Tensor, copy: Tensor) -> bool:
-    if tensor.shape != copy.shape or tensor.dtype != copy.dtype or not tensor.is_contiguous():
-        return False
-    return torch.equal(tensor.detach().reshape(-1).view(torch.uint8), copy.reshape(-1).view(torch.uint8))

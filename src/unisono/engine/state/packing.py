@@ -36,6 +36,7 @@ __all__ = [
     "pack",
     "pack_held",
     "quick_digest",
+    "same_bits",
     "to_bytes",
     "unpack",
 ]
@@ -319,13 +320,13 @@ def hash_bytes(data: bytes) -> int:
 def is_same_state(a: Any, b: Any) -> bool:
     """Return whether two states have the same skeleton, and tensors of the same bits; a meta tensor equals another."""
     ours, theirs = pack_held(a), pack_held(b)
-    return ours.skeleton == theirs.skeleton and all(
-        x.dtype == y.dtype and x.shape == y.shape and _same_bits(x, y)
-        for x, y in zip(ours.tensors, theirs.tensors, strict=True)
-    )
+    return ours.skeleton == theirs.skeleton and all(map(same_bits, ours.tensors, theirs.tensors))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits; a meta tensor equals another."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
     if a.is_meta or b.is_meta:
         return a.is_meta and b.is_meta
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.device == b.device:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.core.errors import UsageError
+from unisono.engine.state.packing import same_bits
 
 __all__ = ["check_separable", "is_plain", "unhooked"]
 
@@ -172,5 +173,4 @@ def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def _is_equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return bool(a == b)
-    words = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*words)
+    return same_bits(a, b)
