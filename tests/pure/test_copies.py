@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +32,25 @@ def removed(policy: unisono.Checkpoints | None, new: Copy, *others: Copy) -> lis
     return [one.name for one in copies.choose_removed(others, new, policy)]
 
 
-def test_the_manifest_is_written_last() -> None:
-    order = copies.names_in_order(manifest(3))
-    assert order == [
+def test_the_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, new, content = tmp_path / "checkpoint", copy(3), b"the manifest"
+    checkpoint.mkdir()
+    for name in new.manifest.files:
+        (checkpoint / name).write_bytes(b"1")
+    (checkpoint / files.MANIFEST).write_bytes(content)
+    store, written = copies.Store(str(tmp_path / "there")), list[str]()
+
+    def noting(method: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            written.extend(Path(one).name for one in arguments if f"/{new.name}/" in str(one))
+            return method(*arguments, **options)
+
+        return call
+
+    for method in ("put_file", "pipe_file", "open"):
+        monkeypatch.setattr(store._fs, method, noting(getattr(store._fs, method)))
+    store.write(new, content, checkpoint, tmp_path / "no journal")
+    assert list(dict.fromkeys(written)) == [
         "part-00000-of-00001.safetensors",
         "skeleton.msgpack",
         "journal.jsonl.gz",

@@ -42,7 +42,6 @@ from unisono.record.rundir import RUN_FILE, read_facts
 from unisono.system.process import tell
 
 __all__ = [
-    "Copier",
     "Copies",
     "Copy",
     "Store",
@@ -54,7 +53,6 @@ __all__ = [
     "in_words",
     "is_copy",
     "lineage",
-    "names_in_order",
 ]
 
 COPIES: Final = "copies.json"
@@ -83,11 +81,6 @@ def lineage(facts: Mapping[str, Any]) -> frozenset[str]:
     earlier = facts.get("earlier")
     ids = [facts.get("run_id"), *(earlier if isinstance(earlier, list) else ())]
     return frozenset(one for one in ids if isinstance(one, str))
-
-
-def names_in_order(manifest: Manifest) -> list[str]:
-    """Return the files of a copy in the order in which they are written: the manifest is the last."""
-    return [*sorted(manifest.files), COPIED_JOURNAL, RUN_FILE, files.MANIFEST]
 
 
 def free_name(step: int, taken: Iterable[str]) -> str:
@@ -217,18 +210,13 @@ class Store:
         if not self._fs.exists(marker):
             text = {"format": 1, "what": "copies of a run's checkpoints; to resume: unisono run --resume (this place)"}
             self._fs.pipe_file(marker, json.dumps(text).encode() + b"\n")
-        for name in names_in_order(new.manifest):
-            at = f"{folder}/{name}"
-            if name in new.manifest.files:
-                self._fs.put_file(str(checkpoint / name), at)
-            elif name == COPIED_JOURNAL:
-                with self._fs.open(at, "wb") as target:
-                    _write_journal(journal, new.manifest.lines, target)
-            elif name == RUN_FILE:
-                self._fs.pipe_file(at, json.dumps(dict(new.facts), indent=2).encode() + b"\n")
-            else:
-                self._check_written(new, manifest, checkpoint)
-                self._fs.pipe_file(at, manifest)
+        for name in sorted(new.manifest.files):
+            self._fs.put_file(str(checkpoint / name), f"{folder}/{name}")
+        with self._fs.open(f"{folder}/{COPIED_JOURNAL}", "wb") as target:
+            _write_journal(journal, new.manifest.lines, target)
+        self._fs.pipe_file(f"{folder}/{RUN_FILE}", json.dumps(dict(new.facts), indent=2).encode() + b"\n")
+        self._check_written(new, manifest, checkpoint)
+        self._fs.pipe_file(f"{folder}/{files.MANIFEST}", manifest)  # last: it makes the copy whole
         self._known[new.name] = new
 
     def _check_written(self, new: Copy, manifest: bytes, checkpoint: Path) -> None:
