@@ -19,7 +19,6 @@ __all__ = [
     "agent_name",
     "drain",
     "drain_withdrawn",
-    "enlist",
     "join",
     "leave",
     "offer",
@@ -27,8 +26,6 @@ __all__ = [
     "scale",
     "stop",
     "take_over",
-    "to_leave",
-    "to_start",
 ]
 
 _S = WorkerState
@@ -66,7 +63,7 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     if known is not None:
         number, came = _missing(draft, agent), f"{hello.host} is back"
     elif draft.state.policy.efficiency:
-        number = _room(draft, agent)
+        number = max(0, min(agent.offers, draft.room()))
     else:
         number = hello.num_workers
     order(draft, agent_id, number, came=came)
@@ -110,20 +107,13 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     return known
 
 
-def _room(draft: Draft, agent: Agent) -> int:
-    """Return how many workers of a machine the run wants now."""
-    alive = draft.staying()
-    return max(0, min(agent.offers, draft.state.policy.maximum - len(alive)))
-
-
 def _missing(draft: Draft, agent: Agent) -> int:
     """Return how many workers a machine that is back has lost meanwhile, as far as there may be so many."""
     state = draft.state
     if agent.is_sent_away or state.finishing or state.stopping:
         return 0
-    alive = draft.staying()
-    own = [w for w in alive if w.agent == agent.agent_id]
-    return max(0, min(agent.wanted - len(own), state.policy.maximum - len(alive)))
+    own = [w for w in draft.staying() if w.agent == agent.agent_id]
+    return max(0, min(agent.wanted - len(own), draft.room()))
 
 
 def _repeat_start(draft: Draft, agent_id: str) -> None:
@@ -231,11 +221,10 @@ def offer(draft: Draft, agent_id: str, num_workers: int, why: str) -> None:
     draft.reasons.append(f"{agent.host} offers {count(num_workers, 'worker')}: {why}" if num_workers else why)
     if draft.state.finishing or draft.state.stopping:
         return
-    alive = draft.staying()
-    own = [w for w in alive if w.agent == agent_id]
+    own, room = [w for w in draft.staying() if w.agent == agent_id], draft.room()
     if num_workers:
         drain(draft, [w.worker_id for w in own[num_workers:]], why)
-    order(draft, agent_id, max(0, min(num_workers - len(own), policy.maximum - len(alive))), reason=why, came=why)
+    order(draft, agent_id, max(0, min(num_workers - len(own), room)), reason=why, came=why)
 
 
 def drain_withdrawn(draft: Draft) -> None:

@@ -169,6 +169,10 @@ class Draft:
         """Return the living workers that were not asked to leave, in the order in which they were started."""
         return [w for w in self.workers(*ALIVE) if not w.draining]
 
+    def room(self) -> int:
+        """Return how many more workers there may be than those that stay; negative: there are too many."""
+        return self.state.policy.maximum - len(self.staying())
+
     def num_workers(self, *states: WorkerState) -> int:
         """Return the number of workers in these states."""
         counts = Counter(map(_STATE, self.state.workers.values()))

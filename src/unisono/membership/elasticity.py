@@ -58,8 +58,7 @@ def free_machines(draft: Draft) -> None:
     state = draft.state
     if not state.policy.elastic or not state.held or state.finishing or state.stopping:
         return
-    staying = draft.staying()
-    if len(staying) < state.policy.maximum:
+    if draft.room() > 0:
         return
     for agent_id, agent in state.agents.items():
         if agent.launched and not agent.is_sent_away and not draft.workers_of([agent_id]):

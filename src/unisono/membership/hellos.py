@@ -14,7 +14,7 @@ from unisono.membership.restarts import note_failure
 from unisono.membership.roster import State, Worker, WorkerState
 from unisono.record.problems.kinds import Trouble
 
-__all__ = ["MAX_UNREACHED", "check_protocol", "differences", "greet", "objection", "outlook", "refusal", "send_away"]
+__all__ = ["MAX_UNREACHED", "check_protocol", "differences", "greet", "refusal", "send_away"]
 
 _S = WorkerState
 

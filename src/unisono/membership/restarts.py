@@ -65,8 +65,7 @@ def _replace(draft: Draft, worker: Worker) -> None:
     state, most = draft.state, draft.state.settings.restarts
     if worker.draining or state.finishing or state.stopping:
         return
-    alive = draft.staying()
-    if len(alive) >= state.policy.maximum:
+    if draft.room() <= 0:
         return
     agent = state.agents.get(worker.agent)
     if agent is None or agent.is_sent_away:

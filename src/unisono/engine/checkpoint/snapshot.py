@@ -31,7 +31,6 @@ __all__ = [
     "Camera",
     "LateCopy",
     "Layout",
-    "Loan",
     "Moment",
     "Snapshot",
     "tensor_names",

@@ -42,7 +42,6 @@ class Courier:
         self._rank = rank
         self._hosts = tuple(hosts)
         self._size = sum(map(len, hosts))
-        self._local = rank - next(ranks.start for ranks in hosts if rank in ranks)
         self._host = host
         self._wire = wire
         self._device = torch.device("cpu") if wire is None else wire.device

@@ -41,7 +41,6 @@ __all__ = [
     "ROW_BYTES",
     "Extra",
     "FlatLayout",
-    "Piece",
     "Pool",
     "Rows",
     "Slot",

@@ -27,7 +27,7 @@ from unisono.core.errors import PeerLost
 from unisono.core.words import listed
 from unisono.engine.exchange.sockets import Port, TcpSocket, tcp_sockets
 
-__all__ = ["NONCE_BYTES", "AddressStore", "code", "make_group", "own_connections", "prove"]
+__all__ = ["AddressStore", "code", "make_group", "own_connections", "prove"]
 
 NONCE_BYTES: Final = 32
 PROOF_S: Final = 10.0  # whoever is connected answers at once

@@ -29,10 +29,6 @@ RECEIVED_BYTES = 256 << 20
 """Of the chunks that wait to be folded, on each member: so many, or those of one bucket."""
 
 
-def _bucket_rows(num_members: int) -> int:
-    return max(1, BUCKET_BYTES // ROW_BYTES // num_members) * num_members
-
-
 @dataclass(frozen=True)
 class _Bucket:
     """Rows that travel together, counted from the first of the reduction's."""
@@ -49,7 +45,7 @@ class _Bucket:
 
 def _cut(layout: FlatLayout, rows: range, num_members: int) -> list[_Bucket]:
     """Return the buckets of ``rows``: of each of its regions by itself. Pure: the same on all members."""
-    per_bucket, buckets = _bucket_rows(num_members), []
+    per_bucket, buckets = max(1, BUCKET_BYTES // ROW_BYTES // num_members) * num_members, []
     for part, rounded in regions(layout, rows):
         first, stop = part.start - rows.start, part.stop - rows.start
         for start in range(first, stop, per_bucket):

@@ -25,7 +25,7 @@ from unisono.engine.state.packing import digest_of_state, is_same_state
 from unisono.engine.state.spread import Spread, digests_of_units, held_digests, units_in
 from unisono.engine.state.sums import Sums
 
-__all__ = ["Calls", "OwnPart", "Tracked"]
+__all__ = ["Calls", "Tracked"]
 
 
 class OwnPart(Protocol):
@@ -51,10 +51,8 @@ class _Values:
     """Plain values of a script, in a dict or a ``types.SimpleNamespace``, as a tracked object."""
 
     def __init__(self, holder: dict[str, Any] | SimpleNamespace) -> None:
-        self._holder = holder
-
-    def holds(self, holder: object) -> bool:
-        return holder is self._holder
+        self.holder = holder
+        self._values: dict[str, Any] = holder if isinstance(holder, dict) else vars(holder)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._values)
@@ -62,10 +60,6 @@ class _Values:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._values.clear()
         self._values.update(state)
-
-    @property
-    def _values(self) -> dict[str, Any]:
-        return self._holder if isinstance(self._holder, dict) else vars(self._holder)
 
 
 class Tracked:
@@ -101,7 +95,7 @@ class Tracked:
         for name, value in objects.items():
             if isinstance(value, (dict, SimpleNamespace)):
                 before = self._objects.get(name)
-                value = before if isinstance(before, _Values) and before.holds(value) else _Values(value)
+                value = before if isinstance(before, _Values) and before.holder is value else _Values(value)
             if isinstance(value, type) or not all(
                 callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
             ):
@@ -178,11 +172,10 @@ class Tracked:
         for name, module in self.modules.items():
             for path, parameter in module.named_parameters():
                 yield f"{name}.{path}", parameter
-        for name, value in self._objects.items():
-            if isinstance(value, torch.optim.Optimizer):
-                for group, options in enumerate(value.param_groups):
-                    for index, parameter in enumerate(options["params"]):
-                        yield f"{name}.{group}.{index}", parameter
+        for name, optimizer in self.optimizers.items():
+            for group, options in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(options["params"]):
+                    yield f"{name}.{group}.{index}", parameter
 
     def buffers(self) -> Buffers:
         """Return the buffers of the tracked modules; each once.
@@ -267,9 +260,8 @@ class Tracked:
     def _warn_of_untracked(self, name: str, module: nn.Module) -> None:
         owned = {
             id(parameter)
-            for value in self._objects.values()
-            if isinstance(value, torch.optim.Optimizer)
-            for options in value.param_groups
+            for optimizer in self.optimizers.values()
+            for options in optimizer.param_groups
             for parameter in options["params"]
         }
         lonely = owned and [
@@ -368,9 +360,7 @@ class Tracked:
                 f"the script of this worker shards {sorted(self.sharded) or 'no optimizer'}, the run shards "
                 f"{shards or 'none'}; all workers must call unisono.shard alike"
             )
-        hidden = self._hidden_buffers()
-        for name, buffer in state["hidden"].items():
-            hidden[name].copy_(buffer)
+        self._load_hidden(state)
         self.calls.known = dict(state["calls"])
         self.load_own(state)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
@@ -435,9 +425,7 @@ class Tracked:
         ours = {name for name, value in self._objects.items() if not _is_for_updates(value)}
         if state["objects"].keys() != ours:
             raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
-        hidden = self._hidden_buffers()
-        for name, buffer in state["hidden"].items():
-            hidden[name].copy_(buffer)
+        self._load_hidden(state)
         for name, part in state["objects"].items():
             self._objects[name].load_state_dict(part)
 
@@ -479,16 +467,19 @@ class Tracked:
 
     def balance_of_copies(self, worker_id: str) -> int:
         """Return a worker's part of a sum that is 0, over all workers, where all copies of shared states are equal."""
-        total = 0
-        for value in self.sharded.values():
-            total += balance_of_copies(digests_of_units(value), value.holders, worker_id)
-        return total % (1 << 64)
+        shared = self.sharded.values()
+        return sum(balance_of_copies(digests_of_units(one), one.holders, worker_id) for one in shared) % (1 << 64)
 
     def held_digests(self) -> dict[str, dict[int, int]]:
         """Return by sharded optimizer the digests of the states that this worker holds, by the numbers of their tensors
         in the ``state_dict``.
         """
         return {name: held_digests(value) for name, value in self.sharded.items()}
+
+    def _load_hidden(self, state: dict[str, Any]) -> None:
+        hidden = self._hidden_buffers()
+        for name, buffer in state["hidden"].items():
+            hidden[name].copy_(buffer)
 
     def _hidden_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
