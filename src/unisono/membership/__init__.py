@@ -3,20 +3,19 @@
 `step` takes the state (`roster`), one event and the time, and returns the next state, the messages to send, and the
 reason in one sentence. All decisions of the head about members are made here::
 
-    worker_states  which message leads from which state to which
-    dispatch       message -> rule
-    agents         machines join and leave; drain, scale, stop; on which machines workers start
-    elasticity     how many workers a run wants that decides by itself; machines that the command can get and give back
-    hellos         a worker says hello
-    talk_rules     what workers say to each other before they join
-    heartbeat      heartbeats from which nothing follows
-    health         silence, hangs, broken exchanges (verdicts: hangs, suspicion)
-    convictions    workers that compute wrong values
-    restarts       losses and replacements
-    ending         workers come to the end of the training
-    generations    consequences: the next generation, or the end of the run
-    heirs          which agents hold the state, and which of them starts the next head
-    happenings     what has happened between two states, as events
+    dispatch     message -> rule, and which message leads from which state to which
+    agents       machines join and leave; drain, scale, stop; on which machines workers start
+    elasticity   how many workers a run wants that decides by itself; machines that the command can get and give back
+    hellos       a worker says hello
+    talk_rules   what workers say to each other before they join
+    heartbeat    heartbeats from which nothing follows
+    health       silence, hangs, broken exchanges (verdicts: hangs, suspicion)
+    convictions  workers that compute wrong values
+    restarts     losses and replacements
+    ending       workers come to the end of the training
+    generations  consequences: the next generation, or the end of the run
+    heirs        which agents hold the state, and which of them starts the next head
+    happenings   what has happened between two states, as events
 
 A *generation* is a version of the membership, announced by a notice. Two kinds:
 
@@ -43,14 +42,13 @@ from __future__ import annotations
 from unisono.core.events import Event as Happening
 from unisono.core.messages import Beat
 from unisono.membership.agents import agent_name
-from unisono.membership.dispatch import Event, Lags, Tick, TookOver, take
+from unisono.membership.dispatch import TRANSITIONS, Event, Lags, Tick, TookOver, take
 from unisono.membership.draft import Action, Alarm, Draft, Hangup, Invite, Send
 from unisono.membership.generations import follow_up
 from unisono.membership.happenings import happenings
 from unisono.membership.heartbeat import routine, routine_of_many
 from unisono.membership.heirs import heirs, holders, is_first_elsewhere, keepers, machines, without_lost_heir
 from unisono.membership.roster import State, noted, rebranched, seat_of
-from unisono.membership.worker_states import TRANSITIONS
 
 __all__ = [
     "TRANSITIONS",

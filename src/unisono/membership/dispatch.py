@@ -1,6 +1,9 @@
-"""Dispatch of messages: the rule for each message of each kind of source."""
+"""Dispatch of messages: which ones a worker may send in which state, and the rule for each, of each kind of source."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -42,11 +45,35 @@ from unisono.membership.restarts import forgive_restarts, lose, replace_suspects
 from unisono.membership.roster import ALIVE, GONE, Worker, WorkerState, excused
 from unisono.membership.suspicion import Suspicions
 from unisono.membership.talk_rules import take_talk_call, take_talk_done
-from unisono.membership.worker_states import TRANSITIONS
 
-__all__ = ["Event", "Lags", "Tick", "TookOver", "take"]
+__all__ = ["TRANSITIONS", "Event", "Lags", "Tick", "TookOver", "take"]
 
 _S = WorkerState
+_STAY: Final = None
+
+_REPORTS: Final[Mapping[type[Message], WorkerState | None]] = dict.fromkeys(
+    (Hello, Beat, Ready, Holding, Suspect, StepDone, Convicted, Failed, Leaving, TalkDone), _STAY
+)
+_ENDS: Final[Mapping[type[Message], WorkerState | None]] = {Finished: _S.FINISHED, Left: _S.LEFT}
+
+TRANSITIONS: Final[Mapping[WorkerState, Mapping[type[Message], WorkerState | None]]] = {
+    _S.ORDERED: {Hello: _S.STARTING},
+    _S.STARTING: {**dict.fromkeys((Hello, Beat, Failed, TalkCall, TalkDone), _STAY), Ready: _S.READY, **_ENDS},
+    # A member whose generation was overtaken is READY again, and may have sent reports before it got the notice.
+    _S.READY: {**_REPORTS, **_ENDS},
+    _S.ADMITTED: {**_REPORTS, **_ENDS, Holding: _S.HOLDING},
+    _S.HOLDING: {**_REPORTS, **_ENDS},
+    # The others go on without this worker, so its reports no longer count.
+    _S.ASIDE: {**_REPORTS, Left: _STAY, Finished: _S.LOST},
+    _S.FINISHED: {Hello: _STAY},
+    _S.LEFT: {},
+    _S.LOST: {},
+}
+"""State -> message -> next state; None: the message counts, and the state stays the same.
+
+A message that is not listed breaks the protocol and changes nothing. Messages of workers that have FINISHED, LEFT or
+are LOST may still be under way; they are ignored.
+"""
 
 
 class Tick(msgspec.Struct, frozen=True):

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from unisono.core.messages import Beat, BeatOf
+from unisono.membership.dispatch import TRANSITIONS
 from unisono.membership.hangs import BegunRound
 from unisono.membership.roster import State, Worker, WorkerState
-from unisono.membership.worker_states import TRANSITIONS
 
 __all__ = ["routine", "routine_of_many"]
 
