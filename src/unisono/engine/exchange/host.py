@@ -59,9 +59,9 @@ from torch import Tensor
 
 from unisono.core.errors import RecipeError
 from unisono.core.tree import Node, outermost
-from unisono.engine.exchange import Share
+from unisono.engine.exchange import Committed, Share
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows, fold_rows
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.pages import MAX_NODES, NodeFields, WorkerPage
 from unisono.engine.exchange.shared_memory import Segment
@@ -134,7 +134,7 @@ class HostMembers:
 
 
 class HostCombine:
-    """The phases of a combine among the members of a host. A subclass adds how a chunk is summed, and the commit.
+    """The phases of a combine among the members of a host. Where there are other hosts, a subclass sums and commits.
 
     Args:
         chunks: by owner (local ranks 0, 1, ...), the rows that this owner sums. Members beyond the last sum nothing.
@@ -194,11 +194,21 @@ class HostCombine:
 
     def sum_chunk(self) -> int:
         """Write the sum of this member's chunk to `own_sum`; return its digest."""
-        raise AssertionError("a subclass sums")
+        rows = self.chunks[self.host.rank]
+        if not rows:
+            return 0
+        layout, out = self.layout, [self.own_sum()]
+        return fold_rows(
+            layout, self.nodes, self.share.num_leaves, rows.start, rows.stop, out, multipliers=layout.multipliers
+        )
 
     def own_sum(self) -> Rows:
         """Return where this member writes the sum of its chunk."""
         return Rows(self.host.result, self.chunks[self.host.rank].start)
+
+    def commit(self, telemetry: bytes) -> Committed:
+        self.publish_telemetry(telemetry)
+        return Committed(self.count_reduced(self.digest), tuple(self.telemetry()))
 
     def publish_telemetry(self, telemetry: bytes) -> None:
         """Write this member's telemetry to its page; others read it after this member has advanced a counter."""

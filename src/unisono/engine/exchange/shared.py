@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.engine.exchange import Combine, Committed, Parcel, Share
+from unisono.engine.exchange import Combine, Parcel, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
-from unisono.engine.exchange.flat import FlatLayout, Slot, fold_rows, split_rows
+from unisono.engine.exchange.flat import FlatLayout, Slot, split_rows
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.host import HostCombine, HostMembers
 
@@ -49,7 +49,7 @@ class SharedMemory:
         return self._host.work, range(self.size)
 
     def begin(self, share: Share) -> Combine:
-        return _SharedCombine(self._host, self._layout, share, split_rows(range(self._layout.num_rows), self.size))
+        return HostCombine(self._host, self._layout, share, split_rows(range(self._layout.num_rows), self.size))
 
     def all_gather(self, data: bytes) -> list[bytes]:
         return self._host.all_gather(data)
@@ -62,18 +62,3 @@ class SharedMemory:
 
     def close(self) -> None:
         self._host.close()
-
-
-class _SharedCombine(HostCombine):
-    def sum_chunk(self) -> int:
-        rows = self.chunks[self.host.rank]
-        if not rows:
-            return 0
-        num_leaves, out = self.share.num_leaves, [self.own_sum()]
-        multipliers = self.layout.multipliers
-        return fold_rows(self.layout, self.nodes, num_leaves, rows.start, rows.stop, out, multipliers=multipliers)
-
-    def commit(self, telemetry: bytes) -> Committed:
-        self.publish_telemetry(telemetry)
-        digest = self.count_reduced(self.digest)
-        return Committed(digest, tuple(self.telemetry()))
