@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.report import print_table, write_json
-from unisono.engine.exchange import Exchange, Parcel, network, shared, two_level
+from unisono.engine.exchange import Exchange, Parcel, host, network, two_level
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.pages import WorkerPage
 
 LIMIT_S = 120.0
 BUILDERS: dict[str, Callable[[Context], Exchange]] = {
-    "shared": shared.build,
+    "shared": host.build,
     "gloo": network.build,
     "two-level": two_level.build,
 }

@@ -31,10 +31,9 @@ from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.context import Builder, Context
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.flat import FlatLayout, Slot
-from unisono.engine.exchange.host import HostMembers
+from unisono.engine.exchange.host import SharedMemory
 from unisono.engine.exchange.network import Network
 from unisono.engine.exchange.pages import WorkerPage
-from unisono.engine.exchange.shared import SharedMemory
 from unisono.engine.exchange.shared_memory import futex_wait
 from unisono.engine.exchange.two_level import TwoLevel
 from unisono.engine.exchange.wire import release_abandoned
@@ -250,7 +249,7 @@ class Member:
 def hurry(exchange: Exchange, timeout_s: float) -> None:
     """Let no further wait of this member take longer. It has met the others at their leisure."""
     if isinstance(exchange, SharedMemory | TwoLevel):
-        exchange._host.counters.timeout_s = timeout_s
+        exchange.counters.timeout_s = timeout_s
     if isinstance(exchange, Network | TwoLevel) and exchange._wire is not None:
         exchange._wire._timeout_s = timeout_s
         exchange._wire._connected()._set_default_timeout(timedelta(seconds=timeout_s))
@@ -302,7 +301,7 @@ def shared_memory(
 ) -> SharedMemory:
     addresses = [page.address for page in pages]
     counters = Counters(pages[rank], addresses, rank, generation=generation, timeout_s=timeout_s, names=names)
-    return SharedMemory(HostMembers(pages[rank], counters))
+    return SharedMemory(counters)
 
 
 class Pair:

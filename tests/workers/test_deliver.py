@@ -349,7 +349,7 @@ def test_a_writer_does_not_wait_for_those_that_read_nothing() -> None:
 
 def test_the_counters_of_a_delivery_may_pass_their_end(pair: Pair) -> None:
     for member in pair.members:
-        own = member._host.counters.own
+        own = member.counters.own
         own.counters["staged"].value = own.counters["copied"].value = 2**32 - 3
     for number in range(1, 4):
         parcels = [large_parcels(rank, float(number)) for rank in range(2)]
@@ -362,15 +362,15 @@ def test_leaves_that_members_take_from_each_other_do_not_count_in_a_delivery(pai
     names = [field[0] for field in GenerationFields._fields_]
     assert len(set(names)) == len(names)
     together(*(lambda member=member: member.all_gather(b"") for member in pair.members))
-    idle, late = (member._host.work for member in pair.members)
+    idle, late = (member.helping for member in pair.members)
     idle.show_work([])
     late.show_work([30, 40, 50])
     assert [idle.take([1.0, 1.0], elapsed_s=9.0) for _ in range(3)] == [50, 40, None]
     parcels = [large_parcels(rank, 1.0) for rank in range(2)]
     assert together(*(lambda r=r: pair.members[r].deliver(parcels[r]) for r in range(2))) == [0, 0]
-    assert {name: counter.value for name, counter in pair.members[0]._host.counters.own.counters.items()} == {
+    assert {name: counter.value for name, counter in pair.members[0].counters.own.counters.items()} == {
         name: 4 if name in {"staged", "copied"} else int(name in {"posted", "read"})
-        for name in pair.members[0]._host.counters.own.counters
+        for name in pair.members[0].counters.own.counters
     }
 
 
@@ -393,7 +393,7 @@ def test_a_member_that_leaves_ends_the_deliveries_of_the_others(pair: Pair) -> N
 def test_a_delivery_keeps_no_more_memory_than_two_halves(pair: Pair) -> None:
     for _ in range(3):
         assert together(*(lambda r=r: pair.members[r].deliver(large_parcels(r, 1.0)) for r in range(2))) == [0, 0]
-    mapped = [sum(each.numel() for each in page.mapped.values()) for page in pair.members[1]._host.counters.pages]
+    mapped = [sum(each.numel() for each in page.mapped.values()) for page in pair.members[1].counters.pages]
     assert mapped == [2 * STAGE_BYTES, 0]
 
 

@@ -55,9 +55,8 @@ from unisono.core.tree import Node
 from unisono.engine.exchange import Exchange, Share, combine, two_level
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.host import HostMembers
+from unisono.engine.exchange.host import SharedMemory
 from unisono.engine.exchange.pages import MAX_NODES, MAX_TEAM, GenerationFields, WorkerPage
-from unisono.engine.exchange.shared import SharedMemory
 from unisono.engine.exchange.shared_memory import Segment
 from unisono.engine.exchange.two_level import TwoLevel
 from unisono.engine.exchange.wire import Wire
@@ -578,7 +577,7 @@ def test_work_that_is_shown_after_a_combine_is_work_for_the_next(pair: Pair) -> 
         lambda: combine(one, shares[0], telemetry_of(0, 0)),
         lambda: combine(other, shares[1], telemetry_of(1, 0)),
     )
-    idle, late = one._host.work, other._host.work
+    idle, late = one.helping, other.helping
     idle.show_work([])
     late.show_work([3, 4, 5])
     assert idle.take([1.0, 1.0], elapsed_s=9.0) == 5
@@ -602,7 +601,7 @@ def test_members_skip_generations_and_are_not_mixed_up(pair: Pair) -> None:
 def test_a_counter_may_pass_its_end(pair: Pair) -> None:
     """32 bits last for weeks of combines, not for ever."""
     for member in pair.members:
-        own = member._host.counters.own
+        own = member.counters.own
         own.counters["posted"].value = own.counters["read"].value = 2**32 - 2
     for round_ in range(4):
         outcomes = together(*(lambda m=m: m.all_gather(b"%d" % m.rank) for m in pair.members))
@@ -634,7 +633,7 @@ def test_prepare_frees_what_is_not_kept(pair: Pair) -> None:
 def test_a_member_without_leaves_waits_for_those_who_have_not_shown_theirs(pair: Pair) -> None:
     """It may be there first, and would begin the combine before anybody could be helped."""
     together(*(lambda member=member: member.all_gather(b"") for member in pair.members))
-    idle, late = (member._host.work for member in pair.members)
+    idle, late = (member.helping for member in pair.members)
     idle.show_work([])
     assert idle.pause(0.001)
     late.show_work([3, 4, 5])
@@ -678,10 +677,10 @@ def test_limits_are_said(pair: Pair) -> None:
     with pytest.raises(RecipeError, match=f"holds {MAX_NODES + 1} nodes.*can publish {MAX_NODES}"):
         combine(exchange, Share(num_leaves, (tuple(nodes),), nodes), telemetry_of(0, 0))
     exchange.close()
-    host = HostMembers(page, Counters(page, [page.address], 0, generation=3, timeout_s=10))
+    counters = Counters(page, [page.address], 0, generation=3, timeout_s=10)
     with pytest.raises(UsageError, match=f"{MAX_TEAM + 1} workers"):
-        TwoLevel(host, None, hosts=[range(1), range(1, MAX_TEAM + 1)], rank=0)
-    host.close()
+        TwoLevel(counters, None, hosts=[range(1), range(1, MAX_TEAM + 1)], rank=0)
+    counters.close()
 
 
 def test_an_address_never_means_another_segment() -> None:
@@ -736,7 +735,7 @@ def test_payloads_that_grow_do_not_leave_their_memory_behind(pair: Pair) -> None
 
     together(*(lambda member=member: post(member) for member in pair.members))
     for member in pair.members:
-        for page in member._host.counters.pages:
+        for page in member.counters.pages:
             assert sum(payload.numel() for payload in page.mapped.values()) < 4 * max(sizes)
 
 
@@ -745,8 +744,7 @@ def test_a_page_of_a_dead_worker_is_a_lost_peer(pair: Pair) -> None:
     with Team(1, lambda seat: WorkerPage().address) as team:
         address = team.result(0)
     page = pair.pages[0]
-    host = HostMembers(page, Counters(page, [page.address, address], 0, generation=2, timeout_s=10))
-    exchange = SharedMemory(host)
+    exchange = SharedMemory(Counters(page, [page.address, address], 0, generation=2, timeout_s=10))
     with pytest.raises(PeerLost):
         exchange.prepare(layouts()[1])
     exchange.close()

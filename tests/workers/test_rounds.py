@@ -27,9 +27,8 @@ from unisono.engine.exchange import Exchange, Parcel, Share, combine
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.flat import FlatLayout
-from unisono.engine.exchange.host import HostMembers
+from unisono.engine.exchange.host import SharedMemory
 from unisono.engine.exchange.pages import WorkerPage
-from unisono.engine.exchange.shared import SharedMemory
 from unisono.engine.exchange.wire import wire_of_one
 from unisono.engine.rounds import Report, Reporter
 from unisono.engine.rounds.admission import Admission
@@ -86,7 +85,7 @@ class ScriptedTeam(RunTeam):
         self.worker_ids, self.hosts = tuple(members), ("",) * len(members)
         addresses = [self.pages[member] for member in members]
         counters = Counters(self.page, addresses, self.rank, generation=generation, timeout_s=TIMEOUT_S)
-        self.exchange = SharedMemory(HostMembers(self.page, counters))
+        self.exchange = SharedMemory(counters)
 
     def meet(self, report: Report) -> list[Report]:
         letters = self.exchange.all_gather(msgspec.msgpack.encode(report))

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from unisono.core.errors import UsageError
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.host import HostMembers
 from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.exchange.wire import Wire
 
@@ -45,12 +44,12 @@ class Context:
     checks: bool = False
     """Compare what arrives over the network with what was sent; equal on all members."""
 
-    def open_host(self) -> HostMembers:
+    def open_host(self) -> Counters:
         """Enter the generation among the members of this host. Waits for nobody."""
         ranks = next(ranks for ranks in self.hosts if self.rank in ranks)
         if self.page is None:
             raise UsageError("this worker has no shared memory: choose --exchange gloo")
-        counters = Counters(
+        return Counters(
             self.page,
             [self.pages[rank] for rank in ranks],
             ranks.index(self.rank),
@@ -58,7 +57,6 @@ class Context:
             timeout_s=self.timeout_s,
             names=[self.names[rank] for rank in ranks if self.names],
         )
-        return HostMembers(self.page, counters)
 
     def open_wire(self, name: str, ranks: Sequence[int]) -> Wire:
         """Begin to connect this member with those of ``ranks``, of which it is one. Waits for nobody."""

@@ -44,6 +44,7 @@ class Counters:
         timeout_s: float,
         names: Sequence[str] = (),
     ) -> None:
+        self.worker_page = worker_page
         self.rank = rank
         self.size = len(addresses)
         self.timeout_s = timeout_s

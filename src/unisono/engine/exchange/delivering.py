@@ -17,8 +17,7 @@ from torch import Tensor
 
 from unisono.core.delivery import Freight, HostStop, Slice, Turn, check_freight, turns_of
 from unisono.engine.exchange import Parcel
-from unisono.engine.exchange.host import HostMembers
-from unisono.engine.exchange.staging import STAGE_BYTES
+from unisono.engine.exchange.staging import STAGE_BYTES, Stage
 from unisono.engine.exchange.wire import Collective, Wire
 from unisono.system.faults import point
 
@@ -32,17 +31,17 @@ class Courier:
         rank: of this member in the generation.
         hosts: by index, the ranks of each host's members: contiguous and ascending. Members that share no memory are
             hosts of their own.
-        host: this member's, where it has more than one member.
+        stage: of this member's host, where it has more than one member.
         wire: of this member's lane: rank = index of the host. None where the member has no lane.
     """
 
     def __init__(
-        self, rank: int, hosts: Sequence[range], *, host: HostMembers | None = None, wire: Wire | None = None
+        self, rank: int, hosts: Sequence[range], *, stage: Stage | None = None, wire: Wire | None = None
     ) -> None:
         self._rank = rank
         self._hosts = tuple(hosts)
         self._size = sum(map(len, hosts))
-        self._host = host
+        self._stage = stage
         self._wire = wire
         self._device = torch.device("cpu") if wire is None else wire.device
         self._halves = (_Half(), _Half())
@@ -54,7 +53,7 @@ class Courier:
         turns = turns_of(freight, self._hosts, self._rank, STAGE_BYTES)
         luggage = _Luggage(parcels, self._rank, self._device)
         before = self._wire.sent_bytes if self._wire is not None else 0
-        with self._host.counters.or_leave() if self._host is not None else contextlib.nullcontext():
+        with self._stage.counters.or_leave() if self._stage is not None else contextlib.nullcontext():
             under_way: _Crossing | None = None
             for number, turn in enumerate(turns):
                 crossing = self._depart(turn, self._halves[number % 2], luggage)
@@ -89,9 +88,9 @@ class Courier:
 
     def _stop(self, stop: HostStop, own: Mapping[Slice, Tensor]) -> Iterator[tuple[Slice, Tensor]]:
         """Write what others of this host read, and yield what this member reads, to be read at once."""
-        if not stop.is_made or self._host is None:
+        stage = self._stage
+        if not stop.is_made or stage is None:
             return
-        stage = self._host.stage
         memory = stage.begin(bool(stop.writes))
         for leg in stop.writes:
             memory[leg.position :][: leg.part.stop - leg.part.start].copy_(own[leg.part])

@@ -1,4 +1,4 @@
-"""Combine the nodes of the members of one host in shared memory; why no member reads memory that is being overwritten.
+"""Exchange of the members of one host, in shared memory; why no member reads memory that is being overwritten.
 
 A worker has one `WorkerPage` for its whole life, and one `GenerationPage` for every generation that it enters. A page
 has one writer, its member. Counters on it say how far that member is; they only grow, and others wait for them::
@@ -59,44 +59,76 @@ from torch import Tensor
 
 from unisono.core.errors import RecipeError
 from unisono.core.tree import Node, outermost
-from unisono.engine.exchange import Committed, Share
+from unisono.engine.exchange import Combine, Committed, Parcel, Share
+from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.counters import Counters
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows, fold_rows
+from unisono.engine.exchange.delivering import Courier
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows, fold_rows, split_rows
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.pages import MAX_NODES, NodeFields, WorkerPage
+from unisono.engine.exchange.pages import MAX_NODES, NodeFields
 from unisono.engine.exchange.shared_memory import Segment
 from unisono.engine.exchange.staging import Gathering, Stage
 
-__all__ = ["HostCombine", "HostMembers"]
+__all__ = ["HostCombine", "SharedMemory", "build"]
 
 
-class HostMembers:
-    """Members of this host in one generation.
+def build(context: Context) -> SharedMemory:
+    """Return the exchange of the members of one host."""
+    return SharedMemory(context.open_host())
+
+
+class SharedMemory:
+    """Nodes lie in shared memory and are read in place: each row is read once from every node.
 
     Args:
-        worker_page: this member's own. It may have served earlier generations, whose hosts are closed.
-        counters: of the members, entered with that page.
+        counters: of the members of this host. This member's page may have served earlier generations, whose exchanges
+            are closed.
     """
 
-    def __init__(self, worker_page: WorkerPage, counters: Counters) -> None:
+    def __init__(self, counters: Counters) -> None:
         self.rank, self.size = counters.rank, counters.size
+        self.page = counters.worker_page
         self.counters = counters
-        self.work = HostWork(self.counters)
-        self._gathering = Gathering(self.counters)
-        self.stage = Stage(self.counters)
-        self.page = worker_page
-        self._chunks: Sequence[range] = ()
-        self._segment: Segment | None = None
+        self.helping = HostWork(counters)
         self.result = torch.empty(0, dtype=torch.uint8)
         """Memory into which this member writes the sum of its chunk."""
+        self._chunks: Sequence[range] = ()
+        self._segment: Segment | None = None
+        self._gathering = Gathering(counters)
+        self._stage = Stage(counters)
+        self._courier = Courier(self.rank, [range(self.size)], stage=self._stage)
 
-    def prepare(self, layout: FlatLayout, slots: Sequence[Slot]) -> list[Slot]:
-        """See `Exchange.prepare`. Collective: no member is in a combine any more when it returns."""
-        self.all_gather(b"")
+    def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
+        self._gathering.all_gather(b"")  # no member is in a combine any more
+        self._layout = layout
         self._chunks = ()
         for page in self.counters.pages:
             page.mapped.clear()
         return self.page.keep(layout, slots)
+
+    def slot(self) -> Slot:
+        return self.page.slots.slot()
+
+    def release(self, slot: Slot) -> None:
+        self.page.slots.release(slot)
+
+    def work(self) -> tuple[HostWork, Sequence[int]] | None:
+        return self.helping, range(self.size)
+
+    def offer(self, share: Share, rows_ready: int) -> None:
+        pass  # nothing can be summed before all members of the host are done
+
+    def begin(self, share: Share) -> Combine:
+        return HostCombine(self, self._layout, share, split_rows(range(self._layout.num_rows), self.size))
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        return self._gathering.all_gather(data)
+
+    def deliver(self, parcels: Sequence[Parcel]) -> int:
+        return self._courier.deliver(parcels)
+
+    def interrupt(self, error: Exception) -> None:
+        self.counters.interrupt(error)
 
     def make_room(self, chunks: Sequence[range]) -> None:
         """Get memory for the sum of this member's chunk.
@@ -112,21 +144,18 @@ class HostMembers:
         if self._segment is not None:
             self._segment.close()
         self._segment, self.result, address = None, torch.empty(0, dtype=torch.uint8), ""
-        num_rows = len(chunks[self.rank]) if self.rank < len(chunks) else 0
+        rank = self.counters.rank
+        num_rows = len(chunks[rank]) if rank < len(chunks) else 0
         if num_rows:
             self._segment = Segment.create(num_rows * ROW_BYTES)
             self.result, address = self._segment.tensor(), self._segment.address
         self.counters.own.fields.result = address.encode()
         self._chunks = chunks
 
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Return everyone's ``data``, by local rank."""
-        return self._gathering.all_gather(data)
-
     def close(self) -> None:
         self.counters.close()
         self._gathering.close()
-        self.stage.close()
+        self._stage.close()
         if self._segment is not None:
             self._segment.close()
         # The error that ended this generation keeps its frames alive, and with them this object: free the memory.
@@ -140,8 +169,10 @@ class HostCombine:
         chunks: by owner (local ranks 0, 1, ...), the rows that this owner sums. Members beyond the last sum nothing.
     """
 
-    def __init__(self, host: HostMembers, layout: FlatLayout, share: Share, chunks: Sequence[range]) -> None:
+    def __init__(self, host: SharedMemory, layout: FlatLayout, share: Share, chunks: Sequence[range]) -> None:
         self.host = host
+        self.rank = host.counters.rank
+        """Among the members of the host."""
         self.layout = layout
         self.share = share
         self.chunks = chunks
@@ -160,7 +191,7 @@ class HostCombine:
         with self._counters.or_leave():
             self._counters.check()
             self._show_nodes()
-            self.host.work.end()
+            self.host.helping.end()
             self._turn = self._counters.advance("published")
 
     def _show_nodes(self) -> None:
@@ -194,7 +225,7 @@ class HostCombine:
 
     def sum_chunk(self) -> int:
         """Write the sum of this member's chunk to `own_sum`; return its digest."""
-        rows = self.chunks[self.host.rank]
+        rows = self.chunks[self.rank]
         if not rows:
             return 0
         layout, out = self.layout, [self.own_sum()]
@@ -204,7 +235,7 @@ class HostCombine:
 
     def own_sum(self) -> Rows:
         """Return where this member writes the sum of its chunk."""
-        return Rows(self.host.result, self.chunks[self.host.rank].start)
+        return Rows(self.host.result, self.chunks[self.rank].start)
 
     def commit(self, telemetry: bytes) -> Committed:
         self.publish_telemetry(telemetry)

@@ -33,7 +33,7 @@ class Stage:
     """
 
     def __init__(self, counters: Counters) -> None:
-        self._counters = counters
+        self.counters = counters
         self._segment: Segment | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._readers: list[tuple[int, Collection[int]]] = [(0, ()), (0, ())]
@@ -45,35 +45,35 @@ class Stage:
         Returns:
             (`STAGE_BYTES`,) uint8; empty if it does not write.
         """
-        self._counters.check()
+        self.counters.check()
         if not writes:
             return self._memory[:0]
         if self._segment is None:
             self._segment = Segment.create(2 * STAGE_BYTES)
             self._memory = self._segment.tensor()
-            self._counters.own.fields.stage = self._segment.address.encode()
+            self.counters.own.fields.stage = self._segment.address.encode()
         half = (self._turn() + 1) % 2
         turn, readers = self._readers[half]
         if readers:
-            self._counters.wait("copied", turn, readers)
+            self.counters.wait("copied", turn, readers)
         return self._memory[half * STAGE_BYTES : (half + 1) * STAGE_BYTES]
 
     def show(self, readers: Collection[int]) -> None:
         """Let these members, by their local ranks, read what this member has written; nobody, if it has not."""
-        turn = self._counters.advance("staged")
+        turn = self.counters.advance("staged")
         if readers:
             self._readers[turn % 2] = turn, readers
 
     def of(self, writer: int) -> Tensor:
         """Return what that member has written in this turn, when it has: (`STAGE_BYTES`,) uint8."""
-        self._counters.wait("staged", self._turn(), (writer,))
-        memory = self._counters.map(writer, self._counters.pages[writer].fields.stage)
+        self.counters.wait("staged", self._turn(), (writer,))
+        memory = self.counters.map(writer, self.counters.pages[writer].fields.stage)
         half = self._turn() % 2
         return memory[half * STAGE_BYTES : (half + 1) * STAGE_BYTES]
 
     def take(self) -> None:
         """End the turn: this member has read all that it reads."""
-        self._counters.advance("copied")
+        self.counters.advance("copied")
 
     def close(self) -> None:
         """Give the memory back."""
@@ -82,7 +82,7 @@ class Stage:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _turn(self) -> int:
-        return self._counters.own.counters["staged"].value
+        return self.counters.own.counters["staged"].value
 
 
 class Gathering:

@@ -18,12 +18,12 @@ from unisono.core.errors import UsageError
 from unisono.core.tree import schedule
 from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Share
 from unisono.engine.exchange.context import Context
+from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.delivering import Courier
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
 from unisono.engine.exchange.helping import HostWork
-from unisono.engine.exchange.host import HostCombine, HostMembers
+from unisono.engine.exchange.host import HostCombine, SharedMemory
 from unisono.engine.exchange.pages import MAX_TEAM
-from unisono.engine.exchange.shared import SharedMemory
 from unisono.engine.exchange.stream import Ballot, RangeSum, cut
 from unisono.engine.exchange.wire import Wire
 
@@ -32,19 +32,18 @@ __all__ = ["TwoLevel", "build"]
 
 def build(context: Context) -> TwoLevel:
     """Return the exchange of members on any hosts that compute on CPUs."""
-    host = context.open_host()
-    num_lanes = min(map(len, context.hosts))
-    lane = None
-    if host.rank < num_lanes:
-        lane = context.open_wire(f"lane-{host.rank}", [ranks[host.rank] for ranks in context.hosts])
-    return TwoLevel(host, lane, hosts=context.hosts, rank=context.rank)
+    counters = context.open_host()
+    number, lane = counters.rank, None
+    if number < min(map(len, context.hosts)):
+        lane = context.open_wire(f"lane-{number}", [ranks[number] for ranks in context.hosts])
+    return TwoLevel(counters, lane, hosts=context.hosts, rank=context.rank)
 
 
 class TwoLevel(SharedMemory):
     """Shared memory within a host, one process group a lane between hosts.
 
     Args:
-        host: this member among those of its host.
+        counters: of this member among those of its host.
         wire: this member's lane: rank = index of the host, size = number of hosts. None where the host has more
             members than there are lanes.
         hosts: by index, the ranks of each host's members, in local order. Contiguous and ascending, so that a
@@ -52,38 +51,38 @@ class TwoLevel(SharedMemory):
         rank: of this member in the generation.
     """
 
-    def __init__(self, host: HostMembers, wire: Wire | None, *, hosts: Sequence[range], rank: int) -> None:
-        super().__init__(host)
+    def __init__(self, counters: Counters, wire: Wire | None, *, hosts: Sequence[range], rank: int) -> None:
+        super().__init__(counters)
         self._wire = wire
         self._num_lanes = min(map(len, hosts))
         self._hosts = hosts
         self._ranks = next(ranks for ranks in hosts if rank in ranks)
         self.rank = rank
         self.size = sum(map(len, hosts))
-        self._courier = Courier(rank, hosts, host=host, wire=wire)
+        self._courier = Courier(rank, hosts, stage=self._stage, wire=wire)
         if self.size > MAX_TEAM:
             raise UsageError(f"{self.size} workers are more than the {MAX_TEAM} that this exchange can connect")
 
     def work(self) -> tuple[HostWork, Sequence[int]] | None:
         # The nodes of a host's members together are the same, whichever member has computed a leaf.
-        return self._host.work, self._ranks
+        return self.helping, self._ranks
 
     def begin(self, share: Share) -> Combine:
         if self._wire is not None:
             self._wire.sent_bytes = 0
         lanes = split_rows(range(self._layout.num_rows), self._num_lanes)
-        return _TwoLevelCombine(self._host, self._wire, self._hosts, self._layout, share, lanes)
+        return _TwoLevelCombine(self, self._wire, self._hosts, self._layout, share, lanes)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        with self._host.counters.or_leave():
-            local = self._host.all_gather(data)
+        with self.counters.or_leave():
+            local = super().all_gather(data)
             team = b""
-            if self._host.rank == 0 and self._wire is not None:
+            if self.counters.rank == 0 and self._wire is not None:
                 hosts = self._wire.all_gather_bytes(msgspec.msgpack.encode(local))
                 team = msgspec.msgpack.encode(
                     [msgspec.msgpack.decode(payloads, type=list[bytes]) for payloads in hosts]
                 )
-            by_host = msgspec.msgpack.decode(self._host.all_gather(team)[0], type=list[list[bytes]])
+            by_host = msgspec.msgpack.decode(super().all_gather(team)[0], type=list[list[bytes]])
         return [payload for payloads in by_host for payload in payloads]
 
     def interrupt(self, error: Exception) -> None:
@@ -105,7 +104,7 @@ class _TwoLevelCombine(HostCombine):
 
     def __init__(
         self,
-        host: HostMembers,
+        host: SharedMemory,
         wire: Wire | None,
         hosts: Sequence[range],
         layout: FlatLayout,
@@ -123,7 +122,7 @@ class _TwoLevelCombine(HostCombine):
         wire = self._wire
         if wire is None:
             return 0
-        lane = self.chunks[self.host.rank]
+        lane = self.chunks[self.rank]
         num_leaves = self.share.num_leaves
         plan = [schedule([n for r in ranks for n in self.share.plan[r]], num_leaves)[1] for ranks in self._hosts]
         self._ballot = Ballot(wire, max(self._telemetry_sizes()))
@@ -140,7 +139,7 @@ class _TwoLevelCombine(HostCombine):
 
     def _telemetry_sizes(self) -> list[int]:
         """Return the bytes that go with the vote of this lane, by host."""
-        return [len(ranks) * TELEMETRY_BYTES if self.host.rank == 0 else 0 for ranks in self._hosts]
+        return [len(ranks) * TELEMETRY_BYTES if self.rank == 0 else 0 for ranks in self._hosts]
 
     def commit(self, telemetry: bytes) -> Committed:
         counters, digest, sent_bytes = self.host.counters, self.digest, 0
@@ -164,7 +163,7 @@ class _TwoLevelCombine(HostCombine):
         this member's page: on a high-latency link the number of gathers decides the time of a step.
         """
         counters, own, sizes = self.host.counters, b"", self._telemetry_sizes()
-        if self.host.rank == 0:
+        if self.rank == 0:
             counters.wait("shown", shown)
             own = b"".join(self.telemetry())
         assert self._ballot is not None  # made with the stream

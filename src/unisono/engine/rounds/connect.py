@@ -14,7 +14,7 @@ from unisono.cluster.worker.member import Member
 from unisono.cluster.worker.store import HeadStore
 from unisono.core.errors import UsageError
 from unisono.core.messages import Notice
-from unisono.engine.exchange import Exchange, network, shared, two_level
+from unisono.engine.exchange import Exchange, host, network, two_level
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.context import Builder, Context
 from unisono.engine.exchange.wire import Wire
@@ -24,7 +24,7 @@ __all__ = ["AUTO", "EXCHANGES", "build_exchange", "build_part", "choose_kind", "
 
 AUTO = "auto"
 """The name of the fastest exchange for the members at hand."""
-EXCHANGES: dict[str, Builder] = {"shared": shared.build, "gloo": network.build, "two-level": two_level.build}
+EXCHANGES: dict[str, Builder] = {"shared": host.build, "gloo": network.build, "two-level": two_level.build}
 """Every exchange by its name, which ``--exchange`` accepts. A new exchange is one more row here."""
 
 
