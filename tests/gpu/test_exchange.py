@@ -73,7 +73,7 @@ def enter(seat: Seat, place: str, path: str) -> Exchange:
     wire = context.open_wire("all", range(seat.size))
     wire._copies |= place == "cpu"
     exchange = Network(wire)
-    exchange._kind = Reduction
+    exchange.kind = Reduction
     return exchange
 
 

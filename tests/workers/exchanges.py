@@ -250,9 +250,9 @@ def hurry(exchange: Exchange, timeout_s: float) -> None:
     """Let no further wait of this member take longer. It has met the others at their leisure."""
     if isinstance(exchange, SharedMemory | TwoLevel):
         exchange.counters.timeout_s = timeout_s
-    if isinstance(exchange, Network | TwoLevel) and exchange._wire is not None:
-        exchange._wire._timeout_s = timeout_s
-        exchange._wire._connected()._set_default_timeout(timedelta(seconds=timeout_s))
+    if isinstance(exchange, Network | TwoLevel) and exchange.wire is not None:
+        exchange.wire._timeout_s = timeout_s
+        exchange.wire._connected()._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def resources() -> tuple[int, int]:

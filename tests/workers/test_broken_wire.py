@@ -50,7 +50,7 @@ def _leave(seat: Seat, place: Place) -> int:
 
     working = threading.Thread(target=sum_up)
     working.start()
-    wire = exchange._wire
+    wire = exchange.wire
     # The other rank may have left before this one has looked: then this one has lost it.
     wait_until(lambda: bool(lost) or any(not each.is_completed() for each in wire._pending), "a message is waited for")
     exchange.interrupt(PeerLost("w2 is lost"))

@@ -106,7 +106,7 @@ def test_a_host_sends_a_row_once_for_all_of_its_members(tmp_path: pathlib.Path) 
 def _by_collectives(seat: Seat, path: str, number: int, num_leaves: int) -> list[Outcome]:
     exchange = Member("gloo", seat, path).enter(1, range(seat.size))
     assert isinstance(exchange, Network)
-    exchange._kind = Reduction
+    exchange.kind = Reduction
     layout = layouts()[number]
     exchange.prepare(layout)
     outcomes = []
@@ -165,8 +165,8 @@ def _offer_half(seat: Seat, path: str) -> tuple[int, int, Outcome]:
     assert exchange._offered is not None
     stream = exchange._offered._sum
     assert isinstance(stream, RangeSum)
-    with exchange._wire.changed:
-        assert exchange._wire.changed.wait_for(lambda: stream._num_folded == stream._num_ready, WAIT_S)
+    with exchange.wire.changed:
+        assert exchange.wire.changed.wait_for(lambda: stream._num_folded == stream._num_ready, WAIT_S)
     before = stream._num_folded, len(stream._chunks)
     combined = combine(exchange, share, telemetry_of(seat.rank, 1))
     exchange.all_gather(b"")

@@ -31,52 +31,50 @@ class Network(PrivateSlots):
         super().__init__(
             wire.device, lambda layout: max(layout.slot_bytes, (layout.num_rows + wire.size - 1) * ROW_BYTES)
         )
-        self._wire = wire
+        self.wire = wire
         self.rank = wire.rank
         self.size = wire.size
         self._courier = Courier(wire.rank, [range(rank, rank + 1) for rank in range(wire.size)], wire=wire)
-        self._kind: type[Reduction | RangeSum] = RangeSum if wire.device.type == "cpu" else Reduction
+        self.kind: type[Reduction | RangeSum] = RangeSum if wire.device.type == "cpu" else Reduction
         self._offered: _NetworkCombine | None = None
 
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._offered is None:
-            self._offered = _NetworkCombine(self._kind, self._wire, self, share)
+            self._offered = _NetworkCombine(self, share)
         self._offered.send(rows_ready)
 
     def begin(self, share: Share) -> Combine:
         offered, self._offered = self._offered, None
-        return offered or _NetworkCombine(self._kind, self._wire, self, share)
+        return offered or _NetworkCombine(self, share)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        return self._wire.all_gather_bytes(data)
+        return self.wire.all_gather_bytes(data)
 
     def deliver(self, parcels: Sequence[Parcel]) -> int:
         return self._courier.deliver(parcels)
 
     def interrupt(self, error: Exception) -> None:
-        self._wire.interrupt(error)
+        self.wire.interrupt(error)
 
     def close(self) -> None:
         super().close()
-        self._wire.close()
+        self.wire.close()
 
 
 class _NetworkCombine:
     """One combine, from the first rows that are sent on. Waits for nobody before the first `send`."""
 
-    def __init__(self, kind: type[Reduction | RangeSum], wire: Wire, slots: PrivateSlots, share: Share) -> None:
-        self._kind = kind
-        self._wire = wire
-        self._slots = slots
+    def __init__(self, exchange: Network, share: Share) -> None:
+        self._exchange = exchange
         self._share = share
         self._nodes = {node: Rows(slot.memory, 0) for node, slot in share.slots.items()}
         self._ballot: Ballot | None = None
         self._sum: Reduction | RangeSum | None = None
-        self._out = slots.slot()
+        self._out = exchange.slot()
         self._is_taken = False
         self._digest = 0
         self._total = 0.0
-        wire.sent_bytes = 0
+        exchange.wire.sent_bytes = 0
 
     def send(self, rows_ready: int) -> None:
         """Send what is complete within the first ``rows_ready`` rows."""
@@ -85,14 +83,14 @@ class _NetworkCombine:
         self._sum.send(self._nodes, rows_ready)
 
     def _begin(self) -> Reduction | RangeSum:
-        wire, layout, share = self._wire, self._slots.layout, self._share
-        if self._kind is RangeSum:
+        wire, layout, share = self._exchange.wire, self._exchange.layout, self._share
+        if self._exchange.kind is RangeSum:
             self._ballot = Ballot(wire, TELEMETRY_BYTES)
         rows, out = range(layout.num_rows), Rows(self._out.memory, 0)
-        return self._kind(wire, layout, rows, share.plan, share.num_leaves, out, self._slots.multipliers)
+        return self._exchange.kind(wire, layout, rows, share.plan, share.num_leaves, out, self._exchange.multipliers)
 
     def publish(self) -> None:
-        self.send(self._slots.layout.num_rows)
+        self.send(self._exchange.layout.num_rows)
 
     def reduce(self) -> None:
         assert self._sum is not None  # `publish` has sent all rows
@@ -104,17 +102,17 @@ class _NetworkCombine:
         else:
             assert self._sum is not None
             self._sum.gather()
-            digest, everyones = self._wire.vote(self._digest, telemetry)
+            digest, everyones = self._exchange.wire.vote(self._digest, telemetry)
         self._total = float(self._out.scalars[0])
-        return Committed(digest, tuple(everyones), self._wire.sent_bytes)
+        return Committed(digest, tuple(everyones), self._exchange.wire.sent_bytes)
 
     def result(self) -> Slot:
         self._is_taken = True
         return self._out
 
     def collect(self, out: Slot) -> None:
-        layout = self._slots.layout
-        for first, end in blocks(0, layout.num_rows, self._wire.device):
+        layout = self._exchange.layout
+        for first, end in blocks(0, layout.num_rows, self._exchange.wire.device):
             divide_rows(layout, Rows(self._out.memory, 0), self._total, first, end, out)
         if not self._is_taken:
-            self._slots.release(self._out)
+            self._exchange.release(self._out)

@@ -53,9 +53,9 @@ class TwoLevel(SharedMemory):
 
     def __init__(self, counters: Counters, wire: Wire | None, *, hosts: Sequence[range], rank: int) -> None:
         super().__init__(counters)
-        self._wire = wire
+        self.wire = wire
         self._num_lanes = min(map(len, hosts))
-        self._hosts = hosts
+        self.hosts = hosts
         self._ranks = next(ranks for ranks in hosts if rank in ranks)
         self.rank = rank
         self.size = sum(map(len, hosts))
@@ -68,17 +68,17 @@ class TwoLevel(SharedMemory):
         return self.helping, self._ranks
 
     def begin(self, share: Share) -> Combine:
-        if self._wire is not None:
-            self._wire.sent_bytes = 0
+        if self.wire is not None:
+            self.wire.sent_bytes = 0
         lanes = split_rows(range(self._layout.num_rows), self._num_lanes)
-        return _TwoLevelCombine(self, self._wire, self._hosts, self._layout, share, lanes)
+        return _TwoLevelCombine(self, self._layout, share, lanes)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         with self.counters.or_leave():
             local = super().all_gather(data)
             team = b""
-            if self.counters.rank == 0 and self._wire is not None:
-                hosts = self._wire.all_gather_bytes(msgspec.msgpack.encode(local))
+            if self.counters.rank == 0 and self.wire is not None:
+                hosts = self.wire.all_gather_bytes(msgspec.msgpack.encode(local))
                 team = msgspec.msgpack.encode(
                     [msgspec.msgpack.decode(payloads, type=list[bytes]) for payloads in hosts]
                 )
@@ -87,34 +87,23 @@ class TwoLevel(SharedMemory):
 
     def interrupt(self, error: Exception) -> None:
         super().interrupt(error)
-        if self._wire is not None:
-            self._wire.interrupt(error)
+        if self.wire is not None:
+            self.wire.interrupt(error)
 
     def close(self) -> None:
         super().close()
-        if self._wire is not None:
-            self._wire.close()
+        if self.wire is not None:
+            self.wire.close()
 
 
 class _TwoLevelCombine(HostCombine):
-    """
-    Args:
-        lanes: by lane, the rows.
-    """
+    """The chunks of a host are the lanes."""
 
-    def __init__(
-        self,
-        host: SharedMemory,
-        wire: Wire | None,
-        hosts: Sequence[range],
-        layout: FlatLayout,
-        share: Share,
-        lanes: Sequence[range],
-    ) -> None:
-        super().__init__(host, layout, share, lanes)
-        self._wire = wire
-        self._hosts = hosts
-        self._num_members = sum(map(len, hosts))
+    def __init__(self, exchange: TwoLevel, layout: FlatLayout, share: Share, lanes: Sequence[range]) -> None:
+        super().__init__(exchange, layout, share, lanes)
+        self._wire = exchange.wire
+        self._hosts = exchange.hosts
+        self._num_members = exchange.size
         self._ballot: Ballot | None = None
 
     def sum_chunk(self) -> int:
