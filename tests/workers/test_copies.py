@@ -43,7 +43,7 @@ def copied(place: object) -> list[int]:
 def wait_for_copies(run: unisono.Run, step: unisono.Step | None = None) -> None:
     """Wait until what is written is copied as well, so that no checkpoint is left out."""
     wait_for_disk(run)
-    run._keeper.saver._copies.wait()
+    run._keeper.saver.copies.wait()
 
 
 def policy(place: object, **settings: Any) -> unisono.Checkpoints:

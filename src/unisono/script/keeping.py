@@ -332,7 +332,7 @@ class Keeper(Reporter):
         while self._begin_last(rounds) and not union(rounds, self._published):
             pass  # its writer was lost
         self.saver.confirm()
-        is_copied = not self.saver.has_copies
+        is_copied = not self.saver.copies.urls
         while not is_copied:  # in rounds that are short: an exchange has a timeout
             said = together(rounds, self._wait_for_copies, COPIED if self._is_copied(rounds.team) else b"")
             is_copied = COPIED in said.values()
@@ -394,7 +394,7 @@ class Keeper(Reporter):
         if (self.saver.choose_publisher(team.worker_ids) or team.worker_ids[0]) != team.worker_ids[team.rank]:
             return False
         self.saver.copy_newest()
-        return not self.saver.is_copying
+        return not self.saver.copies.is_awaited
 
     def _wait_for_copies(self) -> None:
         self.saver.wait_for_copies(COPIES_ROUND_S)

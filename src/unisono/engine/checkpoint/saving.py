@@ -106,8 +106,8 @@ class Saver:
         """The step of the newest checkpoint that existed at the beginning or that this member has published."""
         self._policy = policy
         self._directory = directory
-        self._copies = Copies(copies, policy, directory.path)
-        self._writer = Writer(directory, policy, self._copies)
+        self.copies = Copies(copies, policy, directory.path)
+        self._writer = Writer(directory, policy, self.copies)
         overlaps = device.type == "cpu" and (policy is None or policy.overlap)
         self._camera = Camera(device, tracked, overlaps=overlaps)
         self._worker_id = ""
@@ -461,33 +461,23 @@ class Saver:
         self._raise_failure()
         return publishes
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether checkpoints are copied to other places."""
-        return bool(self._copies.urls)
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether the end of the run waits for a copy that this member makes."""
-        return self._copies.is_awaited
-
     def copy_newest(self) -> None:
         """Have the newest checkpoint copied, if this member has not done so and sees the directory."""
-        if self.has_copies and self._directory.look() and (found := files.complete(self.folder)):
-            self._copies.submit_unless_done(found[-1])
+        if self.copies.urls and self._directory.look() and (found := files.complete(self.folder)):
+            self.copies.submit_unless_done(found[-1])
 
     def wait_for_copies(self, seconds: float = math.inf) -> None:
         """Wait until what this member has written is copied, for a limited time."""
-        held = self._copies.held
-        self._copies.wait(seconds)
-        if held and not self._copies.held and self._directory.look():
+        held = self.copies.held
+        self.copies.wait(seconds)
+        if held and not self.copies.held and self._directory.look():
             self._writer.prune(max(held, key=files.step_of))
 
     def close(self) -> None:
         """End the threads, and remove incomplete files."""
         self._give_up(is_final=False)
         self._writer.close()
-        self._copies.close()
+        self.copies.close()
 
     # -- what goes wrong -----------------------------------------------------------------------------
 
