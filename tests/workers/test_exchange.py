@@ -553,8 +553,7 @@ def _die_after_commit(seat: Seat, kind: str, path: str) -> Outcome:
     seat.say("committed")
     seat.hear()
     exchange.interrupt(AlarmError())  # as the head does when it hears of a loss
-    current.collect(out := current.result())
-    return Outcome(committed.digest, content(out))
+    return Outcome(committed.digest, content(current.collect()))
 
 
 @every_team

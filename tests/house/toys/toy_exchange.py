@@ -76,12 +76,11 @@ class StoreCombine:
         told = self._exchange.all_gather(telemetry)
         return Committed(self._digest, tuple(told))
 
-    def result(self) -> Slot:
-        return next(iter(self._share.slots.values()), None) or self._exchange.slot()
-
-    def collect(self, out: Slot) -> None:
+    def collect(self, out: Slot | None = None) -> Slot:
+        out = out or next(iter(self._share.slots.values()), None) or self._exchange.slot()
         sums, total = Rows(self._sum.memory, 0), float(self._sum.scalars[0])
         divide_rows(self._layout, sums, total, 0, self._layout.num_rows, out)
+        return out
 
 
 def main() -> None:

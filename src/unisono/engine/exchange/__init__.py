@@ -100,8 +100,8 @@ class Combined(Committed):
 
 
 class Combine(Protocol):
-    """One combine. Each phase is called once, in this order: `publish`, `reduce`, `commit`, `collect`. All but `result`
-    and `collect` are collective, and wait for the other members where they need them.
+    """One combine. Each phase is called once, in this order: `publish`, `reduce`, `commit`, `collect`. All but
+    `collect` are collective, and wait for the other members where they need them.
 
     Raises:
         PeerLost: a member did not answer, or has left.
@@ -124,16 +124,14 @@ class Combine(Protocol):
             telemetry: `TELEMETRY_BYTES` bytes for all members.
         """
 
-    def result(self) -> Slot:
-        """Return the slot into which `collect` costs least; it belongs to the caller. After the commit; local.
-
-        The slot is one of the share's, or one that the exchange has made.
-        """
-
-    def collect(self, out: Slot) -> None:
-        """Write the sum to ``out``, divided by the total weight where it is a mean. Local.
+    def collect(self, out: Slot | None = None) -> Slot:
+        """Write the sum to ``out``, divided by the total weight where it is a mean, and return that. Local.
 
         After the commit, also if other members have died or left since then.
+
+        Args:
+            out: None: where it costs least, in one of the share's slots or in one that the exchange has made. It
+                belongs to the caller.
         """
 
 
@@ -229,8 +227,7 @@ def combine(exchange: Exchange, share: Share, telemetry: bytes, out: Slot | None
     point("reduced")
     committed = current.commit(telemetry)
     committed_at = time.perf_counter()
-    slot = out if out is not None else current.result()
-    current.collect(slot)
+    slot = current.collect(out)
     if out is None:
         for other in share.slots.values():
             if other is not slot:

@@ -37,7 +37,7 @@ class _AloneCombine:
 
     def __init__(self, slots: PrivateSlots, share: Share) -> None:
         self._slots = slots
-        self._share = share
+        self._sum = share.slots[root(share.num_leaves)]
 
     def publish(self) -> None:
         pass
@@ -46,7 +46,7 @@ class _AloneCombine:
         pass
 
     def commit(self, telemetry: bytes) -> Committed:
-        slot, layout = self.result(), self._slots.layout
+        slot, layout = self._sum, self._slots.layout
         rows, digest, total = Rows(slot.memory, 0), 0, 0.0
         for first, end in blocks(0, layout.num_rows, slot.memory.device):  # of a device there is one
             part, weight = read([digest_there(rows, self._slots.multipliers, first, end), slot.scalars[0]])
@@ -54,9 +54,5 @@ class _AloneCombine:
             divide_rows(layout, rows, total, first, end, slot)
         return Committed(digest & 0xFFFFFFFFFFFFFFFF, (telemetry,))
 
-    def result(self) -> Slot:
-        return self._share.slots[root(self._share.num_leaves)]
-
-    def collect(self, out: Slot) -> None:
-        if out is not self.result():
-            self.result().copy_to(out)
+    def collect(self, out: Slot | None = None) -> Slot:
+        return self._sum if out is None else self._sum.copy_to(out)

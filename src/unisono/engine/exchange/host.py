@@ -269,12 +269,10 @@ class HostCombine:
         start = entry.offset - rows.start * ROW_BYTES // entry.sum_dtype.itemsize
         return float(self._results[owner].view(entry.sum_dtype)[start])
 
-    def result(self) -> Slot:
-        return next(iter(self.share.slots.values()), None) or self.host.page.slots.slot()
-
-    def collect(self, out: Slot) -> None:
+    def collect(self, out: Slot | None = None) -> Slot:
         """Read every owner's chunk into ``out``, divided by the total weight."""
-        total = self._total_weight()
+        total, out = self._total_weight(), out or next(iter(self.share.slots.values()), None) or self.host.slot()
         for rows, result in zip(self.chunks, self._results, strict=False):
             for first, end in blocks(rows.start, rows.stop, out.memory.device):
                 divide_rows(self.layout, Rows(result, rows.start), total, first, end, out)
+        return out

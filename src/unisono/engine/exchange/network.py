@@ -71,7 +71,6 @@ class _NetworkCombine:
         self._ballot: Ballot | None = None
         self._sum: Reduction | RangeSum | None = None
         self._out = exchange.slot()
-        self._is_taken = False
         self._digest = 0
         self._total = 0.0
         exchange.wire.sent_bytes = 0
@@ -106,13 +105,10 @@ class _NetworkCombine:
         self._total = float(self._out.scalars[0])
         return Committed(digest, tuple(everyones), self._exchange.wire.sent_bytes)
 
-    def result(self) -> Slot:
-        self._is_taken = True
-        return self._out
-
-    def collect(self, out: Slot) -> None:
-        layout = self._exchange.layout
+    def collect(self, out: Slot | None = None) -> Slot:
+        layout, found = self._exchange.layout, self._out if out is None else out
         for first, end in blocks(0, layout.num_rows, self._exchange.wire.device):
-            divide_rows(layout, Rows(self._out.memory, 0), self._total, first, end, out)
-        if not self._is_taken:
+            divide_rows(layout, Rows(self._out.memory, 0), self._total, first, end, found)
+        if found is not self._out:
             self._exchange.release(self._out)
+        return found
