@@ -235,8 +235,9 @@ def test_other_misuse_is_refused() -> None:
         for x, _ in batches:
             with pytest.raises(unisono.UsageError, match="in the training and in an evaluation"):
                 n += len(x)
-            with pytest.raises(unisono.UsageError, match="can add up numbers"):
-                batches.add(s="text")
+            for wrong in ("text", torch.ones(2, dtype=torch.complex64)):
+                with pytest.raises(unisono.UsageError, match="can add up numbers"):
+                    batches.add(s=wrong)
         with pytest.raises(unisono.StepError, match="was iterated before"):
             iter(batches)
 

@@ -367,5 +367,6 @@ def _total(value: Any, name: str) -> Any:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # the last one from a complex tensor
         raise UsageError(
-            f"an evaluation can add up numbers and tensors of real numbers; the total {name!r} is a {type(value).__qualname__}"
+            f"an evaluation can add up numbers and tensors of real numbers; the total {name!r} is a "
+            f"{type(value).__qualname__}"
         ) from None
