@@ -57,7 +57,7 @@ def enter(seat: Seat, place: str, path: str) -> Exchange:
     else:
         device = CPU if place == "cpu" else torch.device("cuda", seat.rank if place == "each" else 0)
     if place == "cpu":  # so that not all buckets are under way at a time
-        reduce.BUCKET_BYTES, reduce.RECEIVED_BYTES = 4096, 1
+        reduce.BUCKET_BYTES, reduce.RECEIVED_BYTES = 32768, 1
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if seat.size == 1:

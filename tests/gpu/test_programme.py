@@ -49,6 +49,7 @@ def check(*arguments: str, out: Path) -> tuple[str, list[Result]]:
     return done.stdout, report.rows if report is not None else []
 
 
+@pytest.mark.more
 def test_the_programme_trains_compares_and_reports(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--only", "same-bits", "--cases", "channels-last", "--teams", "1")
     said, results = check(*arguments, "--within-s", "0.1", out=tmp_path)

@@ -12,13 +12,16 @@ into the same processes::
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch._inductor  # what torch imports with the first optimizer: once, before the processes are made
 import torch.distributed as dist
@@ -162,13 +165,24 @@ def train_on(kind: str, size: int, body: Callable[..., Any], *arguments: Any) ->
         return team.results()
 
 
-@contextlib.contextmanager
-def trained_alone(jobs: Iterable[Job], train: Callable[[Job, Callable[..., Run]], T]) -> Iterator[dict[Job, T]]:
-    """What ``train(job, make_run)`` returns for each job in this one process, with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield {job: train(job, AloneRun) for job in jobs}
-    torch.set_num_threads(before)
+def trained_alone(
+    jobs: Iterable[Job], train: Callable[[Path, Job, Callable[..., Run]], T], factory: pytest.TempPathFactory
+) -> tuple[Path, dict[Job, T]]:
+    """Return the folder in which ``train(folder, job, make_run)`` has trained each job, in one process with one thread,
+    and what it has returned for each. One of the processes that run the tests of a module does that for all of them.
+    """
+    shared = factory.getbasetemp().parent if os.environ.get("PYTEST_XDIST_WORKER") else factory.getbasetemp()
+    folder = shared / f"alone-{train.__module__}"
+    folder.mkdir(exist_ok=True)
+    found = folder / "outcomes"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            before = torch.get_num_threads()
+            torch.set_num_threads(1)
+            found.write_bytes(pickle.dumps({job: train(folder, job, AloneRun) for job in jobs}))
+            torch.set_num_threads(before)
+    return folder, pickle.loads(found.read_bytes())
 
 
 def _in_place(seat: Seat, kind: str, path: str, body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,9 @@ def train_in(folder: Path, job: tuple[str, int], make_run: Callable[..., unisono
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcomes]:
     """Every recipe as one process trains it, and where its journals are."""
-    folder = tmp_path_factory.mktemp("alone")
-    with trained_alone(JOBS, partial(train_in, folder)) as outcomes:
-        yield folder, outcomes
+    return trained_alone(JOBS, train_in, tmp_path_factory)
 
 
 def _train_all(seat: Seat, place: Place, folder: Path) -> Outcomes:

@@ -103,7 +103,7 @@ def _ends(
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 1}], ids=["plain", "delay"])
+@pytest.mark.parametrize("options", [{}, pytest.param({"delay": 1}, marks=pytest.mark.more)], ids=["plain", "delay"])
 @pytest.mark.parametrize("mode", [int, _flushes, _rounds_up])
 def test_a_mode_that_is_set_before_the_run_is_that_of_all_threads(
     mode: Callable[[], object], options: dict[str, Any]

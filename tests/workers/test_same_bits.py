@@ -10,8 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,11 +66,9 @@ def train_in(folder: Path, job: tuple[str, int], make_run: Callable[..., unisono
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcomes]:
     """Every recipe as one process trains it, and where its journals are."""
-    folder = tmp_path_factory.mktemp("alone")
-    with trained_alone(JOBS, partial(train_in, folder)) as outcomes:
-        yield folder, outcomes
+    return trained_alone(JOBS, train_in, tmp_path_factory)
 
 
 def _train_all(seat: Seat, place: Place, jobs: Jobs, folder: Path) -> Outcomes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +117,8 @@ def _train_all(seat: Seat | None, place: Place, jobs: list[tuple[str, int]], fol
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Outcomes]]:
-    folder = tmp_path_factory.mktemp("alone")
-    with trained_alone(JOBS, partial(train_in, folder)) as outcomes:
-        yield folder, outcomes
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcomes]:
+    return trained_alone(JOBS, train_in, tmp_path_factory)
 
 
 @pytest.mark.parametrize("number", range(len(TEAMS)), ids=[f"{kind}-{size}" for kind, size in TEAMS])
