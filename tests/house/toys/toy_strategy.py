@@ -1,12 +1,14 @@
 """A strategy that the library does not know, and a tap, in a training: each gradient is applied one step later.
 
-``unisono run toy_strategy.py``: the newest gradient is a part of the run's state, so that workers which join and runs
-that are resumed have it; a tap looks on at the sums.
+``unisono run toy_strategy.py -- STEPS``: a gradient that waits is on two workers only, so no worker has the whole state
+of the run. The gradient comes to all workers before it is applied, whoever was lost meanwhile, and into checkpoints. A
+tap looks on at the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +17,107 @@ from torch import Tensor, nn
 import unisono
 from unisono.core.cursor import Recipe
 from unisono.core.events import StepResult
+from unisono.core.holdings import Holders
+from unisono.core.ownership import MemberPlace
 from unisono.engine.loop.step import Step
 from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.guards import UnusedGradients
+from unisono.engine.rounds.gradient import StepContext
+from unisono.engine.rounds.moving import MovingRound
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.system.process import Process
 
+COPIES = 2
+Owners = Mapping[int, tuple[str, ...]]
 
-class Window(dict[str, Tensor]):
-    """The gradients that are not applied yet, by parameter."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self)
+class Window:
+    """The gradients that are not applied yet, one a parameter. It is an `engine.state.spread.Spread` and a
+    `engine.rounds.moving.HeldUnits`, whose units are these gradients.
+    """
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.clear()
-        self.update(state)
+    def __init__(self) -> None:
+        self.held: dict[int, Tensor] = {}
+        self.shapes: list[list[int]] = []
+        self.owners: Owners = {}
+
+    def keep(self, gradients: Sequence[Tensor], worker_ids: Sequence[str]) -> None:
+        """Put new gradients, which all have, in the place of those that are applied."""
+        self.shapes = [list(each.shape) for each in gradients]
+        self.owners = self._cut(worker_ids)
+        self.held = dict(enumerate(gradients))
+
+    def drop(self, worker_id: str) -> None:
+        """Drop what others keep."""
+        self.held = {unit: each for unit, each in self.held.items() if worker_id in self.owners[unit]}
+
+    def _cut(self, ids: Sequence[str]) -> Owners:
+        copies = range(min(COPIES, len(ids)))
+        return {unit: tuple(ids[(unit + copy) % len(ids)] for copy in copies) for unit in range(len(self.shapes))}
+
+    # -- of the run's state
+
+    @property
+    def is_spread(self) -> bool:
+        return bool(self.shapes)
+
+    @property
+    def holders(self) -> Sequence[tuple[str, ...]]:
+        return [self.owners.get(unit, ()) for unit in range(len(self.shapes))]
+
+    def unit(self, path: str) -> int | None:
+        return int(path.removeprefix("['gradients'][").removesuffix("]")) if path.startswith("['gradients']") else None
+
+    def plan(self, members: Sequence[MemberPlace]) -> Owners:
+        return self._cut([each.worker_id for each in members])
+
+    def state_dict(self) -> dict[str, Any]:
+        units = range(len(self.shapes))
+        return {"shapes": self.shapes, "gradients": [self.held.get(unit, self.placeholder(unit)) for unit in units]}
+
+    def outline(self) -> dict[str, Any]:
+        return {"shapes": self.shapes, "owners": self.owners}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shapes, self.owners = state["shapes"], state.get("owners", {})
+        gradients = enumerate(state.get("gradients", ()))
+        self.held = {unit: gradient for unit, gradient in gradients if not gradient.is_meta}
+
+    def load_shares(self, state: dict[str, Any], holders: Owners) -> None:
+        self.load_state_dict(state | {"owners": holders})
+
+    # -- on the way
+
+    def here(self) -> list[int]:
+        return sorted(self.held)
+
+    def state(self, unit: int) -> Tensor:
+        return self.held[unit]
+
+    def made(self, unit: int) -> Tensor:
+        return torch.empty(self.shapes[unit])
+
+    def placeholder(self, unit: int) -> Tensor:
+        return torch.empty(self.shapes[unit], device="meta")
+
+    def put(self, unit: int, state: Tensor) -> None:
+        self.held[unit] = state
+
+
+class Coming(MovingRound):
+    """The gradients that wait come to all members."""
+
+    def __init__(self, context: StepContext, window: Window, num_units: int) -> None:
+        super().__init__(context.rounds.members, window, "the gradients that wait", context.clock)
+        self._window, self._num_units = window, num_units
+
+    def choose(self, now: Holders, staying: Sequence[int]) -> Owners:
+        if lost := [unit for unit in range(len(self._window.shapes)) if unit not in now]:
+            raise unisono.StateLost(f"all workers that held the gradients {lost} are lost")
+        return dict.fromkeys(range(self._num_units), tuple(self._members.worker_ids))
+
+    def finish(self) -> None:
+        self._window.owners = self.wanted
 
 
 class Late(Strategy):
@@ -44,20 +131,33 @@ class Late(Strategy):
         return {"late": 1}
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
-        return LateStep(self._context, number, window=self.window, unused=unused, process=process)
+        return LateStep(self._context, number, strategy=self, unused=unused, process=process)
+
+    def come(self) -> Coming:
+        """Bring all that waits to all members. Collective."""
+        coming = Coming(self._context, self.window, len(self._context.folder().trained))
+        for _ in self._context.rounds.play(coming):
+            pass
+        self._context.clock.switch("update")
+        return coming
+
+    def settle(self) -> None:
+        self.come()  # so who leaves takes nothing with it
 
 
 class LateStep(Step):
-    def __init__(self, *given: Any, window: Window, **named: Any) -> None:
+    def __init__(self, *given: Any, strategy: Late, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.window = window
+        self.strategy = strategy
 
     def _run(self, *, reseed: bool = False) -> Iterator[Any]:
         yield from super()._run(reseed=reseed)
-        for name, parameter in self._context.folder().trained:
-            assert parameter.grad is not None
-            due, self.window[name] = self.window.get(name), parameter.grad.clone()
-            parameter.grad = due
+        window, ids = self.strategy.window, self.strategy.come().wanted[0]
+        due, parameters = window.held, [parameter for _, parameter in self._context.folder().trained]
+        window.keep([parameter.grad.clone() for parameter in parameters if parameter.grad is not None], ids)
+        window.drop(self._context.rounds.team.worker_ids[self._context.rounds.team.rank])
+        for unit, parameter in enumerate(parameters):
+            parameter.grad = due.get(unit)
 
 
 class Watch(Tap):
@@ -84,6 +184,7 @@ class Run(unisono.Run):
         self.window, self.watch = Window(), Watch()
         assert self._rounds is not None
         self._rounds.taps.append(self.watch)
+        self._rounds.tracked.own("window", self.window)
         self._begin_training = self._training.begin
         setattr(self._training, "begin", self._begin_late)  # noqa: B010
 
@@ -92,15 +193,16 @@ class Run(unisono.Run):
 
 
 def main() -> None:
-    with Run(seed=5) as run:
+    with Run(seed=5, checkpoint=unisono.Checkpoints(every_steps=4)) as run:
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        run.track(model=model, optimizer=optimizer, window=run.window)
-        for step in run.steps(list(torch.randn(24, 6)), batch_size=12, microbatches=6, epochs=3):
+        run.track(model=model, optimizer=optimizer)
+        data = list(torch.randn(24, 6))
+        for step in run.steps(data, batch_size=12, microbatches=6, epochs=3, max_steps=int(sys.argv[1])):
             for batch in step:
                 step.backward(model(batch).square().mean())
             optimizer.step()
-            step.log(seen=run.watch.loss, late=len(run.window))
+            step.log(seen=run.watch.loss, late=len(run.window.shapes), here=len(run.window.held))
 
 
 if __name__ == "__main__":

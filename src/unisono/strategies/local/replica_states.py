@@ -104,7 +104,7 @@ class Shelf:
         own: ReplicaState = unpack(packed.skeleton, packed.tensors)
         return own
 
-    # -- as `engine.rounds.moving.Holding` ------------------------------------------------------------
+    # -- as `engine.rounds.moving.HeldUnits` ------------------------------------------------------------
 
     def here(self) -> list[int]:
         return sorted(self.held)
