@@ -15,7 +15,6 @@ its number.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,7 @@ from unisono.record.asides import Asides, written
 from unisono.record.chronicle import Chronicle
 from unisono.record.journal import Journal
 from unisono.record.journal.lines import LineEvent
+from unisono.record.overview import mean_seconds
 from unisono.views.watch import EventStream, Sink
 
 __all__ = ["OUTSIDE", "Recorder", "Role", "Unwatched"]
@@ -174,7 +174,7 @@ class Recorder:
             num_steps=num_steps,
             generation=role.generation,
             seconds=_rounded(seconds),
-            means=_means([each.last for each in telemetry.values()]),
+            means=_rounded(msgspec.structs.asdict(mean_seconds([each.last for each in telemetry.values()]))),
             workers={worker_id: _times(each, ids) for worker_id, each in telemetry.items()},
             logs=logs,
             sent_bytes=sent_bytes,
@@ -332,14 +332,6 @@ def _check(sink: object, what: str) -> None:
 
 def _rounded(seconds: Mapping[str, float]) -> Seconds:
     return Seconds(**{part: round(value, DIGITS) for part, value in seconds.items()})
-
-
-def _means(found: Sequence[Seconds]) -> Seconds:
-    """Return the mean of each part, over the workers."""
-    columns = zip(*map(msgspec.structs.astuple, found), strict=True)
-    return _rounded(
-        {part: math.fsum(column) / len(found) for part, column in zip(Seconds.__struct_fields__, columns, strict=False)}
-    )
 
 
 def _times(telemetry: StepTelemetry, worker_ids: Sequence[str]) -> WorkerTimes:

@@ -147,7 +147,7 @@ class OverviewBuilder:
                 self._go(event)
             case WorkerLate():
                 self._late[event.worker_id] = event
-                self._told.tell(event, f"late {event.worker_id}")
+                self._told.replace(event, f"late {event.worker_id}")
             case MachineUsed():
                 self._machines[event.host] = event
             case MachineGone():
@@ -185,7 +185,7 @@ class OverviewBuilder:
         """Keep the evaluation of the newest models: one beside the training may be told after a later one."""
         if self._evaluation is None or event.step >= self._evaluation.step:
             self._evaluation = event
-            self._told.tell(event, "evaluation")
+            self._told.replace(event, "evaluation")
 
     def _begin(self, event: RunStarted) -> None:
         """Begin, or go on from a checkpoint: the steps after it are done again."""
@@ -208,7 +208,7 @@ class OverviewBuilder:
 
     def _save(self, event: CheckpointWritten) -> None:
         self._checkpoint = event
-        self._told.tell(event, "checkpoint")
+        self._told.replace(event, "checkpoint")
 
     def _end(self, event: RunEnded) -> None:
         if self._ended is not None:  # a worker has said it before the head, or several workers have
@@ -223,7 +223,7 @@ class OverviewBuilder:
             )
         else:
             self._ended = event
-        self._told.tell(self._ended, "end")
+        self._told.replace(self._ended, "end")
 
     # -- who is there --------------------------------------------------------------------------------
 

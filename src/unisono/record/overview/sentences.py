@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,33 +68,32 @@ class Told:
         self._sentences.append(_Sentence(time, text, level, topic))
         del self._sentences[:-RECENT]
 
-    def replace(self, topic: str, time: float, text: str, level: str = "info") -> None:
-        """Add a sentence instead of the earlier one about the same: of checkpoints the newest counts."""
-        self._sentences = [each for each in self._sentences if not topic or each.topic != topic]
-        self.add(time, text, level, topic)
-
     def tell(self, event: Event, topic: str = "") -> None:
-        """Add the event's own sentence; of a topic, instead of the earlier one."""
-        self.replace(topic, event.time, text_of(event), level_of(event))
+        """Add the event's own sentence."""
+        self.add(event.time, text_of(event), level_of(event), topic)
+
+    def replace(self, event: Event, topic: str) -> None:
+        """Add the event's own sentence instead of the earlier one about the same: of checkpoints the newest counts."""
+        self._sentences = [each for each in self._sentences if each.topic != topic]
+        self.tell(event, topic)
 
     def begins(self, event: RunStarted) -> None:
-        text = text_of(event)
-        if not any(each.text.endswith(text) for each in self._sentences[-2:]):  # those who join have said so
-            self.add(event.time, text, topic=_BEGINS)
+        if not any(each.text.endswith(text_of(event)) for each in self._sentences[-2:]):  # those who join have said so
+            self.tell(event, _BEGINS)
 
     def wrong(self, event: Problem) -> None:
         """Say what went wrong; that a worker has gone for it needs no sentence of its own."""
         own = f"gone {event.worker_id}"
         if event.worker_id:
             self._sentences[-4:] = [each for each in self._sentences[-4:] if each.topic != own]
-        self.add(event.time, text_of(event), "error", f"problem {event.worker_id}")
+        self.tell(event, f"problem {event.worker_id}")
 
     def changed(self, event: MembershipChanged, who: set[str]) -> None:
         """Say that there is another generation, unless sentences say who has joined and gone."""
         unsaid = who - self._said
         self._said.clear()
         if unsaid or not who:
-            self.add(event.time, text_of(event), topic=_GENERATION)
+            self.tell(event, _GENERATION)
             self._sentences[-1].names = sorted(unsaid)
 
     def joined(self, event: WorkerJoined) -> None:
@@ -118,7 +118,7 @@ class Told:
         self._says(event.worker_id)
         if any(each.topic == f"problem {event.worker_id}" for each in self._sentences[-4:]):
             return
-        self.add(event.time, text_of(event), level_of(event), f"gone {event.worker_id}")
+        self.tell(event, f"gone {event.worker_id}")
 
     def _says(self, worker_id: str) -> None:
         """Note that a sentence is about this worker, and drop that about the generation, if nobody else has changed."""
@@ -147,11 +147,14 @@ def with_sentence(event: Event | Mapping[str, Any]) -> dict[str, Any]:
 
     They are missing where the event has no sentence, or is of a kind that this version does not know.
     """
-    line = dict(event) if isinstance(event, Mapping) else msgspec.to_builtins(event)
-    try:
-        found = recent_of(msgspec.convert(line, Event, strict=False))
-    except msgspec.ValidationError:
-        found = None
+    known: Event | None = None
+    if isinstance(event, Mapping):
+        line = dict(event)
+        with contextlib.suppress(msgspec.ValidationError):
+            known = msgspec.convert(line, Event, strict=False)
+    else:
+        line, known = msgspec.to_builtins(event), event
+    found = recent_of(known) if known is not None else None
     return line if found is None else {**line, "level": found.level, "sentence": found.text}
 
 

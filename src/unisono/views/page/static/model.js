@@ -97,7 +97,7 @@ export class Run {
     let isNew = false;
     for (const event of events) {
       // What is told unasked has more digits of the time than the same event in the file, and no id of the run.
-      const key = [event.kind, event.time?.toFixed(3), event.head, event.number, event.worker_id].join();
+      const key = [event.time?.toFixed(6), event.head, event.number, event.sentence ?? JSON.stringify(event)].join();
       if (this.known.has(key)) continue;
       this.known.add(key);
       this.events.push(event);
