@@ -28,7 +28,7 @@ from unisono.core.events import (
     WorkerJoined,
     WorkerLate,
 )
-from unisono.core.words import count, duration, listed
+from unisono.core.words import count, duration, listed, shown_bytes
 from unisono.record.checkpoint_files import step_name
 from unisono.record.overview.values import RECENT, Recent
 
@@ -195,7 +195,7 @@ def text_of(event: Event) -> str:
             cost = duration(event.seconds) if event.seconds > 0 else "no time"
             return f"generation {event.generation} has cost {cost} at step {event.step}{_why(event.reason)}"
         case CheckpointWritten():
-            took = f", {event.bytes / 1e6:,.1f} MB in {event.seconds:.1f} s" if event.bytes and event.seconds else ""
+            took = f", {shown_bytes(event.bytes)} in {event.seconds:.1f} s" if event.bytes and event.seconds else ""
             return f"checkpoint {step_name(event.step)}{took}"
         case EvaluationFinished():
             totals = ", ".join(f"{name} {value:g}" for name, value in finite(event.values).items())

@@ -139,11 +139,13 @@ export function drawCheckpoints(run) {
     put(host, el("p", { class: "empty", text: checkpoint ? `The newest: ${plain(checkpoint, 300)}${step >= 0 ? `, after ${count(step, "step")}` : ""}` : "None has been written." }));
     return;
   }
-  const columns = [...new Set(told.flatMap(Object.keys))].filter((key) => !["kind", "time", "sentence", "level"].includes(key)).slice(0, 6);
+  const columns = [...new Set(told.flatMap(Object.keys))].filter((key) => !NOT_SHOWN.has(key)).slice(0, 6);
   put(host, table("Checkpoints", ["When", ...columns.map((name) => COLUMNS[name] ?? plain(name, 40))], told.slice(-500).reverse().map((event) => [
     clock(event.time, run.overview.time), ...columns.map((key) => cell(key, event[key]))])));
 }
 
+/** By which an event is known, and what other columns and lists say. */
+const NOT_SHOWN = new Set(["kind", "time", "sentence", "level", "run_id", "number", "head"]);
 const COLUMNS = { step: "Steps", bytes: "Size", seconds: "Took", text: "What" };
 
 function cell(key, value) {
