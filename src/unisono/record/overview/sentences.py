@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,14 +146,16 @@ def with_sentence(event: Event | Mapping[str, Any]) -> dict[str, Any]:
 
     They are missing where the event has no sentence, or is of a kind that this version does not know.
     """
-    known: Event | None = None
+    known: Event
     if isinstance(event, Mapping):
         line = dict(event)
-        with contextlib.suppress(msgspec.ValidationError):
+        try:
             known = msgspec.convert(line, Event, strict=False)
+        except msgspec.ValidationError:
+            return line
     else:
         line, known = msgspec.to_builtins(event), event
-    found = recent_of(known) if known is not None else None
+    found = recent_of(known)
     return line if found is None else {**line, "level": found.level, "sentence": found.text}
 
 
