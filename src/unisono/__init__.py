@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from unisono.engine.state.carried import Carried as Carried
     from unisono.script.run import Run as Run
     from unisono.strategies.local.localround import LocalRound as LocalRound
+    from unisono.strategies.shard.clipping import clip_grad_norm_ as clip_grad_norm_
+    from unisono.strategies.shard.clipping import clip_grad_value_ as clip_grad_value_
     from unisono.strategies.shard.sharding import shard as shard
 
 __version__ = "0.3.0"
@@ -66,6 +68,8 @@ __all__ = [
     "TarShards",
     "UnisonoError",
     "UsageError",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "launch",
     "load_weights",
     "shard",
@@ -83,6 +87,8 @@ _LATER = {
     "TarShards": "unisono.engine.microbatch.shards",
     "launch": "unisono.cluster.launcher",
     "load_weights": "unisono.engine.checkpoint.loading",
+    "clip_grad_norm_": "unisono.strategies.shard.clipping",
+    "clip_grad_value_": "unisono.strategies.shard.clipping",
     "shard": "unisono.strategies.shard.sharding",
 }
 

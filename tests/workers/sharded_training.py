@@ -32,6 +32,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.op
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--copies", type=int, default=2)
+    parser.add_argument("--parameters", default="worker")
+    parser.add_argument("--gradients", default="worker")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--checkpoint-every", type=int)
@@ -50,7 +52,9 @@ def main() -> None:
         ).to(run.device)
         optimizer = OPTIMIZERS[arguments.optimizer](model.parameters(), lr=0.01)
         if arguments.copies:
-            optimizer = unisono.shard(optimizer, copies=arguments.copies)
+            optimizer = unisono.shard(
+                optimizer, copies=arguments.copies, parameters=arguments.parameters, gradients=arguments.gradients
+            )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         model[5].requires_grad_(False)

@@ -24,7 +24,8 @@ def slot_of(*shapes: tuple[int, ...]) -> Slot:
 
 
 def is_broken(finiteness: Finiteness, slot: Slot, step: int) -> bool:
-    return finiteness.is_broken(slot, step, [float(one) for one in finiteness.sums_of(slot, step)])
+    here = (range(slot.layout.tail_row),)
+    return finiteness.is_broken(slot, step, [float(one) for one in finiteness.sums_of(slot, step, here)], here)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -51,9 +52,12 @@ def test_of_a_large_sum_the_parameters_farthest_from_the_loss_are_looked_at_in_e
 
 def test_of_a_large_sum_everything_is_looked_at_within_some_steps() -> None:
     layout = slot_of((1000, 1000), (777,)).layout
-    seen = {row for step in range(PARTS) for rows in looked_at(layout, step) for row in rows}
+    here = (range(layout.tail_row),)
+    seen = {row for step in range(PARTS) for rows in looked_at(layout, step, here) for row in rows}
     assert seen == set(range(layout.tail_row))
-    assert all(sum(map(len, looked_at(layout, step))) < layout.tail_row / 4 for step in range(PARTS))
+    assert all(
+        sum(map(len, looked_at(layout, step, here))) < layout.tail_row / 4 for step in range(PARTS)
+    )
 
 
 class Data:

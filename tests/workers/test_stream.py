@@ -13,9 +13,10 @@ from tests.waiting import WAIT_S
 from tests.workers.exchanges import ROUNDING, Member, Outcome, expected, layouts, share_of, telemetry_of
 from tests.workers.processes import Seat, Team
 from unisono.core.plan import plan
+from unisono.core.routes import split_rows
 from unisono.core.tree import Node, schedule
 from unisono.engine.exchange import TELEMETRY_BYTES, combine
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, split_rows
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout
 from unisono.engine.exchange.network import Network
 from unisono.engine.exchange.pump import Job, Pump
 from unisono.engine.exchange.reduce import Reduction
@@ -167,7 +168,7 @@ def _offer_half(seat: Seat, path: str) -> tuple[int, int, Outcome]:
     assert isinstance(stream, RangeSum)
     with exchange.wire.changed:
         assert exchange.wire.changed.wait_for(lambda: stream._num_folded == stream._num_ready, WAIT_S)
-    before = stream._num_folded, len(stream._chunks)
+    before = stream._num_folded, len(stream._pieces)
     combined = combine(exchange, share, telemetry_of(seat.rank, 1))
     exchange.all_gather(b"")
     exchange.close()

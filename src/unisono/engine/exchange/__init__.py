@@ -35,6 +35,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from unisono.core.routes import Route
 from unisono.core.telemetry import TELEMETRY_BYTES
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout, Slot
@@ -62,6 +63,9 @@ class Share:
     """By rank: the nodes that each member holds; together they cover every leaf once. Equal on all members."""
     slots: Mapping[Node, Slot]
     """This member's nodes. They are complete when they are published, and not modified before the commit."""
+    routes: tuple[Route, ...] = ()
+    """Which members need which rows of the sum; equal on all members. (): all need all. What a member gets of the
+    others is arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class Combined(Committed):
     """The whole sum after a commit; equal bits on all members."""
 
     slot: Slot
-    """Gradients and float buffers are means, the rest of the tail are sums. Valid until the next step's first node."""
+    """Gradients and float buffers are means, the rest of the tail are sums. Valid until the next step's first node.
+    Where the share has routes: what this member needs of it."""
     committed_at: float
     """When this member has seen the commit, by ``time.perf_counter``. No member sees it before all hold their sums, so
     members see it at the same moment, but for the time that a message takes."""

@@ -52,7 +52,6 @@ __all__ = [
     "fold_rows",
     "num_tensors_on",
     "round_in_place",
-    "split_rows",
     "with_flipped_bit",
 ]
 
@@ -461,9 +460,3 @@ def divide_rows(layout: FlatLayout, source: Rows, total: float, first_row: int, 
             torch.div(source.piece(piece), total, out=target)
         elif target.data_ptr() != source.piece(piece).data_ptr():
             target.copy_(source.piece(piece))
-
-
-def split_rows(rows: range, num_chunks: int) -> list[range]:
-    """Return ``rows`` in ``num_chunks`` contiguous chunks of nearly equal size."""
-    edges = [rows.start + len(rows) * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(edges)]

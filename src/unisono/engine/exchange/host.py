@@ -58,12 +58,13 @@ import torch
 from torch import Tensor
 
 from unisono.core.errors import RecipeError
+from unisono.core.routes import rows_for, split_rows
 from unisono.core.tree import Node, outermost
 from unisono.engine.exchange import Combine, Committed, Parcel, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.delivering import Courier
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows, fold_rows, split_rows
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, Slot, blocks, divide_rows, fold_rows
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.pages import MAX_NODES, NodeFields
 from unisono.engine.exchange.shared_memory import Segment
@@ -270,9 +271,10 @@ class HostCombine:
         return float(self._results[owner].view(entry.sum_dtype)[start])
 
     def collect(self, out: Slot | None = None) -> Slot:
-        """Read every owner's chunk into ``out``, divided by the total weight."""
+        """Read what this member needs of every owner's chunk into ``out``, divided by the total weight."""
         total, out = self._total_weight(), out or next(iter(self.share.slots.values()), None) or self.host.slot()
-        for rows, result in zip(self.chunks, self._results, strict=False):
-            for first, end in blocks(rows.start, rows.stop, out.memory.device):
-                divide_rows(self.layout, Rows(result, rows.start), total, first, end, out)
+        for chunk, result in zip(self.chunks, self._results, strict=False):
+            for rows in rows_for(self.share.routes, self.host.rank, chunk):
+                for first, end in blocks(rows.start, rows.stop, out.memory.device):
+                    divide_rows(self.layout, Rows(result, chunk.start), total, first, end, out)
         return out

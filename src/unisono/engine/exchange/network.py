@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unisono.core.routes import rows_for
 from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Parcel, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.delivering import Courier
@@ -85,8 +86,10 @@ class _NetworkCombine:
         wire, layout, share = self._exchange.wire, self._exchange.layout, self._share
         if self._exchange.kind is RangeSum:
             self._ballot = Ballot(wire, TELEMETRY_BYTES)
-        rows, out = range(layout.num_rows), Rows(self._out.memory, 0)
-        return self._exchange.kind(wire, layout, rows, share.plan, share.num_leaves, out, self._exchange.multipliers)
+        rows, out, factors = range(layout.num_rows), Rows(self._out.memory, 0), self._exchange.multipliers
+        if self._exchange.kind is Reduction:  # a collective brings all sums to all
+            return Reduction(wire, layout, rows, share.plan, share.num_leaves, out, factors)
+        return RangeSum(wire, layout, rows, share.plan, share.num_leaves, out, factors, share.routes)
 
     def publish(self) -> None:
         self.send(self._exchange.layout.num_rows)
@@ -107,8 +110,9 @@ class _NetworkCombine:
 
     def collect(self, out: Slot | None = None) -> Slot:
         layout, found = self._exchange.layout, self._out if out is None else out
-        for first, end in blocks(0, layout.num_rows, self._exchange.wire.device):
-            divide_rows(layout, Rows(self._out.memory, 0), self._total, first, end, found)
+        for rows in rows_for(self._share.routes, self._exchange.rank, range(layout.num_rows)):
+            for first, end in blocks(rows.start, rows.stop, self._exchange.wire.device):
+                divide_rows(layout, Rows(self._out.memory, 0), self._total, first, end, found)
         if found is not self._out:
             self._exchange.release(self._out)
         return found

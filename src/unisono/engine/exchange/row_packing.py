@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from unisono.core.routes import Ranges
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows
 
@@ -54,45 +55,57 @@ class Packing:
         self._layout = layout
         self._num_leaves = num_leaves
 
-    def is_as_it_lies(self, rows: range, node: Node) -> bool:
+    def _is_as_it_lies(self, rows: range, node: Node) -> bool:
         """Return whether these rows of a node travel as they are."""
         return not self._layout.rounds(node, self._num_leaves) or not any(
             rounded for _, rounded in regions(self._layout, rows)
         )
 
-    def num_bytes(self, rows: range, node: Node) -> int:
+    def num_bytes(self, parts: Ranges, node: Node) -> int:
         """Return the bytes of packed rows."""
-        if self.is_as_it_lies(rows, node):
+        return sum(self._bytes_of_part(rows, node) for rows in parts)
+
+    def _bytes_of_part(self, rows: range, node: Node) -> int:
+        if self._is_as_it_lies(rows, node):
             return len(rows) * ROW_BYTES
         return sum(len(part) * _row_bytes(rounded) for part, rounded in regions(self._layout, rows))
 
-    def pack(self, lying: Rows, rows: range, node: Node) -> Tensor:
-        """Return rows of a node as they travel: (num_bytes,) uint8, of the same memory where nothing is rounded."""
-        if self.is_as_it_lies(rows, node):
-            return _bytes_of(lying, rows)
-        packed = torch.empty(self.num_bytes(rows, node), dtype=torch.uint8, device=lying.memory.device)
-        for target, part, rounded in self._places(packed, rows):
-            source = _bytes_of(lying, part)
-            if rounded:
-                target.view(torch.bfloat16).copy_(source.view(torch.float32))
-            else:
-                target.copy_(source)
+    def pack(self, lying: Rows, parts: Ranges, node: Node) -> Tensor:
+        """Return rows of a node as they travel: (num_bytes,) uint8, of the same memory where they are one run of rows,
+        and nothing is rounded.
+        """
+        if len(parts) == 1 and self._is_as_it_lies(parts[0], node):
+            return _bytes_of(lying, parts[0])
+        packed = torch.empty(self.num_bytes(parts, node), dtype=torch.uint8, device=lying.memory.device)
+        for target, rows in self._parts(packed, parts, node):
+            if self._is_as_it_lies(rows, node):
+                target.copy_(_bytes_of(lying, rows))
+                continue
+            for place, part, rounded in self._places(target, rows):
+                source = _bytes_of(lying, part)
+                if rounded:
+                    place.view(torch.bfloat16).copy_(source.view(torch.float32))
+                else:
+                    place.copy_(source)
         return packed
 
-    def room(self, out: Rows, rows: range, node: Node) -> Tensor:
+    def room(self, out: Rows, parts: Ranges, node: Node) -> Tensor:
         """Return memory into which rows can be received, to be unpacked to ``out``: that of ``out``, if they fit."""
-        if self.is_as_it_lies(rows, node):
-            return _bytes_of(out, rows)
-        return torch.empty(self.num_bytes(rows, node), dtype=torch.uint8, device=out.memory.device)
+        if len(parts) == 1 and self._is_as_it_lies(parts[0], node):
+            return _bytes_of(out, parts[0])
+        return torch.empty(self.num_bytes(parts, node), dtype=torch.uint8, device=out.memory.device)
 
-    def unpack(self, packed: Tensor, rows: range, node: Node, out: Rows | None = None) -> Rows:
-        """Return rows that have travelled as they lie in memory.
+    def unpack(self, packed: Tensor, parts: Ranges, node: Node, out: Rows | None = None) -> list[Rows]:
+        """Return rows that have travelled as they lie in memory, run by run.
 
         Args:
             packed: (num_bytes,) uint8.
             out: where they go. None: to memory of their own, which is that of ``packed`` where nothing is rounded.
         """
-        is_as_it_lies = self.is_as_it_lies(rows, node)
+        return [self._unpacked(part, rows, node, out) for part, rows in self._parts(packed, parts, node)]
+
+    def _unpacked(self, packed: Tensor, rows: range, node: Node, out: Rows | None) -> Rows:
+        is_as_it_lies = self._is_as_it_lies(rows, node)
         if out is None and is_as_it_lies:
             return Rows(packed, rows.start)
         if out is None:
@@ -108,6 +121,14 @@ class Packing:
             else:
                 target.copy_(source)
         return out
+
+    def _parts(self, packed: Tensor, parts: Ranges, node: Node) -> Iterator[tuple[Tensor, range]]:
+        """Yield (bytes of packed rows, the rows), run by run."""
+        start = 0
+        for rows in parts:
+            stop = start + self._bytes_of_part(rows, node)
+            yield packed[start:stop], rows
+            start = stop
 
     def _places(self, packed: Tensor, rows: range) -> Iterator[tuple[Tensor, range, bool]]:
         """Yield (bytes of packed rows, the rows, whether they are rounded)."""

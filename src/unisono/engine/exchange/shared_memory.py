@@ -87,12 +87,12 @@ def _refused(nbytes: int, error: OSError) -> UsageError:
 class Segment:
     """A piece of shared memory, zero at first. Make one with `create` or `open`; `close` it."""
 
-    def __init__(self, descriptor: int, nbytes: int, address: str) -> None:
+    def __init__(self, descriptor: int, nbytes: int, address: str, access: int = mmap.ACCESS_WRITE) -> None:
         self.nbytes = nbytes
         self.address = address
         self._descriptor = descriptor
         self._unlink = ""
-        self.map = mmap.mmap(descriptor, nbytes + _STAMP_BYTES)
+        self.map = mmap.mmap(descriptor, nbytes + _STAMP_BYTES, access=access)
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -125,8 +125,12 @@ class Segment:
         return segment
 
     @classmethod
-    def open(cls, address: str) -> Segment:
-        """Open a segment that another process created.
+    def open(cls, address: str, *, copy_on_write: bool = False) -> Segment:
+        """Open a segment that a process created.
+
+        Args:
+            copy_on_write: what this process writes, no other one sees; of a page that it has written, it does not see
+                what others write.
 
         Raises:
             FileNotFoundError: the creator has ended, or has closed the segment.
@@ -143,7 +147,8 @@ class Segment:
         try:
             # The size first: reading behind the end of a file is not an error but a signal.
             if os.fstat(descriptor).st_size == nbytes + _STAMP_BYTES:
-                segment = cls(descriptor, nbytes, address)
+                access = mmap.ACCESS_COPY if copy_on_write else mmap.ACCESS_WRITE
+                segment = cls(descriptor, nbytes, address, access)
                 segment._descriptor = -1
                 if segment.map[nbytes:].hex() == stamp:
                     return segment

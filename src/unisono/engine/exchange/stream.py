@@ -3,7 +3,8 @@
 The rows are cut into **pieces**, and each piece into one chunk per member. As soon as the rows of a piece are complete
 on a member, it sends each chunk to its owner, for each node that it holds. An owner that has a chunk of all members
 adds it up in tree order and sends the sum to all others, while later pieces are still on their way, or still being
-computed. So a link carries something from the first piece to the last one, in both directions.
+computed. So a link carries something from the first piece to the last one, in both directions. Where the sums have
+routes (`unisono.core.routes`), a chunk is what its owner is to add up, and its sum goes to those that need it.
 
 The **window** says how many pieces a member sends ahead of those that it has received from all others. Between two
 members the pieces queue on the only way there is, and all of them may be under way. Among three and more, a member that
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.core.routes import Ranges, Route, routed, split_rows
 from unisono.core.tree import Node, root
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows, with_flipped_bit
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, with_flipped_bit
 from unisono.engine.exchange.row_packing import Packing
 from unisono.engine.exchange.wire import DIGEST_BYTES, Wire, count_votes
 from unisono.system.faults import spoils
@@ -58,6 +60,7 @@ class RangeSum:
         plan: by rank of the wire, the nodes of each member.
         out: receives the sums of all rows; none of the nodes.
         multipliers: of the layout, for the digest.
+        routes: between the members of the wire.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class RangeSum:
         num_leaves: int,
         out: Rows,
         multipliers: Tensor,
+        routes: Sequence[Route] = (),
     ) -> None:
         self._wire = wire
         self._layout = layout
@@ -78,10 +82,12 @@ class RangeSum:
         self._packing = Packing(layout, num_leaves)
         self._out = out
         self._multipliers = multipliers
-        self._chunks = [split_rows(piece, wire.size) for piece in cut(rows)]
+        pieces = cut(rows)
+        self._ends = [piece.stop - rows.start for piece in pieces]
+        self._pieces = [routed(piece, wire.size, routes) for piece in pieces]
         self._others = [(wire.rank + distance) % wire.size for distance in range(1, wire.size)]
         self._tags_each = max(len(nodes) for nodes in plan) + 1  # of a piece: one for each node of a member, and a sum
-        self._first_tag = wire.reserve_tags(len(self._chunks) * self._tags_each)
+        self._first_tag = wire.reserve_tags(len(pieces) * self._tags_each)
         self._nodes: Mapping[Node, Rows] = {}
         self._turn = threading.Lock()  # the pump sends too
         self._num_ready = 0
@@ -89,13 +95,13 @@ class RangeSum:
         self._num_folded = 0
         self._digest = 0
         self._sending: list[Any] = []
-        self._window = WINDOW if wire.size > 2 else len(self._chunks)
+        self._window = WINDOW if wire.size > 2 else len(pieces)
         self._job = wire.in_background(self._run)
 
     def send(self, nodes: Mapping[Node, Rows], rows_ready: int) -> None:
         """Send the pieces that lie within the first ``rows_ready`` rows, which are complete in all own nodes."""
-        first, num_ready = self._chunks[0][0].start, self._num_ready
-        while num_ready < len(self._chunks) and self._chunks[num_ready][-1].stop - first <= rows_ready:
+        num_ready = self._num_ready
+        while num_ready < len(self._ends) and self._ends[num_ready] <= rows_ready:
             num_ready += 1
         if num_ready == self._num_ready:
             return
@@ -107,11 +113,11 @@ class RangeSum:
 
     def fold(self) -> int:
         """Wait until this member has added all of its chunks; return their digest. Their sums are on their way."""
-        self._wire.await_job(self._job, lambda: self._num_folded == len(self._chunks))
+        self._wire.await_job(self._job, lambda: self._num_folded == len(self._pieces))
         return self._digest & 0xFFFFFFFFFFFFFFFF
 
     def gather(self) -> None:
-        """Wait until the sums of all members are in ``out``."""
+        """Wait until the sums that this member needs are in ``out``."""
         self._wire.await_job(self._job, self._job.is_completed)
 
     # -- inside --------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ class RangeSum:
 
     def _post_chunks(self, piece: int) -> list[tuple[Node, int, int, Tensor, Any]]:
         """Post the receives of this member's chunk of a piece: (node, sender, tag, memory, receive) of all others."""
-        own = self._chunks[piece][self._wire.rank]
+        own = self._pieces[piece].added[self._wire.rank]
         posted: list[tuple[Node, int, int, Tensor, Any]] = []
         for other in self._others if own else ():
             for turn, node in enumerate(self._plan[other]):
@@ -143,11 +149,11 @@ class RangeSum:
                 posted.append((node, other, tag, memory, self._wire.post(memory, other, tag)))
         return posted
 
-    def _post_sums(self, piece: int) -> list[tuple[range, int, int, Tensor, Any]]:
+    def _post_sums(self, piece: int) -> list[tuple[Ranges, int, int, Tensor, Any]]:
         """Post the receives of the other chunks' sums: (rows, sender, tag, memory, receive)."""
-        posted: list[tuple[range, int, int, Tensor, Any]] = []
+        posted: list[tuple[Ranges, int, int, Tensor, Any]] = []
         for other in self._others:
-            if chunk := self._chunks[piece][other]:
+            if chunk := self._pieces[piece].sum_for(other, self._wire.rank):
                 memory, tag = self._packing.room(self._out, chunk, self._root), self._tag(piece)
                 posted.append((chunk, other, tag, memory, self._wire.post(memory, other, tag)))
         return posted
@@ -159,7 +165,7 @@ class RangeSum:
                 piece = self._num_sent
                 for turn, node in enumerate(self._plan[self._wire.rank]):
                     for other in self._others:
-                        if chunk := self._chunks[piece][other]:
+                        if chunk := self._pieces[piece].added[other]:
                             packed = self._packing.pack(self._nodes[node], chunk, node)
                             self._sending.append(self._send(packed, other, self._tag(piece, turn)))
                 self._num_sent += 1
@@ -167,29 +173,33 @@ class RangeSum:
     def _run(self) -> None:
         """Add up, piece by piece, what has arrived; in the thread of the pump."""
         wire = self._wire
-        arriving = [self._post_chunks(piece) for piece in range(len(self._chunks))]
-        gathers = [self._post_sums(piece) for piece in range(len(self._chunks))]
-        for piece, chunks in enumerate(self._chunks):
+        arriving = [self._post_chunks(piece) for piece in range(len(self._pieces))]
+        gathers = [self._post_sums(piece) for piece in range(len(self._pieces))]
+        for piece, chunks in enumerate(self._pieces):
             if not wire.wait_in_background(lambda piece=piece: self._num_ready > piece):  # type: ignore[misc]
                 return
-            own = chunks[wire.rank]
-            nodes = {node: self._nodes[node] for node in self._plan[wire.rank]}
+            own = chunks.added[wire.rank]
+            nodes = [{node: self._nodes[node] for node in self._plan[wire.rank]} for _ in own]
             for node, other, tag, memory, receive in arriving[piece]:
                 self._finish(receive, memory, other, tag)
-                nodes[node] = self._packing.unpack(memory, own, node)
-            if len(own):
+                for held, rows in zip(nodes, self._packing.unpack(memory, own, node), strict=True):
+                    held[node] = rows
+            for part, held in zip(own, nodes, strict=True):
                 self._digest += fold_rows(
                     self._layout,
-                    nodes,
+                    held,
                     self._num_leaves,
-                    own.start,
-                    own.stop,
+                    part.start,
+                    part.stop,
                     [self._out],
                     multipliers=self._multipliers,
                 )
-                packed = self._packing.pack(self._out, own, self._root)
-                for other in self._others:
-                    self._sending.append(self._send(packed, other, self._tag(piece)))
+            packed: dict[Ranges, Tensor] = {}
+            for other in self._others:
+                if part_of := chunks.sum_for(wire.rank, other):
+                    if part_of not in packed:
+                        packed[part_of] = self._packing.pack(self._out, part_of, self._root)
+                    self._sending.append(self._send(packed[part_of], other, self._tag(piece)))
             arriving[piece] = []
             with wire.changed:
                 self._num_folded += 1

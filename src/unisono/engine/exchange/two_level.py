@@ -15,12 +15,13 @@ import msgspec
 import torch
 
 from unisono.core.errors import UsageError
+from unisono.core.routes import split_rows, through
 from unisono.core.tree import schedule
 from unisono.engine.exchange import TELEMETRY_BYTES, Combine, Committed, Share
 from unisono.engine.exchange.context import Context
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.delivering import Courier
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, split_rows
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.host import HostCombine, SharedMemory
 from unisono.engine.exchange.pages import MAX_TEAM
@@ -115,7 +116,9 @@ class _TwoLevelCombine(HostCombine):
         num_leaves = self.share.num_leaves
         plan = [schedule([n for r in ranks for n in self.share.plan[r]], num_leaves)[1] for ranks in self._hosts]
         self._ballot = Ballot(wire, max(self._telemetry_sizes()))
-        stream = RangeSum(wire, self.layout, lane, plan, num_leaves, self.own_sum(), self.layout.multipliers)
+        on_host = [host for host, ranks in enumerate(self._hosts) for _ in ranks]
+        routes = through(self.share.routes, on_host)
+        stream = RangeSum(wire, self.layout, lane, plan, num_leaves, self.own_sum(), self.layout.multipliers, routes)
         own = {
             node: Rows(torch.zeros(len(lane) * ROW_BYTES, dtype=torch.uint8), lane.start) for node in plan[wire.rank]
         }

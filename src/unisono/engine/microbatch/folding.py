@@ -243,17 +243,26 @@ class GradientFolder:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def show(self, combined: Slot, used: Sequence[int] | None = None, *, may_break: bool = True) -> None:
+    def show(
+        self,
+        combined: Slot,
+        used: Sequence[int] | None = None,
+        *,
+        may_break: bool = True,
+        stand_ins: Sequence[Tensor | None] = (),
+    ) -> None:
         """Make the combined means the parameters' ``.grad`` and the model's buffers. A gradient is a view of the slot
         where dtype and strides allow.
 
         Args:
             used: the slot's; None: it is not known yet.
             may_break: of the slot's buffers; see `Buffers.apply`.
+            stand_ins: by parameter, what is its ``.grad`` where the slot has no mean of it; (): it has all.
         """
         counts = combined.used.tolist() if used is None else used
-        for parameter, mean, count in zip(self._parameters, combined.gradients, counts, strict=True):
-            parameter.grad = gradient_of(parameter, mean) if count else None
+        others = stand_ins or [None] * len(counts)
+        for parameter, mean, count, other in zip(self._parameters, combined.gradients, counts, others, strict=True):
+            parameter.grad = None if not count else gradient_of(parameter, mean) if other is None else other
         self.buffers.apply(combined.buffers, may_break=may_break)
 
     # -- a micro-batch -------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from torch.optim import lr_scheduler
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import StepError
+from unisono.engine.state.elsewhere import Elsewhere
 from unisono.engine.state.packing import digest_of_each, quick_digest
 from unisono.engine.state.tracked import Tracked
 from unisono.system.stacks import level_outside
@@ -472,7 +473,8 @@ def _optimizer_states(tracked: Tracked) -> Iterator[Tensor]:
 
 
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
+    found = [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
+    gradients = [one for one in found if not isinstance(one, Elsewhere)]
     return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 

@@ -20,7 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Slot, split_rows
+from unisono.core.routes import Ranges, split_rows, within
+from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Slot
 
 __all__ = ["Finiteness", "NotFinite", "is_finite", "looked_at"]
 
@@ -56,35 +57,42 @@ class Finiteness:
         self._report = report
         self._is_over = False
 
-    def is_broken(self, summed: Slot, step: int, seen: Sequence[float]) -> bool:
+    def is_broken(self, summed: Slot, step: int, seen: Sequence[float], here: Ranges) -> bool:
         """Return whether this is the first gradient of the run that is seen not to be finite. Cheap where it is finite.
 
         Args:
             step: of the run: which part is looked at.
             seen: `sums_of` the rows that are looked at.
+            here: the rows that this member has of the sum.
         """
         if self._is_over or all(map(math.isfinite, seen)):
             return False
-        return not all(is_finite(summed, rows) for rows in looked_at(summed.layout, step))
+        return not all(is_finite(summed, rows) for rows in looked_at(summed.layout, step, here))
 
-    def sums_of(self, summed: Slot, step: int) -> list[Tensor]:
+    def sums_of(self, summed: Slot, step: int, here: Ranges) -> list[Tensor]:
         """Return sums of what is looked at in a step, each (). A sum is finite only if all of its terms are."""
         if self._is_over:
             return []
-        return [values.sum() for rows in looked_at(summed.layout, step) for values in _gradients(summed, rows)]
+        return [values.sum() for rows in looked_at(summed.layout, step, here) for values in _gradients(summed, rows)]
 
     def report(self, found: NotFinite) -> None:
         self._is_over = True
         self._report(found)
 
 
-def looked_at(layout: FlatLayout, step: int) -> list[range]:
-    """Return the rows of a sum that are looked at in a step. In the rows the last parameter comes first."""
+def looked_at(layout: FlatLayout, step: int, here: Ranges) -> list[range]:
+    """Return the rows of a sum that are looked at in a step. In the rows the last parameter comes first.
+
+    Args:
+        here: the rows that this member has of it.
+    """
     num_rows = layout.tail_row
     if num_rows * ROW_BYTES <= SMALL_BYTES:
-        return [range(num_rows)]
-    parts = split_rows(range(num_rows), PARTS)
-    return [range(num_rows - FARTHEST_BYTES // ROW_BYTES, num_rows), parts[step % PARTS]]
+        chosen = [range(num_rows)]
+    else:
+        parts = split_rows(range(num_rows), PARTS)
+        chosen = [range(num_rows - FARTHEST_BYTES // ROW_BYTES, num_rows), parts[step % PARTS]]
+    return [part for rows in chosen for own in here if (part := within(own, rows))]
 
 
 def is_finite(slot: Slot, rows: range) -> bool:

@@ -17,6 +17,7 @@ from unisono.core.errors import DivergenceError, StepError
 from unisono.core.events import Seconds
 from unisono.core.plan import Plan
 from unisono.core.rehearsals import Twice, is_compared
+from unisono.core.routes import Ranges, Route, rows_for
 from unisono.core.telemetry import StepTelemetry
 from unisono.core.tree import Node
 from unisono.core.waits import Wait
@@ -114,12 +115,14 @@ class CommittedStep:
     layout: FlatLayout
     digest: int
     new_sums: bool
+    routes: Callable[[], tuple[Route, ...]] = tuple
+    """Returns those of this step, between the members that there are."""
     counts: bool = True
     """False: members have computed different values, and the step will be done again."""
 
     def stand_by(self, plan: Plan) -> None:
         telemetry = StepTelemetry(new_sums=self.new_sums)
-        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}), telemetry)
+        summed = self.members.sum(Share(plan.num_leaves, plan.nodes, {}, self.routes()), telemetry)
         self.members.release(summed.slot)
         if summed.digest != self.digest and self.counts:
             raise DivergenceError(
@@ -183,6 +186,9 @@ class GradientRound:
         self._is_scaled = False
         self._unread: list[Microbatch] = []  # with losses that nobody has looked at yet
         self._read: _Read | None = None
+        self._routing = context.rounds.routing
+        self._rows_here: Ranges = (range(folder.layout.tail_row),)  # of the sum: the gradients that this member gets
+        self._stand_ins: Sequence[Tensor | None] = ()  # by parameter, for those that it does not get
         self._weight_of_last: float | Tensor = 0.0  # of the micro-batch that was folded last, scaled
         self._helped_s = 0.0  # waited for members that may need help
         self._scalars = (math.nan, math.nan)  # total weight, and weighted loss
@@ -250,7 +256,7 @@ class GradientRound:
         """
         if self._read is None or self._is_scaled or not self._computed:
             return False
-        return self._context.finiteness.is_broken(self.slot, self.number, self._read.seen)
+        return self._context.finiteness.is_broken(self.slot, self.number, self._read.seen, self._rows_here)
 
     def find_not_finite(self) -> Iterator[Any]:
         """Yield micro-batches of this member to the script once more, to find the one that made the sum not finite.
@@ -287,7 +293,7 @@ class GradientRound:
         slot, known = self.slot, self._read
         assert known is not None
         self.totals = dict(known.totals if totals is None else totals)
-        self._folder.show(slot, known.used, may_break=known.may_break)
+        self._folder.show(slot, known.used, may_break=known.may_break, stand_ins=self._stand_ins)
         for carried, views in self._with_views(slot.extras):
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
@@ -343,12 +349,18 @@ class GradientRound:
         self._close()
         nodes = self._members.slots.nodes
         telemetry = msgspec.structs.replace(self._telemetry(), compared=self._context.agreement.says())
-        self.result = summed = self._members.sum(Share(self.num_leaves, plan.nodes, nodes), telemetry)
-        self._members.slots.results.append(summed.slot)
-        self._committed = CommittedStep(
-            self._members, self.name, self._folder.layout, summed.digest, _has_new_sums(summed)
-        )
+        routes, layout, members = self._routes(), self._folder.layout, self._members
+        self.result = summed = members.sum(Share(self.num_leaves, plan.nodes, nodes, routes), telemetry)
+        members.slots.results.append(summed.slot)
+        self._committed = CommittedStep(members, self.name, layout, summed.digest, _has_new_sums(summed), self._routes)
+        if routes:
+            ids = members.worker_ids
+            self._rows_here = rows_for(routes, members.rank, range(layout.tail_row))
+            self._stand_ins = self._routing.stand_ins(self._folder.trained, ids, ids[members.rank])
         return self._committed
+
+    def _routes(self) -> tuple[Route, ...]:
+        return self._routing.routes(self._folder.layout, self._folder.trained, self._members.worker_ids)
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
@@ -374,7 +386,7 @@ class GradientRound:
         """Note and return what Python looks at in the sum, with one wait for the device."""
         sums = slot.extras[: self._num_sums]
         looks = bool(self._computed) and not self._is_scaled
-        seen = self._context.finiteness.sums_of(slot, self.number) if looks else []
+        seen = self._context.finiteness.sums_of(slot, self.number, self._rows_here) if looks else []
         may_break = self._folder.buffers.may_break(slot.buffers)
         scalars, used, breaks, *others = read([slot.scalars, slot.used, may_break, *sums, *seen])
         weight, weighted_loss = scalars.tolist()
@@ -560,7 +572,7 @@ class GradientRound:
         slots = {**{held: nodes[held] for held in nodes if held in planned}, node: slot}
         if set(slots) != set(planned):
             return
-        share, folder = Share(plan.num_leaves, plan.nodes, slots), self._folder
+        share, folder = Share(plan.num_leaves, plan.nodes, slots, self._routes()), self._folder
         exchange = self._members.exchange
 
         def offer(rows_ready: int) -> None:

@@ -29,6 +29,7 @@ from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.exchange.slots import Slots
 from unisono.engine.rounds import FinishedRound, Nothing, Repeats, Report, Reporter, Round, check_titles
 from unisono.engine.rounds.members import Members
+from unisono.engine.rounds.routing import Routing
 from unisono.engine.rounds.taps import Tap
 from unisono.engine.rounds.team import LOST, Team
 from unisono.engine.rounds.transfer import share_state
@@ -132,6 +133,7 @@ class Rounds:
         before_departure: called at a boundary at which members leave, before they do. Collective.
         book: the rounds that are open beside the one that this member plays.
         taps: look on at the steps of this member; one of them may settle what members differ in.
+        routing: says which members get the sum of which gradients of a step.
         note_round: is told the number and the title of each round that this member plays, and -1 after it.
     """
 
@@ -152,6 +154,7 @@ class Rounds:
         self.before_departure: Callable[[], None] | None = None
         self.book = Book()
         self.taps: list[Tap] = []
+        self.routing = Routing()
         self.note_round: Callable[[int, str], None] = _note_nothing
         self._recipe: Recipe = {}
         self._round: Round | None = None

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from unisono.core.cursor import mix
 from unisono.core.plan import Plan
+from unisono.core.routes import split_rows
 from unisono.core.tree import fold, leaf, leaves
 from unisono.engine.exchange import Parcel
-from unisono.engine.exchange.flat import FlatLayout, Slot, split_rows
+from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.rounds.members import Members
 from unisono.engine.state.packing import digest_of_tensor

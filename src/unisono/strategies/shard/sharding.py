@@ -1,9 +1,13 @@
 """An optimizer whose states are shared out over the workers: the first stage of ZeRO (Rajbhandari et al., 2020).
 
 `shard` turns an optimizer into one of a subclass of its class, so that schedulers and a GradScaler find what they look
-for. Its parameters and gradients are whole on every worker. The state of a parameter is on its owners
-(`unisono.core.ownership`), which compute its update; `unisono.strategies.shard.update` brings the new values to all.
-What every worker knows of every state is its `Outline`: all but the content of its tensors.
+for. The state of a parameter is on its owners (`unisono.core.ownership`), which compute its update;
+`unisono.strategies.shard.update` brings the new values to all. What every worker knows of every state is its `Outline`:
+all but the content of its tensors.
+
+Every worker sees all parameters, which may lie in memory that the workers of a host share
+(`unisono.strategies.shard.hosting`). Every worker gets all gradients, unless they are to go to the owners only
+(`unisono.strategies.shard.owned`).
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
+from typing import Any, ClassVar, Literal, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +24,12 @@ from torch.optim import Optimizer
 
 from unisono.core.errors import UsageError
 from unisono.core.ownership import MemberPlace, Owners, owners
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.state.elsewhere import Elsewhere
+from unisono.strategies.shard.hosting import HostMemory
 from unisono.strategies.shard.separable import check_separable, is_plain, unhooked
 
-__all__ = ["Outline", "ShardedOptimizer", "Shares", "shard"]
+__all__ = ["Outline", "ShardedOptimizer", "Shares", "loops_with", "shard"]
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 Outline = dict[str, tuple[Any, ...]]
@@ -35,14 +42,30 @@ class Shares:
 
     Attributes:
         copies: workers that shall hold each state.
+        memory: where this worker writes parameters for the workers of its host; None: each has a copy of its own.
+        together: the members that have one copy of the parameters a host, as the newest of them knows. Equal on all.
+        to_owners: whether the gradient of a parameter goes to its owners only.
+        rounds: of the newest training loop; None before the first.
         owners: by parameter; None: whoever has a state holds it, nothing was shared out yet. Equal on all members.
         whole: while there are no owners, the workers that hold all states, as far as they are members.
         outlines: by parameter, in the order in which their states were made; equal on all members.
         stateless: parameters that an update has left without a state, as far as this member has seen it.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer], object], copies: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Callable[[Optimizer], object],
+        copies: int,
+        *,
+        by_host: bool = False,
+        to_owners: bool = False,
+    ) -> None:
         self.copies = copies
+        self.memory = HostMemory() if by_host else None
+        self.together: tuple[str, ...] = ()
+        self.to_owners = to_owners
+        self.rounds: Rounds | None = None
         self.owners: Owners | None = None
         self.whole: tuple[str, ...] = ()
         self.outlines: dict[int, Outline] = {}
@@ -53,22 +76,22 @@ class Shares:
         self._seen: dict[int, list[Any]] = {}
         """By parameter: the values of a state whose outline is known."""
         self._play: Callable[[], None] | None = None
-        self._worker_ids: Callable[[], Collection[str]] = tuple
         self.begin_whole()
 
     # -- the run -------------------------------------------------------------------------------------
 
-    def bind(self, play: Callable[[], None], worker_ids: Callable[[], Collection[str]]) -> None:
-        """Have ``play`` do the updates, in a training loop.
-
-        Args:
-            worker_ids: returns the members of the current generation.
-        """
-        self._play, self._worker_ids = play, worker_ids
+    def bind(self, play: Callable[[], None], rounds: Rounds) -> None:
+        """Have ``play`` do the updates, in a training loop."""
+        self._play, self.rounds = play, rounds
+        _in_loops.append(self)
 
     def unbind(self) -> None:
         """Note that the training loop is over."""
         self._play = None
+        if self in _in_loops:
+            _in_loops.remove(self)
+        if self.memory is not None:
+            self.memory.close()
 
     @property
     def is_whole(self) -> bool:
@@ -92,9 +115,12 @@ class Shares:
         self.update_own(range(len(self.parameters())))
         self.begin_whole()
 
+    def _members(self) -> Collection[str]:
+        return self.rounds.team.worker_ids if self.rounds is not None else ()
+
     def members_of(self, worker_ids: Sequence[str]) -> tuple[str, ...]:
         """Return those of some workers that are members; all, outside of a training loop."""
-        ids = self._worker_ids()
+        ids = self._members()
         return tuple(one for one in worker_ids if one in ids or not ids)
 
     @property
@@ -133,6 +159,10 @@ class Shares:
             parameter.nbytes if parameter.requires_grad or index in self.outlines else 0
             for index, parameter in enumerate(self.parameters())
         ]
+
+    def lacks(self, index: int) -> bool:
+        """Return whether the gradient of a parameter is on other members."""
+        return isinstance(self.parameters()[index].grad, Elsewhere)
 
     def to_update(self) -> list[int]:
         """Return the parameters that have a gradient."""
@@ -174,7 +204,7 @@ class Shares:
 
     def begin_whole(self) -> None:
         """Note that all members hold all states, as before the first loop. Local."""
-        self.owners, self.whole = None, tuple(self._worker_ids())
+        self.owners, self.whole = None, tuple(self._members())
         self.stateless.clear()
         self._seen.clear()
         self.outlines = self.changes(range(len(self.parameters())), {})
@@ -343,6 +373,7 @@ class ShardedOptimizer(Optimizer):
             "owners": shares.owners,
             "whole": shares.members_of(shares.whole) if shares.owners is None else (),
             "outlines": dict(shares.outlines),
+            "together": shares.together,
         }
 
     def held(self) -> dict[int, dict[str, Tensor]]:
@@ -353,9 +384,16 @@ class ShardedOptimizer(Optimizer):
         super().load_state_dict({"param_groups": outline["param_groups"], "state": {}})
         self._shares.owners, self._shares.whole = outline["owners"], outline["whole"]
         self._shares.outlines = dict(outline["outlines"])
+        self._shares.together = outline["together"]
 
 
-def shard(optimizer: O, *, copies: int = 2) -> O:
+def shard(
+    optimizer: O,
+    *,
+    copies: int = 2,
+    parameters: Literal["worker", "host"] = "worker",
+    gradients: Literal["worker", "owners"] = "worker",
+) -> O:
     """Share out the states of an optimizer over the workers: each is on ``copies`` of them, and not on all.
 
     Returns the same object. The training has the same bits as without, also its checkpoints; what changes is the memory
@@ -376,10 +414,18 @@ def shard(optimizer: O, *, copies: int = 2) -> O:
             ``torch.optim`` but LBFGS and SparseAdam, and others that pass a trial on small parameters.
         copies: workers that hold each state, on different hosts where there are several. 1: the loss of a worker ends
             the run, which goes on from its newest checkpoint.
+        parameters: who has a copy of the parameters: each ``"worker"``, or each ``"host"``, whose workers map one piece
+            of memory. For P bytes of parameters a host then needs 2 P instead of P a worker. CPUs only.
+        gradients: who gets the mean gradient of a parameter: each ``"worker"``, or its ``"owners"`` only, with half the
+            bytes between hosts. The others find a ``.grad`` that raises when it is read: clip with
+            `unisono.clip_grad_norm_`. A gradient is lost with all owners of its parameter.
 
     Raises:
         UsageError: this optimizer cannot be shared out; says why.
     """
+    for what, given, known in (("parameters", parameters, "host"), ("gradients", gradients, "owners")):
+        if given not in ("worker", known):
+            raise UsageError(f'{what} is "worker" or "{known}"; got {given!r}')
     if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
         raise UsageError(f"copies is the number of workers that hold each state, at least 1; got {copies!r}")
     if not isinstance(optimizer, Optimizer):
@@ -395,8 +441,27 @@ def shard(optimizer: O, *, copies: int = 2) -> O:
     base = type(optimizer)
     optimizer.__class__ = _sharded_class(base)  # type: ignore[assignment,arg-type]
     sharded = cast(ShardedOptimizer, optimizer)
-    sharded._shares = Shares(sharded, unhooked(base), copies)  # `ShardedOptimizer.step` calls the hooks itself
+    sharded._shares = Shares(
+        sharded,
+        unhooked(base),  # `ShardedOptimizer.step` calls the hooks itself
+        copies,
+        by_host=parameters == "host",
+        to_owners=gradients == "owners",
+    )
     return optimizer
+
+
+_in_loops: list[Shares] = []
+"""Of the optimizers of all training loops that are under way in this process."""
+
+
+def loops_with(parameters: Iterable[Tensor]) -> Rounds | None:
+    """Return the rounds of the training loop in which the gradients of some parameters go to owners; None: of none."""
+    wanted = set(map(id, parameters))
+    for shares in _in_loops:
+        if shares.to_owners and any(id(one) in wanted for one in shares.parameters()):
+            return shares.rounds
+    return None
 
 
 @functools.cache

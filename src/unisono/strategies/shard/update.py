@@ -21,8 +21,9 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from torch import Tensor
 
-from unisono.core.errors import DivergenceError, StateLost
+from unisono.core.errors import DivergenceError, PeerLost, StateLost
 from unisono.core.holdings import Holders
 from unisono.core.ownership import MemberPlace, Owners, living, owners, senders
 from unisono.core.plan import Plan
@@ -32,9 +33,12 @@ from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Gathered, Members, Undivided
 from unisono.engine.rounds.moving import MovingRound
+from unisono.engine.rounds.routing import Routing
 from unisono.engine.rounds.team import places
 from unisono.engine.state.packing import from_bytes, quick_digest, to_bytes
 from unisono.engine.state.tracked import Tracked
+from unisono.strategies.shard.hosting import Written, check_hosted, is_mapped, mapped
+from unisono.strategies.shard.owned import OwnedGradients
 from unisono.strategies.shard.sharding import Outline, ShardedOptimizer, Shares
 from unisono.system.faults import point
 
@@ -107,9 +111,10 @@ class UpdateRound(Undivided):
         """Update what this member owns; once, but for what has lost its owners meanwhile."""
         self._clock.switch("update")
         own = self._own(self._members.worker_ids[self._members.rank]) - self._new - self._open
+        own = {index for index in own if not self._shares.lacks(index)}
         if own or not self._has_begun:
             self._has_begun = True  # a step() counts once, also where it has nothing to update
-            self._shares.update_own(own)
+            self._update(own)
             self._new |= own
             self._made |= own
         point("shard.updated")
@@ -119,7 +124,7 @@ class UpdateRound(Undivided):
         self._clock.switch("exchange")
         said = None
         if self._is_first:
-            having = [self._own(worker_id) for worker_id in self._members.worker_ids]
+            having = self._having_at_first()
         else:
             having, said = self._hear()
             if said is None:
@@ -136,6 +141,14 @@ class UpdateRound(Undivided):
         point("shard.committed")
         self._shares.note(self._changes)
         self._shares.stateless.update(index for index in self._todo if index not in self._shares.outlines)
+
+    def _update(self, own: Collection[int]) -> None:
+        """Give these parameters their new values."""
+        self._shares.update_own(own)
+
+    def _having_at_first(self) -> list[set[int]]:
+        """Return which new values each member has made, by rank, where no member was lost."""
+        return [self._own(worker_id) for worker_id in self._members.worker_ids]
 
     def _hear(self) -> tuple[list[set[int]], bytes | None]:
         """Return what each member has, by rank, and what all have said if some have finished the round. Collective."""
@@ -210,6 +223,146 @@ class UpdateRound(Undivided):
         self.members_then = [MemberPlace(*one) for one in heard["members"]]
 
 
+class HostRound(UpdateRound):
+    """One step() where each host has one copy of the parameters (`unisono.strategies.shard.hosting`).
+
+    Until the round is over, every member sees the old values: new ones lie where nobody reads. On each host one member
+    has them in memory that the others map: the first of its owners there that has the value, or one that gets it from
+    another host. A member that is alone on its host writes where the parameters are.
+
+    Args:
+        is_update: False: the values stay what they are, and come to where each host has them once.
+    """
+
+    def __init__(self, members: Members, shares: Shares, name: str, clock: Clock, *, is_update: bool = True) -> None:
+        super().__init__(members, shares, name, clock)
+        assert shares.memory is not None
+        self._memory = shares.memory
+        self._is_update = is_update
+        self._values: dict[int, Tensor] = {}
+        """By parameter: the new value, wherever it is; none for a parameter that has it."""
+        self._mapped: dict[int, Tensor] = {}
+        """By parameter: the new value, as a writer of this host has it."""
+        if not is_update:
+            self._todo = list(range(len(self._parameters)))
+            self._new = set(self._todo)
+            self._values = {index: self._parameters[index].detach() for index in self._todo}
+
+    @property
+    def title(self) -> str:
+        return super().title if self._is_update else f"the parameters of {self._name} coming into one copy a host"
+
+    def finish(self) -> None:
+        for index in self._todo:
+            if (value := self._mapped.get(index, self._values.get(index))) is not None:
+                self._parameters[index].data = value
+        self._memory.commit(self._todo)
+        if self._is_update:
+            super().finish()
+        else:
+            point("shard.committed")
+            self._shares.together = tuple(one.worker_id for one in self.members_then)
+
+    def compute(self, plan: Plan) -> Iterator[object]:
+        if self._is_update:
+            return super().compute(plan)
+        point("shard.updated")
+        return iter(())
+
+    def _having_at_first(self) -> list[set[int]]:
+        return super()._having_at_first() if self._is_update else [set(self._todo) for _ in range(self._members.size)]
+
+    def _update(self, own: Collection[int]) -> None:
+        parameters, is_alone = self._parameters, self._is_alone
+        places = self._places(self._having_at_first()) if self._is_first else {}
+        before = {index: parameters[index].data for index in own}
+        for index, value in before.items():
+            if (place := places.get(index)) is not None:
+                parameters[index].data = place.copy_(value)
+            elif not is_alone or is_mapped(value):
+                parameters[index].data = value.clone()
+        try:
+            self._shares.update_own(own)
+        finally:
+            for index, value in before.items() if not is_alone else ():
+                self._values[index], parameters[index].data = parameters[index].data, value
+
+    @property
+    def _hosts(self) -> dict[str, list[int]]:
+        """The ranks of the members, by host."""
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(self._members.team.hosts):
+            found.setdefault(host, []).append(rank)
+        return found
+
+    @property
+    def _near(self) -> list[int]:
+        """The ranks of the members of this host."""
+        return self._hosts[self._members.team.hosts[self._members.rank]]
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._near) == 1
+
+    def _writer(self, index: int, ranks: Sequence[int], having: Sequence[set[int]]) -> int:
+        """Return who has a new value in memory for the members of a host: one that has the value, if there is one.
+
+        Args:
+            ranks: of the host.
+        """
+        ids, turn = self._members.worker_ids, index % len(ranks)
+        owning = [rank for rank in (ids.index(one) for one in self._owners[index] if one in ids) if rank in ranks]
+        in_order = [*owning, *ranks[turn:], *ranks[:turn]]
+        return next((rank for rank in in_order if index in having[rank]), in_order[0])
+
+    def _places(self, having: Sequence[set[int]]) -> dict[int, Tensor]:
+        """Return the places of the parameters of which this member is the writer."""
+        if self._is_alone:
+            return {}
+        near, rank = self._near, self._members.rank
+        own = [index for index in self._todo if self._writer(index, near, having) == rank]
+        return self._memory.places(self._parameters, own, anew=not self._is_update)
+
+    def _deliver(self, having: Sequence[set[int]], first: Mapping[int, int]) -> None:
+        places, rank = self._places(having), self._members.rank
+        for index, place in places.items():
+            if (value := self._values.get(index)) is not None and value.data_ptr() != place.data_ptr():
+                place.copy_(value)
+        self._values |= {index: places[index] for index in places if index in self._values}
+        hosts, parcels, coming = self._hosts.values(), [], []
+        for index in self._todo:
+            targets = [
+                self._writer(index, ranks, having)
+                for ranks in hosts
+                if not any(index in having[other] for other in ranks)
+            ]
+            if not targets:
+                continue
+            tensor = self._values.get(index, self._parameters[index].detach())
+            if rank in targets:
+                coming.append(index)
+                tensor = places.get(index, tensor)
+            parcels.append(Parcel(first[index], tuple(sorted(targets)), tensor))
+        self._open = set(coming) if self._is_alone else set()
+        self._members.deliver(parcels)
+        self._values |= {index: places[index] for index in coming if index in places}
+        self._map(list(places))
+        self._new.update(self._todo)
+
+    def _map(self, own: Collection[int]) -> None:
+        """Say what this member has written, and map what the members of its host have. Collective."""
+        said = self._members.gather(msgspec.msgpack.encode(self._memory.written(own)))
+        if self._is_alone:
+            return
+        try:
+            for rank in self._near:
+                for written in msgspec.msgpack.decode(said[rank], type=list[Written]):
+                    self._mapped |= mapped(self._parameters, written)
+        except FileNotFoundError as error:
+            raise PeerLost(f"{self._members.worker_ids[rank]} has left, and its parameters with it: {error}") from error
+        self._values |= self._mapped
+
+
 class StatesRound(MovingRound):
     """States move to those that are to own them from now on."""
 
@@ -252,19 +405,34 @@ def shared_updates(rounds: Rounds, tracked: Tracked, clock: Clock) -> Iterator[N
     """
     updates: list[_Update] = []
     sharded = {name: one for name, one in tracked.optimizers.items() if isinstance(one, ShardedOptimizer)}
+    for name, optimizer in sharded.items():
+        if optimizer._shares.memory is not None:
+            check_hosted(name, optimizer._shares.parameters(), _others(optimizer, tracked))
     try:
         for name, optimizer in sharded.items():
             update = _Update(rounds, optimizer._shares, name, clock)
-            optimizer._shares.bind(update, lambda: rounds.team.worker_ids)
+            optimizer._shares.bind(update, rounds)
             update.settle()
             updates.append(update)
         if updates:
             rounds.before_departure = partial(_move_all, updates)
+        if any(one._shares.to_owners for one in sharded.values()):
+            rounds.routing = OwnedGradients(list(tracked.optimizers.values()))
         yield
     finally:
         rounds.before_departure = None
+        rounds.routing = Routing()
         for optimizer in sharded.values():
             optimizer._shares.unbind()
+
+
+def _others(optimizer: ShardedOptimizer, tracked: Tracked) -> dict[str, Tensor]:
+    """Return the tracked parameters and buffers that an optimizer does not update, by name."""
+    own = set(map(id, optimizer._shares.parameters()))
+    found: list[tuple[str, Tensor]] = [*tracked.parameters()]
+    for name, module in tracked.modules.items():
+        found += [(f"{name}.{path}", one) for path, one in module.named_buffers()]
+    return {name: one for name, one in found if id(one) not in own}
 
 
 def _move_all(updates: Sequence[_Update]) -> None:
@@ -286,15 +454,17 @@ class _Update:
     def __call__(self) -> None:
         """Make one step; then states move if members were lost or have come. Collective."""
         self.settle()
-        round_ = UpdateRound(*self._what)
-        self._play(round_)
         shares = self._shares
+        round_ = UpdateRound(*self._what) if shares.memory is None else HostRound(*self._what)
+        self._play(round_)
         assert shares.owners is not None
         now = (shares.sizes(), round_.members_then, shares.owners)
         if now != self._good:
             if owners(shares.sizes(), round_.members_then, shares.copies, shares.owners) != shares.owners:
                 self.move()
             else:
+                if not {one.worker_id for one in round_.members_then}.issubset(shares.together):
+                    self._share()  # newcomers have copies of their own
                 self._good = now
 
     def settle(self) -> None:
@@ -305,6 +475,12 @@ class _Update:
     def move(self) -> None:
         """Move states to where they are to be, with the members that there are and those that leave. Collective."""
         self._play(StatesRound(*self._what))
+        self._share()
+
+    def _share(self) -> None:
+        """Let each host have one copy of the parameters, where it is to be so. Collective."""
+        if self._shares.memory is not None:
+            self._play(HostRound(*self._what, is_update=False))
 
     def _play(self, round_: UpdateRound | StatesRound) -> None:
         with torch.no_grad():

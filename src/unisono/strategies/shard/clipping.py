@@ -1,0 +1,104 @@
+"""Clipping of gradients that are not on all workers: `unisono.clip_grad_norm_` and `unisono.clip_grad_value_`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from unisono.core.errors import StateLost
+from unisono.engine.rounds.gathering import Gather
+from unisono.engine.rounds.members import Members
+from unisono.engine.state.elsewhere import Elsewhere
+from unisono.engine.state.packing import from_bytes, to_bytes
+from unisono.strategies.shard.sharding import loops_with
+
+__all__ = ["NormsRound", "clip_grad_norm_", "clip_grad_value_"]
+
+
+class NormsRound(Gather):
+    """Each member says the norms of the gradients that it has, and all end with all norms.
+
+    Args:
+        norms: returns by number of the gradient its norm, of those that are here.
+        number: of gradients.
+    """
+
+    def __init__(self, members: Members, norms: Mapping[int, Tensor], number: int) -> None:
+        super().__init__(members, "unisono.clip_grad_norm_", "norms", lambda: to_bytes(dict(norms)))
+        self._number = number
+
+    def merge(self, said: Mapping[str, bytes]) -> bytes:
+        found = {number: norm for one in said.values() for number, norm in from_bytes(one).items()}
+        if len(found) < self._number:
+            raise StateLost(
+                f"{self._number - len(found)} of {self._number} gradients were on workers that are lost "
+                '(unisono.shard with gradients="owners"): the run cannot go on from here. Go on from '
+                f"{self._members.newest()}; with more copies it survives more losses at the same time"
+            )
+        return to_bytes({number: found[number] for number in range(self._number)})
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip the norm of the gradients of some parameters as ``torch.nn.utils.clip_grad_norm_`` does: with the same bits.
+
+    For a training with ``unisono.shard(..., gradients="owners")``, where a worker does not have all gradients: each
+    worker takes the norms of those that it has, all of them get all norms, and the norm of these is the total norm.
+    Elsewhere it is the function of torch. To be called after the inner loop and before ``optimizer.step()``.
+
+    Collective in a training loop with ``gradients="owners"``: all workers call it, with the same arguments.
+
+    Args:
+        parameters: those whose gradients are clipped; those without a gradient are left out.
+        max_norm: the largest norm that is left as it is.
+        norm_type: p of the p-norm; ``inf``: the largest absolute value.
+        error_if_nonfinite: raise an error if the total norm is infinite or not a number.
+        foreach: the faster implementation of torch, or not; None: where there is one.
+
+    Returns:
+        () The total norm before clipping; equal bits on all workers.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+        StateLost: all workers that had some gradient are lost.
+    """
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    loop = loops_with(chosen)
+    if loop is None:
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    gradients = [one.grad for one in chosen if one.grad is not None]
+    here = {number: one for number, one in enumerate(gradients) if not isinstance(one, Elsewhere)}
+    # One by one: the norm of a single number is its absolute value, so the norms of parts have the norm of the whole.
+    norms = {number: torch.nn.utils.get_total_norm([one], norm_type, False, foreach) for number, one in here.items()}
+    with torch.no_grad():
+        round_ = NormsRound(loop.members, norms, len(gradients))
+        for _ in loop.play(round_):
+            pass
+        found = from_bytes(round_.result)
+        parts = [found[number].to(one.device).view(1) for number, one in enumerate(gradients)]
+        total = torch.nn.utils.get_total_norm(parts, norm_type, error_if_nonfinite, foreach)
+        clipped = [one for one in chosen if one.grad is not None and not isinstance(one.grad, Elsewhere)]
+        torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total, foreach)
+    return total
+
+
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Clip each element of the gradients of some parameters, as ``torch.nn.utils.clip_grad_value_`` does.
+
+    With ``unisono.shard(..., gradients="owners")`` each worker clips the gradients that it has. Local.
+
+    Args:
+        parameters: those whose gradients are clipped; those without a gradient are left out.
+        clip_value: elements end up in ``[-clip_value, clip_value]``.
+        foreach: the faster implementation of torch, or not; None: where there is one.
+    """
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    here = [one for one in chosen if not isinstance(one.grad, Elsewhere)]
+    torch.nn.utils.clip_grad_value_(here, clip_value, foreach)
