@@ -243,6 +243,7 @@ class Recipe:
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     scheduler: Callable[[Any], Any] | None = None
     clip: float | None = 1.0
+    clipping: Callable[..., object] = nn.utils.clip_grad_norm_
     with_ema: bool = False
     with_scaler: bool = False
     thaws: bool = False
@@ -280,7 +281,7 @@ class Recipe:
                 if scaler is not None:
                     scaler.unscale_(optimizer)
                 if self.clip is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+                    self.clipping(model.parameters(), self.clip)
                 if scaler is not None:
                     scaler.step(optimizer)
                     scaler.update()

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=2)
     parser.add_argument("--parameters", default="worker")
     parser.add_argument("--gradients", default="worker")
+    parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--checkpoint-every", type=int)
@@ -64,6 +65,8 @@ def main() -> None:
                 model[5].requires_grad_(True)
             for inputs, labels in step:
                 step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
+            if arguments.clip:
+                unisono.clip_grad_norm_(model.parameters(), arguments.clip)
             optimizer.step()
             scheduler.step()
         states = optimizer.state_dict()["state"]

@@ -55,9 +55,7 @@ def test_of_a_large_sum_everything_is_looked_at_within_some_steps() -> None:
     here = (range(layout.tail_row),)
     seen = {row for step in range(PARTS) for rows in looked_at(layout, step, here) for row in rows}
     assert seen == set(range(layout.tail_row))
-    assert all(
-        sum(map(len, looked_at(layout, step, here))) < layout.tail_row / 4 for step in range(PARTS)
-    )
+    assert all(sum(map(len, looked_at(layout, step, here))) < layout.tail_row / 4 for step in range(PARTS))
 
 
 class Data:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ Make = Callable[[Any], optim.Optimizer]
 Held = dict[int, dict[str, str]]
 """By parameter and key, the bits of a state."""
 
-WAYS: dict[str, list[dict[str, Any]]] = {
+KERNELS: dict[str, list[dict[str, Any]]] = {
     "": [{}],
     "each": [{"foreach": False}, {"foreach": True}],
     "fused": [{"foreach": False}, {"foreach": True}, {"fused": True}],
@@ -48,7 +48,7 @@ KINDS: list[tuple[type[optim.Optimizer], str, dict[str, Any]]] = [
 OPTIMIZERS: dict[str, Make] = {
     f"{kind.__name__} {options | way}": partial(kind, **options, **way)
     for kind, ways, options in KINDS
-    for way in WAYS[ways]
+    for way in KERNELS[ways]
 }
 
 
@@ -81,15 +81,23 @@ def train(run: unisono.Run, make: Make) -> tuple[str, Held]:
     return bits_of(model.state_dict()), held_by(optimizer)
 
 
-def sharded(make: Make, copies: int, parameters: Any) -> optim.Optimizer:
-    return unisono.shard(make(parameters), copies=copies)
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "host": {"parameters": "host"},
+    "owners": {"gradients": "owners"},
+    "both": {"parameters": "host", "gradients": "owners"},
+}
 
 
-def _train_all(seat: Seat, place: Place, copies: int) -> dict[str, tuple[str, Held]]:
+def sharded(make: Make, copies: int, way: str, parameters: Any) -> optim.Optimizer:
+    return unisono.shard(make(parameters), copies=copies, **WAYS[way])
+
+
+def _train_all(seat: Seat, place: Place, copies: int, way: str) -> dict[str, tuple[str, Held]]:
     found = {}
     for name, make in OPTIMIZERS.items():
         with place.run(seed=3) as run:
-            found[name] = train(run, partial(sharded, make, copies))
+            found[name] = train(run, partial(sharded, make, copies, way))
     return found
 
 
@@ -120,18 +128,22 @@ def assert_shared_out(
                 assert number == min(copies, len(results)), f"{name}, parameter {index}"
 
 
-@pytest.mark.parametrize(("kind", "size", "copies"), [("shared", 3, 1), ("two-level", 4, 2)])
+@pytest.mark.parametrize(
+    ("kind", "size", "copies", "way"),
+    [("shared", 3, 1, "whole"), ("two-level", 4, 2, "whole"), ("shared", 3, 2, "host"), ("gloo", 3, 1, "both")],
+)
 def test_each_optimizer_has_the_same_bits_as_without(
-    kind: str, size: int, copies: int, replicated: dict[str, tuple[str, Held]]
+    kind: str, size: int, copies: int, way: str, replicated: dict[str, tuple[str, Held]]
 ) -> None:
-    assert_shared_out(train_on(kind, size, _train_all, copies), replicated, copies)
+    assert_shared_out(train_on(kind, size, _train_all, copies, way), replicated, copies)
 
 
-def test_one_worker_holds_everything(replicated: dict[str, tuple[str, Held]]) -> None:
+@pytest.mark.parametrize("way", ["whole", "both"])
+def test_one_worker_holds_everything(way: str, replicated: dict[str, tuple[str, Held]]) -> None:
     found = {}
     for name, make in OPTIMIZERS.items():
         with AloneRun(seed=3) as run:
-            found[name] = train(run, partial(sharded, make, 2))
+            found[name] = train(run, partial(sharded, make, 2, way))
     assert found == replicated
 
 
@@ -139,28 +151,31 @@ def test_one_worker_holds_everything(replicated: dict[str, tuple[str, Held]]) ->
 
 SAMPLE = ("rare", "thawing", "mixed", "channels last", "momentum", "fused", "scaler", "two phases")
 NAMES = tuple(RECIPES) if ALL else SAMPLE
+READING = ("scaler",)
+"""Those that read the gradients of all parameters."""
 
 
-def train_recipe(run: unisono.Run, recipe: Recipe, copies: int) -> tuple[Any, Held]:
+def train_recipe(run: unisono.Run, recipe: Recipe, copies: int, way: str = "whole") -> tuple[Any, Held]:
     """What the training gives, but for the optimizer's state; and the states that are here."""
     made: list[optim.Optimizer] = []
 
     def make(parameters: Any) -> optim.Optimizer:
-        made.append(
-            unisono.shard(recipe.optimizer(parameters), copies=copies) if copies else recipe.optimizer(parameters)
-        )
+        made.append(sharded(recipe.optimizer, copies, way, parameters) if copies else recipe.optimizer(parameters))
         return made[0]
 
-    outcome = replace(recipe, optimizer=make).train(run, 6)
+    clipping = unisono.clip_grad_norm_ if "gradients" in WAYS[way] else recipe.clipping
+    outcome = replace(recipe, optimizer=make, clipping=clipping).train(run, 6)
     final = {name: bits for name, bits in outcome.final.items() if name != "optimizer"}
     return (final, outcome.totals, outcome.losses), held_by(made[0])
 
 
-def _train_recipes(seat: Seat, place: Place, copies: int) -> dict[str, tuple[Any, Held]]:
+def _train_recipes(
+    seat: Seat, place: Place, names: Sequence[str], copies: int, way: str
+) -> dict[str, tuple[Any, Held]]:
     found = {}
-    for name in NAMES:
+    for name in names:
         with place.run(seed=3) as run:
-            found[name] = train_recipe(run, RECIPES[name], copies)
+            found[name] = train_recipe(run, RECIPES[name], copies, way)
     return found
 
 
@@ -175,9 +190,21 @@ def recipes() -> Iterator[dict[str, tuple[Any, Held]]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "size", "copies"), [("shared", 2, 1), ("shared", 4, 2), ("gloo", 3, 2)])
+@pytest.mark.parametrize(
+    ("kind", "size", "copies", "way"),
+    [
+        ("shared", 2, 1, "whole"),
+        ("shared", 4, 2, "whole"),
+        ("gloo", 3, 2, "whole"),
+        ("shared", 3, 2, "host"),
+        ("gloo", 3, 1, "owners"),
+        ("two-level", 4, 2, "both"),
+    ],
+)
 def test_a_training_has_the_same_bits_as_without(
-    kind: str, size: int, copies: int, recipes: dict[str, tuple[Any, Held]]
+    kind: str, size: int, copies: int, way: str, recipes: dict[str, tuple[Any, Held]]
 ) -> None:
     """Rare and frozen layers, several dtypes, schedulers, a scaler, averages, phases."""
-    assert_shared_out(train_on(kind, size, _train_recipes, copies), recipes, copies)
+    names = [name for name in NAMES if way in ("whole", "host") or name not in READING]
+    whole = {name: recipes[name] for name in names}
+    assert_shared_out(train_on(kind, size, _train_recipes, names, copies, way), whole, copies)

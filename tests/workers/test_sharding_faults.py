@@ -6,6 +6,7 @@ runs every point x rank x number of workers x exchange.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,10 +35,18 @@ DELIVERY_POINTS = {
     "two-level": ["deliver.staged"],
 }
 """Those that a delivery comes to in an exchange; with two copies on two hosts nothing crosses."""
+NORMS_POINT = "shard.norms"
 CHECKPOINT_POINTS = ["shard.in_lending", "shard.loading"]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
 ALONE = [*PATIENT, "--max-restarts", "0"]
 
+WAYS = {
+    "whole": [],
+    "host": ["--parameters", "host"],
+    "owners": ["--gradients", "owners"],
+    "both": ["--parameters", "host", "--gradients", "owners"],
+}
+"""Who has a copy of the parameters, and who gets gradients."""
 Case = tuple[str, int, str, int]
 """Exchange, number of workers, point, rank: who is killed where."""
 
@@ -72,6 +81,20 @@ if ALL:
         for rank in range(workers)
         if (exchange, workers) != ("two-level", 3)
     ]
+    NEW = list(itertools.product(SAMPLE, ["host", "owners", "both"]))
+else:
+    NEW = [
+        (("shared", 3, "shard.updated", 0), "host"),
+        (("shared", 3, "shard.delivered", 1), "both"),
+        (("shared", 2, "shard.committed", 0), "host"),
+        (("shared", 3, "reduced", 1), "owners"),
+        (("gloo", 3, "committed", 2), "both"),
+        (("gloo", 3, "shard.updated", 1), "host"),
+        (("two-level", 4, "shard.delivered", 2), "both"),
+        (("two-level", 4, "deliver.staged", 0), "host"),
+        (("two-level", 3, "shard.updated", 1), "owners"),
+    ]
+CASES = [(*case, way) for case, way in [*((one, "whole") for one in SAMPLE), *NEW]]
 
 
 def run(
@@ -105,17 +128,17 @@ def assert_same_bits(directory: Path, hurt: Outcome, calm: tuple[Path, Outcome])
 
 def test_the_points_are_those_that_there_are() -> None:
     assert sorted(at for at in POINTS if at.startswith(("shard.", "states."))) == sorted(
-        [*UPDATE_POINTS, *MOVE_POINTS, *CHECKPOINT_POINTS]
+        [*UPDATE_POINTS, *MOVE_POINTS, *CHECKPOINT_POINTS, NORMS_POINT]
     )
 
 
-@pytest.mark.parametrize(("exchange", "workers", "at", "rank"), SAMPLE)
+@pytest.mark.parametrize(("exchange", "workers", "at", "rank", "way"), CASES)
 def test_a_kill_in_an_update_changes_no_bit(
-    exchange: str, workers: int, at: str, rank: int, calm: tuple[Path, Outcome], tmp_path: Path
+    exchange: str, workers: int, at: str, rank: int, way: str, calm: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
     """Two copies, one loss: the others have what it had, whoever has heard of the end of the update and who has not."""
     options = [*ALONE, "--exchange", *EXCHANGES[exchange]]
-    hurt = run(tmp_path / "run", workers, 2, Faults().kill(f"w{rank}", step=STEP, at=at), options)
+    hurt = run(tmp_path / "run", workers, 2, Faults().kill(f"w{rank}", step=STEP, at=at), options, WAYS[way])
     assert f"w{rank}" in ended_workers(hurt.output), hurt.output
     assert_same_bits(tmp_path / "run", hurt, calm)
     assert max(hurt.generations) > 1
@@ -183,6 +206,28 @@ def test_one_loss_after_the_other_down_to_one_worker(calm: tuple[Path, Outcome],
     assert_same_bits(tmp_path / "run", hurt, calm)
     assert [len(workers) for workers in hurt.times.values()][-1] == 1
     assert "w1 holds 0 1 2 3 4 5 6 7" in hurt.output or "w0 holds 0 1 2 3 4 5 6 7" in hurt.output
+
+
+@pytest.mark.parametrize("at", [NORMS_POINT, "committed"])
+def test_gradients_that_are_clipped_by_the_norm_of_all_survive_a_loss(at: str, tmp_path: Path) -> None:
+    """Two copies of each gradient: the norms of the lost worker are those of another one. The bits are torch's."""
+    calm, hurt = tmp_path / "calm", tmp_path / "hurt"
+    alone = run(calm, 1, 0, arguments=["--clip", "0.1"])  # here it is the function of torch
+    assert alone.exit_code == 0, alone.output
+    arguments = ["--clip", "0.1", *WAYS["owners"]]
+    outcome = run(hurt, 3, 2, Faults().kill("w1", step=STEP, at=at), arguments=arguments)
+    assert "w1" in ended_workers(outcome.output), outcome.output
+    assert outcome.exit_code == 0, outcome.output
+    assert compare(calm, hurt).startswith("identical: ")
+
+
+def test_a_gradient_is_lost_with_all_of_its_owners(tmp_path: Path) -> None:
+    """With one copy: the sum went to the worker that is killed before it has updated anything."""
+    arguments = ["--optimizer", "sgd", *WAYS["owners"]]
+    faults = Faults().kill("w1", step=STEP, at="step_end")
+    outcome = run(tmp_path / "run", 3, 1, faults, arguments=arguments)
+    assert outcome.exit_code != 0, outcome.output
+    assert re.search(r"the new value of parameter \d of optimizer was held by w1 .*copies=1", outcome.output)
 
 
 @pytest.mark.parametrize("at", ["before_combine", "shard.delivered"])

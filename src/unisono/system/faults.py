@@ -49,6 +49,7 @@ POINTS: Final[dict[str, str]] = {
     "checkpoint_part_written": "its part is on the disk (in the thread that writes the part)",
     "checkpoint_before_manifest": "all parts are on the disk, the manifest is not (in the thread that writes it)",
     "checkpoint_renamed": "the checkpoint has its name; older ones were not removed yet (in the same thread)",
+    "shard.norms": "it is about to say the norms of the gradients that it has, to clip by the norm of all",
     "shard.updated": "it has updated the parameters that it owns, and has sent none of them",
     "shard.delivered": "it has the new values of all parameters, others perhaps not",
     "shard.committed": "it knows that all have the new values, others perhaps not",
