@@ -38,6 +38,8 @@ PUBLIC = [
     "TarShards",
     "UnisonoError",
     "UsageError",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "launch",
     "load_weights",
     "shard",

@@ -12,6 +12,7 @@ import pytest
 from tests.workers.conftest import Unisono
 from tests.workers.gates import Gates
 from tests.workers.test_elastic import on_two_cores, pid_of
+from tests.workers.test_sharding_faults import WAYS
 from unisono.record.journal import compare
 from unisono.testing import run_workers
 
@@ -21,9 +22,9 @@ SCRIPT = Path(__file__).with_name("sharded_training.py")
 STEPS = 24
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(("copies", "way"), [(1, "whole"), (2, "whole"), (1, "both"), (2, "host")])
 def test_a_machine_that_joins_takes_its_part_and_gives_it_back_when_it_leaves(
-    copies: int, unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copies: int, way: str, unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of four workers leave together, at the end of a step: as many as there are copies, or more."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -32,7 +33,7 @@ def test_a_machine_that_joins_takes_its_part_and_gives_it_back_when_it_leaves(
     assert outcome.exit_code == 0, outcome.output
     with Gates(tmp_path / "gates", (3, 8, 14, 20)) as gates:
         options = ("-n", 2, "--run-dir", directory, "--max-restarts", 0)
-        arguments = ("--steps", STEPS, "--copies", copies, "--gates", gates.folder)
+        arguments = ("--steps", STEPS, "--copies", copies, *WAYS[way], "--gates", gates.folder)
         command = unisono("run", SCRIPT, *options, "--", *arguments)
         gates.wait(3)
         url = json.loads((directory / "head.json").read_text())["url"]
@@ -48,8 +49,9 @@ def test_a_machine_that_joins_takes_its_part_and_gives_it_back_when_it_leaves(
     assert compare(calm, directory).startswith(f"identical: {STEPS} steps")
 
 
+@pytest.mark.parametrize("way", ["whole", "both"])
 def test_who_leaves_a_paused_run_hands_over_its_states(
-    unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, unisono: Unisono, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three workers are lost, one after the other; while the run waits for a fourth, two of those that are left go."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -58,7 +60,7 @@ def test_who_leaves_a_paused_run_hands_over_its_states(
     assert outcome.exit_code == 0, outcome.output
     with Gates(tmp_path / "gates", (0, 1, 2, 3, 4)) as gates:
         options = ("-n", "4:6", "--run-dir", directory, "--max-restarts", 0)
-        arguments = ("--steps", 8, "--copies", 2, "--gates", gates.folder)
+        arguments = ("--steps", 8, "--copies", 2, *WAYS[way], "--gates", gates.folder)
         command = unisono("run", SCRIPT, *options, "--", *arguments, before=on_two_cores())
         gates.wait(0, workers=4)
         url = json.loads((directory / "head.json").read_text())["url"]

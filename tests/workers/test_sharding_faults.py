@@ -6,7 +6,6 @@ runs every point x rank x number of workers x exchange.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,6 +37,8 @@ DELIVERY_POINTS = {
 NORMS_POINT = "shard.norms"
 CHECKPOINT_POINTS = ["shard.in_lending", "shard.loading"]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
+MIXED = {"mixed": ["two-level", "--set", "simulate-hosts=3"]}
+"""Of four workers: two on one host, and two that are alone on theirs."""
 ALONE = [*PATIENT, "--max-restarts", "0"]
 
 WAYS = {
@@ -81,7 +82,13 @@ if ALL:
         for rank in range(workers)
         if (exchange, workers) != ("two-level", 3)
     ]
-    NEW = list(itertools.product(SAMPLE, ["host", "owners", "both"]))
+    NEW = [(case, "owners") for case in SAMPLE]
+    # Where each host has one copy, and an owner, nothing is delivered.
+    NEW += [(case, way) for case in SAMPLE if not case[2].startswith("deliver.") for way in ("host", "both")]
+    places = list(itertools.product([*UPDATE_POINTS, *NEAR_POINTS], range(4)))
+    # The second member of the first host sends nothing to other hosts.
+    places += itertools.product(["deliver.sent", "deliver.received"], (0, 2, 3))
+    NEW += [(("mixed", 4, at, rank), way) for at, rank in places for way in ("host", "both")]
 else:
     NEW = [
         (("shared", 3, "shard.updated", 0), "host"),
@@ -91,7 +98,9 @@ else:
         (("gloo", 3, "committed", 2), "both"),
         (("gloo", 3, "shard.updated", 1), "host"),
         (("two-level", 4, "shard.delivered", 2), "both"),
-        (("two-level", 4, "deliver.staged", 0), "host"),
+        (("mixed", 4, "deliver.received", 0), "host"),
+        (("mixed", 4, "deliver.sent", 3), "both"),
+        (("mixed", 4, "shard.updated", 2), "host"),
         (("two-level", 3, "shard.updated", 1), "owners"),
     ]
 CASES = [(*case, way) for case, way in [*((one, "whole") for one in SAMPLE), *NEW]]
@@ -137,11 +146,18 @@ def test_a_kill_in_an_update_changes_no_bit(
     exchange: str, workers: int, at: str, rank: int, way: str, calm: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
     """Two copies, one loss: the others have what it had, whoever has heard of the end of the update and who has not."""
-    options = [*ALONE, "--exchange", *EXCHANGES[exchange]]
+    options = [*ALONE, "--exchange", *(EXCHANGES | MIXED)[exchange]]
     hurt = run(tmp_path / "run", workers, 2, Faults().kill(f"w{rank}", step=STEP, at=at), options, WAYS[way])
     assert f"w{rank}" in ended_workers(hurt.output), hurt.output
     assert_same_bits(tmp_path / "run", hurt, calm)
     assert max(hurt.generations) > 1
+
+
+@pytest.mark.parametrize("exchange", ["two-level", "mixed"])
+def test_values_come_to_hosts_that_own_nothing(exchange: str, calm: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """One copy of each state: one member of each other host gets the new value, for all of that host."""
+    options = [*ALONE, "--exchange", *(EXCHANGES | MIXED)[exchange]]
+    assert_same_bits(tmp_path / "run", run(tmp_path / "run", 4, 1, None, options, WAYS["both"]), calm)
 
 
 def test_new_parameters_do_not_travel_to_hosts_that_have_computed_them(
@@ -224,7 +240,7 @@ def test_gradients_that_are_clipped_by_the_norm_of_all_survive_a_loss(at: str, t
 def test_a_gradient_is_lost_with_all_of_its_owners(tmp_path: Path) -> None:
     """With one copy: the sum went to the worker that is killed before it has updated anything."""
     arguments = ["--optimizer", "sgd", *WAYS["owners"]]
-    faults = Faults().kill("w1", step=STEP, at="step_end")
+    faults = Faults().kill("w1", step=STEP, at="shard.updated")
     outcome = run(tmp_path / "run", 3, 1, faults, arguments=arguments)
     assert outcome.exit_code != 0, outcome.output
     assert re.search(r"the new value of parameter \d of optimizer was held by w1 .*copies=1", outcome.output)

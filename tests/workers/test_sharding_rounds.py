@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn, optim
@@ -30,6 +32,18 @@ CALLS = {
     "the next update is over": ("letters", 4),
 }
 """After which exchange b and c notice a loss, where a may have gone on."""
+HOST_CALLS = {
+    "states have moved": ("letters", 2),
+    "where parameters lie was said": ("letters", 3),
+    "the host has one copy": ("letters", 4),
+    "where new values lie was said": ("letters", 5),
+    "an update is over": ("letters", 6),
+    "the next update was sent": ("deliver", 4),
+    "the next update is over": ("letters", 8),
+}
+"""The same where the host has one copy of the parameters."""
+CASES = [("worker", *call) for call in CALLS.values()] + [("host", *call) for call in HOST_CALLS.values()]
+NAMES = [*CALLS, *(f"host: {name}" for name in HOST_CALLS)]
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, number: int) -> None:
@@ -49,7 +63,7 @@ def made() -> tuple[nn.Module, optim.Optimizer]:
     return model, optim.AdamW(model.parameters(), lr=0.1)
 
 
-def take_part(seat: Seat, call: str, number: int) -> None:
+def take_part(seat: Seat, parameters: Literal["worker", "host"], call: str, number: int) -> None:
     """Says the bits of the model, and of the states that it holds."""
     name = "abc"[seat.rank]
     page = WorkerPage()
@@ -57,7 +71,7 @@ def take_part(seat: Seat, call: str, number: int) -> None:
     team, tracked = ScriptedTeam(name, Script(""), page, seat.hear()), Tracked()
     rounds = Rounds(team, tracked, balance=False)
     model, plain = made()
-    optimizer = unisono.shard(plain, copies=2)
+    optimizer = unisono.shard(plain, copies=2, parameters=parameters)
     tracked.add({"model": model, "optimizer": optimizer})
     assert Admission(rounds).join(0, {}, lambda: None)
     if name != "a":
@@ -75,8 +89,8 @@ def take_part(seat: Seat, call: str, number: int) -> None:
     seat.hear()  # others may still read this one's memory
 
 
-@pytest.mark.parametrize("where", CALLS)
-def test_whoever_has_heard_of_the_end_all_get_there(where: str) -> None:
+@pytest.mark.parametrize(("parameters", "call", "number"), CASES, ids=NAMES)
+def test_whoever_has_heard_of_the_end_all_get_there(parameters: str, call: str, number: int) -> None:
     """A may be a round ahead, and its weights are not those of the update any more; b gets what it lacks, and no more.
 
     In the end the two that are left hold all states, with the bits of a replicated optimizer.
@@ -85,7 +99,7 @@ def test_whoever_has_heard_of_the_end_all_get_there(where: str) -> None:
     for step in range(NUM_STEPS):
         train(model, optimizer, step)
     expected = {index: bits_of(state) for index, state in optimizer.state_dict()["state"].items()}
-    with Team(3, take_part, *CALLS[where]) as team:
+    with Team(3, take_part, parameters, call, number) as team:
         pages = {name: team.hear(rank) for rank, name in enumerate("abc")}
         for rank in range(3):
             team.say(rank, pages)
