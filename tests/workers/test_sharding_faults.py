@@ -6,6 +6,7 @@ runs every point x rank x number of workers x exchange.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

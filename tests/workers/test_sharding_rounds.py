@@ -63,7 +63,7 @@ def made() -> tuple[nn.Module, optim.Optimizer]:
     return model, optim.AdamW(model.parameters(), lr=0.1)
 
 
-def take_part(seat: Seat, parameters: Literal["worker", "host"], call: str, number: int) -> None:
+def take_part(seat: Seat, parameters: Literal["worker", "host"], call: str, number: int, copies: int = 2) -> None:
     """Says the bits of the model, and of the states that it holds."""
     name = "abc"[seat.rank]
     page = WorkerPage()
@@ -71,7 +71,7 @@ def take_part(seat: Seat, parameters: Literal["worker", "host"], call: str, numb
     team, tracked = ScriptedTeam(name, Script(""), page, seat.hear()), Tracked()
     rounds = Rounds(team, tracked, balance=False)
     model, plain = made()
-    optimizer = unisono.shard(plain, copies=2, parameters=parameters)
+    optimizer = unisono.shard(plain, copies=copies, parameters=parameters)
     tracked.add({"model": model, "optimizer": optimizer})
     assert Admission(rounds).join(0, {}, lambda: None)
     if name != "a":
@@ -95,17 +95,30 @@ def test_whoever_has_heard_of_the_end_all_get_there(parameters: str, call: str, 
 
     In the end the two that are left hold all states, with the bits of a replicated optimizer.
     """
+    assert_all_get_there(parameters, call, number)
+
+
+def test_parameters_without_states_come_together_after_a_loss() -> None:
+    """With one copy of each state, before there is any: nothing is lost with their owner."""
+    assert_all_get_there("host", *HOST_CALLS["where parameters lie was said"], 1)
+
+
+def assert_all_get_there(*arguments: object) -> None:
+    """Two of three are left; they have the bits of a replicated optimizer, and all states."""
     model, optimizer = made()
     for step in range(NUM_STEPS):
         train(model, optimizer, step)
     expected = {index: bits_of(state) for index, state in optimizer.state_dict()["state"].items()}
-    with Team(3, take_part, parameters, call, number) as team:
+    states: dict[int, str] = {}
+    with Team(3, take_part, *arguments) as team:
         pages = {name: team.hear(rank) for rank, name in enumerate("abc")}
         for rank in range(3):
             team.say(rank, pages)
         for is_left, found, held in [team.hear(rank) for rank in range(3)]:
             if is_left:
                 assert found == bits_of(model.state_dict())
-                assert held == expected
+                assert arguments[-1] == 1 or held == expected
+                states.update(held)
         for rank in range(3):
             team.say(rank, "done")
+    assert states == expected

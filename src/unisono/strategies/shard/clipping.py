@@ -28,7 +28,7 @@ class NormsRound(Gather):
     """
 
     def __init__(self, members: Members, norms: Mapping[int, Tensor], number: int) -> None:
-        super().__init__(members, "unisono.clip_grad_norm_", "norms", lambda: to_bytes(dict(norms)))
+        super().__init__(members, "unisono.clip_grad_norm_", "norms", lambda: _packed(norms))
         self._number = number
 
     def compute(self, plan: Plan) -> Iterator[object]:
@@ -36,14 +36,31 @@ class NormsRound(Gather):
         yield from ()
 
     def merge(self, said: Mapping[str, bytes]) -> bytes:
-        found = {number: norm for one in said.values() for number, norm in from_bytes(one).items()}
+        found = {number: norm for one in said.values() for number, norm in _unpacked(one).items()}
         if len(found) < self._number:
             raise StateLost(
                 f"{self._number - len(found)} of {self._number} gradients were on workers that are lost "
                 '(unisono.shard with gradients="owners"): the run cannot go on from here. Go on from '
                 f"{self._members.newest()}; with more copies it survives more losses at the same time"
             )
-        return to_bytes({number: found[number] for number in range(self._number)})
+        return _packed({number: found[number] for number in range(self._number)})
+
+    @property
+    def norms(self) -> dict[int, Tensor]:
+        """Of all gradients, by number. After the round."""
+        return _unpacked(self.result)
+
+
+def _packed(norms: Mapping[int, Tensor]) -> bytes:
+    """Return norms as bytes: those of a dtype in one tensor."""
+    kinds: dict[torch.dtype, list[int]] = {}
+    for number, norm in norms.items():
+        kinds.setdefault(norm.dtype, []).append(number)
+    return to_bytes([(numbers, torch.stack([norms[one].cpu() for one in numbers])) for numbers in kinds.values()])
+
+
+def _unpacked(data: bytes) -> dict[int, Tensor]:
+    return {number: norm for numbers, norms in from_bytes(data) for number, norm in zip(numbers, norms, strict=True)}
 
 
 def clip_grad_norm_(
@@ -87,7 +104,7 @@ def clip_grad_norm_(
         round_ = NormsRound(loop.members, norms, len(gradients))
         for _ in loop.play(round_):
             pass
-        found = from_bytes(round_.result)
+        found = round_.norms
         parts = [found[number].to(one.device).view(1) for number, one in enumerate(gradients)]
         total = torch.nn.utils.get_total_norm(parts, norm_type, error_if_nonfinite, foreach)
         clipped = [one for one in chosen if one.grad is not None and not isinstance(one.grad, Elsewhere)]

@@ -272,6 +272,10 @@ class HostRound(UpdateRound):
     def _having_at_first(self) -> list[set[int]]:
         return super()._having_at_first() if self._is_update else [set(self._todo) for _ in range(self._members.size)]
 
+    def _check_states(self, having: Sequence[set[int]]) -> None:
+        if self._is_update:
+            super()._check_states(having)
+
     def _update(self, own: Collection[int]) -> None:
         parameters, is_alone = self._parameters, self._is_alone
         places = self._places(self._having_at_first()) if self._is_first else {}
