@@ -8,11 +8,14 @@ case           parameters  what it stands for
 `mlp_small`    1 million   the same with 4 MB of gradients: an exchange between hosts in little time
 `transformer`  5.7 million many parameter tensors, dropout, an embedding
 =============  ==========  ======================================================================
+
+`large` is an MLP of any size, for what depends on the memory; it is none of the cases that are measured by default.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "Case", "large"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +122,19 @@ CASES = {
     "mlp_small": Case(model=_small_mlp, data=_vectors, loss=_class_loss, microbatch_size=32),
     "transformer": Case(model=_Transformer, data=_sentences, loss=_token_loss, microbatch_size=4),
 }
+
+
+def large(megabytes: int) -> Case:
+    """Return an MLP with about so many MB of float32 parameters, and so few samples that they take little time.
+
+    Seven of its layers are equally large, and two are smaller; 500 MB: layers of 4096, and 125.7 million parameters.
+    """
+    squares, others = 7, 1024 + 1000 + 8  # of the width that is looked for: hidden layers; first, last and biases
+    exact = (math.sqrt(others**2 + 4 * squares * megabytes * 1e6 / 4) - others) / (2 * squares)
+    width = max(64, 64 * round(exact / 64))
+    return Case(
+        model=lambda: _perceptron([1024, *[width] * (squares + 1), 1000]),
+        data=_vectors,
+        loss=_class_loss,
+        microbatch_size=4,
+    )

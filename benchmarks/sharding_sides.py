@@ -23,27 +23,44 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import unisono
-from benchmarks.models import CASES, Case
+from benchmarks.models import CASES, Case, large
 from benchmarks.sides import BATCHES, Control, _batches, _prepare
 from unisono.engine.loop.process_settings import keep_freed_memory
+from unisono.engine.state.elsewhere import Elsewhere
 from unisono.system.lifetime import bind_to_parent
 
-__all__ = ["SIDES"]
+__all__ = ["NAMES", "PEERS", "SIDES", "UNISONO"]
 
-UNISONO = {"unisono": 0, "shard": 2, "shard-1": 1}
-"""Copies of each state; 0: one on every worker."""
+UNISONO: dict[str, dict[str, Any] | None] = {
+    "unisono": None,
+    "shard": {"copies": 2},
+    "shard-1": {"copies": 1},
+    "host": {"copies": 2, "parameters": "host"},
+    "host-1": {"copies": 1, "parameters": "host"},
+    "owners-1": {"copies": 1, "gradients": "owners"},
+}
+"""Arguments of ``unisono.shard``; None: it is not called, and every worker has everything."""
 PEERS = ("ddp", "ddp-zero", "fsdp2")
 SIDES = (*UNISONO, *PEERS)
+LARGE = "large"
+NAMES = (*CASES, LARGE)
 
 
-def with_unisono(case: Case, arguments: argparse.Namespace, control: Control, copies: int) -> dict[str, int]:
-    """The library as its users use it; returns the bytes of what a worker holds."""
+def with_unisono(
+    case: Case, arguments: argparse.Namespace, control: Control, options: dict[str, Any] | None
+) -> dict[str, int]:
+    """The library as its users use it; returns the bytes of what a worker holds.
+
+    Args:
+        options: of ``unisono.shard``.
+    """
     microbatches = arguments.microbatches
     with unisono.Run(seed=1) as run:
         model = case.model()
         optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
-        if copies:
-            optimizer = unisono.shard(optimizer, copies=copies)
+        if options is not None:
+            optimizer = unisono.shard(optimizer, **options)
+        is_one_copy = options is not None and options.get("parameters") == "host"
         run.track(model=model, optimizer=optimizer)
         batch_size = case.microbatch_size * microbatches
         dataset, has_begun = case.data(batch_size * BATCHES), False
@@ -56,7 +73,7 @@ def with_unisono(case: Case, arguments: argparse.Namespace, control: Control, co
             for inputs, labels in step:
                 step.backward(case.loss(model, inputs, labels), weight=len(labels))
             optimizer.step()
-            held = bytes_of(model, optimizer)
+            held = bytes_of(model, optimizer, sharers=run.num_workers if is_one_copy else 1)
         return held
 
 
@@ -113,13 +130,17 @@ def synchronised(model: nn.Module, is_last: bool) -> Any:
     return nullcontext() if is_last else model.no_sync()
 
 
-def bytes_of(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Return how many bytes this worker holds of parameters, gradients and states, between two steps."""
+def bytes_of(model: nn.Module, optimizer: Optimizer, *, sharers: int = 1) -> dict[str, int]:
+    """Return how many bytes this worker holds of parameters, gradients and states, after an update.
+
+    Args:
+        sharers: workers that hold the parameters together, of which each counts an equal part.
+    """
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
-    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    gradients = (one.grad for one in model.parameters() if one.grad is not None and not isinstance(one.grad, Elsewhere))
     return {
-        "parameters": sum(map(_local_bytes, model.parameters())),
+        "parameters": sum(map(_local_bytes, model.parameters())) // sharers,
         "gradients": sum(map(_local_bytes, gradients)),
         "states": sum(map(_local_bytes, states)),
     }
@@ -133,7 +154,8 @@ def _local_bytes(tensor: Tensor) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="one process of a measurement; started by benchmarks.sharding")
     parser.add_argument("side", choices=SIDES)
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("case", choices=NAMES)
+    parser.add_argument("--size", type=int, required=True, help=f"MB of the parameters of {LARGE}")
     parser.add_argument("--microbatches", type=int, required=True, help="of a global batch, over all workers")
     parser.add_argument("--control", required=True)
     parser.add_argument("--rank", type=int, default=0)
@@ -143,7 +165,8 @@ def main() -> None:
     arguments = parser.parse_args()
     bind_to_parent(signal.SIGKILL)
     keep_freed_memory(os.environ)
-    case, control = CASES[arguments.case], Control(arguments.control)
+    case = large(arguments.size) if arguments.case == LARGE else CASES[arguments.case]
+    control = Control(arguments.control)
     if arguments.side in UNISONO:
         held = with_unisono(case, arguments, control, UNISONO[arguments.side])
     else:

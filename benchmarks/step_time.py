@@ -75,6 +75,10 @@ class Team:
     """Of a worker."""
     share_bytes: float = 0.0
     """Of all processes of the side together, by worker."""
+    workers_steady_bytes: float = 0.0
+    """Of all workers together, between two steps."""
+    workers_peak_bytes: float = 0.0
+    """Of all workers together, while they train."""
 
     def steps(self, number: int) -> list[float]:
         """Let all workers do steps; the times of rank 0."""
@@ -90,7 +94,10 @@ class Team:
         self.blocks.append(Block(statistics.median(times), (self.cpu_s() - before) / (number + 1)))
 
     def measure_memory(self, seconds: float) -> None:
-        """The largest proportional set sizes, looked at again and again while it trains."""
+        """The proportional set sizes while all workers wait for their turn, and the largest ones, looked at again and
+        again while they train. This process looks, and 2 ms after it has seen the last one it begins anew.
+        """
+        self.workers_steady_bytes = self.workers_peak_bytes = sum(map(_pss, self.pids))
         over = threading.Event()
         number = max(3, round(seconds / self.blocks[-1].step_s))
 
@@ -102,7 +109,9 @@ class Team:
         thread.start()
         while not over.wait(0.002):
             sizes = {pid: _pss(pid) for process in self.processes for pid in _tree(process.pid)}
-            self.peak_bytes = max(self.peak_bytes, *(sizes.get(pid, 0.0) for pid in self.pids))
+            own = [sizes.get(pid, 0.0) for pid in self.pids]
+            self.peak_bytes = max(self.peak_bytes, *own)
+            self.workers_peak_bytes = max(self.workers_peak_bytes, sum(own))
             self.share_bytes = max(self.share_bytes, sum(sizes.values()) / len(self.pids))
         thread.join()
 

@@ -31,8 +31,9 @@ FOREIGN: Final = {
     "Unisono's own modules": "--callable --folder --listen",
     "the user's script": "--lr --epochs --batch-size --data --seed --api-key --token --password --config",
     "the examples": "--uniform --no-edges --forget --microbatches",
-    "the benchmarks": "--alone --anew --cases --cores --curve --delays --device --idle-s --import --limit-s --links "
-    "--only --out --quick --same-allocator --seeds --sides --simulate --sizes --step-time --steps --turns --within-s",
+    "the benchmarks": "--alone --anew --apart --cases --cores --curve --delays --device --idle-s --import --limit-s "
+    "--links --only --out --quick --same-allocator --seeds --sides --simulate --size --sizes --step-time --steps "
+    "--turns --within-s",
     "Slurm and mpiexec": "--constraint --details --enable-recovery --exclusive --format --gpus-per-task --jobs "
     "--kill-on-bad-exit --map-by --no-kill --noheader --ntasks --ntasks-per-node --open-mode --overlap --pty --requeue "
     "--signal",
