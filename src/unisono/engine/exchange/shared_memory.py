@@ -31,7 +31,7 @@ from torch import Tensor
 
 from unisono.core.errors import UsageError
 
-__all__ = ["Segment", "fence", "futex_wait", "futex_wake"]
+__all__ = ["Segment", "fence", "futex_wait", "futex_wake", "transient"]
 
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 _POLL_S: Final = 0.0002
@@ -82,6 +82,17 @@ def _refused(nbytes: int, error: OSError) -> UsageError:
         words += f" (the limit is {resource.getrlimit(resource.RLIMIT_FSIZE)[0]:,} bytes)"
     advice = f"; {_LIMITS[error.errno]}: raise that limit" if error.errno in _LIMITS else ""
     return UsageError(f"this worker cannot get {nbytes:,} bytes of shared memory: {words}{advice}")
+
+
+def transient(nbytes: int) -> Tensor:
+    """Return (nbytes,) uint8 of zeros, in memory that goes back to the system when the tensor is gone.
+
+    Freed memory is kept otherwise (`unisono.engine.loop.process_settings`), and a large piece that is seldom needed
+    would leave a hole that nothing else fits into.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 class Segment:

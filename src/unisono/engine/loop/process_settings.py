@@ -16,7 +16,14 @@ from unisono.engine.exchange.flat import check_counting
 from unisono.system import accelerators
 from unisono.system.fingerprint import floating_point
 
-__all__ = ["Arithmetic", "check_whole", "choose_device", "choose_threads", "keep_freed_memory"]
+__all__ = [
+    "Arithmetic",
+    "check_whole",
+    "choose_device",
+    "choose_threads",
+    "give_back_freed_memory",
+    "keep_freed_memory",
+]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
@@ -72,6 +79,13 @@ def keep_freed_memory(environment: Mapping[str, str]) -> None:
     if hasattr(libc, "mallopt") and hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc give freed memory back to the system, once: where something large is not needed again."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def choose_threads(argument: int | None, default: int) -> int:

@@ -43,6 +43,7 @@ from unisono.engine.exchange.flat import (
     round_in_place,
     with_flipped_bit,
 )
+from unisono.engine.exchange.shared_memory import transient
 from unisono.engine.exchange.slots import Slots
 from unisono.engine.microbatch.guards import ParameterCheck
 from unisono.engine.state.buffers import Buffers
@@ -284,7 +285,7 @@ class GradientFolder:
             apart: the leaf is another member's. It is not added to the nodes, only `fingerprint` is of interest.
             keep: keep the leaf by itself as well, so that `fingerprint` is known wherever it is in its chain.
         """
-        self._last = None  # its slot may be as large as all gradients
+        self.forget_last()
         # A script that writes parameters where nobody counts it does so in all micro-batches or in a worker's first,
         # but not in all steps: a temperature is clamped when it has become too large. So some steps are looked at.
         self._check.start(compare_bits=self._compares or keep or not self._calls.has_looked)
@@ -407,6 +408,12 @@ class GradientFolder:
         assert self._last is not None
         return dict(zip((name for name, _ in self.trained), self._last.own.gradients, strict=True))
 
+    def forget_last(self) -> None:
+        """Forget the leaf that was folded last, of which nothing is asked any more: its slot may be as large as all
+        gradients.
+        """
+        self._last = None
+
     def copy_adopted(self) -> None:
         """Copy adopted gradients to their slot, because the nodes are read, or the sibling does not come next. Between
         two leaves.
@@ -421,6 +428,8 @@ class GradientFolder:
 
     def _own_slot(self) -> Slot:
         """Return a private slot, which is freed after its use: it is seldom needed."""
+        if self._device.type == "cpu":
+            return Slot(self.layout, transient(self.layout.slot_bytes))
         return Slot(self.layout, torch.zeros(self.layout.slot_bytes, dtype=torch.uint8, device=self._device))
 
     def _add_tail(

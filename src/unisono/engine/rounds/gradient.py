@@ -403,6 +403,7 @@ class GradientRound:
         self._note_progress(-1)
         point("before_combine")
         self._folder.copy_adopted()
+        self._folder.forget_last()
 
     def _check_losses(self) -> None:
         """Look at the losses of the micro-batches that this member has computed."""

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from unisono.core.errors import UsageError
-from unisono.engine.exchange.shared_memory import Segment
+from unisono.engine.exchange.shared_memory import Segment, transient
 
-__all__ = ["HostMemory", "Written", "check_hosted", "is_mapped", "mapped"]
+__all__ = ["HostMemory", "Written", "check_hosted", "is_mapped", "mapped", "scratch"]
 
 ALIGNMENT = 64
 """Bytes. Of where a parameter begins: a cache line."""
@@ -99,6 +99,12 @@ def mapped(parameters: Sequence[Tensor], written: Written) -> dict[int, Tensor]:
     """
     segment = Segment.open(written.address, copy_on_write=True)
     return _views(segment.map, parameters, written.laid, set(written.parameters))
+
+
+def scratch(value: Tensor) -> Tensor:
+    """Return a copy of a parameter that lives for the time of an update."""
+    flat = transient(value.nbytes).view(value.dtype)
+    return flat.as_strided(value.shape, value.stride()).copy_(value)
 
 
 def is_mapped(value: Tensor) -> bool:

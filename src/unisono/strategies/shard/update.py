@@ -29,6 +29,7 @@ from unisono.core.ownership import MemberPlace, Owners, living, owners, senders
 from unisono.core.plan import Plan
 from unisono.core.tree import Node
 from unisono.engine.exchange import Parcel
+from unisono.engine.loop.process_settings import give_back_freed_memory
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.members import Gathered, Members, Undivided
@@ -37,7 +38,7 @@ from unisono.engine.rounds.routing import Routing
 from unisono.engine.rounds.team import places
 from unisono.engine.state.packing import from_bytes, quick_digest, to_bytes
 from unisono.engine.state.tracked import Tracked
-from unisono.strategies.shard.hosting import Written, check_hosted, is_mapped, mapped
+from unisono.strategies.shard.hosting import Written, check_hosted, is_mapped, mapped, scratch
 from unisono.strategies.shard.owned import OwnedGradients
 from unisono.strategies.shard.sharding import Outline, ShardedOptimizer, Shares
 from unisono.system.faults import point
@@ -256,12 +257,14 @@ class HostRound(UpdateRound):
         for index in self._todo:
             if (value := self._mapped.get(index, self._values.get(index))) is not None:
                 self._parameters[index].data = value
+        self._values, self._mapped = {}, {}
         self._memory.commit(self._todo)
         if self._is_update:
             super().finish()
         else:
             point("shard.committed")
             self._shares.together = tuple(one.worker_id for one in self.members_then)
+            give_back_freed_memory()  # the parameters that were this worker's own
 
     def compute(self, plan: Plan) -> Iterator[object]:
         if self._is_update:
@@ -283,7 +286,9 @@ class HostRound(UpdateRound):
         for index, value in before.items():
             if (place := places.get(index)) is not None:
                 parameters[index].data = place.copy_(value)
-            elif not is_alone or is_mapped(value):
+            elif not is_alone:
+                parameters[index].data = scratch(value)
+            elif is_mapped(value):
                 parameters[index].data = value.clone()
         try:
             self._shares.update_own(own)
