@@ -128,7 +128,7 @@ def test_a_member_of_a_group_that_stands_still_is_left_behind(calm: dict[int, Ou
         "--set",
         "heartbeat-timeout=2s",
     )
-    faults = Faults().stop("w1", step=ROUND, at="before_backward")
+    faults = Faults().stop("w1", step=ROUND, at="before_combine")  # where it comes to with no micro-batch as well
     hurt = run(tmp_path / "run", 4, faults, [*map(str, limits)])
     assert_same_bits(hurt, calm[2])
     assert "w1" in hurt.output
