@@ -55,43 +55,24 @@ class Packing:
         self._layout = layout
         self._num_leaves = num_leaves
 
-    def _is_as_it_lies(self, rows: range, node: Node) -> bool:
-        """Return whether these rows of a node travel as they are."""
-        return not self._layout.rounds(node, self._num_leaves) or not any(
-            rounded for _, rounded in regions(self._layout, rows)
-        )
-
     def num_bytes(self, parts: Ranges, node: Node) -> int:
         """Return the bytes of packed rows."""
-        return sum(self._bytes_of_part(rows, node) for rows in parts)
-
-    def _bytes_of_part(self, rows: range, node: Node) -> int:
-        if self._is_as_it_lies(rows, node):
-            return len(rows) * ROW_BYTES
-        return sum(len(part) * _row_bytes(rounded) for part, rounded in regions(self._layout, rows))
+        return sum(len(part) * _row_bytes(rounded) for rows in parts for part, rounded in self._regions(rows, node))
 
     def pack(self, lying: Rows, parts: Ranges, node: Node) -> Tensor:
         """Return rows of a node as they travel: (num_bytes,) uint8, of the same memory where they are one run of rows,
         and nothing is rounded.
         """
-        if len(parts) == 1 and self._is_as_it_lies(parts[0], node):
+        if self._is_as_it_lies(parts, node):
             return _bytes_of(lying, parts[0])
         packed = torch.empty(self.num_bytes(parts, node), dtype=torch.uint8, device=lying.memory.device)
-        for target, rows in self._parts(packed, parts, node):
-            if self._is_as_it_lies(rows, node):
-                target.copy_(_bytes_of(lying, rows))
-                continue
-            for place, part, rounded in self._places(target, rows):
-                source = _bytes_of(lying, part)
-                if rounded:
-                    place.view(torch.bfloat16).copy_(source.view(torch.float32))
-                else:
-                    place.copy_(source)
+        for place, part, kind in self._places(packed, parts, node):
+            place.copy_(_bytes_of(lying, part).view(kind))
         return packed
 
     def room(self, out: Rows, parts: Ranges, node: Node) -> Tensor:
         """Return memory into which rows can be received, to be unpacked to ``out``: that of ``out``, if they fit."""
-        if len(parts) == 1 and self._is_as_it_lies(parts[0], node):
+        if self._is_as_it_lies(parts, node):
             return _bytes_of(out, parts[0])
         return torch.empty(self.num_bytes(parts, node), dtype=torch.uint8, device=out.memory.device)
 
@@ -102,41 +83,42 @@ class Packing:
             packed: (num_bytes,) uint8.
             out: where they go. None: to memory of their own, which is that of ``packed`` where nothing is rounded.
         """
-        return [self._unpacked(part, rows, node, out) for part, rows in self._parts(packed, parts, node)]
+        found, start = [], 0
+        for rows in parts:
+            stop = start + self.num_bytes((rows,), node)
+            found.append(self._unpacked(packed[start:stop], rows, node, out))
+            start = stop
+        return found
 
     def _unpacked(self, packed: Tensor, rows: range, node: Node, out: Rows | None) -> Rows:
-        is_as_it_lies = self._is_as_it_lies(rows, node)
-        if out is None and is_as_it_lies:
+        if out is None and self._is_as_it_lies((rows,), node):
             return Rows(packed, rows.start)
         if out is None:
             out = Rows(torch.empty(len(rows) * ROW_BYTES, dtype=torch.uint8, device=packed.device), rows.start)
-        if is_as_it_lies:
-            if (target := _bytes_of(out, rows)).data_ptr() != packed.data_ptr():
-                target.copy_(packed)
-            return out
-        for source, part, rounded in self._places(packed, rows):
-            target = _bytes_of(out, part)
-            if rounded:
-                target.view(torch.float32).copy_(source.view(torch.bfloat16))
-            else:
-                target.copy_(source)
+        for place, part, kind in self._places(packed, (rows,), node):
+            if (target := _bytes_of(out, part).view(kind)).data_ptr() != place.data_ptr():
+                target.copy_(place)
         return out
 
-    def _parts(self, packed: Tensor, parts: Ranges, node: Node) -> Iterator[tuple[Tensor, range]]:
-        """Yield (bytes of packed rows, the rows), run by run."""
+    def _regions(self, rows: range, node: Node) -> list[tuple[range, bool]]:
+        """Cut rows of a node into those that travel in half the bytes and those that travel as they lie."""
+        if not self._layout.rounds(node, self._num_leaves):
+            return [(rows, False)]
+        return list(regions(self._layout, rows))
+
+    def _is_as_it_lies(self, parts: Ranges, node: Node) -> bool:
+        """Return whether these rows of a node are one run, and travel as they are."""
+        return len(parts) == 1 and not any(rounded for _, rounded in self._regions(parts[0], node))
+
+    def _places(self, packed: Tensor, parts: Ranges, node: Node) -> Iterator[tuple[Tensor, range, torch.dtype]]:
+        """Yield (packed rows as the numbers that travel, the rows, as which numbers they lie)."""
         start = 0
         for rows in parts:
-            stop = start + self._bytes_of_part(rows, node)
-            yield packed[start:stop], rows
-            start = stop
-
-    def _places(self, packed: Tensor, rows: range) -> Iterator[tuple[Tensor, range, bool]]:
-        """Yield (bytes of packed rows, the rows, whether they are rounded)."""
-        start = 0
-        for part, rounded in regions(self._layout, rows):
-            stop = start + len(part) * _row_bytes(rounded)
-            yield packed[start:stop], part, rounded
-            start = stop
+            for part, rounded in self._regions(rows, node):
+                stop = start + len(part) * _row_bytes(rounded)
+                travels, lies = (torch.bfloat16, torch.float32) if rounded else (torch.uint8, torch.uint8)
+                yield packed[start:stop].view(travels), part, lies
+                start = stop
 
 
 def _row_bytes(rounded: bool) -> int:

@@ -23,7 +23,7 @@ class NormsRound(Gather):
     """Each member says the norms of the gradients that it has, and all end with all norms.
 
     Args:
-        norms: returns by number of the gradient its norm, of those that are here.
+        norms: by number of the gradient, of those that are here; each ().
         number: of gradients.
     """
 

@@ -79,7 +79,7 @@ class HostMemory:
 
     def commit(self, indices: Collection[int]) -> None:
         """Note that the next values of these parameters are those that count."""
-        self._in_half.update({index: self._next(index) for index in indices if index in self._laid})
+        self._in_half.update({index: self._next(index) for index in set(indices).intersection(self._laid)})
 
     def close(self) -> None:
         """Close the memory; it is freed when no parameter of any worker lies there any more."""
@@ -119,7 +119,7 @@ def check_hosted(name: str, parameters: Sequence[Tensor], others: Mapping[str, T
         name: of the optimizer.
         others: tensors that do not, by name.
     """
-    storages = {tensor.untyped_storage().data_ptr(): f"{other!r}" for other, tensor in others.items()}
+    storages = {tensor.untyped_storage().data_ptr(): repr(other) for other, tensor in others.items()}
     for index, parameter in enumerate(parameters):
         what = f"parameter {index} of {name}"
         if parameter.device.type != "cpu":

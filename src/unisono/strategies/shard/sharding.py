@@ -7,7 +7,7 @@ all but the content of its tensors.
 
 Every worker sees all parameters, which may lie in memory that the workers of a host share
 (`unisono.strategies.shard.hosting`). Every worker gets all gradients, unless they are to go to the owners only
-(`unisono.strategies.shard.owned`).
+(`unisono.strategies.shard.owner_routing`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from unisono.core.errors import UsageError
 from unisono.core.ownership import MemberPlace, Owners, owners
 from unisono.engine.rounds.life import Rounds
-from unisono.engine.state.elsewhere import Elsewhere
 from unisono.strategies.shard.hosting import HostMemory
 from unisono.strategies.shard.separable import check_separable, is_plain, unhooked
 
@@ -159,10 +158,6 @@ class Shares:
             parameter.nbytes if parameter.requires_grad or index in self.outlines else 0
             for index, parameter in enumerate(self.parameters())
         ]
-
-    def lacks(self, index: int) -> bool:
-        """Return whether the gradient of a parameter is on other members."""
-        return isinstance(self.parameters()[index].grad, Elsewhere)
 
     def to_update(self) -> list[int]:
         """Return the parameters that have a gradient."""

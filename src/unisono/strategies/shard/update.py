@@ -36,10 +36,11 @@ from unisono.engine.rounds.members import Gathered, Members, Undivided
 from unisono.engine.rounds.moving import MovingRound
 from unisono.engine.rounds.routing import Routing
 from unisono.engine.rounds.team import places
+from unisono.engine.state.elsewhere import Elsewhere
 from unisono.engine.state.packing import from_bytes, quick_digest, to_bytes
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.shard.hosting import Written, check_hosted, is_mapped, mapped, scratch
-from unisono.strategies.shard.owned import OwnedGradients
+from unisono.strategies.shard.owner_routing import OwnedGradients
 from unisono.strategies.shard.sharding import Outline, ShardedOptimizer, Shares
 from unisono.system.faults import point
 
@@ -85,7 +86,8 @@ class UpdateRound(Undivided):
         self._name = name
         self._known: set[int] = set()
         """What all members together know, as they have said last."""
-        self._is_first = False
+        self._at_first: list[set[int]] | None = None
+        """By rank: the new values that each member makes; None: members were lost, and say what they have."""
         self._owners = shares.owners
         self._parameters = shares.parameters()
         self._todo = shares.to_update()
@@ -100,19 +102,19 @@ class UpdateRound(Undivided):
         return f"{self._name}.step()"
 
     def first_plan(self) -> Plan:
-        self._is_first = True  # no member has anything of this round yet
+        self._at_first = self._having_at_first()  # no member has anything of this round yet
         return super().first_plan()
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._is_first = False
+        self._at_first = None
         return super().interrupt()
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Update what this member owns; once, but for what has lost its owners meanwhile."""
         self._clock.switch("update")
         own = self._own(self._members.worker_ids[self._members.rank]) - self._new - self._open
-        own = {index for index in own if not self._shares.lacks(index)}
+        own = {index for index in own if not isinstance(self._parameters[index].grad, Elsewhere)}
         if own or not self._has_begun:
             self._has_begun = True  # a step() counts once, also where it has nothing to update
             self._update(own)
@@ -123,10 +125,8 @@ class UpdateRound(Undivided):
 
     def combine(self, plan: Plan) -> Gathered:
         self._clock.switch("exchange")
-        said = None
-        if self._is_first:
-            having = self._having_at_first()
-        else:
+        having, said = self._at_first, None
+        if having is None:
             having, said = self._hear()
             if said is None:
                 self._check_states(having)
@@ -148,7 +148,7 @@ class UpdateRound(Undivided):
         self._shares.update_own(own)
 
     def _having_at_first(self) -> list[set[int]]:
-        """Return which new values each member has made, by rank, where no member was lost."""
+        """Return which new values each member makes, by rank, where no member is lost."""
         return [self._own(worker_id) for worker_id in self._members.worker_ids]
 
     def _hear(self) -> tuple[list[set[int]], bytes | None]:
@@ -244,6 +244,8 @@ class HostRound(UpdateRound):
         """By parameter: the new value, wherever it is; none for a parameter that has it."""
         self._mapped: dict[int, Tensor] = {}
         """By parameter: the new value, as a writer of this host has it."""
+        self._places: dict[int, Tensor] | None = None
+        """By parameter of which this member is the writer: where the new value goes; None: that is not decided."""
         if not is_update:
             self._todo = list(range(len(self._parameters)))
             self._new = set(self._todo)
@@ -257,7 +259,7 @@ class HostRound(UpdateRound):
         for index in self._todo:
             if (value := self._mapped.get(index, self._values.get(index))) is not None:
                 self._parameters[index].data = value
-        self._values, self._mapped = {}, {}
+        self._values, self._mapped, self._places = {}, {}, None
         self._memory.commit(self._todo)
         if self._is_update:
             super().finish()
@@ -265,6 +267,10 @@ class HostRound(UpdateRound):
             point("shard.committed")
             self._shares.together = tuple(one.worker_id for one in self.members_then)
             give_back_freed_memory()  # the parameters that were this worker's own
+
+    def interrupt(self) -> Collection[Node]:
+        self._places = None
+        return super().interrupt()
 
     def compute(self, plan: Plan) -> Iterator[object]:
         if self._is_update:
@@ -281,7 +287,7 @@ class HostRound(UpdateRound):
 
     def _update(self, own: Collection[int]) -> None:
         parameters, is_alone = self._parameters, self._is_alone
-        places = self._places(self._having_at_first()) if self._is_first else {}
+        places = self._decide_places(self._at_first) if self._at_first is not None else {}
         before = {index: parameters[index].data for index in own}
         for index, value in before.items():
             if (place := places.get(index)) is not None:
@@ -324,16 +330,17 @@ class HostRound(UpdateRound):
         in_order = [*owning, *ranks[turn:], *ranks[:turn]]
         return next((rank for rank in in_order if index in having[rank]), in_order[0])
 
-    def _places(self, having: Sequence[set[int]]) -> dict[int, Tensor]:
-        """Return the places of the parameters of which this member is the writer."""
-        if self._is_alone:
-            return {}
-        near, rank = self._near, self._members.rank
-        own = [index for index in self._todo if self._writer(index, near, having) == rank]
-        return self._memory.places(self._parameters, own, anew=not self._is_update)
+    def _decide_places(self, having: Sequence[set[int]]) -> dict[int, Tensor]:
+        """Return the places of the parameters of which this member is the writer, until a member is lost."""
+        if self._places is None:
+            near, rank = self._near, self._members.rank
+            own = [index for index in self._todo if self._writer(index, near, having) == rank]
+            is_shared = len(near) > 1
+            self._places = self._memory.places(self._parameters, own, anew=not self._is_update) if is_shared else {}
+        return self._places
 
     def _deliver(self, having: Sequence[set[int]], first: Mapping[int, int]) -> None:
-        places, rank = self._places(having), self._members.rank
+        places, rank = self._decide_places(having), self._members.rank
         for index, place in places.items():
             if (value := self._values.get(index)) is not None and value.data_ptr() != place.data_ptr():
                 place.copy_(value)
