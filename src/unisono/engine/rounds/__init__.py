@@ -182,5 +182,6 @@ def check_titles(begun: Mapping[str, str], step: int) -> None:
             f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
             "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
             "all workers must call run.steps, run.evaluate, run.save, step() of an optimizer that is shared out "
-            "(unisono.shard), run.barrier, run.broadcast, run.all_gather and run.main_first alike"
+            "(unisono.shard), unisono.clip_grad_norm_, run.barrier, run.broadcast, run.all_gather and run.main_first "
+            "alike"
         )
