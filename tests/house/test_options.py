@@ -32,8 +32,8 @@ FOREIGN: Final = {
     "the user's script": "--lr --epochs --batch-size --data --seed --api-key --token --password --config",
     "the examples": "--uniform --no-edges --forget --microbatches",
     "the benchmarks": "--alone --anew --apart --cases --cores --curve --delays --device --idle-s --import --limit-s "
-    "--links --only --out --quick --same-allocator --seeds --sides --simulate --size --sizes --step-time --steps "
-    "--turns --within-s",
+    "--links --only --out --quick --same-allocator --seconds --seeds --sides --simulate --size --sizes --step-time "
+    "--steps --turns --within-s",
     "Slurm and mpiexec": "--constraint --details --enable-recovery --exclusive --format --gpus-per-task --jobs "
     "--kill-on-bad-exit --map-by --no-kill --noheader --ntasks --ntasks-per-node --open-mode --overlap --pty --requeue "
     "--signal",
