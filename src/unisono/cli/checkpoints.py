@@ -146,20 +146,16 @@ def _export(location: Path, file: Path, name: str | None) -> None:
 
 
 def _write_safetensors(file: Path, state: dict[str, Any]) -> None:
-    import torch
+    from unisono.engine.state.weights import weight_of, write_weights
 
-    from unisono.engine.checkpoint.snapshot import Layout
-
-    others = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    others = [key for key, value in state.items() if weight_of(key, value) is None]
     if others:
         raise UsageError(
             f"a safetensors file holds tensors only, and {others[0]!r} is none; export into a .pt file, or "
             "another --name"
         )
-    layout = Layout.of(list(state.values()), list(state), 1)
     with file.open("wb") as target:
-        target.write(layout.headers[0])
-        for entry in sorted(layout.entries, key=lambda entry: entry.start):
-            if entry.num_bytes:
-                tensor = state[entry.name]
-                target.write(files.memory_at(tensor.data_ptr(), entry.num_bytes, tensor))
+        try:
+            write_weights(state, target.write)
+        except ValueError as error:
+            raise UsageError(f"{error}; export into a .pt file") from None

@@ -250,6 +250,9 @@ class RunEnded(_Event, tag="end"):
     """Why, in words; in a worker that has finished: empty."""
     digests: dict[str, str]
     """Of every tracked object, by name; empty where the run failed."""
+    sha256: dict[str, str] = {}
+    """Of the weights of every tracked module, by name, as a safetensors file has them (`unisono.record.weights_file`);
+    where the run has a directory and has finished."""
     step: int = -1
     """The last step that was finished, where that is known; else -1."""
     traceback: str = ""

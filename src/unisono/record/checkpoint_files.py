@@ -42,6 +42,7 @@ from unisono.core.errors import CheckpointError
 __all__ = [
     "BLOCK_BYTES",
     "FOLDER",
+    "KINDS",
     "MANIFEST",
     "SKELETON",
     "CheckpointDiffers",
@@ -92,11 +93,12 @@ MAX_THREADS: Final = 4
 _ABANDONED: Final = ".abandoned"
 _REPLACED: Final = ".replaced"
 
-_SAFETENSORS: Final = {
+KINDS: Final = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
     "int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64", "float64": "F64", "int64": "I64",
     "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+"""By dtype, as torch calls it, its name in safetensors files."""
 
 
 class Threads(ThreadPoolExecutor):
@@ -244,7 +246,7 @@ def encode_header(entries: Iterable[Entry]) -> bytes:
     """Return the header of a safetensors file with these tensors, padded to a multiple of `HEADER_ALIGNMENT` bytes."""
     tensors: dict[str, Any] = {}
     for entry in entries:
-        kind, shape = _SAFETENSORS.get(entry.dtype), entry.shape
+        kind, shape = KINDS.get(entry.dtype), entry.shape
         if kind is None:  # as bytes; the manifest has their dtype
             kind, shape = "U8", [entry.num_bytes]
         end = entry.start + entry.num_bytes

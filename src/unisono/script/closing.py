@@ -13,6 +13,7 @@ from unisono.core.words import progress
 from unisono.engine.loop.step import Iteration, Steps
 from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.engine.rounds.gathering import together
+from unisono.engine.state.weights import sha256_of_weights
 from unisono.script import open_runs
 from unisono.script.course import Beginning, Course
 from unisono.script.evaluating import Evaluations
@@ -119,7 +120,13 @@ class Ending:
         if course.beginning is not None and course.beginning.step == course.num_steps:
             self._say_nothing_left(course.num_steps)
         self._recorder.last_checkpoint(self._keeper.saver.news(), course.role())
-        self._recorder.run_ended(course.role(), ok=True, digests=digests)
+        self._recorder.run_ended(course.role(), ok=True, digests=digests, sha256=self._sha256())
+
+    def _sha256(self) -> dict[str, str]:
+        """Return the SHA-256 of the weights of each tracked module, by name, where the run has a directory."""
+        modules = self._rounds.tracked.modules if self._keeper.directory is not None else {}
+        found = {name: sha256_of_weights(module.state_dict()) for name, module in modules.items()}
+        return {name: value for name, value in found.items() if value}
 
     def _say_nothing_left(self, num_steps: int) -> None:
         if self._rounds.team.rank == 0:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -207,9 +208,23 @@ class Recorder:
         if news:
             self._pass_on(written(self._now(), news), role)
 
-    def run_ended(self, role: Role, *, ok: bool, reason: str = "", digests: dict[str, str] | None = None) -> None:
-        """Record that the script is at the end of the run, or has failed."""
-        self._record(RunEnded(time=self._now(), ok=ok, reason=reason, digests=digests or {}), role)
+    def run_ended(
+        self,
+        role: Role,
+        *,
+        ok: bool,
+        reason: str = "",
+        digests: Mapping[str, str] = MappingProxyType({}),
+        sha256: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Record that the script is at the end of the run, or has failed.
+
+        Args:
+            digests: of every tracked object.
+            sha256: of the weights of every tracked module.
+        """
+        event = RunEnded(time=self._now(), ok=ok, reason=reason, digests=dict(digests), sha256=dict(sha256))
+        self._record(event, role)
 
     def problem(self, event: Problem) -> None:
         """Tell what went wrong in a script that runs alone."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from unisono.core.events import RunEnded
-from unisono.record.journal.lines import Line, LineEvent, from_line, parse, text_of, to_line
+from unisono.record.journal import chain
+from unisono.record.journal.lines import Line, LineEvent, from_line, parse, to_line
 
 __all__ = [
     "BLOCK_BYTES",
@@ -160,5 +161,5 @@ def conclude(directory: Path, reason: str) -> None:
         file.truncate(end)
         file.seek(end)
         number = last["line"] + 1 if last is not None else 0
-        line = to_line(RunEnded(ok=False, reason=reason, digests={}))
-        file.write((text_of({"line": number, **line}) + "\n").encode())
+        text, _ = chain.written(number, to_line(RunEnded(ok=False, reason=reason, digests={})), chain.value_in(last))
+        file.write(f"{text}\n".encode())

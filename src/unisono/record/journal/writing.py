@@ -15,8 +15,9 @@ from typing import TypeVar
 import msgspec
 
 from unisono.core.events import LinesLost, StepFinished
+from unisono.record.journal import chain
 from unisono.record.journal.file import tail, truncate
-from unisono.record.journal.lines import LineEvent, from_line, text_of, to_line
+from unisono.record.journal.lines import Line, LineEvent, from_line, text_of, to_line
 from unisono.record.journal.newest import Newest
 from unisono.record.journal.times import TIMES, record_of
 
@@ -51,6 +52,7 @@ class Journal:
         self._number = 0
         self._in_file = 0  # all lines before this one are in the file, as far as this member knows
         self._last: int | None = None  # the last line of the file; None: not known yet
+        self._chain = chain.BEGIN  # its value up to that line
         self._failed_at: int | None = None  # the file's size before a line that could not be written
         self._has_warned = False
         self._num_kept = KEPT_LINES
@@ -142,7 +144,7 @@ class Journal:
                 self._last = None  # the directory may come back
                 return missing
             if self._last is None:
-                self._last = _take_over(self._path, self._number)
+                self._last, self._chain = _take_over(self._path, self._number)
             missing = [each for each in self._recent if each.number > self._last]
             if not missing:
                 return missing
@@ -161,10 +163,14 @@ class Journal:
         if self._failed_at is not None:  # half a line: the next line would be spoiled too
             file.truncate(self._failed_at)
         self._failed_at = os.fstat(file.fileno()).st_size
-        data = memoryview("".join(f"{_text(each)}\n" for each in lines).encode())
+        value, texts = self._chain, []
+        for each in lines:
+            text, value = chain.written(each.number, to_line(each), value)
+            texts.append(f"{text}\n")
+        data = memoryview("".join(texts).encode())
         while data:
             data = data[file.write(data) :]
-        self._last, self._failed_at = lines[-1].number, None
+        self._last, self._chain, self._failed_at = lines[-1].number, value, None
         self._in_file = self._last + 1
 
     def _put_times(self, events: Iterable[LineEvent]) -> None:
@@ -195,8 +201,9 @@ def _event(text: str) -> LineEvent:
     return event
 
 
-def _take_over(path: Path, number: int) -> int:
-    """Cut a journal after its last whole line, and return that line's number; -1: there is none.
+def _take_over(path: Path, number: int) -> tuple[int, bytes]:
+    """Cut a journal after its last whole line, and return that line's number (-1: there is none), and the value of the
+    chain up to it.
 
     A writer that was killed while it wrote leaves half a line; the next one writes that line again. So it does with the
     last line of a side of the run that has ended while this one goes on.
@@ -205,13 +212,19 @@ def _take_over(path: Path, number: int) -> int:
         number: so many lines are known.
     """
     if not path.exists():
-        return -1
+        return -1, chain.BEGIN
+    last, broken = _cut(path)
+    if last is not None and last["kind"] == "end" and last["line"] < number:
+        truncate(path, last["line"])
+        last, broken = _cut(path)
+    if broken:
+        warnings.warn(f"{broken}; the run goes on after its last whole line", stacklevel=2)
+    return int(last["line"]) if last is not None else -1, chain.value_in(last)
+
+
+def _cut(path: Path) -> tuple[Line | None, str]:
+    """Cut a journal after its last whole line; returns the last line that can be read, and the error in those after."""
     with path.open("r+b") as file:
         end, last, broken = tail(path, file)
         file.truncate(end)
-    if last is not None and last["kind"] == "end" and last["line"] < number:
-        truncate(path, last["line"])
-        return int(last["line"]) - 1
-    if broken:
-        warnings.warn(f"{broken}; the run goes on after its last whole line", stacklevel=2)
-    return int(last["line"]) if last is not None else -1
+    return last, broken

@@ -1,0 +1,56 @@
+"""The weights of a model as a safetensors file, and the SHA-256 of that file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.record import weights_file
+from unisono.record.checkpoint_files import memory_at
+from unisono.record.weights_file import Weight
+
+__all__ = ["sha256_of_weights", "weight_of", "write_weights"]
+
+
+def weight_of(name: str, value: Any) -> Weight | None:
+    """Return what a file says of an entry of a state dict; None: it is no tensor with data of its own."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
+        return None
+    return Weight(name, str(value.dtype).removeprefix("torch."), value.shape, value.nbytes)
+
+
+def write_weights(state: Mapping[str, Any], put: Callable[..., object]) -> None:
+    """Give the bytes of a safetensors file with the tensors of a state dict to ``put``, piece by piece.
+
+    Tensors that share memory are written each for itself.
+
+    Args:
+        state: tensors by name, on any device.
+
+    Raises:
+        ValueError: a tensor has a dtype that such files do not have.
+    """
+    tensors = list(state.values())
+    weights = [weight for name, value in state.items() if (weight := weight_of(name, value)) is not None]
+
+    def content(at: int) -> memoryview:
+        tensor = tensors[at].detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
+
+    weights_file.write(weights, content, put)
+
+
+def sha256_of_weights(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of that file, as 64 hexadecimal digits; "": no such file can hold all of the state."""
+    if not all(weight_of(name, value) is not None for name, value in state.items()):
+        return ""
+    digest = hashlib.sha256()
+    try:
+        write_weights(state, digest.update)
+    except ValueError:
+        return ""
+    return digest.hexdigest()
