@@ -8,7 +8,7 @@ import math
 import resource
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from unisono.record.journal import (
     to_line,
     truncate,
 )
+from unisono.record.journal.chain import written
 from unisono.record.journal.file import BLOCK_BYTES, tail
 from unisono.record.journal.lines import LineEvent
 from unisono.record.journal.writing import KEPT_LINES, LINES_AT_ONCE
@@ -70,6 +71,11 @@ def run_with(folder: Path, *said: LineEvent) -> Path:
     return folder
 
 
+def unchained(lines: Iterable[Line]) -> list[Line]:
+    """Lines without the values of the chain (tests/pure/test_certificate.py looks at these)."""
+    return [{key: value for key, value in line.items() if key != "chain"} for line in lines]
+
+
 def numbers(folder: Path) -> list[int]:
     return [line["line"] for line in read(folder)]
 
@@ -80,7 +86,7 @@ def numbers(folder: Path) -> list[int]:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     said = [step(0), evaluation(1, correct=93), end()]
     folder = run_with(tmp_path / "run", *said)
-    assert list(read(folder)) == [{"line": n, **to_line(event)} for n, event in enumerate(said)]
+    assert unchained(read(folder)) == [{"line": n, **to_line(event)} for n, event in enumerate(said)]
     assert list(read(folder / JOURNAL)) == list(read(folder))
     assert list(events(folder)) == numbered(*said)
 
@@ -98,9 +104,12 @@ def test_the_line_of_a_step_has_these_keys_in_this_order(tmp_path: Path) -> None
         '"loss": 0.0625, "weight": 24.0, "time": 1790000000.125, "num_steps": 9, "generation": 1, '
         '"seconds": {"data": 0.0, "compute": 0.1, "exchange": 0.0, "network": 0.0, "waiting": 0.0, '
         '"update": 0.0, "other": 0.0}, '
-        '"logs": {"lr": 0.1}, "balance": "w0 gets 5", "warnings": ["w1 differs"]}'
+        '"logs": {"lr": 0.1}, "balance": "w0 gets 5", "warnings": ["w1 differs"], '
+        '"chain": "c65c94e0b86709b35fc10539280f8cc1b8684a73c33970d49a0fcb166e78a043"}'
     )
-    assert last == '{"line": 1, "kind": "end", "ok": false, "digests": {}, "reason": "KeyError: 3"}'
+    assert last == (
+        '{"line": 1, "kind": "end", "ok": false, "digests": {}, "reason": "KeyError: 3", "chain": "9827701ad0981b3c0e7e383be1a58a29e686f4297d11256d8f0eec177ec73e76"}'
+    )
 
 
 def test_the_lines_of_older_and_newer_versions_are_read() -> None:
@@ -217,7 +226,7 @@ def write_without_room(folder: Path, num_failed: int, fits: int) -> Journal:
         warnings.simplefilter("always")
         for number in range(1, 1 + num_failed):
             journal.emit(step(number))
-    assert len(said) == (num_failed * len(json.dumps(to_line(step(1)))) > fits)
+    assert len(said) == (num_failed * len((folder / JOURNAL).read_text().splitlines()[0]) > fits)
     return journal
 
 
@@ -239,11 +248,11 @@ def test_a_full_disk_costs_no_line(num_failed: int, fits: int, tmp_path: Path) -
 def test_a_step_does_not_pay_for_all_lines_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[int] = []
 
-    def note(line: Line) -> str:
-        texts.append(line["line"])
-        return json.dumps(line)
+    def note(number: int, line: Line, before: bytes) -> tuple[str, bytes]:
+        texts.append(number)
+        return written(number, line, before)
 
-    monkeypatch.setattr("unisono.record.journal.writing.text_of", note)
+    monkeypatch.setattr("unisono.record.journal.chain.written", note)
     write_without_room(tmp_path, num_failed=200, fits=20)
     assert len(texts) <= 1 + 200 * LINES_AT_ONCE
     assert max(texts) <= LINES_AT_ONCE, "those that come next, again and again"
@@ -571,7 +580,7 @@ def test_the_end_is_written_for_those_who_could_not(tmp_path: Path) -> None:
     conclude(run, "again")
     *steps, last = read(run)
     assert [line["step"] for line in steps] == [0, 1]
-    assert last == {"line": 2, "kind": "end", "ok": False, "reason": "all are gone", "digests": {}}
+    assert unchained([last]) == [{"line": 2, "kind": "end", "ok": False, "reason": "all are gone", "digests": {}}]
 
 
 def test_no_end_is_written_where_there_is_one_or_nothing(tmp_path: Path) -> None:

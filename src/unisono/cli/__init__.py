@@ -30,6 +30,8 @@ COMMANDS: Final = {
     "check": ("unisono.cli.check:check", "Say whether a script keeps the promise, and which line breaks it."),
     "checkpoints": ("unisono.cli.checkpoints:checkpoints", "List, check or export the checkpoints of a run."),
     "replay": ("unisono.cli.replay:replay", "Compute a run again up to a step, and look into its micro-batches."),
+    "certify": ("unisono.cli.certify:certify", "Write down what a run says of itself, so that others can check it."),
+    "verify": ("unisono.cli.verify:verify", "Check a certificate, and compute stretches of its run again."),
     "completion": ("unisono.cli.completion:completion", "Print what lets a shell complete this command."),
     "compare": ("unisono.cli.compare:compare", "Say whether two runs are identical, or where they part."),
 }

@@ -42,7 +42,7 @@ def count(number: int, noun: str) -> str:
     """Return ``1 worker``, ``2 workers``, ``3 processes``."""
     if number == 1:
         return f"{number} {noun}"
-    return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
+    return f"{number} {noun}es" if noun.endswith(("s", "ch")) else f"{number} {noun}s"
 
 
 def without_evidence(lines: Sequence[str]) -> list[str]:

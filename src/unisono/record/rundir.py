@@ -23,6 +23,7 @@ from unisono.system.owned import left_parts, write_whole
 
 __all__ = [
     "ADDRESS_FILE",
+    "CERTIFICATE",
     "EVALUATIONS",
     "EVENTS_FILE",
     "PRIVATE",
@@ -65,12 +66,15 @@ LOCK_PATIENCE_S = 5.0  # for the processes of a run that was killed a moment ago
 LOCK_RETRY_S = 0.05
 LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
+CERTIFICATE = "certificate.json"
+"""Where ``unisono certify`` writes, if nothing else is said."""
 CHECKPOINTS = "checkpoints"
 EVALUATIONS = "evaluations"
 """Snapshots that wait for an evaluator (`unisono.engine.checkpoint.evaluations`)."""
 PROBLEMS = "problems"
 _OURS = (
     *(RUN_FILE, JOURNAL, INDEX, CHECKPOINTS, EVENTS_FILE, PROBLEMS, EVALUATIONS, "tensorboard", "tools", "profile"),
+    CERTIFICATE,
     *(str(path) for name in (TIMES, USE_FILE) for path in (Path(name), earlier(Path(name)))),
     *("times", "use"),  # of version 0.1
 )

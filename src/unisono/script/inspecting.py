@@ -1,8 +1,8 @@
 """Inspectors of a run, by name: taps (`unisono.engine.rounds.taps`) that the settings of a run name.
 
 An inspected run has a directory of its own, and does not touch that of another run: it may begin from a checkpoint of
-that run. It writes no checkpoints by itself, gives its events to no sinks, and is not profiled. To add an inspector:
-a module with an `Inspector` that is made of its settings (JSON), and its row in `INSPECTORS`.
+that run. It writes only the checkpoints that its inspector asks for, gives its events to no sinks, and is not profiled.
+To add an inspector: a module with an `Inspector` that is made of its settings (JSON), and its row in `INSPECTORS`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ INSPECTORS: Final[dict[str, str]] = {
     "evaluate": "unisono.script.evaluator:Visiting",
     "dissect": "unisono.tools.replay.dissecting:Dissecting",
     "replay": "unisono.tools.replay.replaying:Replaying",
+    "recompute": "unisono.tools.certificate.recomputing:Recomputing",
     "probe": "unisono.tools.plan.probe_inspector:Probe",
 }
 """By name, the module and the class of an inspector, imported when a run names it."""
@@ -41,6 +42,13 @@ class Inspector(Tap):
 
     def after_step(self, result: StepResult) -> None:
         """Receive the result of a step as it goes into the journal, when the script has made its update."""
+
+    def saves_at(self, step: int) -> bool:
+        """Return whether a checkpoint is written when so many steps of the run are done; the same on all members."""
+        return False
+
+    def saved(self, step: int) -> None:
+        """Note that this checkpoint is on the disk. May raise `StopInspection`, on all members."""
 
     def at_end(self) -> None:
         """Note that the script has come to its end: the run has done all its steps. May raise `StopInspection`."""

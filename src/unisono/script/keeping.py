@@ -32,6 +32,7 @@ from unisono.engine.state.tracked import Tracked
 from unisono.record.checkpoint_files import Stream, complete, memory_at
 from unisono.record.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.record.rundir import CHECKPOINTS, RunDirectory
+from unisono.script.inspecting import Inspector
 from unisono.script.resuming import Resumption
 from unisono.strategies.evaluators.beside import Beside
 from unisono.system.faults import point
@@ -61,6 +62,7 @@ class Keeper(Reporter):
 
     Attributes:
         saver: writes the checkpoints.
+        inspector: may ask for checkpoints; None: nobody looks.
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class Keeper(Reporter):
             raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
         self.policy = policy
         self.directory = directory
+        self.inspector: Inspector | None = None
+        self._inspected = -1
+        """The newest step for which the inspector has a checkpoint."""
         self._tracked = tracked
         places = [absolute(url) for url in copies or (policy.places if policy is not None else ())]
         if places:
@@ -134,6 +139,11 @@ class Keeper(Reporter):
             code = self.policy.exit_code_on_sigterm if self.policy is not None else None
             if code is not None and threading.current_thread() is threading.main_thread():
                 self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def note_data(self, digest: object) -> None:
+        """Note a digest of the samples for the run's description, unless one is known already, or this is none."""
+        if isinstance(digest, str) and not self._resumption.data_digest:
+            self._resumption.data_digest = digest
 
     def begin(self, phase: int, recipe: Recipe) -> Position | None:
         """Claim the directory and load what the run goes on from, on the one member that begins a run.
@@ -287,7 +297,8 @@ class Keeper(Reporter):
         """Return whether the next `boundary` does something; the same on all members. Local."""
         self._leaves = self._leaving
         may_save = may_save and not self._is_held
-        return self._leaves or rounds.changes() or (may_save and self.saver.begins(self._moment(rounds)))
+        saves = self._is_asked(rounds) or (may_save and self.saver.begins(self._moment(rounds)))
+        return self._leaves or rounds.changes() or saves
 
     def boundary(self, rounds: Rounds, *, may_save: bool = True) -> None:
         """Leave the run after SIGTERM, let the members change, and take a snapshot if one is due. Collective.
@@ -298,7 +309,7 @@ class Keeper(Reporter):
         Raises:
             SystemExit: after SIGTERM, with the exit code of the policy.
         """
-        if rounds.is_stop_planned() or self._leaves:
+        if rounds.is_stop_planned() or self._leaves or self._is_asked(rounds):
             self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
         if self._leaves:
             assert self.policy is not None
@@ -320,7 +331,15 @@ class Keeper(Reporter):
         """Have the whole state written, because no step follows this one at once. Collective."""
         if self._beside is not None:
             self._beside.settle(rounds)
-        self._begin_last(rounds)
+        if self._is_asked(rounds):
+            self.save_together(rounds)
+        else:
+            self._begin_last(rounds)
+
+    def _is_asked(self, rounds: Rounds) -> bool:
+        """Return whether the inspector asks for a checkpoint of this boundary; the same on all members. Local."""
+        step = rounds.position.total
+        return self.inspector is not None and step != self._inspected and self.inspector.saves_at(step)
 
     def save_together(self, rounds: Rounds) -> None:
         """Write the last checkpoint, and return when it is on the disk, even if its writer is lost. Collective.
@@ -329,6 +348,9 @@ class Keeper(Reporter):
         """
         if self._beside is not None:
             self._beside.settle(rounds)
+        if is_asked := self._is_asked(rounds):
+            self._inspected = rounds.position.total
+            self.saver.request()
         while self._begin_last(rounds) and not union(rounds, self._published):
             pass  # its writer was lost
         self.saver.confirm()
@@ -336,6 +358,8 @@ class Keeper(Reporter):
         while not is_copied:  # in rounds that are short: an exchange has a timeout
             said = together(rounds, self._wait_for_copies, COPIED if self._is_copied(rounds.team) else b"")
             is_copied = COPIED in said.values()
+        if is_asked and self.inspector is not None:
+            self.inspector.saved(self._inspected)
 
     def _begin_last(self, rounds: Rounds) -> bool:
         """Begin the last checkpoint, unless none is wanted: from then on one member writes it by itself. Collective.

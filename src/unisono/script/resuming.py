@@ -89,6 +89,8 @@ class Resumption:
         """Of the checkpoint that the run goes on from."""
         self.checkpoint: Path | None = None
         """The one that the run goes on from."""
+        self.data_digest = ""
+        """Of the samples, for the run's description; "": unknown."""
         self._directory = directory
         self._tracked = tracked
         self._resume = resume
@@ -211,6 +213,8 @@ class Resumption:
             facts["resumed"] = before.get("resumed", [])
             facts["earlier"] = before.get("earlier", [])
         facts["environment"] = {**versions(), "host": socket.gethostname(), **about_script(command)}
+        if self.data_digest:
+            facts["data"] = {"digest": self.data_digest}
         facts["size"] = {
             "parameter_bytes": self._tracked.num_bytes(),
             "gradient_bytes": self._tracked.gradient_bytes(),

@@ -131,6 +131,8 @@ class Run:
             what it may have spoilt, or "go-on". ``--set audit-then`` wins over it.
         profile: steps of the run that torch.profiler records on all workers, e.g. ``range(100, 105)``, for one trace in
             the directory. ``--profile`` wins over it.
+        data_digest: a digest of the samples, of any kind, which a certificate of the run names (docs/certificate.md).
+            Default: that of the first data set that has one (``datasets.Dataset``).
 
     Under ``unisono run`` a script makes one of these; `steps` can be called as often as there are phases.
 
@@ -156,6 +158,7 @@ class Run:
         audit: float = 0.0,
         audit_then: AuditThen = "go-back",
         profile: range | None = None,
+        data_digest: str = "",
     ) -> None:
         worker = members.spec()
         spec, settings = worker.run, worker.run.settings
@@ -183,6 +186,8 @@ class Run:
             device=self.device,
             threads=self._arithmetic.threads,
         )
+        self._keeper.inspector = self._inspector
+        self._keeper.note_data(data_digest)
         self._process = Process()
         self._talk = Talk(self._tracked, seed)
         audits = make_audits(settings, audit, audit_then, seed, members.current())
@@ -566,6 +571,7 @@ class Run:
         if delay:
             self._tracked.own(PENDING, self._pending)
             strategy = Delayed(delay, planned.num_steps, self._pending, prediction)
+        self._keeper.note_data(getattr(dataset, "_fingerprint", ""))
         return self._training.begin(dataclasses.replace(planned, delay=delay), strategy, summing, first_step=first_step)
 
     def local_steps(

@@ -27,6 +27,7 @@ __all__ = [
     "own_command",
     "package_checksum",
     "script_checksum",
+    "script_file",
 ]
 
 SWITCHES: Final = (
@@ -117,16 +118,27 @@ def script_checksum(arguments: Sequence[str]) -> str:
     Returns:
         Eight hexadecimal digits; "" if there is no file that can be read.
     """
+    path = script_file(arguments)
+    with contextlib.suppress(OSError, ValueError):
+        return f"{zlib.crc32(path.read_bytes()):08x}" if path is not None else ""
+    return ""
+
+
+def script_file(arguments: Sequence[str], folder: str | None = None) -> Path | None:
+    """Return the file of a script; None: there is none.
+
+    Args:
+        arguments: as `script_checksum` takes them.
+        folder: in which the run began; None: the current one.
+    """
     match arguments:
         case ["-m", module, *_]:
-            path = _file_of(module)
+            path = _file_of(module, folder)
         case ["--callable", path, *_] | [path, *_]:
             pass
         case _:
-            return ""
-    with contextlib.suppress(OSError, ValueError):
-        return f"{zlib.crc32(Path(path).read_bytes()):08x}" if path else ""
-    return ""
+            return None
+    return Path(folder or "", path) if path else None
 
 
 def own_command() -> dict[str, Any] | None:
@@ -162,9 +174,9 @@ def package_checksum() -> str:
     return f"{total:08x}"
 
 
-def _file_of(module: str) -> str:
+def _file_of(module: str, folder: str | None = None) -> str:
     """Return the file that `runpy` would run for a module, without importing the packages around it; "" for none."""
-    path: Sequence[str] | None = [os.getcwd(), *sys.path]
+    path: Sequence[str] | None = [folder or os.getcwd(), *sys.path]
     parts = module.split(".")
     spec = None
     for number in range(1, len(parts) + 1):

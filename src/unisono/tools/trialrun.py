@@ -54,6 +54,7 @@ def trial_run(
     hosts: int = 1,
     restarts: int = 0,
     variables: Mapping[str, str] = MappingProxyType({}),
+    resume: Path | None = None,
     limit_s: float,
     name: str,
     steps: int,
@@ -68,6 +69,7 @@ def trial_run(
         hosts: more than 1: the workers are as if on several machines.
         restarts: of workers that are lost.
         variables: more of its environment.
+        resume: a checkpoint to begin with; None: it begins with step 0.
 
     Returns:
         The exit code, and the output.
@@ -78,6 +80,7 @@ def trial_run(
     command = [
         *(sys.executable, "-u", "-P", "-m", "unisono", "run", "--workers", str(workers)),
         *("--set", f"simulate-hosts={hosts}", "--max-restarts", str(restarts), "--launcher", "local"),
+        *(("--resume", str(resume)) if resume is not None else ()),
         *("--run-dir", str(run_dir), "--set", f"inspect={':'.join(inspector)}", *script.run_command()),
     ]
     environment = {**os.environ, **variables}

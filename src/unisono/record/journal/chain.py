@@ -3,8 +3,8 @@
 Each line holds the value of the chain up to it, under ``chain``: the SHA-256 of the value before it (32 bytes) and of
 the line's canonical part (`lines.CANONICAL`) as JSON. So who has noted one value can tell later whether a line before
 it was changed. The value is the same for any number of workers and any losses. It is cut with the journal when a run
-is resumed. It begins anew, with 32 zero bytes, after a gap, and where the line before has none, because an earlier
-version has written it.
+is resumed. It begins anew, with 32 zero bytes, after a line ``gap``, and where the line before has none, because an
+earlier version has written it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def written(number: int, line: Line, before: bytes) -> tuple[str, bytes]:
     names = CANONICAL.get(line["kind"])
     if names is None:
         return text_of({"line": number, **line}), BEGIN
-    first, rest = {"kind": line["kind"]}, {}
+    first: Line = {"kind": line["kind"]}
+    rest: Line = {}
     for name, value in line.items():
         if name != "kind":
             (first if name in names else rest)[name] = value
@@ -83,7 +84,7 @@ def links(lines: Iterable[Line], value: bytes = BEGIN, begins_at: Collection[int
     """Yield the lines that are in the chain, with their values.
 
     Args:
-        lines: of a journal, in their order; any may be missing.
+        lines: of a journal, in their order. Where some are missing, a line ``gap`` says so, or the next is not right.
         value: of the chain before them.
         begins_at: numbers of lines with which the chain begins anew, besides those that say so themselves.
 
@@ -95,7 +96,6 @@ def links(lines: Iterable[Line], value: bytes = BEGIN, begins_at: Collection[int
         number = line.get("line")
         if not isinstance(number, int) or number <= newest:
             raise ValueError(f"a line of the journal has the number {number!r}, after line {newest}")
-        begins = begins or (newest >= 0 and number != newest + 1)
         newest = number
         if line["kind"] not in CANONICAL:  # a gap, or what a later version writes
             begins = True

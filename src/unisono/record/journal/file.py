@@ -31,6 +31,7 @@ JOURNAL: Final = "journal.jsonl"
 INDEX: Final = "journal.index"
 """What readers have found in the journal (`unisono.record.history.index`), so that the next one finds it faster."""
 BLOCK_BYTES: Final = 1 << 16
+MOST_LINE_BYTES: Final = 64 << 20
 
 
 def read(path: Path) -> Iterator[Line]:
@@ -42,8 +43,10 @@ def read(path: Path) -> Iterator[Line]:
     """
     path = path / JOURNAL if path.is_dir() else path
     with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
+        for number, text in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), 1):
             if not text.endswith(b"\n"):
+                if len(text) == MOST_LINE_BYTES:
+                    raise ValueError(f"line {number} of {path} has more than {MOST_LINE_BYTES >> 20} MiB")
                 return
             yield parse(path, text, f"line {number}")
 

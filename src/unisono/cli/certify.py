@@ -1,0 +1,77 @@
+"""``unisono certify``: write down what a run says of itself, so that others can check it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import msgspec
+
+from unisono.cli.saying import say
+from unisono.core.errors import UsageError
+from unisono.core.words import count
+from unisono.record.rundir import CERTIFICATE
+from unisono.system.owned import write_whole
+
+__all__ = ["certify"]
+
+WORDS = ("script", "arguments")
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Where the certificate goes; otherwise into the run's directory, as certificate.json.")  # fmt: skip
+@click.option("--key", type=click.Path(path_type=Path, dir_okay=False), metavar="KEY",
+              help="Sign it with this private key: Ed25519, of ssh or as PEM.")  # fmt: skip
+@click.option("--make-key", is_flag=True, help="Make the key KEY, and KEY.pub, which others need to check.")
+@click.option("--with", "words", multiple=True, metavar="WHAT",
+              help="script: the script's text is in it.  arguments: its arguments are.")  # fmt: skip
+@click.option("--model", "models", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True,
+              metavar="FILE", help="Write it only if this file holds a model that is certified.")  # fmt: skip
+def certify(
+    run: Path, output: Path | None, key: Path | None, make_key: bool, words: tuple[str, ...], models: tuple[Path, ...]
+) -> int:
+    """Write a certificate of RUN (a directory): the SHA-256 of its model and its checkpoints, its recipe, script,
+    versions and arithmetic, and a chain over all of its steps. `unisono verify` checks it, on any machine.
+
+    \b
+        unisono certify runs/digits --key ~/.ssh/id_ed25519
+        unisono certify runs/digits --key lab.key --make-key -o digits.json --with script
+
+    Exit code: 0 written, 2 this run cannot be certified.
+    """
+    from unisono.tools.certificate.checking import check_models
+    from unisono.tools.certificate.gathering import gathered
+    from unisono.tools.certificate.keys import fingerprint_of, read_key, sign, text_of
+    from unisono.tools.certificate.keys import make_key as make
+
+    if unknown := [word for word in words if word not in WORDS]:
+        raise UsageError(f"--with takes script or arguments; got {unknown[0]!r}")
+    if make_key and key is None:
+        raise UsageError("--make-key makes the key that --key names; give both")
+    if make_key and key is not None:
+        make(key)
+    private = read_key(key, _password(key)) if key is not None else None
+    statement = gathered(run, signer=text_of(private) if private is not None else None, words=words)
+    if wrong := check_models(statement.predicate, models):
+        raise UsageError(wrong[0])
+    envelope = sign(msgspec.json.encode(statement), private)
+    file = output or run / CERTIFICATE
+    try:
+        write_whole(file, msgspec.json.format(msgspec.json.encode(envelope)) + b"\n")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+    said = statement.predicate
+    for note in said.notes:
+        say(f"unisono: {note}", err=True)
+    who = f"signed with {fingerprint_of(said.signer)}" if said.signer else "signed by nobody: --key KEY signs it"
+    say(f"{file}: {count(said.run.steps, 'step')}, {count(len(said.states), 'checkpoint')}, {who}")
+    for name, value in (said.end.models if said.end is not None else {}).items():
+        say(f"{name}: sha256 {value}")
+    return 0
+
+
+def _password(key: Path) -> Callable[[], str]:
+    return lambda: str(click.prompt(f"password of {key}", hide_input=True, err=True))

@@ -1,0 +1,257 @@
+"""``unisono verify``: check a certificate, and compute stretches of its run again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from unisono.cli.given import script_arguments
+from unisono.cli.resume import command_of, own_command
+from unisono.cli.saying import say, say_lines
+from unisono.core.errors import UsageError
+from unisono.core.words import count, duration
+from unisono.record.rundir import read_facts
+from unisono.script.inspected import INTERRUPTED
+from unisono.system.fingerprint import SWITCHES, script_file
+from unisono.system.lifetime import scratch_folder
+
+if TYPE_CHECKING:
+    from unisono.tools.certificate.statement import Predicate
+    from unisono.tools.certificate.stretches import Stretch
+
+__all__ = ["verify"]
+
+RIGHT, WRONG, UNUSABLE = 0, 1, 2
+HAVE_SEEN = 20
+"""Of so many stretches, the example of how sure a check is assumes one to be wrong; of more, a twentieth."""
+
+
+@click.command()
+@click.argument("certificate", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("script", nargs=-1, type=click.UNPROCESSED)
+@click.option("--run", "run", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR",
+              help="The run's directory: its journal and its checkpoints are checked as well.")  # fmt: skip
+@click.option("--model", "models", type=click.Path(path_type=Path, dir_okay=False), multiple=True, metavar="FILE",
+              help="Check that this file holds a model that is certified.")  # fmt: skip
+@click.option("--segments", "number", type=click.IntRange(min=1), metavar="N",
+              help="Compute N stretches of the run again, drawn at random.")  # fmt: skip
+@click.option("--all", "is_all", is_flag=True, help="Compute the whole run again, from its beginning.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, metavar="N", help="With so many workers; otherwise alone."
+)
+@click.option("--signer", "signers", multiple=True, metavar="KEY",
+              help="Who may have signed it: SHA256:..., a public key of ssh, or a file with such.")  # fmt: skip
+@click.option("--any-signer", is_flag=True, help="Anybody may have signed it, or nobody.")
+def verify(
+    certificate: Path,
+    script: tuple[str, ...],
+    run: Path | None,
+    models: tuple[Path, ...],
+    number: int | None,
+    is_all: bool,
+    workers: int,
+    signers: tuple[str, ...],
+    any_signer: bool,
+) -> int:
+    """Check CERTIFICATE: its signature, and what else is given of its run. With --segments or --all, stretches of the
+    run are computed again on this machine, and have to end with the certified bits.
+
+    \b
+        unisono verify digits.json --signer lab.key.pub --model model.safetensors
+        unisono verify digits.json --signer lab.key.pub --run runs/digits --segments 3 digits.py
+        unisono verify digits.json --signer SHA256:fzG... --all digits.py -- --epochs 5
+
+    Nothing that the certificate or the run's directory names is executed: the script is the one that is given after the
+    options, or else the terminal is asked.
+
+    Exit code: 0 all that was checked is right, and the signer was named; 1 something is wrong; 2 it cannot be checked.
+    """
+    from unisono.tools.certificate.checking import check_models, check_run
+    from unisono.tools.certificate.keys import check_signature, fingerprint_of, is_named
+    from unisono.tools.certificate.statement import MOST_BYTES, parse_envelope, parse_statement
+
+    run = run.resolve() if run is not None else None
+    if number is not None and is_all:
+        raise UsageError("--segments N draws stretches, --all takes the whole run; give one of them")
+    if script and number is None and not is_all:
+        raise UsageError(f"what of {script[0]} is to be computed again? Give --segments N or --all")
+    try:
+        with certificate.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{certificate} cannot be read: {error.strerror}") from None
+    envelope = parse_envelope(data)
+    statement = parse_statement(envelope.content)
+    said, wrong = statement.predicate, False
+    say_lines(_described(said))
+    if (signer := check_signature(envelope, statement)) is None:
+        return _wrong("its signature is not right: it was changed after it was signed")
+    shown = f"{fingerprint_of(signer)}" if signer else "nobody"
+    if any_signer:
+        say(f"signed by {shown}: not checked, as --any-signer asks")
+    elif signer and signers and is_named(signer, signers):
+        say(f"signed by {shown}, who was named")
+    else:
+        hint = "whom --signer does not name" if signers and signer else "and --signer names nobody" if signer else ""
+        wrong = bool(_wrong(f"it is signed by {shown}{', ' if hint else ''}{hint}"))
+    for words in check_models(said, models):
+        wrong = bool(_wrong(words))
+    begins: dict[int, Path] = {}
+    if run is not None:
+        try:
+            checked = check_run(run, said)
+        except (OSError, ValueError) as error:
+            return _wrong(f"the journal of {run} cannot be read: {error}")
+        for words in checked.right:
+            say(f"right: {words}")
+        for words in checked.wrong:
+            wrong = bool(_wrong(words))
+        begins = checked.begins
+    if models and not wrong:
+        say(f"right: {', '.join(map(str, models))}")
+    if wrong:
+        return WRONG
+    if number is None and not is_all:
+        say("no step was computed again: --segments N or --all does that")
+        return RIGHT
+    return _computed(said, run, begins, script, number, workers)
+
+
+def _wrong(words: str) -> int:
+    say(f"WRONG: {words}")
+    return WRONG
+
+
+def _described(said: Predicate) -> str:
+    script = f"of {said.script.name} " if said.script.name else ""
+    lines = [f"a certificate {script}about {count(said.run.steps, 'step')} of run {said.run.id}"]
+    lines += [f"  {name}: sha256 {value}" for name, value in (said.end.models if said.end is not None else {}).items()]
+    return "\n".join([*lines, *(f"  not certified: {note}" for note in said.notes)])
+
+
+def _computed(
+    said: Predicate,
+    run: Path | None,
+    begins: dict[int, Path],
+    script: tuple[str, ...],
+    number: int | None,
+    workers: int,
+) -> int:
+    """Compute stretches again; returns the exit code."""
+    from unisono.tools.certificate.recomputing import Target, recomputed
+    from unisono.tools.certificate.stretches import Stretch, chosen, cut
+
+    found = cut(begins, said.run.steps)
+    if not found:
+        raise UsageError("the certificate is about no step that could be computed again")
+    taken = [Stretch(0, said.run.steps)] if number is None else chosen(found, number, random.SystemRandom().sample)
+    folder, arguments = _script(said, run, script)
+    target = Target(said, run, begins, folder, arguments, _threads(said), _variables(said), workers)
+    os.chdir(folder)
+    began, done = time.monotonic(), 0
+    with scratch_folder("unisono-verify-") as scratch:
+        for each in taken:
+            directory = scratch / str(each.first)
+            directory.mkdir()
+            say(f"unisono: computes the steps {each.first} to {each.last - 1} again", err=True)
+            code, words = recomputed(target, each, directory)
+            shutil.rmtree(directory, ignore_errors=True)
+            if code == WRONG:
+                return _wrong(words)
+            if code == INTERRUPTED:
+                return code
+            if code:
+                raise UsageError(words)
+            done += each.num_steps
+            say(f"right: the steps {each.first} to {each.last - 1}, computed again")
+    say_lines(_worth(said, found, taken, done, time.monotonic() - began))
+    return RIGHT
+
+
+def _worth(said: Predicate, found: Sequence[Stretch], taken: Sequence[Stretch], done: int, seconds: float) -> str:
+    """Return what a check of some stretches is worth."""
+    from unisono.tools.certificate.checking import held_steps
+    from unisono.tools.certificate.stretches import chance
+
+    total, held = said.run.steps, held_steps(said)
+    if len(taken) == 1 and taken[0].num_steps == total:
+        return f"all {count(total, 'step')} were computed again, in {duration(seconds)}"
+    false = max(1, len(found) // HAVE_SEEN)
+    return (
+        f"{count(done, 'step')} of {total} were computed again ({len(taken)} of {count(len(found), 'stretch')}, in "
+        f"{duration(seconds)}); {100 * held // total} % of the steps lead to a state whose SHA-256 is certified\n"
+        f"if {false} of the {len(found)} stretches {'was' if false == 1 else 'were'} false, this check found it with a "
+        f"probability of {100 * chance(len(found), len(taken), false):.0f} %. --all takes about "
+        f"{duration(seconds / done * total)}"
+    )
+
+
+def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Return the folder and the words of the script that is computed again: given by the user, or confirmed.
+
+    Raises:
+        UsageError: nobody says which, or it is not the certified one.
+    """
+    wanted = "give the script after the options: ... SCRIPT [-- ARGUMENTS]"
+    if given:
+        folder, more = os.getcwd(), tuple(word for word in given[1:] if word != "--")
+        if not given[1:]:
+            more = _own_arguments(said, run, given[0])
+        arguments = script_arguments(given[0], None, more)
+    else:
+        command = own_command(run, wanted) if run is not None else None
+        if command is None:
+            raise UsageError(f"no script is executed that you have not named; {wanted}")
+        folder, arguments = command
+        if not sys.stdin.isatty():
+            raise UsageError(f"{run} names {shlex.join(arguments)} in {folder}. It is not executed unasked; {wanted}")
+        if not click.confirm(f"Execute {shlex.join(arguments)} in {folder}?", err=True):
+            raise UsageError(f"nothing was executed; {wanted}")
+    if said.script.sha256 is None:
+        say("unisono: the certificate does not say which text the script had", err=True)
+        return folder, arguments
+    path = script_file(arguments, folder)
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path is not None else ""
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if digest != said.script.sha256:
+        raise UsageError(
+            f"{arguments[0]} is another script than the certified one: its SHA-256 is {digest}, and not "
+            f"{said.script.sha256}"
+        )
+    return folder, arguments
+
+
+def _own_arguments(said: Predicate, run: Path | None, script: str) -> tuple[str, ...]:
+    """Return the arguments of the run for a script that was given without any, where the user's own files say them."""
+    own: list[str] = list(said.script.arguments or ())
+    if run is not None and (command := command_of(read_facts(run))) is not None:
+        own = command[1][2 if command[1][0] == "-m" else 1 :]
+        if own:
+            own_command(run, f"give the arguments as well: ... {script} -- ARGUMENTS")
+    if own:
+        say(f"unisono: {script} gets the arguments of the run: {shlex.join(own)}", err=True)
+    return tuple(own)
+
+
+def _threads(said: Predicate) -> int:
+    threads = said.recipe.get("threads")
+    return threads if isinstance(threads, int) and 1 <= threads <= 4096 else 1
+
+
+def _variables(said: Predicate) -> dict[str, str]:
+    """Return the environment variables that bits depend on, as the run had them."""
+    found = {name: value for name, value in said.arithmetic.items() if name in SWITCHES}
+    seed = said.versions.get("hash seed", "")
+    return {**found, "PYTHONHASHSEED": seed} if seed.isdecimal() and len(seed) <= 10 else found

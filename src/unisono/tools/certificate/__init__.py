@@ -1,0 +1,1 @@
+"""Certificates: what a run says of itself so that others can check it, and the check."""

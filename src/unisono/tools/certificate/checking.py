@@ -1,0 +1,113 @@
+"""The check of a certificate against the files of its run, without computing anything again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from unisono.core.errors import CheckpointError
+from unisono.core.words import count
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import Manifest
+from unisono.record.rundir import read_facts
+from unisono.tools.certificate.gathering import chained
+from unisono.tools.certificate.statement import Predicate, State
+from unisono.tools.certificate.states import read_state, state_sha256, weights_sha256
+
+__all__ = ["Checked", "check_models", "check_run", "held_steps"]
+
+
+class Checked(NamedTuple):
+    """What was found in the directory of a run."""
+
+    wrong: tuple[str, ...]
+    """What is not as the certificate says, in sentences, the first one first."""
+    right: tuple[str, ...]
+    """What is."""
+    begins: dict[int, Path]
+    """By step, the checkpoints that are right."""
+
+
+def check_run(run: Path, said: Predicate) -> Checked:
+    """Compare the journal and the checkpoints of a run with a certificate. Only reads.
+
+    Raises:
+        OSError, ValueError: the journal cannot be read.
+    """
+    facts = read_facts(run)
+    ids = {str(facts.get("run_id")), *map(str, facts.get("earlier", ()))}
+    if said.run.id not in ids:
+        words = f"the certificate is that of run {said.run.id}, and {run} holds run {facts.get('run_id', 'unknown')}"
+        return Checked((words,), (), {})
+    wrong = list(_journal(run, said))
+    right = [] if wrong else [f"the journal: {count(said.run.steps, 'step')} in a chain that is as certified"]
+    begins: dict[int, Path] = {}
+    for state in said.states:
+        path = run / files.FOLDER / files.step_name(state.step)
+        if not path.is_dir() or path.is_symlink():
+            continue  # it may have been removed to save room
+        if words := _state(path, state):
+            wrong.append(words)
+        else:
+            begins[state.step] = path
+    if begins:
+        right.append(f"{count(len(begins), 'checkpoint')} of {len(said.states)}, each tensor by its SHA-256")
+    return Checked(tuple(wrong), tuple(right), begins)
+
+
+def held_steps(said: Predicate) -> int:
+    """Return how many steps lead to a state of which the certificate has a SHA-256: of a checkpoint, or the end."""
+    if said.end is not None and said.end.models:
+        return said.run.steps
+    return max((state.step for state in said.states), default=0)
+
+
+def check_models(said: Predicate, paths: Iterable[Path]) -> list[str]:
+    """Return which files do not hold the weights of a certified model, in sentences.
+
+    Raises:
+        UsageError: a file cannot be read, or holds no weights.
+    """
+    models = said.end.models if said.end is not None else {}
+    return [
+        f"{path} does not hold a model that is certified: its weights have the SHA-256 {', '.join(sorted(found))}, and "
+        + (", ".join(f"{name} has {value}" for name, value in models.items()) or "no model is certified")
+        for path in paths
+        if not (found := weights_sha256(path)) & {*models.values()}
+    ]
+
+
+def _journal(run: Path, said: Predicate) -> list[str]:
+    begins_at = {part.first for part in said.chain}
+    found = chained(run, {state.lines for state in said.states}, begins_at)
+    if found.wrong:
+        return [found.wrong]
+    if lacking := [gap for gap in found.gaps if gap not in said.gaps]:
+        return [f"{lacking[0].words} of the journal is missing, and was there when it was certified"]
+    for state in said.states:
+        if state.chain and found.values.get(state.lines) != state.chain:
+            before = max((one.lines for one in said.states if one.lines < state.lines), default=0)
+            return [f"the journal is not the certified one: a line from {before} to {state.lines - 1} is another"]
+    for mine, theirs in zip(found.parts, said.chain, strict=False):
+        if (mine.first, mine.last, mine.value) != (theirs.first, theirs.last, theirs.value):
+            known = [one.lines for one in said.states if theirs.first <= one.lines <= theirs.last]
+            return [
+                f"the journal is not the certified one: a line from {max(known, default=theirs.first)} to "
+                f"{max(mine.last, theirs.last)} is another, or missing"
+            ]
+    if len(found.parts) != len(said.chain):
+        return [f"the journal has {count(len(found.parts), 'part')}, and {len(said.chain)} are certified"]
+    return []
+
+
+def _state(path: Path, state: State) -> str:
+    """Return what is wrong with a checkpoint, in a sentence; "" if nothing is."""
+    try:
+        manifest: Manifest = read_state(path)
+        found = state_sha256(path, manifest)
+    except CheckpointError as error:
+        return f"the checkpoint of step {state.step} is broken: {error}"
+    if found != state.sha256:
+        return f"the checkpoint of step {state.step} is another: its SHA-256 is {found}, not {state.sha256}"
+    return ""

@@ -1,0 +1,255 @@
+"""What a certificate says of a run, gathered from its directory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.core.errors import CheckpointError, UsageError
+from unisono.record import checkpoint_files as files
+from unisono.record.checkpoint_files import Manifest
+from unisono.record.journal import Line, read
+from unisono.record.journal.chain import BEGIN, links
+from unisono.record.rundir import RUN_FILE, check_schema, is_going, read_facts
+from unisono.system.fingerprint import script_checksum, script_file
+from unisono.tools.certificate.statement import (
+    STATE,
+    ChainPart,
+    Data,
+    End,
+    Gap,
+    Predicate,
+    RunFacts,
+    Script,
+    State,
+    Statement,
+    Subject,
+)
+from unisono.tools.certificate.states import read_state, state_sha256
+
+__all__ = ["Chained", "chained", "gathered", "same_name"]
+
+NO_PART: Final = ("host",)
+"""Of the versions that a run notes, what no certificate says."""
+
+
+@dataclass
+class Chained:
+    """What the journal of a run has."""
+
+    parts: list[ChainPart] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    values: dict[int, str] = field(default_factory=dict)
+    """By number of lines, the chain up to the last of them, for those that were asked for."""
+    steps: int = 0
+    end: Line | None = None
+    wrong: str = ""
+    """The first line that is not as it was written, or is missing without a word, in a sentence; "": there is none."""
+
+
+def chained(run: Path, wanted: Collection[int], begins_at: Collection[int] = ()) -> Chained:
+    """Read the journal of a run, and compute its chain: up to the end of the script, else up to the last step.
+
+    Args:
+        wanted: numbers of lines after which the value of the chain is kept.
+        begins_at: lines with which the chain begins anew, besides those that say so themselves.
+
+    Raises:
+        OSError, ValueError: the journal cannot be read.
+    """
+    found = Chained()
+    opened: tuple[int, str] = (-1, "")  # the first line of the part that is open, and how it was made
+    newest, value = -1, ""
+    whole = (0, 0, -1, "")  # numbers of parts and gaps, the line and the value, at the last line that counts
+    for link in links(read(run), begins_at=begins_at):
+        if link.number != newest + 1:
+            lacking = Gap(newest + 1, link.number - 1)
+            if link.begins:
+                found.gaps.append(lacking)
+            else:
+                found.wrong = found.wrong or f"{lacking.words} of the journal is missing"
+        if not link.is_right and not found.wrong:
+            found.wrong = f"line {link.number} of the journal ({_named(link.line)}) is not as it was written"
+        if link.begins:
+            if newest >= 0:
+                found.parts.append(ChainPart(first=opened[0], last=newest, value=value, made=opened[1]))
+            opened = (link.number, "training" if link.is_told else "afterwards")
+        newest, value = link.number, link.value.hex()
+        if newest + 1 in wanted:
+            found.values[newest + 1] = value
+        if link.line["kind"] == "step":
+            step = link.line.get("step")
+            if not isinstance(step, int) or (step != found.steps and not found.gaps):
+                found.wrong = found.wrong or f"line {newest} of the journal is that of step {step}, not {found.steps}"
+            found.steps = step + 1 if isinstance(step, int) else found.steps
+        has_ended = link.line["kind"] == "end" and link.line.get("ok") is True
+        found.end = link.line if has_ended else None
+        if has_ended or link.line["kind"] == "step":
+            whole = (len(found.parts), len(found.gaps), newest, value)
+    if whole[2] >= 0:
+        if whole[0] < len(found.parts):
+            opened = (found.parts[whole[0]].first, found.parts[whole[0]].made)
+        del found.parts[whole[0] :], found.gaps[whole[1] :]
+        found.parts.append(ChainPart(first=opened[0], last=whole[2], value=whole[3], made=opened[1]))
+    if 0 in wanted:
+        found.values[0] = BEGIN.hex()
+    return found
+
+
+def gathered(run: Path, *, signer: str | None, words: Collection[str] = ()) -> Statement:
+    """Return the statement about a run. Reads the journal and all checkpoints, and changes nothing.
+
+    Args:
+        signer: the public key that is to sign it.
+        words: what else it says: "script" (its text), "arguments".
+
+    Raises:
+        UsageError: the directory holds no run that has stopped, or its journal was changed.
+    """
+    facts = read_facts(run)
+    if not run.is_dir() or not facts:
+        raise UsageError(f"{run} holds no run: there is no {RUN_FILE} in it")
+    check_schema(run)
+    if is_going(run):
+        raise UsageError(f"the run in {run} goes on; certify it when it has ended or was stopped")
+    notes: list[str] = []
+    checkpoints = _checkpoints(run, notes)
+    try:
+        journal = chained(run, {manifest.lines for _, manifest in checkpoints})
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the journal of {run} cannot be read: {error}") from None
+    if journal.wrong:
+        raise UsageError(f"{journal.wrong}; such a run is not certified. `unisono replay` says what is true")
+    if not journal.parts:
+        raise UsageError(f"the run in {run} has not done a step")
+    states = [
+        State(
+            step=manifest.step, phase=manifest.phase, phase_step=manifest.phase_step, lines=manifest.lines,
+            chain=journal.values.get(manifest.lines, ""), sha256=state_sha256(path, manifest),
+        )
+        for path, manifest in checkpoints
+    ]  # fmt: skip
+    end = _end(journal.end, notes)
+    script, data, recipe = _script(facts, words, notes), _data(facts, notes), facts.get("recipe")
+    _note_chain(journal, states, notes)
+    predicate = Predicate(
+        run=RunFacts(
+            id=str(facts.get("run_id", "")),
+            steps=journal.steps,
+            has_ended=end is not None,
+            resumed=len(facts.get("resumed", ())),
+        ),
+        recipe=recipe if isinstance(recipe, dict) else {},
+        script=script,
+        data=data,
+        versions=_texts(facts.get("environment"), but=(*NO_PART, "script")),
+        arithmetic=_texts(facts.get("fingerprint")),
+        chain=journal.parts,
+        gaps=journal.gaps,
+        states=states,
+        end=end,
+        left=facts.get("left"),
+        signer=signer,
+        notes=notes,
+    )
+    return Statement(subject=_subjects(end, states), predicate=predicate)
+
+
+def _subjects(end: End | None, states: Sequence[State]) -> list[Subject]:
+    models = end.models if end is not None else {}
+    return [
+        *(Subject(f"{name}.safetensors", {"sha256": value}) for name, value in models.items()),
+        *(Subject(f"{files.FOLDER}/{files.step_name(one.step)}", {STATE: one.sha256}) for one in states),
+    ]
+
+
+def _checkpoints(run: Path, notes: list[str]) -> list[tuple[Path, Manifest]]:
+    found = []
+    for path in files.complete(run / files.FOLDER):
+        try:
+            found.append((path, read_state(path)))
+        except CheckpointError as error:
+            notes.append(f"a checkpoint is left out, because it is broken: {error}")
+    if not found:
+        notes.append("the run keeps no checkpoint, so each check begins at step 0")
+    return found
+
+
+def _end(line: Line | None, notes: list[str]) -> End | None:
+    if line is None or line.get("ok") is not True:
+        notes.append("the script has not come to its end; the certificate is about the steps that are done")
+        return None
+    models = _texts(line.get("sha256"))
+    if not models:
+        notes.append("the end has no SHA-256 of a model: an earlier version has written it, or no module was tracked")
+    return End(digests=_texts(line.get("digests")), models=models)
+
+
+def _script(facts: Mapping[str, Any], words: Collection[str], notes: list[str]) -> Script:
+    command, environment = facts.get("command"), facts.get("environment")
+    arguments = command.get("arguments") if isinstance(command, dict) else None
+    known = environment.get("script") if isinstance(environment, dict) else None
+    if not isinstance(arguments, list) or not arguments:
+        notes.append("the run does not say which script it was made with")
+        return Script(name="", sha256=None)
+    is_module = arguments[0] in ("-m", "--callable")
+    name = str(arguments[1] if is_module and arguments[1:] else arguments[0])
+    path = script_file(arguments, str(command.get("folder", ".")) if isinstance(command, dict) else ".")
+    text: bytes | None = None
+    if path is not None and known == script_checksum([str(path)]):
+        text = path.read_bytes()
+    if text is None:
+        notes.append("the script's text is not certified: it is not there any more, or has changed since the run began")
+    if "script" in words and text is None:
+        raise UsageError("--with script: the script's text is not there any more, or has changed since the run began")
+    return Script(
+        name=name if is_module else same_name(name),
+        sha256=hashlib.sha256(text).hexdigest() if text is not None else None,
+        text=text.decode(errors="replace") if text is not None and "script" in words else None,
+        arguments=list(map(str, arguments[2 if is_module else 1 :])) if "arguments" in words else None,
+    )
+
+
+def same_name(name: str) -> str:
+    """Return a script's name without its folders."""
+    return name.replace("\\", "/").rpartition("/")[2]
+
+
+def _data(facts: Mapping[str, Any], notes: list[str]) -> Data:
+    recipe = facts.get("recipe")
+    known = recipe if isinstance(recipe, dict) else {}
+    number, order = known.get("num_samples"), known.get("order")
+    said = facts.get("data")
+    digest = said.get("digest") if isinstance(said, dict) else None
+    if not isinstance(digest, str) or not digest:
+        notes.append("nobody has given a digest of the samples, so it is not certified which data these were")
+    return Data(
+        num_samples=number if isinstance(number, int) else None,
+        order=order if isinstance(order, str) else None,
+        digest=digest if isinstance(digest, str) and digest else None,
+    )
+
+
+def _note_chain(journal: Chained, states: Sequence[State], notes: list[str]) -> None:
+    for gap in journal.gaps:
+        notes.append(f"the journal lacks the lines {gap.first} to {gap.last}: a disk was full, or a machine was lost")
+    for part in journal.parts:
+        if part.made != "training":
+            notes.append(f"the lines {part.first} to {part.last} were chained by this certificate, not while training")
+    if (last := max((one.step for one in states), default=0)) < journal.steps and journal.end is None:
+        notes.append(f"no checkpoint holds the steps after {last}: only their lines in the journal are certified")
+
+
+def _texts(value: Any, but: Collection[str] = ()) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {}
+    return {str(name): text for name, text in value.items() if isinstance(text, str) and name not in but}
+
+
+def _named(line: Line) -> str:
+    if line["kind"] == "end":
+        return "the end"
+    return f"{'the evaluation at' if line['kind'] == 'evaluation' else 'that of'} step {line.get('step')}"

@@ -1,0 +1,256 @@
+"""Stretches of a run, computed again and compared with its certificate.
+
+Each stretch is a run of its own, in a directory of its own: it begins at a checkpoint of the certified run or at step
+0, writes a checkpoint where the stretch ends, and a journal. Both are compared with the certificate: the chain over the
+lines, and the SHA-256 of the state. The inspector here only says where it ends, and compares step by step with the
+journal of the certified run, where that is there, so that an error is found at its step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from unisono.core.errors import CheckpointError, StopInspection
+from unisono.core.events import StepResult
+from unisono.core.fingerprints import other_arithmetic
+from unisono.core.settings import RunSettings
+from unisono.core.spec import RunSpec
+from unisono.core.words import count, duration
+from unisono.engine.rounds.taps import Loop
+from unisono.record import checkpoint_files as files
+from unisono.record.journal import Line, read
+from unisono.record.journal.chain import BEGIN, links
+from unisono.script.inspected import run_inspected
+from unisono.script.inspecting import Inspector
+from unisono.system.arithmetic import name_of
+from unisono.system.fingerprint import fingerprint
+from unisono.system.owned import write_whole
+from unisono.system.process import tell
+from unisono.tools.certificate.statement import Predicate
+from unisono.tools.certificate.states import read_state, state_sha256
+from unisono.tools.certificate.stretches import Stretch
+from unisono.tools.replay.replaying import Against
+from unisono.tools.trialrun import Script, trial_run
+
+__all__ = ["OTHER_ARITHMETIC", "Recomputing", "Target", "Wanted", "compared", "recomputed", "wanted_of"]
+
+DIFFERS: Final = 1
+NOT_THERE: Final = 2
+OTHER_ARITHMETIC: Final = 4
+"""Exit code where this machine computes in another way, so that nothing was computed."""
+TELL_EVERY_S: Final = 5.0
+MOST_S: Final = 1e9
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the inspector."""
+
+    name: str
+    run: str
+    """The directory of the certified run; "": it is not there."""
+    first: int
+    last: int
+    to_end: bool
+    """The script is to come to its end."""
+    saves: list[int]
+    """Steps of which a checkpoint is written."""
+    arithmetic: dict[str, str]
+    result: str
+    """The file for the exit code and the words with which the computation is stopped."""
+
+
+class Recomputing(Inspector):
+    """Ends a run where a stretch ends, and compares its steps with the certified run's journal.
+
+    Args:
+        settings: a `Wanted` as JSON.
+    """
+
+    def __init__(self, settings: str) -> None:
+        self._wanted = wanted = msgspec.json.decode(settings, type=Wanted)
+        self._against = Against(Path(wanted.run)) if wanted.run else None
+        self._began = self._told = time.monotonic()
+        self._has_begun = False
+
+    def before_loop(self, loop: Loop) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        here = fingerprint(str(loop.device))
+        if others := other_arithmetic(self._wanted.arithmetic, here):
+            raise self._stop(
+                OTHER_ARITHMETIC,
+                f"this machine computes in another way than the run, so its bits would be others: {'; '.join(others)}."
+                f"{_remedy(self._wanted.arithmetic, here)} Nothing was computed",
+            )
+
+    def after_step(self, result: StepResult) -> None:
+        if self._against is not None:
+            _, difference = self._against.compare(result)
+            if difference:
+                raise self._stop(DIFFERS, difference)
+        if (now := time.monotonic()) - self._told >= TELL_EVERY_S:
+            self._told = now
+            wanted, done = self._wanted, result.step + 1 - self._wanted.first
+            left = (now - self._began) / done * (wanted.last - result.step - 1)
+            tell(f"unisono: {wanted.name}: {done} of {wanted.last - wanted.first} steps, {duration(left)} left")
+
+    def saves_at(self, step: int) -> bool:
+        return step in self._wanted.saves
+
+    def saved(self, step: int) -> None:
+        if step == self._wanted.last and not self._wanted.to_end:
+            raise self._stop(0, "")
+
+    def _stop(self, code: int, words: str) -> StopInspection:
+        write_whole(Path(self._wanted.result), msgspec.json.encode((code, words)))
+        return StopInspection("", code)
+
+
+def _remedy(run: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Return what makes this machine equal, as far as that is known."""
+    words = []
+    if run.get("torch") != here.get("torch") and run.get("torch"):
+        words.append(f"pip install torch=={run['torch'].partition('+')[0]}")
+    if run.get("python") != here.get("python") and run.get("python"):
+        words.append(f"use Python {run['python']}")
+    if run.get("instructions") == "AVX2" and here.get("instructions") == "AVX512" and not name_of(here):
+        words.append("set ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2")
+    return f" To make it equal: {'; '.join(words)}." if words else ""
+
+
+class Target(NamedTuple):
+    """What is computed again."""
+
+    said: Predicate
+    run: Path | None
+    """The directory of the certified run, if its journal is right."""
+    begins: Mapping[int, Path]
+    """Its checkpoints that are right, by step."""
+    folder: str
+    arguments: Sequence[str]
+    """SCRIPT ... or -m MODULE ..., from that folder."""
+    threads: int
+    variables: Mapping[str, str]
+    workers: int
+
+
+def recomputed(target: Target, stretch: Stretch, directory: Path) -> tuple[int, str]:
+    """Compute a stretch again; returns 0, or an exit code and what is wrong, in words. Blocks until it is done.
+
+    Args:
+        directory: an empty one, for what the computation writes.
+    """
+    name = _named(stretch)
+    wanted = wanted_of(target.said, target.run, stretch, directory)
+    code = _run(target, target.begins.get(stretch.first), msgspec.json.encode(wanted).decode(), directory, name)
+    stopped = Path(wanted.result)
+    if stopped.exists():
+        code, words = msgspec.json.decode(stopped.read_bytes(), type=tuple[int, str])
+        if code:
+            return code, words
+    elif code != 0:
+        return max(NOT_THERE, code), f"{name} could not be computed: the script has ended with exit code {code}"
+    try:
+        wrong = compared(target.said, stretch, directory / "run")
+    except (OSError, ValueError) as error:
+        return NOT_THERE, f"{name} could not be compared: {error}"
+    return (DIFFERS, f"{name} are not what was certified: {wrong}") if wrong else (0, "")
+
+
+def wanted_of(said: Predicate, run: Path | None, stretch: Stretch, directory: Path) -> Wanted:
+    """Return what the inspector is to do for a stretch; see `Target` and `recomputed`."""
+    return Wanted(
+        name=_named(stretch),
+        run=str(run or ""),
+        first=stretch.first,
+        last=stretch.last,
+        to_end=_comes_to_end(said, stretch),
+        saves=sorted({*(one.step for one in said.states if stretch.first < one.step <= stretch.last), stretch.last}),
+        arithmetic=dict(said.arithmetic),
+        result=str(directory / "result"),
+    )
+
+
+def _named(stretch: Stretch) -> str:
+    return f"steps {stretch.first} to {stretch.last - 1}"
+
+
+def _comes_to_end(said: Predicate, stretch: Stretch) -> bool:
+    return said.end is not None and stretch.last == said.run.steps
+
+
+def _run(target: Target, start: Path | None, settings: str, directory: Path, name: str) -> int:
+    run = directory / "run"
+    if target.workers > 1:
+        script = Script(command=target.arguments, threads=target.threads, directory=directory)
+        code, output = trial_run(
+            script, run, ("recompute", settings), workers=target.workers, resume=start, variables=target.variables,
+            limit_s=MOST_S, name=name, steps=0,
+        )  # fmt: skip
+        if code:
+            tell(output)
+        return code
+    spec = RunSpec(
+        arguments=tuple(target.arguments),
+        folder=target.folder,
+        settings=RunSettings(
+            threads=target.threads,
+            run_dir=str(run),
+            resume=str(start) if start is not None else "",
+            inspect=f"recompute:{settings}",
+        ),
+    )
+    return run_inspected(spec, variables=target.variables, stdout=sys.stderr.fileno())
+
+
+def compared(said: Predicate, stretch: Stretch, found: Path) -> str:
+    """Return what a stretch in the directory ``found`` has that is not as certified, in words; "" if all is.
+
+    Raises:
+        OSError, ValueError: its journal cannot be read.
+    """
+    to_end, states = _comes_to_end(said, stretch), {one.step: one for one in said.states}
+    begin, last = states.get(stretch.first), states.get(stretch.last)
+    first = begin.lines if begin is not None else 0
+    limit = last.lines if last is not None and not to_end else said.chain[-1].last + 1
+    expected = {one.lines - 1: one.chain for one in said.states if stretch.first < one.step <= stretch.last}
+    expected |= {part.last: part.value for part in said.chain if first <= part.last < limit}
+    lost = {number for gap in said.gaps for number in range(max(first, gap.first), min(limit, gap.last + 1))}
+    end: Line = {}
+    value = bytes.fromhex(begin.chain) if begin is not None else BEGIN
+    for link in links(_between(read(found), first, limit, lost), value, {part.first for part in said.chain}):
+        end = link.line
+        if (known := expected.pop(link.number, "")) and known != link.value.hex():
+            return f"the chain up to line {link.number} of the journal is {link.value.hex()}, and not {known}"
+    if missing := [number for number, known in expected.items() if known and number not in lost]:
+        return f"line {min(missing)} of the journal was not reached"
+    for step, one in states.items():
+        if stretch.first < step <= stretch.last:
+            path = found / files.FOLDER / files.step_name(step)
+            try:
+                digest = state_sha256(path, read_state(path))
+            except CheckpointError as error:
+                return f"the state after {count(step, 'step')} could not be compared: {error}"
+            if digest != one.sha256:
+                return f"the state after {count(step, 'step')} has the SHA-256 {digest}, and not {one.sha256}"
+    if to_end and said.end is not None:
+        for name, known in said.end.models.items():
+            if (here := end.get("sha256", {}).get(name)) != known:
+                return f"the weights of {name} have the SHA-256 {here}, and not {known}"
+    return ""
+
+
+def _between(lines: Iterable[Line], first: int, limit: int, lost: Collection[int]) -> Iterator[Line]:
+    """Yield some lines of a journal, without the values of the chain: it may have begun elsewhere."""
+    for line in lines:
+        number = line.get("line")
+        if isinstance(number, int) and first <= number < limit and number not in lost and line["kind"] != "gap":
+            line.pop("chain", None)
+            yield line

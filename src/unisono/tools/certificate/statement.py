@@ -1,0 +1,256 @@
+"""The certificate: an in-toto statement (version 1) in a DSSE envelope. Values, and their JSON.
+
+docs/certificate.md explains each field, and ``schema.json`` beside this file describes the JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+
+from unisono.core.errors import UsageError
+
+__all__ = [
+    "MOST_BYTES",
+    "ChainPart",
+    "Data",
+    "End",
+    "Envelope",
+    "Gap",
+    "Predicate",
+    "RunFacts",
+    "Script",
+    "Signature",
+    "State",
+    "Statement",
+    "Subject",
+    "parse_envelope",
+    "parse_statement",
+    "signed_bytes",
+]
+
+MOST_BYTES: Final = 64 << 20
+"""Of a certificate."""
+STATEMENT: Final = "https://in-toto.io/Statement/v1"
+PREDICATE: Final = "urn:unisono:certificate:v1"
+PAYLOAD: Final = "application/vnd.in-toto+json"
+STATE: Final = "unisonoState1"
+"""The name of the digest of a checkpoint (`states.state_sha256`)."""
+_HEX: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """What the statement is about: the weights of a model at the end, or a checkpoint."""
+
+    name: str
+    digest: dict[str, str]
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The run."""
+
+    id: str
+    steps: int
+    """Steps that its journal ends with."""
+    has_ended: bool
+    """Its script has come to its end."""
+    resumed: int = 0
+    """How often it was resumed."""
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """The script that was trained with."""
+
+    name: str
+    """Of its file or module, without folders; "": unknown."""
+    sha256: str | None
+    """Of its text; None: unknown."""
+    text: str | None = None
+    arguments: list[str] | None = None
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """What the samples were taken from."""
+
+    num_samples: int | None
+    order: str | None
+    digest: str | None
+    """Of the samples, as the script or the data set says it; None: neither does."""
+
+
+class ChainPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the journal's chain, without a gap."""
+
+    first: int
+    """Its first line."""
+    last: int
+    value: str
+    """The chain up to its last line."""
+    made: str
+    """"training", or "afterwards": the lines had no chain when they were written."""
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Lines that the journal lacks."""
+
+    first: int
+    last: int
+
+    @property
+    def words(self) -> str:
+        return f"line {self.first}" if self.first == self.last else f"a part, the lines {self.first} to {self.last},"
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint."""
+
+    step: int
+    """Steps of the run that are done in it."""
+    phase: int
+    phase_step: int
+    lines: int
+    """Lines of the journal before it."""
+    chain: str
+    """The chain up to the last of them; "": unknown, it was lost in a gap."""
+    sha256: str
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run has ended with."""
+
+    digests: dict[str, str]
+    """Of every tracked object, as in the journal. They locate errors, and do not resist an adversary."""
+    models: dict[str, str]
+    """SHA-256 of the weights of every tracked module, as a safetensors file."""
+
+
+class Predicate(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of the subjects."""
+
+    schema: int = 1
+    run: RunFacts
+    recipe: dict[str, Any]
+    script: Script
+    data: Data
+    versions: dict[str, str]
+    arithmetic: dict[str, str]
+    chain: list[ChainPart]
+    gaps: list[Gap]
+    states: list[State]
+    end: End | None
+    """None: the run has not come to its end."""
+    left: dict[str, Any] | None = None
+    """Where the run has left another one, without some of its samples."""
+    signer: str | None = None
+    """The public key, as ssh writes it; None: nobody has signed."""
+    notes: list[str] = []
+    """What is not certified, and why, in sentences."""
+
+
+class Statement(msgspec.Struct, frozen=True, kw_only=True):
+    """An in-toto statement."""
+
+    type_: str = msgspec.field(default=STATEMENT, name="_type")
+    subject: list[Subject]
+    predicate_type: str = msgspec.field(default=PREDICATE, name="predicateType")
+    predicate: Predicate
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """A signature of an envelope."""
+
+    keyid: str
+    sig: str
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """A DSSE envelope."""
+
+    payload_type: str = msgspec.field(default=PAYLOAD, name="payloadType")
+    payload: str
+    signatures: list[Signature]
+
+    @property
+    def content(self) -> bytes:
+        """The statement as JSON.
+
+        Raises:
+            UsageError: it is no base64.
+        """
+        try:
+            return base64.b64decode(self.payload, validate=True)
+        except (ValueError, binascii.Error):
+            raise UsageError("the certificate's payload is no base64") from None
+
+
+def signed_bytes(content: bytes) -> bytes:
+    """Return the bytes that are signed of a payload: DSSE's pre-authentication encoding, version 1."""
+    kind = PAYLOAD.encode()
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(content), content)
+
+
+def parse_envelope(data: bytes) -> Envelope:
+    """Return an envelope from its JSON.
+
+    Raises:
+        UsageError: it is none, or too large.
+    """
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"the certificate has more than {MOST_BYTES >> 20} MiB; no run needs as much")
+    try:
+        found = msgspec.json.decode(data, type=Envelope)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"this is no certificate: {error}") from None
+    if found.payload_type != PAYLOAD:
+        raise UsageError(f"the envelope holds {found.payload_type!r}; a certificate holds {PAYLOAD}")
+    return found
+
+
+def parse_statement(content: bytes) -> Statement:
+    """Return a statement from its JSON, when what is in it has the form that it should have.
+
+    Raises:
+        UsageError: it has not, or is of a later version.
+    """
+    try:
+        found = msgspec.json.decode(content, type=Statement)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"this is no certificate of a run: {error}") from None
+    if found.type_ != STATEMENT or found.predicate_type != PREDICATE or found.predicate.schema != 1:
+        raise UsageError(
+            f"the statement is {found.type_!r} with {found.predicate_type!r}, schema {found.predicate.schema}; this "
+            f"version reads {STATEMENT} with {PREDICATE}, schema 1"
+        )
+    if why := _misformed(found):
+        raise UsageError(f"this is no certificate of a run: {why}")
+    return found
+
+
+def _misformed(statement: Statement) -> str:
+    """Return what is wrong with the values of a statement; "" if nothing is."""
+    said = statement.predicate
+    if said.run.steps < 1 or not said.chain:
+        return "it is about no step"
+    values = [part.value for part in said.chain] + [state.sha256 for state in said.states]
+    values += [state.chain for state in said.states if state.chain]
+    values += [*said.end.models.values()] if said.end is not None else []
+    for value in values:
+        if not _HEX.fullmatch(value):
+            return f"{value[:80]!r} is no SHA-256"
+    ranges = sorted([(part.first, part.last) for part in said.chain] + [(gap.first, gap.last) for gap in said.gaps])
+    if any(first > last or first < 0 for first, last in ranges):
+        return "a part of the chain, or a gap, ends before it begins"
+    if any(before[1] >= after[0] for before, after in pairwise(ranges)):
+        return "parts of the chain, or gaps, lie over each other"
+    steps = [state.step for state in said.states]
+    if steps != sorted(set(steps)) or any(not 0 <= step <= said.run.steps for step in steps):
+        return "its checkpoints are not in the order of their steps, or lie outside of the run"
+    lines = [state.lines for state in said.states]
+    if lines != sorted(lines) or any(line < 0 for line in lines):
+        return "its checkpoints are not in the order of their lines"
+    return ""

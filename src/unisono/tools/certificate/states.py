@@ -1,0 +1,203 @@
+"""SHA-256 of checkpoints and of files with weights: the same for any number of workers that have written them.
+
+Files may be those of somebody else: each is a regular file of the directory itself, of a bounded size, and is only
+read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.core.errors import CheckpointError, UsageError
+from unisono.record import checkpoint_files as files
+from unisono.record import weights_file
+from unisono.record.checkpoint_files import CheckpointDiffers, Manifest
+from unisono.record.weights_file import Weight
+
+__all__ = ["read_state", "state_sha256", "weights_sha256"]
+
+PIECE: Final = 1 << 22
+MOST_MANIFEST: Final = 256 << 20
+MOST_HEADER: Final = 100 << 20
+"""Of a safetensors file; the library's own limit."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DTYPES: Final = {kind: dtype for dtype, kind in files.KINDS.items()}
+
+
+def read_state(checkpoint: Path) -> Manifest:
+    """Return the manifest of a checkpoint, when each byte of its files is as the manifest says.
+
+    Raises:
+        CheckpointError: it is broken, or holds what no checkpoint holds.
+    """
+    with _regular(checkpoint, files.MANIFEST) as file:
+        data = file.read(MOST_MANIFEST + 1)
+    if len(data) > MOST_MANIFEST:
+        raise CheckpointDiffers(f"{files.MANIFEST} of {checkpoint.name} has more than {MOST_MANIFEST >> 20} MiB")
+    manifest = files.parse_manifest(data, checkpoint.name)
+    for name, facts in manifest.files.items():
+        with _regular(checkpoint, name):
+            files.read_blocks(checkpoint / name, facts)
+    return manifest
+
+
+def state_sha256(checkpoint: Path, manifest: Manifest) -> str:
+    """Return the digest ``unisonoState1`` of a checkpoint.
+
+    It is the SHA-256 of the text ``unisono state 1``, of the position, of each tensor in the order of the manifest
+    (name, dtype and shape as JSON, then the SHA-256 of its bytes), and of the SHA-256 of the skeleton. How the tensors
+    are spread over files does not count.
+
+    Raises:
+        CheckpointError: a tensor lies outside of its file.
+    """
+    total = hashlib.sha256(b"unisono state 1\n")
+    total.update(_json([manifest.step, manifest.phase, manifest.phase_step, manifest.lines]))
+    parts = sorted(name for name in manifest.files if name.endswith(".safetensors"))
+    opened: dict[int, tuple[BufferedReader, int]] = {}
+    try:
+        for entry in manifest.tensors:
+            if not 0 <= entry.part < len(parts):
+                raise CheckpointDiffers(f"{checkpoint.name} has no part {entry.part}, where {entry.name!r} lies")
+            if entry.part not in opened:
+                file = (checkpoint / parts[entry.part]).open("rb")
+                opened[entry.part] = (file, 8 + int.from_bytes(file.read(8), "little"))
+            file, begin = opened[entry.part]
+            total.update(_json([entry.name, entry.dtype, entry.shape]))
+            total.update(_sha256(file, begin + entry.start, entry.num_bytes, f"{checkpoint.name}: {entry.name}"))
+    finally:
+        for file, _ in opened.values():
+            file.close()
+    with _regular(checkpoint, files.SKELETON) as file:
+        total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def weights_sha256(path: Path) -> set[str]:
+    """Return the SHA-256 of a file with weights, and that of its weights as a safetensors file has them.
+
+    The second is the same whoever has written the file, and with which metadata.
+
+    Raises:
+        UsageError: it cannot be read, or holds what a file with weights does not hold.
+    """
+    try:
+        with _regular(path.parent, path.name) as file:
+            found = {hashlib.file_digest(file, "sha256").hexdigest()}
+            file.seek(0)
+            if file.read(4) == b"PK\x03\x04":
+                return found | {_of_torch(path, file)}
+            file.seek(0)
+            return found | {_of_safetensors(path, file)}
+    except (OSError, CheckpointError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+
+
+def _of_safetensors(path: Path, file: BufferedReader) -> str:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(MOST_HEADER, size - 8):
+        raise UsageError(f"{path} is neither a safetensors file nor one of torch.save")
+    try:
+        entries: Any = json.loads(file.read(length))
+        entries.pop("__metadata__", None)
+        places = {name: one["data_offsets"] for name, one in entries.items()}
+        weights = [
+            Weight(name, _DTYPES[one["dtype"]], one["shape"], places[name][1] - places[name][0])
+            for name, one in entries.items()
+        ]
+        if any(not (0 <= start <= end <= size - 8 - length) for start, end in places.values()):
+            raise ValueError
+        total = hashlib.sha256()
+
+        def put(data: bytes | int) -> None:
+            if isinstance(data, bytes):
+                total.update(data)
+                return
+            start, end = places[weights[data].name]
+            for piece in _pieces(file, 8 + length + start, end - start, str(path)):
+                total.update(piece)
+
+        order = weights_file.arranged(weights)
+        put(weights_file.header([weights[at] for at in order]))
+        for at in order:
+            put(at)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise UsageError(f"{path} is neither a safetensors file nor one of torch.save") from None
+    return total.hexdigest()
+
+
+def _of_torch(path: Path, file: BufferedReader) -> str:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+            size = sum(one.file_size for one in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise UsageError(f"{path} is no file of torch.save: {error}") from None
+    if packed or size > os.fstat(file.fileno()).st_size:
+        raise UsageError(f"{path} holds compressed data, which torch.save does not write; it is not unpacked")
+    import pickle
+
+    import torch
+
+    from unisono.engine.state.weights import sha256_of_weights
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise UsageError(f"{path} cannot be loaded as weights: {str(error).partition(chr(10))[0]}") from None
+    if not isinstance(state, dict) or not (found := sha256_of_weights({str(k): v for k, v in state.items()})):
+        raise UsageError(f"{path} holds no state dict of tensors")
+    return found
+
+
+@contextmanager
+def _regular(folder: Path, name: str) -> Iterator[BufferedReader]:
+    """Open a regular file of a directory itself for reading.
+
+    Raises:
+        CheckpointError: it is none, or cannot be opened.
+    """
+    if not _NAME.fullmatch(name) and folder.name.startswith("step-"):
+        raise CheckpointDiffers(f"{folder.name} names a file {name!r}, which lies elsewhere")
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointDiffers(f"{name} of {folder.name} cannot be read: {error.strerror}") from None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointDiffers(f"{name} of {folder.name} is no regular file")
+        yield file
+
+
+def _sha256(file: BufferedReader, start: int, num_bytes: int, name: str) -> bytes:
+    found = hashlib.sha256()
+    for piece in _pieces(file, start, num_bytes, name):
+        found.update(piece)
+    return found.digest()
+
+
+def _pieces(file: BufferedReader, start: int, num_bytes: int, name: str) -> Iterator[bytes]:
+    if start < 0 or num_bytes < 0:
+        raise CheckpointDiffers(f"{name} lies outside of its file")
+    file.seek(start)
+    while num_bytes:
+        piece = file.read(min(PIECE, num_bytes))
+        if not piece:
+            raise CheckpointDiffers(f"{name} lies outside of its file")
+        num_bytes -= len(piece)
+        yield piece
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
