@@ -108,7 +108,8 @@ def test_the_line_of_a_step_has_these_keys_in_this_order(tmp_path: Path) -> None
         '"chain": "c65c94e0b86709b35fc10539280f8cc1b8684a73c33970d49a0fcb166e78a043"}'
     )
     assert last == (
-        '{"line": 1, "kind": "end", "ok": false, "digests": {}, "reason": "KeyError: 3", "chain": "9827701ad0981b3c0e7e383be1a58a29e686f4297d11256d8f0eec177ec73e76"}'
+        '{"line": 1, "kind": "end", "ok": false, "digests": {}, "reason": "KeyError: 3", '
+        '"chain": "9827701ad0981b3c0e7e383be1a58a29e686f4297d11256d8f0eec177ec73e76"}'
     )
 
 

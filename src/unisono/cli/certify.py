@@ -30,8 +30,16 @@ WORDS = ("script", "arguments")
               help="script: the script's text is in it.  arguments: its arguments are.")  # fmt: skip
 @click.option("--model", "models", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True,
               metavar="FILE", help="Write it only if this file holds a model that is certified.")  # fmt: skip
+@click.option("--badge", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write a picture (SVG) for a README: twelve digits of the model's SHA-256.")  # fmt: skip
 def certify(
-    run: Path, output: Path | None, key: Path | None, make_key: bool, words: tuple[str, ...], models: tuple[Path, ...]
+    run: Path,
+    output: Path | None,
+    key: Path | None,
+    make_key: bool,
+    words: tuple[str, ...],
+    models: tuple[Path, ...],
+    badge: Path | None,
 ) -> int:
     """Write a certificate of RUN (a directory): the SHA-256 of its model and its checkpoints, its recipe, script,
     versions and arithmetic, and a chain over all of its steps. `unisono verify` checks it, on any machine.
@@ -42,6 +50,7 @@ def certify(
 
     Exit code: 0 written, 2 this run cannot be certified.
     """
+    from unisono.tools.certificate.badge import drawn
     from unisono.tools.certificate.checking import check_models
     from unisono.tools.certificate.gathering import gathered
     from unisono.tools.certificate.keys import fingerprint_of, read_key, sign, text_of
@@ -58,16 +67,21 @@ def certify(
     if wrong := check_models(statement.predicate, models):
         raise UsageError(wrong[0])
     envelope = sign(msgspec.json.encode(statement), private)
-    file = output or run / CERTIFICATE
-    try:
-        write_whole(file, msgspec.json.format(msgspec.json.encode(envelope)) + b"\n")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
     said = statement.predicate
+    written = {output or run / CERTIFICATE: msgspec.json.format(msgspec.json.encode(envelope)) + b"\n"}
+    if badge is not None:
+        if said.end is None or not said.end.models:
+            raise UsageError("--badge shows the SHA-256 of a model, and the run has not ended with one")
+        written[badge] = drawn(next(iter(said.end.models.values()))).encode()
+    for file, data in written.items():
+        try:
+            write_whole(file, data)
+        except OSError as error:
+            raise UsageError(f"{file} cannot be written: {error.strerror}") from None
     for note in said.notes:
         say(f"unisono: {note}", err=True)
     who = f"signed with {fingerprint_of(said.signer)}" if said.signer else "signed by nobody: --key KEY signs it"
-    say(f"{file}: {count(said.run.steps, 'step')}, {count(len(said.states), 'checkpoint')}, {who}")
+    say(f"{next(iter(written))}: {count(said.run.steps, 'step')}, {count(len(said.states), 'checkpoint')}, {who}")
     for name, value in (said.end.models if said.end is not None else {}).items():
         say(f"{name}: sha256 {value}")
     return 0

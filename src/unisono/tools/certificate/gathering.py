@@ -128,7 +128,7 @@ def gathered(run: Path, *, signer: str | None, words: Collection[str] = ()) -> S
     states = [
         State(
             step=manifest.step, phase=manifest.phase, phase_step=manifest.phase_step, lines=manifest.lines,
-            chain=journal.values.get(manifest.lines, ""), sha256=state_sha256(path, manifest),
+            chain=journal.values.get(manifest.lines), sha256=state_sha256(path, manifest),
         )
         for path, manifest in checkpoints
     ]  # fmt: skip

@@ -220,26 +220,30 @@ def compared(said: Predicate, stretch: Stretch, found: Path) -> str:
     begin, last = states.get(stretch.first), states.get(stretch.last)
     first = begin.lines if begin is not None else 0
     limit = last.lines if last is not None and not to_end else said.chain[-1].last + 1
-    expected = {one.lines - 1: one.chain for one in said.states if stretch.first < one.step <= stretch.last}
+    within = [one for one in said.states if stretch.first < one.step <= stretch.last]
+    expected: dict[int, str | None] = {one.lines - 1: one.chain for one in within}
     expected |= {part.last: part.value for part in said.chain if first <= part.last < limit}
     lost = {number for gap in said.gaps for number in range(max(first, gap.first), min(limit, gap.last + 1))}
     end: Line = {}
-    value = bytes.fromhex(begin.chain) if begin is not None else BEGIN
+    done = stretch.first
+    value = bytes.fromhex(begin.chain) if begin is not None and begin.chain else BEGIN
     for link in links(_between(read(found), first, limit, lost), value, {part.first for part in said.chain}):
         end = link.line
-        if (known := expected.pop(link.number, "")) and known != link.value.hex():
+        done = link.line["step"] + 1 if link.line["kind"] == "step" else done
+        if (known := expected.pop(link.number, None)) and known != link.value.hex():
             return f"the chain up to line {link.number} of the journal is {link.value.hex()}, and not {known}"
     if missing := [number for number, known in expected.items() if known and number not in lost]:
         return f"line {min(missing)} of the journal was not reached"
-    for step, one in states.items():
-        if stretch.first < step <= stretch.last:
-            path = found / files.FOLDER / files.step_name(step)
-            try:
-                digest = state_sha256(path, read_state(path))
-            except CheckpointError as error:
-                return f"the state after {count(step, 'step')} could not be compared: {error}"
-            if digest != one.sha256:
-                return f"the state after {count(step, 'step')} has the SHA-256 {digest}, and not {one.sha256}"
+    if done != stretch.last:
+        return f"they end with step {done - 1}"
+    for one in within:
+        path = found / files.FOLDER / files.step_name(one.step)
+        try:
+            digest = state_sha256(path, read_state(path))
+        except CheckpointError as error:
+            return f"the state after {count(one.step, 'step')} could not be compared: {error}"
+        if digest != one.sha256:
+            return f"the state after {count(one.step, 'step')} has the SHA-256 {digest}, and not {one.sha256}"
     if to_end and said.end is not None:
         for name, known in said.end.models.items():
             if (here := end.get("sha256", {}).get(name)) != known:

@@ -1,15 +1,14 @@
 """The certificate: an in-toto statement (version 1) in a DSSE envelope. Values, and their JSON.
 
-docs/certificate.md explains each field, and ``schema.json`` beside this file describes the JSON.
+docs/certificate.md explains each field, and ``schema.json`` beside this file is the JSON Schema, made by `schema`.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import re
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -31,6 +30,7 @@ __all__ = [
     "Subject",
     "parse_envelope",
     "parse_statement",
+    "schema",
     "signed_bytes",
 ]
 
@@ -41,7 +41,8 @@ PREDICATE: Final = "urn:unisono:certificate:v1"
 PAYLOAD: Final = "application/vnd.in-toto+json"
 STATE: Final = "unisonoState1"
 """The name of the digest of a checkpoint (`states.state_sha256`)."""
-_HEX: Final = re.compile(r"[0-9a-f]{64}")
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -55,11 +56,11 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The run."""
 
     id: str
-    steps: int
+    steps: Annotated[int, msgspec.Meta(ge=1)]
     """Steps that its journal ends with."""
     has_ended: bool
     """Its script has come to its end."""
-    resumed: int = 0
+    resumed: Number = 0
     """How often it was resumed."""
 
 
@@ -68,7 +69,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Of its file or module, without folders; "": unknown."""
-    sha256: str | None
+    sha256: Sha256 | None
     """Of its text; None: unknown."""
     text: str | None = None
     arguments: list[str] | None = None
@@ -86,10 +87,10 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 class ChainPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the journal's chain, without a gap."""
 
-    first: int
+    first: Number
     """Its first line."""
-    last: int
-    value: str
+    last: Number
+    value: Sha256
     """The chain up to its last line."""
     made: str
     """"training", or "afterwards": the lines had no chain when they were written."""
@@ -98,8 +99,8 @@ class ChainPart(msgspec.Struct, frozen=True, kw_only=True):
 class Gap(msgspec.Struct, frozen=True):
     """Lines that the journal lacks."""
 
-    first: int
-    last: int
+    first: Number
+    last: Number
 
     @property
     def words(self) -> str:
@@ -109,15 +110,17 @@ class Gap(msgspec.Struct, frozen=True):
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint."""
 
-    step: int
+    step: Number
     """Steps of the run that are done in it."""
-    phase: int
-    phase_step: int
-    lines: int
+    phase: Number
+    """The call of ``run.steps``, from 0."""
+    phase_step: Number
+    """Steps of that call that are done in it."""
+    lines: Number
     """Lines of the journal before it."""
-    chain: str
-    """The chain up to the last of them; "": unknown, it was lost in a gap."""
-    sha256: str
+    chain: Sha256 | None
+    """The chain up to the last of them; None: it was lost in a gap."""
+    sha256: Sha256
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +128,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
     digests: dict[str, str]
     """Of every tracked object, as in the journal. They locate errors, and do not resist an adversary."""
-    models: dict[str, str]
+    models: dict[str, Sha256]
     """SHA-256 of the weights of every tracked module, as a safetensors file."""
 
 
@@ -139,7 +142,7 @@ class Predicate(msgspec.Struct, frozen=True, kw_only=True):
     data: Data
     versions: dict[str, str]
     arithmetic: dict[str, str]
-    chain: list[ChainPart]
+    chain: Annotated[list[ChainPart], msgspec.Meta(min_length=1)]
     gaps: list[Gap]
     states: list[State]
     end: End | None
@@ -231,26 +234,24 @@ def parse_statement(content: bytes) -> Statement:
     return found
 
 
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of a statement: what is in ``schema.json``."""
+    (found,), parts = msgspec.json.schema_components([Statement], ref_template="#/$defs/{name}")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "$defs": parts}
+
+
 def _misformed(statement: Statement) -> str:
     """Return what is wrong with the values of a statement; "" if nothing is."""
     said = statement.predicate
-    if said.run.steps < 1 or not said.chain:
-        return "it is about no step"
-    values = [part.value for part in said.chain] + [state.sha256 for state in said.states]
-    values += [state.chain for state in said.states if state.chain]
-    values += [*said.end.models.values()] if said.end is not None else []
-    for value in values:
-        if not _HEX.fullmatch(value):
-            return f"{value[:80]!r} is no SHA-256"
     ranges = sorted([(part.first, part.last) for part in said.chain] + [(gap.first, gap.last) for gap in said.gaps])
-    if any(first > last or first < 0 for first, last in ranges):
+    if any(first > last for first, last in ranges):
         return "a part of the chain, or a gap, ends before it begins"
     if any(before[1] >= after[0] for before, after in pairwise(ranges)):
         return "parts of the chain, or gaps, lie over each other"
     steps = [state.step for state in said.states]
-    if steps != sorted(set(steps)) or any(not 0 <= step <= said.run.steps for step in steps):
+    if steps != sorted(set(steps)) or any(step > said.run.steps for step in steps):
         return "its checkpoints are not in the order of their steps, or lie outside of the run"
     lines = [state.lines for state in said.states]
-    if lines != sorted(lines) or any(line < 0 for line in lines):
+    if lines != sorted(lines):
         return "its checkpoints are not in the order of their lines"
     return ""

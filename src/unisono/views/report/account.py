@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,15 @@ import msgspec
 from unisono.core.events import Seconds
 from unisono.core.words import count, duration
 from unisono.record.advice import Advice, AdviceSetting, Load, advise
+from unisono.record.checkpoint_files import complete, step_of
 from unisono.record.history import History
 from unisono.record.history.machines import added_up, steps_of
+from unisono.record.journal import JOURNAL, Line
+from unisono.record.journal.chain import BEGIN, value_in
+from unisono.record.journal.file import tail
 from unisono.record.journal.lines import is_number
 from unisono.record.overview import Interrupted, Overview, Past, Presence, text_of
+from unisono.record.rundir import CERTIFICATE, CHECKPOINTS
 
 __all__ = ["Account", "WorkerAccount", "account", "presences", "words_of"]
 
@@ -65,6 +71,8 @@ class Account:
     advice: Sequence[Advice]
     problems: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
+    proof: Sequence[tuple[str, str]] = ()
+    """What a certificate says, as rows."""
 
     @property
     def sentence(self) -> str:
@@ -116,7 +124,24 @@ def account(directory: Path) -> Account:
         else [],
         problems=list(history.every_event("problem")),
         notes=list(history.notes),
+        proof=_proof(directory),
     )
+
+
+def _proof(directory: Path) -> list[tuple[str, str]]:
+    """Return what a certificate of the run would say, as rows: the chain and the models that its journal ends with."""
+    line: Line | None = None
+    with contextlib.suppress(OSError), (directory / JOURNAL).open("rb") as file:
+        _, line, _ = tail(directory / JOURNAL, file)
+    if line is None or value_in(line) == BEGIN:
+        return []
+    found = [(f"{name}.safetensors", f"sha256 {value}") for name, value in (line.get("sha256") or {}).items()]
+    found.append((f"Chain up to line {line['line']}", value_in(line).hex()))
+    steps = [step_of(path) for path in complete(directory / CHECKPOINTS)]
+    found.append(("Checkpoints", f"of the steps {', '.join(map(str, steps))}" if steps else "none kept"))
+    has_one = (directory / CERTIFICATE).exists()
+    found.append(("Certificate", CERTIFICATE if has_one else "none yet: unisono certify writes it"))
+    return found
 
 
 def presences(past: Past, end: float) -> list[Presence]:

@@ -75,6 +75,8 @@ def _one(account: Account, prefix: str) -> str:
     if account.problems:
         sections.append(_section(f"{prefix}What went wrong", _problems(account)))
     sections.append(_section(f"{prefix}Recipe and environment", _facts(account)))
+    if account.proof:
+        sections.append(_section(f"{prefix}What a certificate says", _pairs(account.proof)))
     if account.notes:
         sections.append(_section(f"{prefix}What could not be read", _list(account.notes)))
     return "\n".join(sections)
