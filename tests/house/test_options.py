@@ -21,6 +21,8 @@ CALL: Final = re.compile(r"unisono ([a-z]+)((?: (?!-- )[^\s`|;(]+)*)(?: -- [^\n`
 """A command with what follows it on its line, and the script's own arguments."""
 
 OWN: Final[dict[str, list[str]]] = {
+    "tools/certificate/keys.py": ["certify", "verify"],
+    "tools/certificate/gathering.py": ["certify"],
     "cli/status.py": ["watch"],
     "core/replay_rules.py": ["replay"],
     "membership/agents.py": ["join"],

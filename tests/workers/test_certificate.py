@@ -37,7 +37,7 @@ from unisono.tools.certificate import statement
 from unisono.tools.certificate.gathering import gathered
 from unisono.tools.certificate.keys import read_key, sign
 from unisono.tools.certificate.recomputing import compared, wanted_of
-from unisono.tools.certificate.statement import Predicate, Statement, parse_envelope, parse_statement
+from unisono.tools.certificate.statement import End, Predicate, Statement, parse_envelope, parse_statement
 from unisono.tools.certificate.stretches import Stretch, cut
 
 __all__ = ["settled"]  # a fixture
@@ -171,6 +171,24 @@ def test_a_key_of_ssh_signs_with_its_password(trained: World, tmp_path: Path) ->
         said = unisono(*words, input=f"{password}\n", stdin=None)
         assert shown.stdout.split()[1] in said
         unisono("verify", tmp_path / "c.json", "--signer", shown.stdout.split()[1])
+
+
+def test_a_check_that_computes_nothing_does_without_torch(trained: World) -> None:
+    code = """
+import sys
+from unisono.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules
+"""
+    model = trained.folder / "model.safetensors"
+    words = ("verify", trained.certificate, *trained.signer, "--run", trained.run, "--model", model)
+    for command in (words, ("certify", trained.run, "-o", trained.folder / "again.json", "--model", model)):
+        own = [sys.executable, "-c", code, *map(str, command)]
+        done = subprocess.run(own, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def replay_stretch(name: str, run: Path, said: Predicate, stretch: Stretch, folder: Path) -> str:
@@ -343,7 +361,7 @@ def test_a_certificate_of_another_run_is_named(world: World, tmp_path: Path) -> 
 
 FALSE: dict[str, tuple[Callable[[Predicate], Predicate], str]] = {
     "model": (
-        lambda said: replaced(said, end=replaced(said.end, models={"model": "0" * 64})),
+        lambda said: replaced(said, end=End(digests={}, models={"model": "0" * 64})),
         "the weights of model have the SHA-256 ",
     ),
     "state": (

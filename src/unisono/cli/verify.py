@@ -21,7 +21,6 @@ from unisono.cli.saying import say, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.words import count, duration
 from unisono.record.rundir import read_facts
-from unisono.script.inspected import INTERRUPTED
 from unisono.system.fingerprint import SWITCHES, script_file
 from unisono.system.lifetime import scratch_folder
 
@@ -148,6 +147,7 @@ def _computed(
     workers: int,
 ) -> int:
     """Compute stretches again; returns the exit code."""
+    from unisono.script.inspected import INTERRUPTED
     from unisono.tools.certificate.recomputing import Target, recomputed
     from unisono.tools.certificate.stretches import Stretch, chosen, cut
 

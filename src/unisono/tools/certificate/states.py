@@ -142,7 +142,7 @@ def _of_torch(path: Path, file: BufferedReader) -> str:
         with zipfile.ZipFile(file) as archive:
             packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
             size = sum(one.file_size for one in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, ValueError, RuntimeError) as error:
         raise UsageError(f"{path} is no file of torch.save: {error}") from None
     if packed or size > os.fstat(file.fileno()).st_size:
         raise UsageError(f"{path} holds compressed data, which torch.save does not write; it is not unpacked")
