@@ -33,6 +33,7 @@ from unisono.record.checkpoint_files import Stream, complete, memory_at
 from unisono.record.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.record.rundir import CHECKPOINTS, RunDirectory
 from unisono.script.resuming import Resumption
+from unisono.script.schedule import Asked
 from unisono.strategies.evaluators.beside import Beside
 from unisono.system.faults import point
 from unisono.system.process import IS_WATCHED, Process, tell
@@ -135,12 +136,12 @@ class Keeper(Reporter):
             if code is not None and threading.current_thread() is threading.main_thread():
                 self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def begin(self, phase: int, recipe: Recipe) -> Position | None:
+    def begin(self, phase: int, recipe: Recipe, asked: Asked) -> Position | None:
         """Claim the directory and load what the run goes on from, on the one member that begins a run.
 
         See `Resumption.begin`.
         """
-        return self._resumption.begin(self.run_id, phase, recipe, is_restart=not self._is_alone)
+        return self._resumption.begin(self.run_id, phase, recipe, asked, is_restart=not self._is_alone)
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint that the run goes on from, on the member that has loaded it."""
