@@ -21,6 +21,7 @@ CALL: Final = re.compile(r"unisono ([a-z]+)((?: (?!-- )[^\s`|;(]+)*)(?: -- [^\n`
 """A command with what follows it on its line, and the script's own arguments."""
 
 OWN: Final[dict[str, list[str]]] = {
+    "cli/leave_out.py": ["replay"],
     "cli/status.py": ["watch"],
     "core/replay_rules.py": ["replay"],
     "membership/agents.py": ["join"],
