@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from unisono.core.cursor import Cursor, PartOfCursor, Without
 from unisono.core.errors import UsageError
 from unisono.core.orders import Drawn, Sequential, Shuffled
 from unisono.core.without import chosen, first_use, order_named, ranges_in
+from unisono.record.without import MOST_BYTES, read_ranges
 
 MORE = 3
 """Epochs that are looked at."""
@@ -68,6 +71,24 @@ def test_a_wrong_list_is_refused_with_its_line_and_value(text: str, words: str) 
 
 def test_a_range_is_not_counted_out_before_the_data_set_is_known() -> None:
     assert ranges_in(f"0-{10**18 - 1}", "gone.txt") == [range(10**18)]
+
+
+def test_a_file_that_is_no_list_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe1\n")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", MOST_BYTES + 1)
+    for name, words in {
+        "pipe": "is no file, or has more than 64 MiB",
+        "large": "is no file, or has more than 64 MiB",
+        "bytes": "is no text",
+        "absent": "cannot be read: No such file",
+        ".": "cannot be read: Is a directory",
+    }.items():
+        with pytest.raises(UsageError, match=words):
+            read_ranges(str(tmp_path / name))
+    (tmp_path / "list").write_text("7\n1-2\n")
+    assert read_ranges(str(tmp_path / "list"), 8) == [range(7, 8), range(1, 3)]
 
 
 @given(leaving())

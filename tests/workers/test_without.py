@@ -165,7 +165,10 @@ def test_a_checkpoint_that_has_used_a_sample_is_refused(tmp_path: Path) -> None:
         folder = tmp_path / f"{step}-{checkpoint}-{trained is train_locally}"
         member.settle(RunSpec())
         trained(folder / "all")
-        without = str(listed(folder, samples_of(step, 0)))
+        later = {index for at in range(5) for leaf in range(4) for index in samples_of(at, leaf, first_epoch=1)}
+        used = [index for leaf in range(4) for index in samples_of(step, leaf) if index not in later]
+        assert used
+        without = str(listed(folder, used))
         begin = str(folder / "all" / "checkpoints" / f"step-{checkpoint:010}")
         member.settle(RunSpec(settings=RunSettings(without=without, resume=begin, left=LEFT)))
         with pytest.raises(
@@ -341,4 +344,7 @@ def test_replay_refuses_what_it_cannot_leave_out(tmp_path: Path, unisono: Unison
         refused = unisono("replay", run_name, "--without", name, "--into", into)
         assert refused.wait() == 2, (refused.out, refused.err)
         refused.line(words)
+    refused = unisono("run", SCRIPT, "--without", "none.txt", "--run-dir", "new")
+    assert refused.wait() == 2, (refused.out, refused.err)
+    refused.line("none.txt names no sample")
     assert not (tmp_path / "new").exists()
