@@ -42,7 +42,7 @@ from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
 from tests.workers.processes import when_blocked_in
 from unisono.core.cadence import Position
-from unisono.core.cursor import Cursor
+from unisono.core.cursor import Cursor, Recipe
 from unisono.core.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
 from unisono.core.orders import Shuffled
 from unisono.engine.checkpoint import saving, snapshot, writer
@@ -52,6 +52,7 @@ from unisono.record.history import History
 from unisono.record.journal import JOURNAL, Journal, compare, read
 from unisono.record.rundir import RunDirectory, describe
 from unisono.script.keeping import Keeper
+from unisono.script.schedule import Asked
 from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome, run_workers
 from unisono.views.watch.terminal.drawing import header
@@ -353,8 +354,8 @@ def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(
 ) -> None:
     """Also one that has not loaded it: here, one that is made to forget that it has."""
 
-    def begin_elsewhere(keeper: Keeper, phase: int, cursor: Cursor) -> Position | None:
-        place = begin(keeper, phase, cursor)
+    def begin_elsewhere(keeper: Keeper, phase: int, recipe: Recipe, asked: Asked) -> Position | None:
+        place = begin(keeper, phase, recipe, asked)
         keeper.saver.saved = -1
         return place
 
@@ -522,7 +523,7 @@ def test_a_run_that_has_lost_all_its_workers_does_not_begin_again_after_a_step(k
         )
         keeper.enter("r1", alone=False)
         try:
-            return keeper.begin(0, Cursor(order=Shuffled.of(8), batch_size=4, microbatches=2, seed=0).recipe)
+            return keeper.begin(0, Cursor(order=Shuffled.of(8), batch_size=4, microbatches=2, seed=0).recipe, Asked())
         finally:
             keeper.close()
 

@@ -19,6 +19,7 @@ from unisono.core.spec import RunSpec
 from unisono.record import checkpoint_files as files
 from unisono.record.history import History
 from unisono.record.rundir import RUN_FILE, check_schema, read_facts
+from unisono.record.without import kept
 from unisono.system.fingerprint import SWITCHES
 from unisono.system.lifetime import scratch_folder
 
@@ -134,6 +135,7 @@ class PastRun:
                 threads=threads_of(self.facts),
                 run_dir=directory,
                 resume=start.path if start is not None else "",
+                without=kept(self.run, self.facts),
                 inspect=f"{name}:{settings}",
             ),
         )

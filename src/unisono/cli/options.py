@@ -140,7 +140,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
     def _check_plain(self) -> None:
         names = (
             *("resume", "copies-to", "sink", "profile", "run-dir", "overwrite", "wait-for", "exchange", "strict"),
-            *("arithmetic", "efficiency", "audit", "evaluators", "token-file", "certificate"),
+            *("arithmetic", "efficiency", "audit", "evaluators", "token-file", "certificate", "without"),
         )
         self._refuse(names, "is for scripts that use Unisono, and not for a plain one")
         if ":" in self.port:

@@ -12,7 +12,8 @@ import click
 import msgspec
 from click import argument, option
 
-from unisono.cli.again import past_run
+from unisono.cli.again import PastRun, past_run
+from unisono.cli.leave_out import leave_out
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
 from unisono.core.replay_rules import Replay, with_words
@@ -26,7 +27,7 @@ NUMBER = click.IntRange(min=0)
 @click.command()
 @argument("run", type=click.Path(path_type=Path))
 @argument("script", nargs=-1, type=click.UNPROCESSED)
-@option("--step", type=NUMBER, required=True, metavar="S", help="The last step; of local steps, the round.")
+@option("--step", type=NUMBER, metavar="S", help="The last step; of local steps, the round.")
 @option("--micro-batch", "microbatch", type=NUMBER, metavar="M", help="Show this micro-batch of the step.")
 @option("--pass", "turn", type=NUMBER, default=0, metavar="N", help="Which pass over the batch, after step.again.")
 @option("--replica", type=NUMBER, metavar="R", help="Of local steps: which replica.")
@@ -35,16 +36,23 @@ NUMBER = click.IntRange(min=0)
 @option("--with", "words", multiple=True, metavar="WHAT", help="anomaly: name the operation that gives a NaN.  "
         "debugger: stop in the script before the micro-batch.  save=DIR: write the micro-batch, the models before it "
         "and its gradients.")  # fmt: skip
+@option("--without", type=click.Path(), metavar="FILE", help="Compute the run as it would have been without the "
+        "samples that FILE names: one index a line, or a range such as 100-199.")  # fmt: skip
+@option("--into", type=click.Path(), metavar="DIR", help="With --without: the directory of the new run.")
+@option("--workers", metavar="N|A:B", help="With --without: how many workers compute it.  [default: 1]")
 def replay(
     run: Path,
     script: tuple[str, ...],
-    step: int,
+    step: int | None,
     microbatch: int | None,
     turn: int,
     replica: int | None,
     inner_step: int | None,
     from_beginning: bool,
     words: tuple[str, ...],
+    without: str | None,
+    into: str | None,
+    workers: str | None,
 ) -> int:
     """Compute RUN (a directory) again from its newest checkpoint before a step, on one worker, and compare each step
     with the journal. Nothing is written into RUN.
@@ -54,14 +62,29 @@ def replay(
         unisono replay runs/digits --step 350 --micro-batch 3
         unisono replay runs/digits --step 350 --micro-batch 3 --with debugger
         unisono replay runs/digits --step 350 --micro-batch 3 --with save=found
+        unisono replay runs/digits --without deleted.txt --into runs/digits2
 
     The script is the one that the run was made with, in the same folder; another one may stand after the options. It
     gets the arguments of the run, unless others stand after it. The digest of a micro-batch is compared with the one
     that the run has audited (unisono run --audit), where the journal has one.
 
+    With --without it is a run of its own in DIR: begun at the newest checkpoint before the first of the samples was
+    used, with the same order of all others, and computed to its end.
+
     Exit code: 0 all as in the journal, 1 a step is not, or the script has failed, 2 it cannot be replayed, 3 the
     debugger was left before the step was over.
     """
+    if without is not None:
+        if into is None or (step, microbatch, turn, replica, inner_step, words) != (None, None, 0, None, None, ()):
+            raise UsageError(
+                "--without computes all steps that follow, into a directory of their own: give --into DIR with it, and "
+                "no --step and nothing that looks into a step"
+            )
+        return leave_out(PastRun(run, script), without, into, workers=workers or "1", from_beginning=from_beginning)
+    if into or workers:
+        raise UsageError("--into and --workers are for --without: all else is computed alone, and writes no run")
+    if step is None:
+        raise UsageError("which step? --step S, by its number in the journal")
     given = with_words(words)
     if given.get("debugger") and not sys.stdin.isatty():
         raise UsageError("--with debugger asks at the terminal, and standard input is none")

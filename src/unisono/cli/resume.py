@@ -16,6 +16,7 @@ from unisono.core.words import without_password
 from unisono.record.checkpoint_files import FOLDER
 from unisono.record.journal import JOURNAL
 from unisono.record.rundir import RUN_FILE, read_facts
+from unisono.record.without import kept
 from unisono.system.owned import NotOwned, read_owned
 
 __all__ = ["AUTO", "Resumed", "checked", "command_of", "own_command", "resumed", "threads_of"]
@@ -53,6 +54,10 @@ class Resumed(NamedTuple):
         words = checked(arguments)
         say(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
         return words
+
+    def without(self) -> str:
+        """Return the path of the samples that the run that is resumed leaves out; "": none, or it is elsewhere."""
+        return kept(self.folder, self.facts)
 
     def arithmetic(self) -> Instructions | None:
         """Return the instructions that the workers of the run that is resumed were held to; None: any."""

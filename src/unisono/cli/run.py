@@ -29,6 +29,7 @@ from unisono.core.errors import RunGoesBack, UsageError
 from unisono.core.settings import GROUPS, SETTINGS, RunSettings, Setting, table
 from unisono.core.spec import RunSpec
 from unisono.record.rundir import refuse_used
+from unisono.record.without import read_ranges
 from unisono.system import faults, tasks
 from unisono.system.capacity import Workers, parse_workers
 
@@ -178,6 +179,10 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     copies = _places(options.copies_to)
     _check_sinks(options.sinks)
     options.check_head()
+    without = os.path.abspath(options.without) if options.without else before.without()
+    if without:
+        check_text("the list of samples to leave out", without)
+        read_ranges(without)  # raises
     arguments = _arguments(options, before)
     threads = options.threads or (_plain_threads() if options.plain else threads_of(before.facts))
     takes_all = options.workers == "auto" and options.names_hosts  # so many as the machines will say
@@ -191,6 +196,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         run_dir=run_dir,
         resume=before.path,
         copies_to=copies,
+        without=without,
     )
     return RunSpec(arguments=tuple(arguments), settings=settings), workers
 

@@ -14,12 +14,15 @@ invertible whatever the hash is. Positions that land outside ``[0, n)`` walk on 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Protocol
 
 from unisono.core.errors import RecipeError
-from unisono.core.words import listed
+from unisono.core.words import count, listed
 
 __all__ = [
     "Cursor",
@@ -29,6 +32,7 @@ __all__ = [
     "Recipe",
     "SampleOrder",
     "StepPosition",
+    "Without",
     "check_parts",
     "mix",
     "seed_of",
@@ -122,6 +126,26 @@ class SampleOrder(Protocol):
         """Return the order of an epoch."""
 
 
+@dataclass(frozen=True, eq=False)
+class Without:
+    """Samples that a run leaves out of the micro-batches in which they would be."""
+
+    samples: frozenset[int]
+    """Their indices."""
+    text: str
+    """The same, ascending, one a line."""
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the text, 64 hexadecimal digits."""
+        return sha256(self.text.encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """In words, for the recipe."""
+        return f"{count(len(self.samples), 'sample')}, SHA-256 {self.sha256}"
+
+
 @dataclass(frozen=True)
 class StepPosition:
     """Position of a step in the data: a function of the recipe and ``number`` alone."""
@@ -131,17 +155,28 @@ class StepPosition:
     """Counted over the whole run."""
     first: int
     num_samples: int
+    """Without those that are left out."""
     microbatch_size: int
+    left_out: frozenset[int] = frozenset()
+    """Positions whose samples are left out. The batch is cut as if they were there, so a micro-batch may be empty."""
+
+    @property
+    def stop(self) -> int:
+        """The position after the last one of the batch."""
+        return self.first + self.num_samples + len(self.left_out)
 
     @property
     def num_leaves(self) -> int:
         """Micro-batches of this step: M, or fewer in an epoch's last, partial batch."""
-        return -(-self.num_samples // self.microbatch_size)
+        return -(-(self.stop - self.first) // self.microbatch_size)
 
-    def leaf(self, index: int) -> range:
-        """Return the positions of micro-batch ``index`` in the epoch's order. Only the last one may be short."""
+    def leaf(self, index: int) -> Sequence[int]:
+        """Return the positions of micro-batch ``index`` in the epoch's order. Only the last one may be short, where no
+        samples are left out.
+        """
         start = self.first + index * self.microbatch_size
-        return range(start, min(start + self.microbatch_size, self.first + self.num_samples))
+        positions = range(start, min(start + self.microbatch_size, self.stop))
+        return [one for one in positions if one not in self.left_out] if self.left_out else positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +193,8 @@ class Cursor:
     """Leave out an epoch's last batch when it is partial; otherwise it is trained, weighted exactly."""
     first_epoch: int = 0
     """Epochs of the run before step 0."""
+    without: Without | None = None
+    """Samples that are left out, wherever the order has them."""
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -195,6 +232,7 @@ class Cursor:
             "order": self.order.name,
             "drop_last": self.drop_last,
             "first_epoch": self.first_epoch,
+            **({"without": self.without.name} if self.without is not None else {}),
         }
 
     def _whole(self) -> str:
@@ -213,13 +251,22 @@ class Cursor:
         """Return the position of step ``step``, counted from 0 within ``run.steps``."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.batch_size
+        positions = range(first, min(first + self.batch_size, self.num_samples))
+        left_out = (
+            _left_out(self, self.first_epoch + epoch, positions) if self.without is not None else frozenset[int]()
+        )
         return StepPosition(
             number=step,
             epoch=self.first_epoch + epoch,
             first=first,
-            num_samples=min(self.batch_size, self.num_samples - first),
+            num_samples=len(positions) - len(left_out),
             microbatch_size=self.batch_size // self.microbatches,
+            left_out=left_out,
         )
+
+    def first_left_out(self, num_steps: int) -> int | None:
+        """Return the first of so many steps in which a sample is left out; None: there is none."""
+        return next((step for step in range(num_steps) if self.position(step).left_out), None)
 
     def indices(self, step: int, leaf: int) -> list[int]:
         """Return the sample indices of one micro-batch."""
@@ -276,8 +323,19 @@ class PartOfCursor(Cursor):
     def position(self, step: int) -> StepPosition:
         whole = super().position(step)
         size = self.batch_size // self.num_parts
-        num_samples = min(size, whole.num_samples - self.part * size)
-        return dataclasses.replace(whole, first=whole.first + self.part * size, num_samples=num_samples)
+        first = whole.first + self.part * size
+        positions = range(first, min(first + size, whole.stop))
+        left_out = whole.left_out.intersection(positions)
+        num_samples = len(positions) - len(left_out)
+        return dataclasses.replace(whole, first=first, num_samples=num_samples, left_out=left_out)
+
+
+@functools.lru_cache(maxsize=64)
+def _left_out(cursor: Cursor, epoch: int, positions: range) -> frozenset[int]:
+    """Return the positions of an epoch's order whose samples are left out. Kept: all micro-batches of a step ask."""
+    assert cursor.without is not None
+    places, samples = cursor.order.epoch(cursor.seed, epoch), cursor.without.samples
+    return frozenset(position for position in positions if places[position] in samples)
 
 
 def check_parts(microbatches: int, num_parts: int) -> None:

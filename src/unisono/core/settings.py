@@ -358,6 +358,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "A part of the recipe that may differ from the checkpoint's, e.g. microbatches. It changes the bits.",
         "keeping", metavar="NAME", in_file=False)] = ()
 
+    without: Annotated[str, Setting(
+        "Leave out the samples that FILE names: one index a line, or a range such as 100-199. It is part of the "
+        "result's bits.", "keeping", option="--without", metavar="FILE", in_file=False)] = ""
+
     ray_address: Annotated[str, Setting(
         "The Ray cluster.", "Ray", name="ray.address", metavar="auto|HOST:PORT")] = "auto"
     ray_gpus_per_worker: Annotated[float | None, Setting(
@@ -408,6 +412,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     result: Annotated[str, Setting("The file for what the function returns.", "internal", in_file=False)] = ""
     outcome: Annotated[str, Setting(
         "The file for how the run ended (JSON); the command prints no traceback then.", "internal", in_file=False)] = ""
+    left: Annotated[str, Setting(
+        "The run that this one leaves, and where (JSON).", "internal", in_file=False)] = ""
     beside: Annotated[str, Setting("The folder of `unisono.toml`, for a function.", "internal", in_file=False)] = ""
 # fmt: on
 

@@ -31,6 +31,7 @@ __all__ = [
     "STATUS_SCHEMA",
     "TOKEN_FILE",
     "USE_FILE",
+    "WITHOUT_FILE",
     "Lock",
     "RunDirectory",
     "check_schema",
@@ -57,6 +58,8 @@ ADDRESS_FILE = "head.json"
 TOKEN_FILE = "token"
 EVENTS_FILE = "events.jsonl"
 USE_FILE = "use.jsonl"
+WITHOUT_FILE = "without.txt"
+"""The samples that the run leaves out (`unisono.record.without`)."""
 RUN_SCHEMA = 1
 """Of the description."""
 STATUS_SCHEMA = 1
@@ -76,6 +79,7 @@ _OURS = (
     *(RUN_FILE, JOURNAL, INDEX, CHECKPOINTS, EVENTS_FILE, PROBLEMS, EVALUATIONS, "tensorboard", "tools", "profile"),
     CERTIFICATE,
     *(str(path) for name in (TIMES, USE_FILE) for path in (Path(name), earlier(Path(name)))),
+    WITHOUT_FILE,
     *("times", "use"),  # of version 0.1
 )
 _SOUND = "sound"

@@ -34,6 +34,7 @@ from unisono.record.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.record.rundir import CHECKPOINTS, RunDirectory
 from unisono.script.inspecting import Inspector
 from unisono.script.resuming import Resumption
+from unisono.script.schedule import Asked
 from unisono.strategies.evaluators.beside import Beside
 from unisono.system.faults import point
 from unisono.system.process import IS_WATCHED, Process, tell
@@ -145,12 +146,12 @@ class Keeper(Reporter):
         if isinstance(digest, str) and not self._resumption.data_digest:
             self._resumption.data_digest = digest
 
-    def begin(self, phase: int, recipe: Recipe) -> Position | None:
+    def begin(self, phase: int, recipe: Recipe, asked: Asked) -> Position | None:
         """Claim the directory and load what the run goes on from, on the one member that begins a run.
 
         See `Resumption.begin`.
         """
-        return self._resumption.begin(self.run_id, phase, recipe, is_restart=not self._is_alone)
+        return self._resumption.begin(self.run_id, phase, recipe, asked, is_restart=not self._is_alone)
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint that the run goes on from, on the member that has loaded it."""

@@ -9,12 +9,13 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from unisono.cluster.worker import member as members
 from unisono.core.cadence import Position, differences, table
 from unisono.core.cursor import Recipe
 from unisono.core.errors import CheckpointError, RecipeError, UsageError
@@ -27,7 +28,9 @@ from unisono.engine.state.tracked import Tracked
 from unisono.record import checkpoint_files as files
 from unisono.record.journal import JOURNAL, has_steps, truncate
 from unisono.record.problems.witness import versions
-from unisono.record.rundir import RunDirectory, describe, holder, read_facts, sound_steps
+from unisono.record.rundir import WITHOUT_FILE, RunDirectory, describe, holder, read_facts, sound_steps
+from unisono.record.without import keep
+from unisono.script.schedule import Asked
 from unisono.system.arithmetic import name_of
 from unisono.system.fingerprint import about_script, fingerprint, own_command
 from unisono.system.process import tell
@@ -102,6 +105,7 @@ class Resumption:
         self._threads = threads
         self._loaded: Loaded | None = None
         self._began: Position | None = None
+        self._left = members.spec().run.settings.left
 
     def claim(self, run_id: str) -> None:
         """Make the directory that of this run.
@@ -137,12 +141,13 @@ class Resumption:
 
     # -- the beginning -------------------------------------------------------------------------------
 
-    def begin(self, run_id: str, phase: int, recipe: Recipe, *, is_restart: bool) -> Position | None:
+    def begin(self, run_id: str, phase: int, recipe: Recipe, asked: Asked, *, is_restart: bool) -> Position | None:
         """Claim the directory, and load the checkpoint that the run goes on from. For the one member that begins a run.
 
         A second call (after the other members have not waited for so long) only returns the same position.
 
         Args:
+            asked: what the calls of the script up to this phase ask for.
             is_restart: the directory may hold steps of this very run, whose workers were all lost.
 
         Returns:
@@ -162,6 +167,8 @@ class Resumption:
         if self._loaded is None and self._resume:
             self._loaded = self._find(path, run_id, has_begun=has_begun)
         facts = self._facts(path, run_id, recipe, is_alone=not is_restart)
+        if asked.without is not None:
+            facts["recipe"]["without"] = {"samples": len(asked.without.samples), "sha256": asked.without.sha256}
         loaded = self._loaded
         if loaded is None:
             if has_begun and has_steps(path):
@@ -171,6 +178,7 @@ class Resumption:
                 )
             if self._resume:
                 truncate(path / JOURNAL, 0)
+            keep(path, asked.without)
             describe(path, facts)
             return None
         manifest = loaded.manifest
@@ -185,7 +193,7 @@ class Resumption:
         if position.phase != phase:
             self._tracked.load_models(loaded.state)
             return position
-        self._check(loaded, self.whole_recipe(recipe))
+        self._check(loaded, self.whole_recipe(recipe), asked.used_before)
         self._tracked.load(loaded.state)
         self._loaded = None
         self.checkpoint = loaded.path
@@ -195,6 +203,7 @@ class Resumption:
         self._go_on_with_journal(loaded, path)
         self.metrics = dict(manifest.metrics)
         again = {"step": position.total, "at": time.time(), "from": str(loaded.path), "run_id": run_id}
+        keep(path, asked.without)
         describe(path, {**facts, "resumed": [*facts.get("resumed", []), again]})
         tell(f"unisono: goes on at step {position.total}, from {loaded.path}{moved}")
         self._began = position
@@ -212,6 +221,8 @@ class Resumption:
         if self._resume:
             facts["resumed"] = before.get("resumed", [])
             facts["earlier"] = before.get("earlier", [])
+        if left := json.loads(self._left) if self._left else before.get("left"):
+            facts["left"] = left
         facts["environment"] = {**versions(), "host": socket.gethostname(), **about_script(command)}
         if self.data_digest:
             facts["data"] = {"digest": self.data_digest}
@@ -358,9 +369,14 @@ class Resumption:
             return f"; the broken ones are kept as {', '.join(path.name for path in moved)}"
         return f"; {count(len(moved), 'other checkpoint')} of {folder} will be removed when the run has written one"
 
-    def _check(self, loaded: Loaded, recipe: dict[str, Any]) -> None:
+    def _check(self, loaded: Loaded, recipe: dict[str, Any], used_before: Callable[[int, int], str]) -> None:
         manifest = loaded.manifest
-        found = differences({**_arithmetic(manifest.fingerprint), **manifest.recipe}, recipe)  # an older one lacks it
+        theirs = {**_arithmetic(manifest.fingerprint), **manifest.recipe}  # an older one lacks it
+        if (out := theirs.pop("without", None)) != (ours := recipe.pop("without", None)):
+            used = used_before(manifest.phase, manifest.phase_step) if out is None and self._left else "-"
+            if used:
+                raise RecipeError(_other_samples(loaded.path, out, ours, used))
+        found = differences(theirs, recipe)
         refused = [row for row in found if row[0].partition(":")[0] not in self._may_differ]
         if refused:
             raise RecipeError(
@@ -401,6 +417,25 @@ class Resumption:
         if theirs.exists() and theirs != directory.resolve() / JOURNAL:
             shutil.copyfile(theirs, directory / JOURNAL)
         truncate(directory / JOURNAL, loaded.manifest.lines)
+
+
+def _other_samples(path: Path, theirs: Any, ours: Any, used: str) -> str:
+    """Return the error for a run that leaves out other samples than the checkpoint that it would go on from.
+
+    Args:
+        used: where the run of the checkpoint has used a sample that is left out now; "-": it is not allowed anyway.
+    """
+    if used != "-":
+        return (
+            f"{path} cannot be gone on from without {ours}: the run has used one of them before, in {used}. Begin with "
+            "the first step: unisono replay --from-beginning"
+        )
+    before, now = (f"without {one}" if one else "with all samples" for one in (theirs, ours))
+    return (
+        f"{path} was made {before}, and this run would go on {now}: its result would be that of neither. Go on with "
+        f"the list in {WITHOUT_FILE} of the run's directory (--without), or begin anew; `unisono replay RUN --without "
+        "FILE --into DIR` computes what a run with all samples would have been without some"
+    )
 
 
 def _arithmetic(environment: Mapping[str, str]) -> dict[str, str]:

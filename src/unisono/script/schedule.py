@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.core.cursor import Cursor
+from unisono.core.cursor import Cursor, Without
 from unisono.core.errors import RecipeError, UsageError
 from unisono.core.orders import Sequential, digest
 from unisono.core.stream_plan import StreamCursor, WantedSamples
@@ -29,6 +29,7 @@ from unisono.engine.microbatch.streams import Streams
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.tracked import Tracked
+from unisono.record.without import read_without
 from unisono.strategies.local.localround import ReplicaSamples, ReplicaStreams, check_count
 
 __all__ = ["Asked", "Bookmarking", "DataOptions", "Schedule", "check_first_step", "schedule"]
@@ -44,17 +45,68 @@ class Asked:
 
     It counts what the script asks for, not what was done: a worker that skips a call must count alike.
 
+    Args:
+        without: the file of the samples that the run leaves out; "": none.
+
     Attributes:
         num_epochs: of all calls.
+        phases: what each call asks for, where samples are left out.
+        without: these samples, once a call has said of which data set.
         bookmarks: the states of streams that all workers know.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without: str = "") -> None:
         self.num_epochs = 0
+        self.phases: list[Schedule] = []
+        self.without: Without | None = None
+        self._file = without
+        self._left_out_of: MapDataset | None = None
         self.bookmarks = Bookmarks()
         self._numbers = WeakIdKeyDictionary()  # by dataset
         self._num_datasets = 0
         self._counts = WeakIdKeyDictionary()  # by dataset: (streams, samples of each)
+
+    def begins(self, planned: Schedule) -> None:
+        """Note that a call asks for this."""
+        self.num_epochs += planned.num_epochs
+        if self._file:
+            self.phases.append(planned)
+
+    def left_out_of(self, dataset: MapDataset | None, num_samples: int = 0) -> Without | None:
+        """Return the samples of a dataset that the run leaves out, if any.
+
+        Args:
+            dataset: None: the data are streams.
+
+        Raises:
+            RecipeError: nobody can say which samples are meant. UsageError: the file of the samples is wrong.
+        """
+        if not self._file:
+            return None
+        if dataset is None:
+            raise RecipeError(
+                f"--without {self._file} names samples by their index in a data set, and these data are streams, whose "
+                "samples have none: a sample that is left out would change which ones follow it. Leave the samples out "
+                "where the streams are made, or give a data set with len and [i]"
+            )
+        if self.without is None:
+            self.without, self._left_out_of = read_without(self._file, num_samples), dataset
+        elif dataset is not self._left_out_of:
+            raise RecipeError(
+                f"--without {self._file} names samples of one data set, and a later run.steps got another object than "
+                "the first, so nobody knows of which of the two they are. Give each run.steps the same object"
+            )
+        return self.without
+
+    def used_before(self, phase: int, iterations: int) -> str:
+        """Return where the training has used a sample that is left out before some iterations of a phase were done, as
+        far as the script asks for it, in words; "": nowhere.
+        """
+        for number, one in enumerate(self.phases[: phase + 1]):
+            steps = min(one.num_steps, iterations * one.inner_steps) if number == phase else one.num_steps
+            if (step := one.cursor.first_left_out(steps)) is not None:
+                return f"step {step} of its run.steps number {number + 1}"
+        return ""
 
     def number(self, dataset: Any) -> int:
         """Return the number of a dataset among those that the calls have got, which is the same on all workers."""
@@ -322,6 +374,7 @@ def schedule(
         return whole if max_steps is None else max(0, min(whole, max_steps))
 
     if (streams := stream_source_of(dataset, caller, **options)) is not None:
+        asked.left_out_of(None)  # raises
         if resized is not None:
             streams = dataclasses.replace(streams, batch_size=resized)
         cursor = _stream_cursor(streams, caller, microbatches, seed, epochs, max_steps, asked)
@@ -345,6 +398,7 @@ def schedule(
         seed=seed,
         drop_last=source.drop_last,
         first_epoch=asked.num_epochs,
+        without=asked.left_out_of(source.dataset, len(source.dataset)),
     )
     return MapSchedule(source=source, cursor=by_index, num_steps=num_steps(by_index), is_limited=is_limited)
 

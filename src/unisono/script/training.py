@@ -96,7 +96,7 @@ class Training:
     def __init__(self, course: Course, process: Process, arithmetic: Arithmetic, device: torch.device) -> None:
         self.loop: TrainingLoop | None = None
         self.phases = 0
-        self.asked = Asked()
+        self.asked = Asked(members.spec().run.settings.without)
         self.length = Length()
         self._rounds = course.rounds
         self._keeper = course.keeper
@@ -119,7 +119,7 @@ class Training:
         """
         self._rounds.tracked.check(self._device)
         # By what the script asks for, not by what was done: a worker that skips this call must count alike.
-        self.asked.num_epochs += planned.num_epochs
+        self.asked.begins(planned)
         planned.begins(self._rounds.tracked)
         self._course.troubles.begins(planned.dataset)
         more = self.length.steps_after(planned.num_iterations, is_limited=planned.is_limited)
@@ -265,6 +265,6 @@ class Training:
 
     def _load(self, phase: int, loop: TrainingLoop) -> Position | None:
         """Load what the run goes on from, on the one worker that begins it; returns its position."""
-        if (position := self._keeper.begin(phase, loop.recipe)) is not None:
+        if (position := self._keeper.begin(phase, loop.recipe, self.asked)) is not None:
             self.asked.bookmarks.try_again()  # the script may have been corrected
         return position

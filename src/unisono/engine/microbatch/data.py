@@ -307,13 +307,13 @@ class Ahead:
 
     def _next_keys(self) -> list[Any] | None:
         """Return the keys of the next batch to ask for, and note that it was; None: nothing is upcoming now."""
-        request = self._next_request(self._counts)
-        if request is None:
+        found = self._next_request(self._counts)
+        if found is None:
             return None
+        request, keys = found
         self._counts[request] += 1
         self._sent.append(request)
-        step, _, leaf = request
-        return list(self._keys(step, leaf))
+        return list(keys)
 
     def _refill(self) -> None:
         """Send out requests after a time in which nothing was upcoming: torch does so only when a batch arrives."""
@@ -322,16 +322,18 @@ class Ahead:
             for _ in range(self._depth):
                 put()
 
-    def _next_request(self, sent: collections.Counter[Request]) -> Request | None:
-        """Return the first upcoming request that was not sent as often as it stands there; forget those of the past."""
+    def _next_request(self, sent: collections.Counter[Request]) -> tuple[Request, Sequence[Any]] | None:
+        """Return the first upcoming request that was not sent as often as it stands there, and its keys; forget those
+        of the past. A micro-batch whose samples are all left out is not asked for.
+        """
         seen: collections.Counter[Request] = collections.Counter()
         for request in self._upcoming():
             if not seen:
                 for past in [past for past in sent if past[0] < request[0]]:
                     del sent[past]
             seen[request] += 1
-            if seen[request] > sent[request]:
-                return request
+            if seen[request] > sent[request] and (keys := self._keys(request[0], request[2])):
+                return request, keys
         return None
 
 

@@ -71,6 +71,7 @@ class Microbatch:
             losses lie; 0.0 if it has none.
         unread: its losses that nobody has looked at yet, with their weights, scaled, and their dtypes.
         is_in_backward: whether gradients are being computed.
+        is_empty: whether all of its samples are left out: it has weight 0, and the script does not get it.
         has_foreign: whether the script has computed gradients that reach no trained parameter.
         is_scaled: whether its gradients have the scale of a ``GradScaler``.
         stream: of the device, on which its gradients are computed; None: there is one only.
@@ -98,6 +99,7 @@ class Microbatch:
         self._folder = folder
         self._step = step
         self._num_samples = num_samples
+        self.is_empty = num_samples == 0
         self._samples = samples
         self._scale = scale
         self._has_loss = False
@@ -206,12 +208,12 @@ class Microbatch:
             )
 
     def finish(self) -> None:
-        """Check that the script has called backward.
+        """Check that the script has called backward, if it got the micro-batch: there is none without samples.
 
         Raises:
             StepError: the script has not called it.
         """
-        if not self._has_loss:
+        if not self._has_loss and not self.is_empty:
             why = (
                 ", and its loss.backward() reaches no trained parameter: was the model that computes the loss tracked "
                 "(run.track(model=model))?"

@@ -299,6 +299,11 @@ class GradientRound:
         self.turn.seed(self._context.seed, "update", self.number)
         self._clock.switch("update")
 
+    def no_gradient(self) -> StepError:
+        """Return the error for a step in which nothing counts."""
+        why = "" if self.position.num_samples else " (--without leaves out all of its samples)"
+        return StepError(f"all micro-batches of {self.name} have weight 0{why}: there is no mean gradient")
+
     @property
     def dispute(self) -> Dispute | None:
         """None, once the round is over: its result counts."""
@@ -377,7 +382,7 @@ class GradientRound:
         committed.counts = self._context.check(summed)
         self._read_from(summed.slot)
         if self._scalars[0] == 0.0:
-            raise StepError(f"all micro-batches of {self.name} have weight 0: there is no mean gradient")
+            raise self.no_gradient()
         self._clock.switch("other")
         rank, seconds = summed.wait  # whoever was waited for last was late before as well
         self._clock.note(Wait(rank, seconds + self._helped_s), summed.network_s, summed.generation)
@@ -433,7 +438,8 @@ class GradientRound:
         for tap in taps:
             tap.before_microbatch(place, batch)
         given = time.perf_counter()
-        yield batch
+        if not self._is_empty:
+            yield batch
         script_s = time.perf_counter() - given
         for slot in self._fold():
             self._members.release(slot)
@@ -467,7 +473,8 @@ class GradientRound:
         self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
         for tap in taps:
             tap.before_microbatch(place, batch)
-        yield batch
+        if not self._is_empty:
+            yield batch
         self._fold()
         self._check_losses()
         self._tell(taps, place)
@@ -531,7 +538,14 @@ class GradientRound:
         )
         for carried in self._carried:
             carried.open()
+        if self._is_empty:
+            return None
         return self._context.fetcher.fetch(self.position.number, leaf, self.turn.number)
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether all samples of the current micro-batch are left out."""
+        return self.microbatch is not None and self.microbatch.is_empty
 
     def _fold(self) -> list[Any]:
         """Fold the gradients of the micro-batch that the script has computed; returns slots that are free again."""

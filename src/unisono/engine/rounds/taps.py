@@ -133,7 +133,11 @@ class Tap:
         return False
 
     def before_microbatch(self, place: Place, batch: Any) -> None:
-        """Receive a micro-batch before the script does. The generators are set as its forward pass finds them."""
+        """Receive a micro-batch before the script does. The generators are set as its forward pass finds them.
+
+        Args:
+            batch: None: all of its samples are left out, and the script does not get it.
+        """
 
     def after_microbatch(self, place: Place, computed: Computed) -> None:
         """Receive what a micro-batch has given."""

@@ -372,7 +372,7 @@ class Pipeline(Book):
         del self._steps[number]
         step.values = None
         if step.weight == 0.0:
-            raise StepError(f"all micro-batches of {step.name} have weight 0: there is no mean gradient")
+            raise step.no_gradient()
         folder.buffers.start_step()
         shown = step.slot
         if self._members.size > 1:  # the script may write to what it gets, and others may need the sum as it is

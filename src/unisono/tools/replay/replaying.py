@@ -176,7 +176,7 @@ class Replaying(Inspector):
         if asked.anomaly:
             assert self._loop is not None
             self._hunt = Hunt(self._loop.tracked.modules, tell)
-        if asked.debugger:
+        if asked.debugger and batch is not None:
             tell(f"unisono: before {_named(place)}")
             _stop_in_script(self._left)
 
