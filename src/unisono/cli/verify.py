@@ -20,7 +20,8 @@ from unisono.cli.resume import command_of, own_command
 from unisono.cli.saying import say, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.words import count, duration
-from unisono.record.rundir import read_facts
+from unisono.record.rundir import WITHOUT_FILE, read_facts
+from unisono.record.without import read_without
 from unisono.system.fingerprint import SWITCHES, script_file
 from unisono.system.lifetime import scratch_folder
 
@@ -48,6 +49,8 @@ HAVE_SEEN = 20
 @click.option(
     "--workers", type=click.IntRange(min=1), default=1, metavar="N", help="With so many workers; otherwise alone."
 )
+@click.option("--without", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
+              help="The samples that the run leaves out; otherwise those in --run DIR.")  # fmt: skip
 @click.option("--signer", "signers", multiple=True, metavar="KEY",
               help="Who may have signed it: SHA256:..., a public key of ssh, or a file with such.")  # fmt: skip
 @click.option("--any-signer", is_flag=True, help="Anybody may have signed it, or nobody.")
@@ -59,6 +62,7 @@ def verify(
     number: int | None,
     is_all: bool,
     workers: int,
+    without: Path | None,
     signers: tuple[str, ...],
     any_signer: bool,
 ) -> int:
@@ -123,7 +127,7 @@ def verify(
     if number is None and not is_all:
         say("no step was computed again: --segments N or --all does that")
         return RIGHT
-    return _computed(said, run, begins, script, number, workers)
+    return _computed(said, run, begins, script, number, workers, _left_out(said, run, without))
 
 
 def _wrong(words: str) -> int:
@@ -145,6 +149,7 @@ def _computed(
     script: tuple[str, ...],
     number: int | None,
     workers: int,
+    without: str,
 ) -> int:
     """Compute stretches again; returns the exit code."""
     from unisono.script.inspected import INTERRUPTED
@@ -156,7 +161,7 @@ def _computed(
         raise UsageError("the certificate is about no step that could be computed again")
     taken = [Stretch(0, said.run.steps)] if number is None else chosen(found, number, random.SystemRandom().sample)
     folder, arguments = _script(said, run, script)
-    target = Target(said, run, begins, folder, arguments, _threads(said), _variables(said), workers)
+    target = Target(said, run, begins, folder, arguments, _threads(said), _variables(said), workers, without)
     os.chdir(folder)
     began, done = time.monotonic(), 0
     with scratch_folder("unisono-verify-") as scratch:
@@ -194,6 +199,27 @@ def _worth(said: Predicate, found: Sequence[Stretch], taken: Sequence[Stretch], 
         f"probability of {100 * chance(len(found), len(taken), false):.0f} %. --all takes about "
         f"{duration(seconds / done * total)}"
     )
+
+
+def _left_out(said: Predicate, run: Path | None, given: Path | None) -> str:
+    """Return the path of the samples that the run leaves out; "": none.
+
+    Raises:
+        UsageError: the list is not there, or is not the certified one.
+    """
+    match said.recipe.get("without"):
+        case None:
+            return ""
+        case {"samples": int(number), "sha256": str(digest)}:
+            path = given or (run / WITHOUT_FILE if run is not None else None)
+            found = read_without(str(path), said.data.num_samples or number + 1) if path is not None else None
+            if found is None or found.sha256 != digest:
+                raise UsageError(
+                    f"the run leaves out {count(number, 'sample')}: give the list whose SHA-256 is {digest} (--without "
+                    f"FILE){f'; {path} has {found.sha256}' if found is not None else ''}"
+                )
+            return str(path.resolve()) if path is not None else ""
+    raise UsageError("the certificate does not say which samples the run leaves out")
 
 
 def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[str, list[str]]:

@@ -55,6 +55,7 @@ def trial_run(
     restarts: int = 0,
     variables: Mapping[str, str] = MappingProxyType({}),
     resume: Path | None = None,
+    without: str = "",
     limit_s: float,
     name: str,
     steps: int,
@@ -70,6 +71,7 @@ def trial_run(
         restarts: of workers that are lost.
         variables: more of its environment.
         resume: a checkpoint to begin with; None: it begins with step 0.
+        without: the file of the samples that it leaves out; "": none.
 
     Returns:
         The exit code, and the output.
@@ -81,6 +83,7 @@ def trial_run(
         *(sys.executable, "-u", "-P", "-m", "unisono", "run", "--workers", str(workers)),
         *("--set", f"simulate-hosts={hosts}", "--max-restarts", str(restarts), "--launcher", "local"),
         *(("--resume", str(resume)) if resume is not None else ()),
+        *(("--without", without) if without else ()),
         *("--run-dir", str(run_dir), "--set", f"inspect={':'.join(inspector)}", *script.run_command()),
     ]
     environment = {**os.environ, **variables}

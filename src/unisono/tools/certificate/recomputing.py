@@ -139,6 +139,8 @@ class Target(NamedTuple):
     threads: int
     variables: Mapping[str, str]
     workers: int
+    without: str
+    """The file of the samples that the run leaves out; "": none."""
 
 
 def recomputed(target: Target, stretch: Stretch, directory: Path) -> tuple[int, str]:
@@ -192,7 +194,7 @@ def _run(target: Target, start: Path | None, settings: str, directory: Path, nam
         script = Script(command=target.arguments, threads=target.threads, directory=directory)
         code, output = trial_run(
             script, run, ("recompute", settings), workers=target.workers, resume=start, variables=target.variables,
-            limit_s=MOST_S, name=name, steps=0,
+            without=target.without, limit_s=MOST_S, name=name, steps=0,
         )  # fmt: skip
         if code:
             tell(output)
@@ -204,6 +206,7 @@ def _run(target: Target, start: Path | None, settings: str, directory: Path, nam
             threads=target.threads,
             run_dir=str(run),
             resume=str(start) if start is not None else "",
+            without=target.without,
             inspect=f"recompute:{settings}",
         ),
     )
