@@ -301,7 +301,10 @@ def test_the_commit_is_named_and_nothing_of_the_checkout_is_touched(repository: 
     assert (same.returncode, same.stdout) == (0, "identical: the first 3 steps have the same bits at both commits\n")
 
 
-def test_a_bisect_that_is_ended_leaves_nothing(repository: Path, unisono: Unisono) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_bisect_that_is_ended_leaves_nothing(
+    number: signal.Signals, code: int, repository: Path, unisono: Unisono
+) -> None:
     script = repository / "jobs" / "train.py"
     os.mkfifo(repository / "never")
     script.write_text("open('never').read()\n")
@@ -309,8 +312,8 @@ def test_a_bisect_that_is_ended_leaves_nothing(repository: Path, unisono: Unison
     before = state(repository)
     command = unisono("compare", "--bisect", "main", "good", "jobs/train.py", "--link", "never")
     writer = os.open(repository / "never", os.O_WRONLY)  # returns when the script has opened it
-    command.process.send_signal(signal.SIGTERM)
-    assert command.wait() == 128 + signal.SIGTERM
+    command.process.send_signal(number)
+    assert command.wait() == code
     os.close(writer)
     assert state(repository) == before
 
