@@ -100,6 +100,15 @@ def test_a_run_starts_with_what_every_run_needs(modules: tuple[str, ...], most: 
     assert len(own) <= most, f"{len(own)} modules of this library: {sorted(own)}"
 
 
+def test_pytest_starts_with_a_plugin_that_imports_nothing() -> None:
+    """It is loaded wherever Unisono is installed, also by tests that do not use it."""
+    own = imported("pytest", "unisono.testing.plugin") - imported("pytest")
+    assert {name.partition(".")[0] for name in own} - set(sys.stdlib_module_names) == {"unisono"}
+    assert own & LATE == set()
+    few = {name for name in own if name.startswith("unisono.")} - {"unisono.testing", "unisono.testing.plugin"}
+    assert few <= {"unisono.core", "unisono.system", *imported("unisono")}, "only what `import unisono` brings"
+
+
 WITHOUT_TORCH = (
     *("core", "system", "record", "membership", "views", "testing", "cli", "cluster.head", "cluster.launchers"),
     *("cluster.machine.agent", "cluster.machine.headprocess", "engine.checkpoint.copies"),

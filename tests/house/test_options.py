@@ -27,6 +27,7 @@ OWN: Final[dict[str, list[str]]] = {
     "cli/status.py": ["watch"],
     "core/replay_rules.py": ["replay"],
     "membership/agents.py": ["join"],
+    "tools/bisect.py": ["compare"],
 }
 """The commands of which the texts of a file speak, besides ``run`` and those that the texts name. The texts of a file
 in ``cli``, and of a folder in ``tools``, speak of the command with its name."""
@@ -44,7 +45,7 @@ FOREIGN: Final = {
     "--rdzv-endpoint --rdzv-id --redirects --standalone --tee",
     "Horovod": "--host-discovery-script --max-np --min-np",
     "Ray, Kubernetes, Docker": "--head --platform --replicas --shm-size --working-dir",
-    "pip, pytest, TensorBoard": "--dist --logdir --no-deps",
+    "pip, pytest, TensorBoard": "--dist --logdir --no-deps --unisono-update",
 }
 """Options of other programs, which texts name."""
 AROUND: Final = {option for words in FOREIGN.values() for option in words.split()}

@@ -27,6 +27,7 @@ def test_the_wheel_holds_the_whole_package(built: Path) -> None:
     assert {"unisono/py.typed", "unisono/views/page/static/index.html"} <= names
     assert f"{information}/licenses/LICENSE" in names
     assert "unisono = unisono.cli:main" in entry_points
+    assert "[pytest11]\nunisono = unisono.testing.plugin\n" in f"{entry_points}\n"
 
 
 def test_the_source_distribution_can_be_built_from_and_tested(built: Path, tmp_path: Path) -> None:

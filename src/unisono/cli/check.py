@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final
 
 import click
@@ -12,18 +11,14 @@ from unisono.cli.saying import say, say_json, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.system.lifetime import scratch_folder
-from unisono.tools.check.blame import Culprit
-from unisono.tools.check.trials import ALONE, Runner, TrialOutcome
+from unisono.tools.check.telling import culprit_words, finding_words
+from unisono.tools.check.trials import Runner, TrialOutcome
 from unisono.tools.check.verdict import CheckVerdict, TrialFinding, check_script
 from unisono.tools.trialrun import Script
 
 __all__ = ["check"]
 
 WIDTH: Final = 38
-UNSEEN: Final = (
-    "no statement was found that reads or writes another value. Look for what cannot be seen here: a state in C code "
-    "or in an installed package, a process that loads data"
-)
 
 
 @click.command()
@@ -73,14 +68,7 @@ def check(
 
 def _say(result: TrialFinding | TrialOutcome) -> None:
     name = f"  {result.trial.name}".ljust(WIDTH)
-    if isinstance(result, TrialOutcome):
-        say(f"{name} the others are compared with it")
-    elif result.difference is not None:
-        say(f"{name} DIFFERS at {result.difference.said()}")
-    elif result.failure:
-        say(f"{name} FAILS: {result.failure.splitlines()[-1]}")
-    else:
-        say(f"{name} the same bits")
+    say(f"{name} {'the others are compared with it' if isinstance(result, TrialOutcome) else finding_words(result)}")
 
 
 def _conclude(verdict: CheckVerdict) -> None:
@@ -89,9 +77,9 @@ def _conclude(verdict: CheckVerdict) -> None:
         culprit = found.culprit
         if culprit is not None and (culprit.file, culprit.line) not in shown:
             shown.add((culprit.file, culprit.line))
-            say_lines(f"\n{_said(culprit, found)}")
+            say_lines(f"\n{culprit_words(found)}")
         elif culprit is None and found.difference is not None:
-            say_lines(f"\n{found.trial.name}: {UNSEEN}")
+            say_lines(f"\n{found.trial.name}: {culprit_words(found)}")
         if found.failure and found.difference is None and culprit is None:
             say_lines(f"\n{found.trial.name} fails:\n{found.failure}")
     say("")
@@ -100,66 +88,6 @@ def _conclude(verdict: CheckVerdict) -> None:
     microbatches = f"{verdict.microbatches:,} micro-batch{'es' if verdict.microbatches != 1 else ''}"
     what = f"{count(verdict.steps, 'step')}, {microbatches}; what comes later was not looked at"
     say(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
-
-
-def _said(culprit: Culprit, found: TrialFinding) -> str:
-    path = os.path.relpath(culprit.file)
-    name = culprit.file if path.startswith("..") else path
-    head = f"{name}:{culprit.line}: {culprit.text}"
-    alone, other = culprit.values
-    way = f"in the trial '{found.trial.name}'" if found.trial.name != ALONE.name else "the second time"
-    match culprit.kind:
-        case "reads" if culprit.reader is None:
-            return (
-                f"{head}\n    reads {culprit.path}, which is\n    {alone} alone, and\n    {other} {way}.\n"
-                f"    {_advice(found)}"
-            )
-        case "reads":
-            reader = f"line {culprit.reader[1]}" if culprit.reader is not None else ""
-            return (
-                f"{head}\n    writes {culprit.path}. Where {reader} reads it for the same computation, it is\n"
-                f"    {alone} alone, and\n    {other} {way}.\n    {_advice(found)}"
-            )
-        case "writes":
-            what = culprit.path if culprit.path != "return" else "what it returns"
-            return (
-                f"{head}\n    reads the same values, but {what} is\n    {alone} alone, and\n    {other} {way}.\n"
-                f"    It depends on {_source(found)}."
-            )
-        case "changes":
-            return (
-                f"{head}\n    changes the parameter {culprit.path} within a micro-batch, on one worker only.\n"
-                "    Change parameters between the steps. In the model, use the value without writing it:\n"
-                "    scale.clamp(low, high) instead of scale.data.clamp_(low, high)."
-            )
-        case _:
-            return (
-                f"{head}\n    decides otherwise {way} than alone, on the same values. It depends on {_source(found)}."
-            )
-
-
-def _source(found: TrialFinding) -> str:
-    if found.trial.hashing:
-        return "the order of a set of strings (use sorted), or on an address in memory"
-    if found.trial.workers > 1:
-        return (
-            "the worker (its rank, how many there are, its process), on an address in memory,\n"
-            "    or on what is remembered where it cannot be seen (an iterator, an object of a library)"
-        )
-    return "the clock, the operating system's random numbers, or an address in memory"
-
-
-def _advice(found: TrialFinding) -> str:
-    difference = found.difference
-    if difference is not None and difference.where.stage == "leaf":
-        return (
-            "A micro-batch may not depend on those before it, which another worker may compute. Derive the value from\n"
-            "    step.number, keep it in a buffer or a unisono.Carried, or draw from the global generators."
-        )
-    return (
-        "A worker that joins, and a run that resumes, has only what is tracked; and a worker's inner loop sees its\n"
-        "    own micro-batches only. Keep the value in what run.track names; for sums take step.loss or step.add."
-    )
 
 
 def _plain(verdict: CheckVerdict) -> dict[str, Any]:

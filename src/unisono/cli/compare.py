@@ -1,14 +1,18 @@
-"""``unisono compare``: are two runs the same, to the bit?"""
+"""``unisono compare``: are two runs the same, to the bit? And since which commit are they not?"""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 
 import click
 
-from unisono.cli.saying import say_lines
+from unisono.cli.given import script_arguments, seconds
+from unisono.cli.saying import say, say_lines
 from unisono.core.errors import UsageError
+from unisono.core.words import count
 from unisono.record.journal import Difference
 from unisono.record.journal import compare as compare_runs
 
@@ -16,16 +20,49 @@ __all__ = ["compare"]
 
 
 @click.command()
-@click.argument("run_a", type=click.Path(exists=True, path_type=Path))
-@click.argument("run_b", type=click.Path(exists=True, path_type=Path))
+@click.argument("run_a", required=False)
+@click.argument("run_b", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--explain", is_flag=True, help="Compute the first step that differs again, in both runs: name the "
               "parameter, the micro-batch and the module that differ first, and the probable cause.")  # fmt: skip
-def compare(run_a: Path, run_b: Path, explain: bool) -> int:
+@click.option("--bisect", nargs=2, metavar="GOOD BAD", help="Find the commit since which a script has other bits, by "
+              "git bisect between two commits: compare --bisect GOOD BAD SCRIPT [-- ARGUMENTS].")  # fmt: skip
+@click.option("--steps", default=20, show_default=True, metavar="N", type=click.IntRange(min=2),
+              help="With --bisect: how many steps each commit computes.")  # fmt: skip
+@click.option("--link", multiple=True, metavar="PATH", help="With --bisect: a file or folder that git does not have, "
+              "e.g. data, and that each commit gets as a link.")  # fmt: skip
+@seconds("--timeout", "10m", "With --bisect: how long one commit may take.")
+def compare(
+    run_a: str | None,
+    run_b: str | None,
+    arguments: tuple[str, ...],
+    explain: bool,
+    bisect: tuple[str, str] | None,
+    steps: int,
+    link: tuple[str, ...],
+    timeout: float,
+) -> int:
     """Say whether RUN_A and RUN_B (directories, or their journals) are identical; else the first step that differs,
     and in what. Lines that one of them lacks (its disk was full) are named and not compared.
 
-    Exit code: 0 identical, 1 different, 2 one of them cannot be read.
+    With --bisect, name the commit since which a script has other bits. Each commit runs on one worker, in a worktree
+    of its own, which is removed; nothing of the checkout is touched. A commit that cannot run is skipped.
+
+    Exit code: 0 identical, 1 different, 2 one of them cannot be read, or run.
     """
+    if bisect is not None:
+        given = tuple(word for word in (run_b, *arguments) if word is not None)
+        command = script_arguments(run_a, None, given, command="compare --bisect GOOD BAD SCRIPT")
+        return _bisect(bisect, command, steps, link, timeout)
+    if run_a is None or run_b is None or arguments:
+        raise click.UsageError("compare takes two runs: unisono compare RUN_A RUN_B")
+    for run in (run_a, run_b):
+        if not Path(run).exists():
+            raise click.BadParameter(f"Path {run!r} does not exist.", param_hint="RUN_A, RUN_B")
+    return _compare(Path(run_a), Path(run_b), explain)
+
+
+def _compare(run_a: Path, run_b: Path, explain: bool) -> int:
     try:
         said, code = compare_runs(run_a, run_b), 0
     except Difference as difference:
@@ -42,3 +79,20 @@ def compare(run_a: Path, run_b: Path, explain: bool) -> int:
     except BrokenPipeError:  # the reader has gone; the exit code has the result as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code
+
+
+def _bisect(ends: tuple[str, str], command: list[str], steps: int, links: tuple[str, ...], limit_s: float) -> int:
+    from unisono.tools.bisect import bisect
+
+    for name in (command[0], *links):
+        if os.path.isabs(name) or ".." in Path(name).parts or not os.path.exists(name):
+            raise UsageError(f"--bisect looks for {name} in each commit: name a file or folder below {os.getcwd()}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the worktree is removed then, too
+    found = bisect(ends, command, steps, links=links, limit_s=limit_s, say=lambda words: say(words, err=True))
+    if not found:
+        say(f"identical: the first {count(steps, 'step')} have the same bits at both commits")
+        return 0
+    say(f"different: since {found[0]}")
+    for each in found[1:]:
+        say(f"    {each}")
+    return 1

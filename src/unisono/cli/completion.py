@@ -136,7 +136,7 @@ def _words(*words: str) -> Completer:
 
 _COMPLETERS: Final[dict[str, Completer]] = {
     **dict.fromkeys(("run", "runs", "run_a", "run_b", "run_dir", "resume", "place"), _runs),
-    **dict.fromkeys(("script", "arguments", "without"), _files),
+    **dict.fromkeys(("script", "arguments", "without", "link"), _files),
     "step": _steps,
     "microbatch": _microbatches,
     "exchange": _words("auto", "shared", "gloo", "two-level"),

@@ -17,7 +17,7 @@ import msgspec
 from unisono.core.fingerprints import other_arithmetic
 from unisono.core.words import count, listed, script_in
 
-__all__ = ["Dissected", "Dissection", "Leaf", "causes", "parting", "unequal"]
+__all__ = ["Dissected", "Dissection", "Leaf", "causes", "changed_lines", "parting", "unequal"]
 
 MOST_NAMED = 3
 MOST_SHOWN = 5
@@ -347,11 +347,24 @@ def _of_scripts(
         return f"{words}; it was edited in between, and both runs were computed again with the text that is there now"
     if not changes:
         return words
-    scripts = _script(facts_a), _script(facts_b)
+    return f"{words}: {_changes_words(changes, (_script(facts_a), _script(facts_b)))}"
+
+
+def changed_lines(texts: tuple[str, str], names: tuple[str, str]) -> str:
+    """Return the places at which two scripts differ, in words, harmless ones last; "" if there are none.
+
+    Args:
+        names: what the scripts are called.
+    """
+    changes = _changes(texts)
+    return _changes_words(changes, names) if changes else ""
+
+
+def _changes_words(changes: Sequence[_Change], scripts: tuple[str, str]) -> str:
     shown = [each.said(scripts) for each in changes[:MOST_SHOWN]]
     more = f"; and {len(changes) - MOST_SHOWN} more" if len(changes) > MOST_SHOWN else ""
     differ = f"{count(len(changes), 'place')} differ{'s' if len(changes) == 1 else ''}"
-    return f"{words}: {differ}: {'; '.join(shown)}{more}"
+    return f"{differ}: {'; '.join(shown)}{more}"
 
 
 def _untracked(a: Dissected, b: Dissected, facts_a: Mapping[str, Any], facts_b: Mapping[str, Any]) -> list[str]:

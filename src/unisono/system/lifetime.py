@@ -112,11 +112,13 @@ def run_bound(
     limit_s: float,
     *,
     given: bytes | IO[bytes] = b"",
+    environment: Mapping[str, str] | None = None,
 ) -> Done:
     """Run a command of others, and wait for its end. What it starts ends with it, at the limit, and with this process.
 
     Args:
         given: its standard input.
+        environment: None: that of this process.
 
     Raises:
         OSError: there is no such program.
@@ -132,6 +134,7 @@ def run_bound(
             stderr=subprocess.PIPE,
             pass_fds=(reader,),
             start_new_session=True,
+            env=environment,
         )
     except OSError:
         os.close(tie)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -38,11 +38,23 @@ class Script:
     """CPU threads of a worker."""
     directory: Path
     """Trials leave their runs in folders of it."""
+    options: Sequence[str] = ()
+    """More options of ``unisono run``."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """More of its environment."""
+    folder: Path | None = None
+    """Where it begins; None: where this process is."""
+    function: Path | None = None
+    """The file with a pickled function that is called instead of a script."""
 
     def run_command(self) -> list[str]:
         """Return the words after ``unisono run`` that name the script and its arguments."""
+        words = ["--threads", str(self.threads), *self.options]
+        if self.function is not None:
+            result = self.function.with_suffix(".result")
+            return [*words, "--set", f"function={self.function}", "--set", f"result={result}"]
         named = 2 if self.command[0] == "-m" else 1
-        return ["--threads", str(self.threads), *self.command[:named], "--", *self.command[named:]]
+        return [*words, *self.command[:named], "--", *self.command[named:]]
 
 
 def trial_run(
@@ -69,7 +81,7 @@ def trial_run(
         inspector: its name, and its settings (JSON).
         hosts: more than 1: the workers are as if on several machines.
         restarts: of workers that are lost.
-        variables: more of its environment.
+        variables: more of its environment, besides those of the script.
         resume: a checkpoint to begin with; None: it begins with step 0.
         without: the file of the samples that it leaves out; "": none.
 
@@ -86,11 +98,11 @@ def trial_run(
         *(("--without", without) if without else ()),
         *("--run-dir", str(run_dir), "--set", f"inspect={':'.join(inspector)}", *script.run_command()),
     ]
-    environment = {**os.environ, **variables}
+    environment = {**os.environ, **script.variables, **variables}
     output = run_dir.with_name("output")
     with output.open("wb") as told:
         streams = {"stdin": subprocess.DEVNULL, "stdout": told, "stderr": subprocess.STDOUT}
-        with started(command, END_S, environment=environment, **streams) as process:
+        with started(command, END_S, environment=environment, cwd=script.folder, **streams) as process:
             try:
                 code = _wait(process, run_dir, limit_s, name, steps)
             except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ import msgspec
 from unisono.record.explaining import unequal
 from unisono.tools.check.records import LeafRecord, Record, Section, StateRecord, Sum, Where
 
-__all__ = ["TrialDifference", "first_difference", "places_of", "sections_of"]
+__all__ = ["TrialDifference", "differences", "first_difference", "places_of", "sections_of"]
 
 Rank = tuple[int, ...]
 
@@ -101,6 +101,16 @@ def first_difference(reference: Sequence[Record], workers: Mapping[str, Sequence
                 case Sum() if record.where in sums and sums[record.where] != record:
                     found.append(_sums(sums[record.where], record, worker))
     return min(found, key=lambda each: each.rank, default=None)
+
+
+def differences(reference: Sequence[Record], workers: Mapping[str, Sequence[Record]]) -> list[str]:
+    """Return the first difference of two trials in words, and the first one of a micro-batch where that is another."""
+    leaves = [[each for each in records if isinstance(each, LeafRecord)] for records in (reference, *workers.values())]
+    found = (
+        first_difference(reference, workers),
+        first_difference(leaves[0], dict(zip(workers, leaves[1:], strict=True))),
+    )
+    return list(dict.fromkeys(each.said() for each in found if each is not None))
 
 
 def _states(ours: Mapping[str, str], theirs: StateRecord, worker: str) -> TrialDifference:

@@ -22,7 +22,12 @@ from unisono.system.process import tell
 from unisono.tools.check.records import Record, StateRecord, records_of
 from unisono.tools.trialrun import Script, trial_run
 
-__all__ = ["ALONE", "TRIALS", "Runner", "Trial", "TrialOutcome"]
+__all__ = ["ALONE", "KILL", "TRIALS", "Runner", "Trial", "TrialOutcome"]
+
+KNOWN_TO_NURSERY: Final = {"PYTHONPATH"}
+"""Variables that a process from which workers are forked need not have been started with."""
+MOST_SOCKET_BYTES: Final = 100
+"""Of a path at which a process can listen; the systems allow 103 or 107."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +37,24 @@ class Trial:
     Attributes:
         name: in words.
         hashing: the ``PYTHONHASHSEED`` of its workers.
-        joins: a worker is lost in the first step, and another one comes.
+        faults: what happens to workers; each that is lost is replaced.
     """
 
     name: str
     workers: int = 1
     hosts: int = 1
     hashing: int = 0
-    joins: bool = False
+    faults: tuple[Fault, ...] = ()
 
 
+KILL: Final = Fault(action="kill", worker="w1", at="before_combine", step=0)
+"""A worker is lost in the first step."""
 ALONE: Final = Trial("alone")
 TRIALS: Final = (
     Trial("alone, once more"),
     Trial("alone, with another order of sets", hashing=1),
     Trial("two workers", workers=2),
-    Trial("two hosts, a worker lost, one joins", workers=2, hosts=2, joins=True),
+    Trial("two hosts, a worker lost, one joins", workers=2, hosts=2, faults=(KILL,)),
 )
 
 
@@ -61,6 +68,8 @@ class TrialOutcome:
     workers: dict[str, list[Record]] = field(repr=False)
     evaluations: list[tuple[int, str]] = field(repr=False)
     """Of each: the steps before it, and its totals."""
+    run: Path = Path()
+    """The directory of its run."""
 
     @property
     def num_steps(self) -> int:
@@ -116,7 +125,7 @@ class Runner:
             "steps": self.steps,
             "traces": traces,
             "watches": watches,
-            "members": trial.workers if trial.joins else 1,
+            "members": trial.workers if trial.faults else 1,
         }
         why = ", to find the statement" if traces else ""
         tell(f"unisono: computes the first {count(self.steps, 'step')}: {trial.name}{why}")
@@ -127,7 +136,7 @@ class Runner:
                 ("check", json.dumps(settings)),
                 workers=trial.workers,
                 hosts=trial.hosts,
-                restarts=int(trial.joins),
+                restarts=len(trial.faults),
                 variables=self._variables(trial),
                 limit_s=self.timeout_s,
                 name=trial.name,
@@ -135,28 +144,30 @@ class Runner:
             )
         except TimeoutError:
             raise UsageError(
-                f"the first {self.steps} steps took longer than {self.timeout_s:.0f} s; give --timeout more, or "
-                "--steps fewer, or let the script's arguments make it smaller"
+                f"the first {self.steps} steps took longer than {self.timeout_s:.0f} s; give more time (--timeout, "
+                "timeout_s=) or fewer steps, or let the script's arguments make it smaller"
             ) from None
-        return TrialOutcome(trial, code, output, records_of(records), list(_evaluations(run_dir / JOURNAL)))
+        evaluations = list(_evaluations(run_dir / JOURNAL))
+        return TrialOutcome(trial, code, output, records_of(records), evaluations, run_dir)
 
     def _variables(self, trial: Trial) -> dict[str, str]:
-        faults = [Fault(action="kill", worker=f"w{trial.workers - 1}", at="before_combine", step=0)]
         return {
             "PYTHONHASHSEED": str(trial.hashing),
             **({NURSERY: found} if (found := self._nursery(trial.hashing)) else {}),
-            **({ENVIRONMENT: encode(faults)} if trial.joins else {}),
+            **({ENVIRONMENT: encode(list(trial.faults))} if trial.faults else {}),
         }
 
     def _nursery(self, hashing: int) -> str:
         """Return where the process listens from which workers are forked; it has imported torch, once for all."""
         if sys.platform != "linux":
             return ""
-        if hashing == 0 and (given := os.environ.get(NURSERY)):
+        if hashing == 0 and not self.script.variables.keys() - KNOWN_TO_NURSERY and (given := os.environ.get(NURSERY)):
             return given
         if hashing not in self.nurseries:
             path = str(self.script.directory / f"nursery{hashing}")
-            environment = {**os.environ, "PYTHONHASHSEED": str(hashing)}
+            if len(os.fsencode(path)) > MOST_SOCKET_BYTES:
+                return ""
+            environment = {**os.environ, **self.script.variables, "PYTHONHASHSEED": str(hashing)}
             environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
             command = [sys.executable, "-P", "-m", "unisono.script.nursery", "--listen", path]
             nursery = started(command, environment=environment, stdout=subprocess.PIPE)

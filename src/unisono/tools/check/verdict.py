@@ -36,12 +36,14 @@ class TrialFinding:
         difference: from the script alone; None: the same bits.
         failure: why the trial did not come to its end; "" where it did.
         culprit: the statement that is the reason; None where none was found.
+        run: the directory of its run.
     """
 
     trial: Trial
     difference: TrialDifference | None = None
     failure: str = ""
     culprit: Culprit | None = None
+    run: Path = Path()
 
     @property
     def is_same(self) -> bool:
@@ -68,11 +70,14 @@ class CheckVerdict:
         return all(each.is_same for each in self.found)
 
 
-def check_script(runner: Runner, say: Callable[[TrialFinding | TrialOutcome], None]) -> CheckVerdict:
+def check_script(
+    runner: Runner, say: Callable[[TrialFinding | TrialOutcome], None], trials: Sequence[Trial] = TRIALS
+) -> CheckVerdict:
     """Compute the first steps of a script in all ways, and find the statements that make them differ.
 
     Args:
         say: is told each result as it comes; first the trial with which the others are compared.
+        trials: the ways, besides the script alone.
 
     Raises:
         UsageError: the script fails already alone, or trains nothing.
@@ -91,10 +96,10 @@ def check_script(runner: Runner, say: Callable[[TrialFinding | TrialOutcome], No
         say(found)
         return verdict
     say(alone)
-    for trial in TRIALS:
+    for trial in trials:
         outcome = runner.run(trial)
         found = tracing.explained(_found(outcome, alone, reference))
-        if found.is_same and trial.joins and not outcome.has_joined:
+        if found.is_same and trial.faults and not outcome.has_joined:
             verdict.unchecked.append("what a worker does that joins: none has joined within these steps")
         verdict.found.append(found)
         say(found)
@@ -181,7 +186,7 @@ def _reference(outcome: TrialOutcome) -> list[Record]:
 def _found(outcome: TrialOutcome, alone: TrialOutcome, reference: Sequence[Record]) -> TrialFinding:
     failure = _failure(outcome, alone)
     difference = first_difference(reference, outcome.workers) or _evaluations(alone, outcome, is_whole=not failure)
-    return TrialFinding(outcome.trial, difference, failure)
+    return TrialFinding(outcome.trial, difference, failure, run=outcome.run)
 
 
 def _evaluations(alone: TrialOutcome, outcome: TrialOutcome, *, is_whole: bool) -> TrialDifference | None:
