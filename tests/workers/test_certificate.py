@@ -36,7 +36,7 @@ from unisono.testing import Faults, run_workers
 from unisono.tools.certificate import statement
 from unisono.tools.certificate.gathering import gathered
 from unisono.tools.certificate.keys import read_key, sign
-from unisono.tools.certificate.recomputing import compared, wanted_of
+from unisono.tools.certificate.recomputing import Result, compared, wanted_of
 from unisono.tools.certificate.statement import End, Predicate, Statement, parse_envelope, parse_statement
 from unisono.tools.certificate.stretches import Stretch, cut
 
@@ -202,8 +202,8 @@ def replay_stretch(name: str, run: Path, said: Predicate, stretch: Stretch, fold
     try:
         STRATEGIES[name](run)
     except StopInspection:
-        code, words = msgspec.json.decode((folder / "result").read_bytes())
-        assert code == 0, words
+        result = msgspec.json.decode((folder / "result").read_bytes(), type=Result)
+        assert result.code == 0, result.words
     return compared(said, stretch, folder / "run")
 
 
@@ -224,6 +224,23 @@ def test_every_strategy_comes_to_the_certified_states(name: str, tmp_path: Path)
     assert f"the state after {first.step} steps has the SHA-256 {first.sha256}" in compared(
         msgspec.structs.replace(said, states=false), stretches[0], tmp_path / "0" / "run"
     )
+
+
+def test_a_run_without_some_samples_is_certified_with_their_list(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("3\n10-14\n")
+    options = ["--without", str(tmp_path / "list")]
+    done = run_workers(CHECKPOINTED, 2, directory=tmp_path / "run", arguments=ARGUMENTS, options=options)
+    assert done.exit_code == 0, done.output
+    unisono("certify", tmp_path / "run", "-o", tmp_path / "c.json")
+    left_out = said_in(tmp_path / "c.json").predicate.recipe["without"]
+    assert left_out["samples"] == 6
+    words = ("verify", tmp_path / "c.json", "--any-signer", "--all", CHECKPOINTED, "--", *ARGUMENTS)
+    assert "give the list whose SHA-256 is" in unisono(*words, status=2)
+    (tmp_path / "other").write_text("4\n")
+    assert "give the list whose SHA-256 is" in unisono(
+        *words[:2], "--without", tmp_path / "other", *words[2:], status=2
+    )
+    assert "all 12 steps were computed again" in unisono(*words[:2], *options, *words[2:])
 
 
 # -- what is wrong -----------------------------------------------------------------------------------

@@ -162,42 +162,52 @@ def _computed(
     taken = [Stretch(0, said.run.steps)] if number is None else chosen(found, number, random.SystemRandom().sample)
     folder, arguments = _script(said, run, script)
     target = Target(said, run, begins, folder, arguments, _threads(said), _variables(said), workers, without)
-    os.chdir(folder)
-    began, done = time.monotonic(), 0
+    began, done, computing = time.monotonic(), 0, 0.0
     with scratch_folder("unisono-verify-") as scratch:
         for each in taken:
             directory = scratch / str(each.first)
             directory.mkdir()
             say(f"unisono: computes the steps {each.first} to {each.last - 1} again", err=True)
-            code, words = recomputed(target, each, directory)
+            result = recomputed(target, each, directory)
+            computing += result.seconds
             shutil.rmtree(directory, ignore_errors=True)
-            if code == WRONG:
-                return _wrong(words)
-            if code == INTERRUPTED:
-                return code
-            if code:
-                raise UsageError(words)
+            if result.code == WRONG:
+                return _wrong(result.words)
+            if result.code == INTERRUPTED:
+                return INTERRUPTED
+            if result.code:
+                raise UsageError(result.words)
             done += each.num_steps
             say(f"right: the steps {each.first} to {each.last - 1}, computed again")
-    say_lines(_worth(said, found, taken, done, time.monotonic() - began))
+    took = time.monotonic() - began
+    whole = (took - computing) / len(taken) + computing / done * said.run.steps
+    say_lines(_worth(said, found, taken, done, took, whole))
     return RIGHT
 
 
-def _worth(said: Predicate, found: Sequence[Stretch], taken: Sequence[Stretch], done: int, seconds: float) -> str:
-    """Return what a check of some stretches is worth."""
+def _worth(
+    said: Predicate, found: Sequence[Stretch], taken: Sequence[Stretch], done: int, took: float, whole: float
+) -> str:
+    """Return what a check of some stretches is worth.
+
+    Args:
+        done: the number of their steps.
+        took: in seconds.
+        whole: in seconds, how long the whole run would take.
+    """
     from unisono.tools.certificate.checking import held_steps
     from unisono.tools.certificate.stretches import chance
 
     total, held = said.run.steps, held_steps(said)
     if len(taken) == 1 and taken[0].num_steps == total:
-        return f"all {count(total, 'step')} were computed again, in {duration(seconds)}"
+        return f"all {count(total, 'step')} were computed again, in {duration(took)}"
     false = max(1, len(found) // HAVE_SEEN)
     return (
         f"{count(done, 'step')} of {total} were computed again ({len(taken)} of {count(len(found), 'stretch')}, in "
-        f"{duration(seconds)}); {100 * held // total} % of the steps lead to a state whose SHA-256 is certified\n"
+        f"{duration(took)}); {100 * held // total} % of the steps lead to a state whose SHA-256 is certified\n"
         f"if {false} of the {len(found)} stretches {'was' if false == 1 else 'were'} false, this check found it with a "
         f"probability of {100 * chance(len(found), len(taken), false):.0f} %. --all takes about "
-        f"{duration(seconds / done * total)}"
+        f"{duration(whole)}"
     )
 
 

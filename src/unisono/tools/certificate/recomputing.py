@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from unisono.core.errors import CheckpointError, StopInspection
 from unisono.core.events import StepResult
@@ -65,6 +66,17 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """The file for the exit code and the words with which the computation is stopped."""
 
 
+class Result(msgspec.Struct, frozen=True):
+    """How the computation of a stretch has ended."""
+
+    code: int
+    """0, or an exit code."""
+    words: str
+    """What is wrong."""
+    seconds: float
+    """From the first step on, without the start of the script."""
+
+
 class Recomputing(Inspector):
     """Ends a run where a stretch ends, and compares its steps with the certified run's journal.
 
@@ -82,6 +94,7 @@ class Recomputing(Inspector):
         if self._has_begun:
             return
         self._has_begun = True
+        self._began = self._told = time.monotonic()
         here = fingerprint(str(loop.device))
         if others := other_arithmetic(self._wanted.arithmetic, here):
             raise self._stop(
@@ -108,8 +121,12 @@ class Recomputing(Inspector):
         if step == self._wanted.last and not self._wanted.to_end:
             raise self._stop(0, "")
 
+    def at_end(self) -> None:
+        self._stop(0, "")
+
     def _stop(self, code: int, words: str) -> StopInspection:
-        write_whole(Path(self._wanted.result), msgspec.json.encode((code, words)))
+        found = Result(code, words, time.monotonic() - self._began)
+        write_whole(Path(self._wanted.result), msgspec.json.encode(found))
         return StopInspection("", code)
 
 
@@ -143,8 +160,8 @@ class Target(NamedTuple):
     """The file of the samples that the run leaves out; "": none."""
 
 
-def recomputed(target: Target, stretch: Stretch, directory: Path) -> tuple[int, str]:
-    """Compute a stretch again; returns 0, or an exit code and what is wrong, in words. Blocks until it is done.
+def recomputed(target: Target, stretch: Stretch, directory: Path) -> Result:
+    """Compute a stretch again, and compare it with the certificate. Blocks until it is done.
 
     Args:
         directory: an empty one, for what the computation writes.
@@ -152,18 +169,18 @@ def recomputed(target: Target, stretch: Stretch, directory: Path) -> tuple[int, 
     name = _named(stretch)
     wanted = wanted_of(target.said, target.run, stretch, directory)
     code = _run(target, target.begins.get(stretch.first), msgspec.json.encode(wanted).decode(), directory, name)
-    stopped = Path(wanted.result)
-    if stopped.exists():
-        code, words = msgspec.json.decode(stopped.read_bytes(), type=tuple[int, str])
-        if code:
-            return code, words
-    elif code != 0:
-        return max(NOT_THERE, code), f"{name} could not be computed: the script has ended with exit code {code}"
+    file = Path(wanted.result)
+    result = msgspec.json.decode(file.read_bytes(), type=Result) if file.exists() else Result(0, "", 0.0)
+    if result.code:
+        return result
+    if code:
+        words = f"{name} could not be computed: the script has ended with exit code {code}"
+        return replace(result, code=max(NOT_THERE, code), words=words)
     try:
         wrong = compared(target.said, stretch, directory / "run")
     except (OSError, ValueError) as error:
-        return NOT_THERE, f"{name} could not be compared: {error}"
-    return (DIFFERS, f"{name} are not what was certified: {wrong}") if wrong else (0, "")
+        return replace(result, code=NOT_THERE, words=f"{name} could not be compared: {error}")
+    return replace(result, code=DIFFERS, words=f"{name} are not what was certified: {wrong}") if wrong else result
 
 
 def wanted_of(said: Predicate, run: Path | None, stretch: Stretch, directory: Path) -> Wanted:
@@ -191,7 +208,9 @@ def _comes_to_end(said: Predicate, stretch: Stretch) -> bool:
 def _run(target: Target, start: Path | None, settings: str, directory: Path, name: str) -> int:
     run = directory / "run"
     if target.workers > 1:
-        script = Script(command=target.arguments, threads=target.threads, directory=directory)
+        script = Script(
+            command=target.arguments, threads=target.threads, directory=directory, folder=Path(target.folder)
+        )
         code, output = trial_run(
             script, run, ("recompute", settings), workers=target.workers, resume=start, variables=target.variables,
             without=target.without, limit_s=MOST_S, name=name, steps=0,
