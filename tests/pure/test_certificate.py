@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ from unisono.tools.certificate.statement import (
     Script,
     State,
     Statement,
+    Subject,
     parse_envelope,
     parse_statement,
+    subjects,
 )
 from unisono.tools.certificate.states import read_state, weights_sha256
 from unisono.tools.certificate.stretches import Stretch, chance, chosen, cut
@@ -60,7 +63,7 @@ def said(**changes: Any) -> Predicate:
 
 
 def statement(**changes: Any) -> Statement:
-    return Statement(subject=[], predicate=said(**changes))
+    return Statement(subject=subjects(said(**changes)), predicate=said(**changes))
 
 
 def plain_chain(events: list[Any]) -> list[str]:
@@ -194,6 +197,9 @@ def test_a_statement_is_read_as_it_was_written() -> None:
         {"chain": [ChainPart(first=5, last=2, value=HEX, made="training")]},
         {"chain": [ChainPart(first=0, last=5, value=HEX, made=""), ChainPart(first=5, last=9, value=HEX, made="")]},
         {"gaps": [Gap(-3, 2)]},
+        {"gaps": [Gap(12, 14)]},
+        {"chain": [ChainPart(first=1, last=9, value=HEX, made="training")]},
+        {"end": None},
         {"states": [State(step=10, phase=0, phase_step=0, lines=0, chain=None, sha256=HEX)]},
         {"states": [State(step=3, phase=0, phase_step=0, lines=-1, chain=None, sha256=HEX)]},
         {"states": 2 * [State(step=3, phase=0, phase_step=0, lines=3, chain=None, sha256=HEX)]},
@@ -205,6 +211,12 @@ def test_a_statement_is_read_as_it_was_written() -> None:
 def test_a_statement_with_impossible_values_is_refused(changes: Any) -> None:
     with pytest.raises(UsageError, match="this is no certificate of a run"):
         parse_statement(msgspec.json.encode(statement(**changes)))
+
+
+def test_a_statement_about_something_else_than_it_says_is_refused() -> None:
+    other = msgspec.structs.replace(statement(), subject=[Subject("model.safetensors", {"sha256": "0" * 64})])
+    with pytest.raises(UsageError, match="its subjects are not those of its predicate"):
+        parse_statement(msgspec.json.encode(other))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"payload": 3}', b"[" * 100_000, b" " * (MOST_BYTES + 1)])
@@ -406,6 +418,22 @@ def test_a_run_is_as_it_was_certified_or_the_first_thing_that_is_not_is_named(tm
     (run / JOURNAL).write_text("".join([*lines, lines[2]]))
     with pytest.raises(ValueError, match="after line 6"):
         check_run(run, found)
+    for name in (JOURNAL, "run.json"):
+        shutil.copytree(run, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        os.mkfifo(tmp_path / name / name)
+        with pytest.raises(ValueError, match="is no regular file"):
+            check_run(tmp_path / name, found)
+
+
+def test_a_run_may_have_gone_on_since_it_was_certified(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", *map(step, range(3)))
+    found = gathered(run, signer=None).predicate
+    journal = journal_of(run, writer=False)
+    journal.go_on_at(3)
+    journal.start(writer=True)
+    journal.emit(step(3))
+    assert check_run(run, found).wrong == ()
 
 
 # -- stretches ---------------------------------------------------------------------------------------

@@ -22,10 +22,12 @@ import pytest
 import torch
 from msgspec.structs import replace as replaced
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
 from tests.waiting import WAIT_S
+from tests.workers.disk import wait_for_disk
 from tests.workers.test_replay import SCRIPT as CHECKPOINTED
-from tests.workers.test_replay import STRATEGIES, settled
+from tests.workers.test_replay import STRATEGIES, begun, settled
 from unisono.cli.again import PastRun
 from unisono.cluster.worker import member
 from unisono.core.errors import StopInspection
@@ -191,7 +193,7 @@ assert "torch" not in sys.modules
         assert done.returncode == 0, done.stderr
 
 
-def replay_stretch(name: str, run: Path, said: Predicate, stretch: Stretch, folder: Path) -> str:
+def computed_again(trained: Callable[[Path], None], run: Path, said: Predicate, stretch: Stretch, folder: Path) -> str:
     """Compute a stretch again in this process; returns what is wrong."""
     again = PastRun(run, (str(CHECKPOINTED),))
     start = run / files.FOLDER / files.step_name(stretch.first)
@@ -200,7 +202,7 @@ def replay_stretch(name: str, run: Path, said: Predicate, stretch: Stretch, fold
     settings = msgspec.structs.replace(spec.settings, resume=str(start) if stretch.first else "")
     member.settle(msgspec.structs.replace(spec, settings=settings))
     try:
-        STRATEGIES[name](run)
+        trained(run)
     except StopInspection:
         result = msgspec.json.decode((folder / "result").read_bytes(), type=Result)
         assert result.code == 0, result.words
@@ -218,7 +220,7 @@ def test_every_strategy_comes_to_the_certified_states(name: str, tmp_path: Path)
     for number, stretch in enumerate([*stretches, Stretch(0, said.run.steps)]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        assert replay_stretch(name, run, said, stretch, folder) == "", stretch
+        assert computed_again(STRATEGIES[name], run, said, stretch, folder) == "", stretch
     first = said.states[0]
     false = [msgspec.structs.replace(first, sha256="0" * 64), *said.states[1:]]
     assert f"the state after {first.step} steps has the SHA-256 {first.sha256}" in compared(
@@ -373,6 +375,38 @@ def test_a_certificate_of_another_run_is_named(world: World, tmp_path: Path) -> 
     assert "WRONG: the certificate is that of run" in said
 
 
+def train_between(directory: Path) -> None:
+    """A loop that is left by ``break``, and between loops another state, an evaluation, and a checkpoint of its own."""
+    run, data, model = begun(directory)
+    with run:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        for number in range(3):
+            for step in run.steps(data, batch_size=12, microbatches=4, epochs=1):
+                wait_for_disk(run)
+                for inputs, labels in step:
+                    F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                if number == 1 and step.index == 2:
+                    break
+            if number != 1:
+                run.save()
+            scheduler.step()
+            run.evaluate(data, lambda batch: {"seen": len(batch[0])}, batch_size=8)
+
+
+def test_what_stands_between_loops_is_computed_as_it_was(tmp_path: Path) -> None:
+    train_between(tmp_path / "run")
+    said = gathered(tmp_path / "run", signer=None).predicate
+    stretches = cut([state.step for state in said.states], said.run.steps)
+    assert {4, 8, 11} <= {state.step for state in said.states}
+    for number, stretch in enumerate([*stretches, Stretch(0, said.run.steps)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert computed_again(train_between, tmp_path / "run", said, stretch, folder) == "", stretch
+
+
 FALSE: dict[str, tuple[Callable[[Predicate], Predicate], str]] = {
     "model": (
         lambda said: replaced(said, end=End(digests={}, models={"model": "0" * 64})),
@@ -402,7 +436,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Predicate, Path]
     STRATEGIES["plain"](folder / "run")
     said = gathered(folder / "run", signer=None).predicate
     (folder / "again").mkdir()
-    assert replay_stretch("plain", folder / "run", said, Stretch(0, 10), folder / "again") == ""
+    assert computed_again(STRATEGIES["plain"], folder / "run", said, Stretch(0, 10), folder / "again") == ""
     return said, folder / "again" / "run"
 
 

@@ -139,7 +139,8 @@ def _described(said: Predicate) -> str:
     script = f"of {said.script.name} " if said.script.name else ""
     lines = [f"a certificate {script}about {count(said.run.steps, 'step')} of run {said.run.id}"]
     lines += [f"  {name}: sha256 {value}" for name, value in (said.end.models if said.end is not None else {}).items()]
-    return "\n".join([*lines, *(f"  not certified: {note}" for note in said.notes)])
+    lines += [f"  not certified: {note}" for note in said.notes]
+    return "\n".join([*lines, *(f"  not certified: the lines {gap.first} to {gap.last}" for gap in said.gaps)])
 
 
 def _computed(

@@ -10,10 +10,11 @@ from unisono.core.errors import CheckpointError
 from unisono.core.words import count
 from unisono.record import checkpoint_files as files
 from unisono.record.checkpoint_files import Manifest
-from unisono.record.rundir import read_facts
+from unisono.record.journal import JOURNAL
+from unisono.record.rundir import RUN_FILE, read_facts
 from unisono.tools.certificate.gathering import chained
 from unisono.tools.certificate.statement import Predicate, State
-from unisono.tools.certificate.states import read_state, state_sha256, weights_sha256
+from unisono.tools.certificate.states import check_regular, read_state, state_sha256, weights_sha256
 
 __all__ = ["Checked", "check_models", "check_run", "held_steps"]
 
@@ -35,6 +36,8 @@ def check_run(run: Path, said: Predicate) -> Checked:
     Raises:
         OSError, ValueError: the journal cannot be read.
     """
+    for name in (RUN_FILE, JOURNAL):
+        check_regular(run, name)
     facts = read_facts(run)
     ids = {str(facts.get("run_id")), *map(str, facts.get("earlier", ()))}
     if said.run.id not in ids:
@@ -80,24 +83,21 @@ def check_models(said: Predicate, paths: Iterable[Path]) -> list[str]:
 
 def _journal(run: Path, said: Predicate) -> list[str]:
     begins_at = {part.first for part in said.chain}
-    found = chained(run, {state.lines for state in said.states}, begins_at)
+    ends = {part.last + 1: part for part in said.chain}
+    found = chained(run, {*ends, *(state.lines for state in said.states)}, begins_at)
     if found.wrong:
         return [found.wrong]
-    if lacking := [gap for gap in found.gaps if gap not in said.gaps]:
+    last = said.chain[-1].last
+    if lacking := [gap for gap in found.gaps if gap not in said.gaps and gap.first <= last]:
         return [f"{lacking[0].words} of the journal is missing, and was there when it was certified"]
     for state in said.states:
         if state.chain and found.values.get(state.lines) != state.chain:
             before = max((one.lines for one in said.states if one.lines < state.lines), default=0)
             return [f"the journal is not the certified one: a line from {before} to {state.lines - 1} is another"]
-    for mine, theirs in zip(found.parts, said.chain, strict=False):
-        if (mine.first, mine.last, mine.value) != (theirs.first, theirs.last, theirs.value):
-            known = [one.lines for one in said.states if theirs.first <= one.lines <= theirs.last]
-            return [
-                f"the journal is not the certified one: a line from {max(known, default=theirs.first)} to "
-                f"{max(mine.last, theirs.last)} is another, or missing"
-            ]
-    if len(found.parts) != len(said.chain):
-        return [f"the journal has {count(len(found.parts), 'part')}, and {len(said.chain)} are certified"]
+    for lines, part in ends.items():
+        if found.values.get(lines) != part.value:
+            begin = max((one.lines for one in said.states if part.first <= one.lines <= part.last), default=part.first)
+            return [f"the journal is not the certified one: a line from {begin} to {part.last} is another, or missing"]
     return []
 
 

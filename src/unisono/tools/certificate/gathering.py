@@ -16,7 +16,6 @@ from unisono.record.journal.chain import BEGIN, links
 from unisono.record.rundir import RUN_FILE, check_schema, is_going, read_facts
 from unisono.system.fingerprint import script_checksum, script_file
 from unisono.tools.certificate.statement import (
-    STATE,
     ChainPart,
     Data,
     End,
@@ -26,7 +25,7 @@ from unisono.tools.certificate.statement import (
     Script,
     State,
     Statement,
-    Subject,
+    subjects,
 )
 from unisono.tools.certificate.states import read_state, state_sha256
 
@@ -155,15 +154,7 @@ def gathered(run: Path, *, signer: str | None, words: Collection[str] = ()) -> S
         signer=signer,
         notes=notes,
     )
-    return Statement(subject=_subjects(end, states), predicate=predicate)
-
-
-def _subjects(end: End | None, states: Sequence[State]) -> list[Subject]:
-    models = end.models if end is not None else {}
-    return [
-        *(Subject(f"{name}.safetensors", {"sha256": value}) for name, value in models.items()),
-        *(Subject(f"{files.FOLDER}/{files.step_name(one.step)}", {STATE: one.sha256}) for one in states),
-    ]
+    return Statement(subject=subjects(predicate), predicate=predicate)
 
 
 def _checkpoints(run: Path, notes: list[str]) -> list[tuple[Path, Manifest]]:

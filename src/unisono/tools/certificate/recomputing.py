@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,7 +34,7 @@ from unisono.system.arithmetic import name_of
 from unisono.system.fingerprint import fingerprint
 from unisono.system.owned import write_whole
 from unisono.system.process import tell
-from unisono.tools.certificate.statement import Predicate
+from unisono.tools.certificate.statement import Gap, Predicate
 from unisono.tools.certificate.states import read_state, state_sha256
 from unisono.tools.certificate.stretches import Stretch
 from unisono.tools.replay.replaying import Against
@@ -89,6 +90,8 @@ class Recomputing(Inspector):
         self._against = Against(Path(wanted.run)) if wanted.run else None
         self._began = self._told = time.monotonic()
         self._has_begun = False
+        self._is_over = False
+        """The state at the end of the stretch is on the disk."""
 
     def before_loop(self, loop: Loop) -> None:
         if self._has_begun:
@@ -118,7 +121,11 @@ class Recomputing(Inspector):
         return step in self._wanted.saves
 
     def saved(self, step: int) -> None:
-        if step == self._wanted.last and not self._wanted.to_end:
+        self._is_over = step == self._wanted.last and not self._wanted.to_end
+
+    def before_step(self, step: int) -> None:
+        # Not at once: after a loop the script may write this checkpoint again (`run.save`), as it did in the run.
+        if self._is_over:
             raise self._stop(0, "")
 
     def at_end(self) -> None:
@@ -245,16 +252,15 @@ def compared(said: Predicate, stretch: Stretch, found: Path) -> str:
     within = [one for one in said.states if stretch.first < one.step <= stretch.last]
     expected: dict[int, str | None] = {one.lines - 1: one.chain for one in within}
     expected |= {part.last: part.value for part in said.chain if first <= part.last < limit}
-    lost = {number for gap in said.gaps for number in range(max(first, gap.first), min(limit, gap.last + 1))}
     end: Line = {}
     done = stretch.first
     value = bytes.fromhex(begin.chain) if begin is not None and begin.chain else BEGIN
-    for link in links(_between(read(found), first, limit, lost), value, {part.first for part in said.chain}):
+    for link in links(_between(read(found), first, limit, said.gaps), value, {part.first for part in said.chain}):
         end = link.line
         done = link.line["step"] + 1 if link.line["kind"] == "step" else done
         if (known := expected.pop(link.number, None)) and known != link.value.hex():
             return f"the chain up to line {link.number} of the journal is {link.value.hex()}, and not {known}"
-    if missing := [number for number, known in expected.items() if known and number not in lost]:
+    if missing := [number for number, known in expected.items() if known]:
         return f"line {min(missing)} of the journal was not reached"
     if done != stretch.last:
         return f"they end with step {done - 1}"
@@ -273,10 +279,13 @@ def compared(said: Predicate, stretch: Stretch, found: Path) -> str:
     return ""
 
 
-def _between(lines: Iterable[Line], first: int, limit: int, lost: Collection[int]) -> Iterator[Line]:
+def _between(lines: Iterable[Line], first: int, limit: int, gaps: Sequence[Gap]) -> Iterator[Line]:
     """Yield some lines of a journal, without the values of the chain: it may have begun elsewhere."""
     for line in lines:
         number = line.get("line")
-        if isinstance(number, int) and first <= number < limit and number not in lost and line["kind"] != "gap":
+        if not isinstance(number, int) or not first <= number < limit or line["kind"] == "gap":
+            continue
+        at = bisect_right(gaps, number, key=lambda gap: gap.first) - 1
+        if at < 0 or number > gaps[at].last:
             line.pop("chain", None)
             yield line

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from unisono.core.errors import UsageError
+from unisono.record.checkpoint_files import FOLDER, step_name
 
 __all__ = [
     "MOST_BYTES",
@@ -32,6 +33,7 @@ __all__ = [
     "parse_statement",
     "schema",
     "signed_bytes",
+    "subjects",
 ]
 
 MOST_BYTES: Final = 64 << 20
@@ -240,14 +242,27 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "$defs": parts}
 
 
+def subjects(said: Predicate) -> list[Subject]:
+    """Return the subjects of a statement, by its predicate."""
+    models = said.end.models if said.end is not None else {}
+    return [
+        *(Subject(f"{name}.safetensors", {"sha256": value}) for name, value in models.items()),
+        *(Subject(f"{FOLDER}/{step_name(one.step)}", {STATE: one.sha256}) for one in said.states),
+    ]
+
+
 def _misformed(statement: Statement) -> str:
     """Return what is wrong with the values of a statement; "" if nothing is."""
     said = statement.predicate
+    if statement.subject != subjects(said):
+        return "its subjects are not those of its predicate"
+    if said.run.has_ended != (said.end is not None):
+        return "it does not say whether the script has come to its end"
     ranges = sorted([(part.first, part.last) for part in said.chain] + [(gap.first, gap.last) for gap in said.gaps])
     if any(first > last for first, last in ranges):
         return "a part of the chain, or a gap, ends before it begins"
-    if any(before[1] >= after[0] for before, after in pairwise(ranges)):
-        return "parts of the chain, or gaps, lie over each other"
+    if ranges[0][0] or any(before[1] + 1 != after[0] for before, after in pairwise(ranges)):
+        return "the parts of its chain and the gaps are not all lines up to the last one, each once"
     steps = [state.step for state in said.states]
     if steps != sorted(set(steps)) or any(step > said.run.steps for step in steps):
         return "its checkpoints are not in the order of their steps, or lie outside of the run"

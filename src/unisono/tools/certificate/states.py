@@ -22,12 +22,14 @@ from unisono.core.errors import CheckpointError, UsageError
 from unisono.record import checkpoint_files as files
 from unisono.record import weights_file
 from unisono.record.checkpoint_files import CheckpointDiffers, Manifest
+from unisono.record.rundir import RUN_FILE
 from unisono.record.weights_file import Weight
 
-__all__ = ["read_state", "state_sha256", "weights_sha256"]
+__all__ = ["check_regular", "read_state", "state_sha256", "weights_sha256"]
 
 PIECE: Final = 1 << 22
 MOST_MANIFEST: Final = 256 << 20
+MOST_FACTS: Final = 64 << 20
 MOST_HEADER: Final = 100 << 20
 """Of a safetensors file; the library's own limit."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -159,6 +161,17 @@ def _of_torch(path: Path, file: BufferedReader) -> str:
     if not isinstance(state, dict) or not (found := sha256_of_weights({str(k): v for k, v in state.items()})):
         raise UsageError(f"{path} holds no state dict of tensors")
     return found
+
+
+def check_regular(folder: Path, name: str) -> None:
+    """Check that a file of a run is a regular one of its directory, of a bounded size: nobody waits for a pipe.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = os.lstat(folder / name)
+    if not stat.S_ISREG(found.st_mode) or (name == RUN_FILE and found.st_size > MOST_FACTS):
+        raise ValueError(f"{name} is no regular file, or too large")
 
 
 @contextmanager
