@@ -676,8 +676,8 @@ class Run:
         if self.directory is None:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
         if not self._course.has_joined:
-            if self._training.phases:
-                return  # this worker comes later, or the run is resumed: it is past this place
+            if self.is_catching_up:
+                return  # the run is past this place
             raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
         self._keeper.saver.request()
         if not self._training.is_open:
