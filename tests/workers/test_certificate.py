@@ -16,7 +16,6 @@ from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jsonschema
 import msgspec
 import pytest
 import torch
@@ -153,6 +152,8 @@ def test_the_certificate_is_the_same_for_any_number_of_workers(trained: World, t
 
 
 def test_the_schema_in_the_wheel_describes_the_certificate(trained: World) -> None:
+    import jsonschema
+
     schema = json.loads((resources("unisono.tools.certificate") / "schema.json").read_text())
     assert schema == statement.schema(), "write it anew: json.dumps(statement.schema(), indent=1)"
     content = json.loads(parse_envelope(trained.certificate.read_bytes()).content)
@@ -230,7 +231,8 @@ def test_every_strategy_comes_to_the_certified_states(name: str, tmp_path: Path)
 
 def test_a_run_without_some_samples_is_certified_with_their_list(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("3\n")
-    options = ["--without", str(tmp_path / "list")]
+    options = ["--set", f"without={tmp_path / 'list'}"]
+    named = ["--without", tmp_path / "list"]
     done = run_workers(CHECKPOINTED, 2, directory=tmp_path / "run", arguments=ARGUMENTS, options=options)
     assert done.exit_code == 0, done.output
     unisono("certify", tmp_path / "run", "-o", tmp_path / "c.json")
@@ -241,7 +243,7 @@ def test_a_run_without_some_samples_is_certified_with_their_list(tmp_path: Path)
     (tmp_path / "other").write_text("4\n")
     others = ("--without", tmp_path / "other")
     assert "give the list whose SHA-256 is" in unisono(*words[:2], *others, *words[2:], status=2)
-    assert "all 12 steps were computed again" in unisono(*words[:2], *options, *words[2:])
+    assert "all 12 steps were computed again" in unisono(*words[:2], *named, *words[2:])
 
 
 # -- what is wrong -----------------------------------------------------------------------------------

@@ -243,7 +243,9 @@ def test_a_sampler_with_weights_leaves_out_by_index(tmp_path: Path) -> None:
 
 def test_a_step_of_which_nothing_is_left_is_refused_in_words(tmp_path: Path) -> None:
     member.settle(RunSpec(settings=RunSettings(without=str(listed(tmp_path, list(range(12)))))))
-    with pytest.raises(StepError, match=re.escape("step 0 have weight 0 (--without leaves out all of its samples)")):
+    with pytest.raises(
+        StepError, match=re.escape("step 0 have weight 0 (the setting without leaves out all of its samples)")
+    ):
         train(tmp_path / "run", shuffle=False)
 
 
@@ -260,7 +262,7 @@ def test_replay_computes_the_rest_of_a_run_without_some_samples(tmp_path: Path, 
     data = {"order": Shuffled.of(NUM_SAMPLES), "batch_size": BATCH_SIZE, "microbatches": 8}
     samples = [*samples_of(2, 1, **data), samples_of(2, 0, **data)[0]]
     without = listed(tmp_path, samples)
-    options = [*PATIENT, "--without", str(without)]
+    options = [*PATIENT, "--set", f"without={without}"]
     alone = run_workers(SCRIPT, 1, directory=tmp_path / "alone", options=options, arguments=ARGUMENTS)
     assert alone.exit_code == 0, alone.output
     faults = Faults().kill("w1", step=2, at="after_backward").kill("w0", step=5, at="before_combine")
@@ -311,7 +313,7 @@ def test_losing_a_worker_beside_an_empty_micro_batch_changes_no_bit(
     """Also where gradients are under way, replicas train by themselves, or a second worker computes the same."""
     num_samples = 48 if "local" in script else NUM_SAMPLES
     data = {"order": Shuffled.of(num_samples), "batch_size": BATCH_SIZE, "microbatches": microbatches}
-    given = [*PATIENT, "--without", str(listed(tmp_path, samples_of(0, 1, **data))), *options]
+    given = [*PATIENT, "--set", f"without={listed(tmp_path, samples_of(0, 1, **data))}", *options]
     path = SCRIPT.with_name(script)
     alone = run_workers(path, 1, directory=tmp_path / "alone", options=given)
     faults = Faults().kill("w1", step=2, at="after_backward")
@@ -344,7 +346,7 @@ def test_replay_refuses_what_it_cannot_leave_out(tmp_path: Path, unisono: Unison
         refused = unisono("replay", run_name, "--without", name, "--into", into)
         assert refused.wait() == 2, (refused.out, refused.err)
         refused.line(words)
-    refused = unisono("run", SCRIPT, "--without", "none.txt", "--run-dir", "new")
+    refused = unisono("run", SCRIPT, "--set", "without=none.txt", "--run-dir", "new")
     assert refused.wait() == 2, (refused.out, refused.err)
     refused.line("none.txt names no sample")
     assert not (tmp_path / "new").exists()

@@ -67,8 +67,8 @@ def leave_out(found: PastRun, file: str, into: str, *, workers: str, from_beginn
                 "threads": str(threads_of(found.facts)),
                 "run_dir": str(new),
                 "resume": begin.path if begin is not None else None,
-                "without": file,
                 "others": (
+                    f"without={file}",
                     f"left={json.dumps(left)}",
                     *([f"arithmetic={recipe['arithmetic']}"] if "arithmetic" in recipe else ()),
                 ),
@@ -91,7 +91,7 @@ def _steps(run: Path) -> list[StepFinished]:
     if any(event.step != number for number, event in enumerate(found)):
         raise UsageError(
             f"the journal of {run} lacks some of its steps, so nobody knows which samples they have used; begin a new "
-            "run without them: unisono run SCRIPT --without FILE --run-dir DIR"
+            "run without them: unisono run SCRIPT --set without=FILE --run-dir DIR"
         )
     return found
 
@@ -117,7 +117,7 @@ def _first(found: PastRun, file: str, before: list[StepFinished]) -> tuple[int, 
         raise UsageError(
             f"the order of the samples of {found.run} is not known from its description ({name}): it is that of "
             "streams, whose samples have no index, or of a sampler that only the script has. With a sampler, begin a "
-            "new run without them: unisono run SCRIPT --without FILE --run-dir DIR"
+            "new run without them: unisono run SCRIPT --set without=FILE --run-dir DIR"
         )
     without = read_without(file, order.num_indices)
     length = num_samples // size * size if recipe.get("drop_last") else num_samples

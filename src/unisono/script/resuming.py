@@ -433,8 +433,8 @@ def _other_samples(path: Path, theirs: Any, ours: Any, used: str) -> str:
     before, now = (f"without {one}" if one else "with all samples" for one in (theirs, ours))
     return (
         f"{path} was made {before}, and this run would go on {now}: its result would be that of neither. Go on with "
-        f"the list in {WITHOUT_FILE} of the run's directory (--without), or begin anew; `unisono replay RUN --without "
-        "FILE --into DIR` computes what a run with all samples would have been without some"
+        f"the list in {WITHOUT_FILE} of the run's directory (--set without=FILE), or begin anew; `unisono replay RUN "
+        "--without FILE --into DIR` computes what a run with all samples would have been without some"
     )
 
 

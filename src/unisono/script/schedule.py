@@ -85,7 +85,7 @@ class Asked:
             return None
         if dataset is None:
             raise RecipeError(
-                f"--without {self._file} names samples by their index in a data set, and these data are streams, whose "
+                f"without={self._file} names samples by their index in a data set, and these data are streams, whose "
                 "samples have none: a sample that is left out would change which ones follow it. Leave the samples out "
                 "where the streams are made, or give a data set with len and [i]"
             )
@@ -93,7 +93,7 @@ class Asked:
             self.without, self._left_out_of = read_without(self._file, num_samples), dataset
         elif dataset is not self._left_out_of:
             raise RecipeError(
-                f"--without {self._file} names samples of one data set, and a later run.steps got another object than "
+                f"without={self._file} names samples of one data set, and a later run.steps got another object than "
                 "the first, so nobody knows of which of the two they are. Give each run.steps the same object"
             )
         return self.without

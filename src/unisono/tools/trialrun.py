@@ -95,7 +95,7 @@ def trial_run(
         *(sys.executable, "-u", "-P", "-m", "unisono", "run", "--workers", str(workers)),
         *("--set", f"simulate-hosts={hosts}", "--max-restarts", str(restarts), "--launcher", "local"),
         *(("--resume", str(resume)) if resume is not None else ()),
-        *(("--without", without) if without else ()),
+        *(("--set", f"without={without}") if without else ()),
         *("--run-dir", str(run_dir), "--set", f"inspect={':'.join(inspector)}", *script.run_command()),
     ]
     environment = {**os.environ, **script.variables, **variables}

@@ -301,7 +301,7 @@ class GradientRound:
 
     def no_gradient(self) -> StepError:
         """Return the error for a step in which nothing counts."""
-        why = "" if self.position.num_samples else " (--without leaves out all of its samples)"
+        why = "" if self.position.num_samples else " (the setting without leaves out all of its samples)"
         return StepError(f"all micro-batches of {self.name} have weight 0{why}: there is no mean gradient")
 
     @property
