@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.test_cursor import cursors
@@ -91,6 +91,7 @@ def test_a_file_that_is_no_list_is_refused_and_never_waited_for(tmp_path: Path) 
     assert read_ranges(str(tmp_path / "list"), 8) == [range(7, 8), range(1, 3)]
 
 
+@settings(max_examples=50)
 @given(leaving())
 def test_each_micro_batch_has_its_samples_without_those_that_are_left_out(pair: tuple[Cursor, Cursor]) -> None:
     whole, cursor = pair
