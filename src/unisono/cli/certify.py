@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from msgspec.structs import replace
 
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
@@ -60,12 +61,14 @@ def certify(
         raise UsageError(f"--with takes script or arguments; got {unknown[0]!r}")
     if make_key and key is None:
         raise UsageError("--make-key makes the key that --key names; give both")
+    statement = gathered(run, words=words)
+    if wrong := check_models(statement.predicate, models):
+        raise UsageError(wrong[0])
     if make_key and key is not None:
         make(key)
     private = read_key(key, _password(key)) if key is not None else None
-    statement = gathered(run, signer=text_of(private) if private is not None else None, words=words)
-    if wrong := check_models(statement.predicate, models):
-        raise UsageError(wrong[0])
+    if private is not None:
+        statement = replace(statement, predicate=replace(statement.predicate, signer=text_of(private)))
     envelope = sign(msgspec.json.encode(statement), private)
     said = statement.predicate
     written = {output or run / CERTIFICATE: msgspec.json.format(msgspec.json.encode(envelope)) + b"\n"}

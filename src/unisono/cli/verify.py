@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import shlex
 import shutil
 import sys
@@ -19,7 +20,7 @@ from unisono.cli.given import script_arguments
 from unisono.cli.resume import command_of, own_command
 from unisono.cli.saying import say, say_lines
 from unisono.core.errors import UsageError
-from unisono.core.words import count, duration
+from unisono.core.words import count, duration, harmless
 from unisono.record.rundir import WITHOUT_FILE, read_facts
 from unisono.record.without import read_without
 from unisono.system.fingerprint import SWITCHES, script_file
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
-RIGHT, WRONG, UNUSABLE = 0, 1, 2
+RIGHT, WRONG = 0, 1
+MOST_THREADS = 256
 HAVE_SEEN = 20
 """Of so many stretches, the example of how sure a check is assumes one to be wrong; of more, a twentieth."""
 
@@ -96,10 +98,11 @@ def verify(
     envelope = parse_envelope(data)
     statement = parse_statement(envelope.content)
     said, wrong = statement.predicate, False
-    say_lines(_described(said))
     if (signer := check_signature(envelope, statement)) is None:
         return _wrong("its signature is not right: it was changed after it was signed")
-    shown = f"{fingerprint_of(signer)}" if signer else "nobody"
+    for line in _described(said):
+        say(line)
+    shown = fingerprint_of(signer) if signer else "nobody"
     if any_signer:
         say(f"signed by {shown}: not checked, as --any-signer asks")
     elif signer and signers and is_named(signer, signers):
@@ -135,12 +138,16 @@ def _wrong(words: str) -> int:
     return WRONG
 
 
-def _described(said: Predicate) -> str:
+def _described(said: Predicate) -> list[str]:
+    """Return what a certificate is about, in lines."""
     script = f"of {said.script.name} " if said.script.name else ""
     lines = [f"a certificate {script}about {count(said.run.steps, 'step')} of run {said.run.id}"]
     lines += [f"  {name}: sha256 {value}" for name, value in (said.end.models if said.end is not None else {}).items()]
     lines += [f"  not certified: {note}" for note in said.notes]
-    return "\n".join([*lines, *(f"  not certified: the lines {gap.first} to {gap.last}" for gap in said.gaps)])
+    lines += [f"  not certified: the lines {gap.first} to {gap.last}" for gap in said.gaps]
+    if said.run.resumed:
+        lines.append("  not computed again: the recipe, because the run was resumed")
+    return lines
 
 
 def _computed(
@@ -157,6 +164,8 @@ def _computed(
     from unisono.tools.certificate.recomputing import Target, recomputed
     from unisono.tools.certificate.stretches import Stretch, chosen, cut
 
+    if not said.arithmetic:
+        raise UsageError("the certificate does not say what the bits depend on, so nothing can be computed again")
     found = cut(begins, said.run.steps)
     if not found:
         raise UsageError("the certificate is about no step that could be computed again")
@@ -241,9 +250,9 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
     """
     wanted = "give the script after the options: ... SCRIPT [-- ARGUMENTS]"
     if given:
-        folder, more = os.getcwd(), tuple(word for word in given[1:] if word != "--")
+        folder, more = os.getcwd(), given[1:]
         if not given[1:]:
-            more = _own_arguments(said, run, given[0])
+            more = _own_arguments(run, given[0])
         arguments = script_arguments(given[0], None, more)
     else:
         command = own_command(run, wanted) if run is not None else None
@@ -252,7 +261,7 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
         folder, arguments = command
         if not sys.stdin.isatty():
             raise UsageError(f"{run} names {shlex.join(arguments)} in {folder}. It is not executed unasked; {wanted}")
-        if not click.confirm(f"Execute {shlex.join(arguments)} in {folder}?", err=True):
+        if not click.confirm(harmless(f"Execute {' '.join(map(ascii, arguments))} in {folder}?"), err=True):
             raise UsageError(f"nothing was executed; {wanted}")
     if said.script.sha256 is None:
         say("unisono: the certificate does not say which text the script had", err=True)
@@ -270,9 +279,9 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
     return folder, arguments
 
 
-def _own_arguments(said: Predicate, run: Path | None, script: str) -> tuple[str, ...]:
+def _own_arguments(run: Path | None, script: str) -> tuple[str, ...]:
     """Return the arguments of the run for a script that was given without any, where the user's own files say them."""
-    own: list[str] = list(said.script.arguments or ())
+    own: list[str] = []
     if run is not None and (command := command_of(read_facts(run))) is not None:
         own = command[1][2 if command[1][0] == "-m" else 1 :]
         if own:
@@ -284,11 +293,16 @@ def _own_arguments(said: Predicate, run: Path | None, script: str) -> tuple[str,
 
 def _threads(said: Predicate) -> int:
     threads = said.recipe.get("threads")
-    return threads if isinstance(threads, int) and 1 <= threads <= 4096 else 1
+    if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"the run had {threads!r} threads a worker; 1 to {MOST_THREADS} can be computed with here")
+    return threads
 
 
 def _variables(said: Predicate) -> dict[str, str]:
     """Return the environment variables that bits depend on, as the run had them."""
     found = {name: value for name, value in said.arithmetic.items() if name in SWITCHES}
+    if strange := [name for name, value in found.items() if not re.fullmatch(r"[!-~]{1,100}", value)]:
+        raise UsageError(f"the certificate says that {strange[0]} was {found[strange[0]]!r}, which nobody sets")
     seed = said.versions.get("hash seed", "")
-    return {**found, "PYTHONHASHSEED": seed} if seed.isdecimal() and len(seed) <= 10 else found
+    is_one = re.fullmatch("[0-9]{1,10}", seed) and int(seed) < 1 << 32
+    return {**found, "PYTHONHASHSEED": seed} if is_one else found

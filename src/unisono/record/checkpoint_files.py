@@ -481,7 +481,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         if version != FORMAT:
             raise CheckpointDiffers(f"{name} has format {version}, this version of the library reads {FORMAT}")
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointDiffers(f"{MANIFEST} of {name} is damaged: {error}") from error
     if manifest.crc32 != _check_of(manifest):
         raise CheckpointDiffers(f"{MANIFEST} of {name} is damaged: its checksum is not the one that it names")

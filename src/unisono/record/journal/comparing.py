@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from unisono.core.words import count
 from unisono.record.journal.file import read
 from unisono.record.journal.lines import CANONICAL, Line
 
 __all__ = ["Difference", "compare"]
+
+
+LATER: Final = ("sha256",)
+"""Keys that lines of earlier versions lack: what one of the lines lacks is not compared."""
 
 
 class Difference(Exception):
@@ -60,7 +65,7 @@ def _compare(ours: _Comparable, theirs: _Comparable) -> str:
             step, pair = _unequal(mine, other)
             raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}", step, pair)
         for key, value in mine.items():
-            if value != other.get(key):
+            if value != other.get(key) and not (key in LATER and None in (value, other.get(key))):
                 words = f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}"
                 if mine["kind"] != "step":
                     raise Difference(words, newest)

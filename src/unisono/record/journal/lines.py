@@ -32,7 +32,7 @@ LineEvent = StepFinished | EvaluationFinished | LinesLost | RunEnded
 CANONICAL: Final = {
     "step": EQUAL_FIELDS,
     "evaluation": ("step", "totals"),
-    "end": ("ok", "digests"),
+    "end": ("ok", "digests", "sha256"),
 }
 """By kind: the keys that are equal in two runs that did the same. A line begins with them, so it begins with the same
 bytes for any number of workers and any losses."""

@@ -12,7 +12,7 @@ from unisono.record import checkpoint_files as files
 from unisono.record.checkpoint_files import Manifest
 from unisono.record.journal import JOURNAL
 from unisono.record.rundir import RUN_FILE, read_facts
-from unisono.tools.certificate.gathering import chained
+from unisono.tools.certificate.gathering import chained, end_in
 from unisono.tools.certificate.statement import Predicate, State
 from unisono.tools.certificate.states import check_regular, read_state, state_sha256, weights_sha256
 
@@ -82,13 +82,15 @@ def check_models(said: Predicate, paths: Iterable[Path]) -> list[str]:
 
 
 def _journal(run: Path, said: Predicate) -> list[str]:
-    begins_at = {part.first for part in said.chain}
+    """Return what is wrong with the journal. The run may have gone on since."""
     ends = {part.last + 1: part for part in said.chain}
-    found = chained(run, {*ends, *(state.lines for state in said.states)}, begins_at)
+    last = said.chain[-1].last
+    wanted = {*ends, *(state.lines for state in said.states)}
+    found = chained(run, wanted, {part.first for part in said.chain}, last)
     if found.wrong:
         return [found.wrong]
-    last = said.chain[-1].last
-    if lacking := [gap for gap in found.gaps if gap not in said.gaps and gap.first <= last]:
+    known = {*said.gaps}
+    if lacking := [gap for gap in found.gaps if gap not in known]:
         return [f"{lacking[0].words} of the journal is missing, and was there when it was certified"]
     for state in said.states:
         if state.chain and found.values.get(state.lines) != state.chain:
@@ -98,6 +100,10 @@ def _journal(run: Path, said: Predicate) -> list[str]:
         if found.values.get(lines) != part.value:
             begin = max((one.lines for one in said.states if part.first <= one.lines <= part.last), default=part.first)
             return [f"the journal is not the certified one: a line from {begin} to {part.last} is another, or missing"]
+    if found.steps != said.run.steps:
+        return [f"the certified lines of the journal are {count(found.steps, 'step')}, not {said.run.steps}"]
+    if (end_in(found.end) if found.end is not None else None) != said.end:
+        return ["the journal does not end as it is certified: with other digests, or another model"]
     return []
 
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.record import checkpoint_files as files
 from unisono.record.checkpoint_files import Manifest
-from unisono.record.journal import Line, read
+from unisono.record.journal import JOURNAL, Line, read
 from unisono.record.journal.chain import BEGIN, links
-from unisono.record.rundir import RUN_FILE, check_schema, is_going, read_facts
+from unisono.record.rundir import LOCK_FILE, RUN_FILE, check_schema, is_going, read_facts
 from unisono.system.fingerprint import script_checksum, script_file
 from unisono.tools.certificate.statement import (
     ChainPart,
@@ -27,9 +27,9 @@ from unisono.tools.certificate.statement import (
     Statement,
     subjects,
 )
-from unisono.tools.certificate.states import read_state, state_sha256
+from unisono.tools.certificate.states import check_regular, read_state, state_sha256
 
-__all__ = ["Chained", "chained", "gathered", "same_name"]
+__all__ = ["Chained", "chained", "data_in", "end_in", "gathered", "same_name"]
 
 NO_PART: Final = ("host",)
 """Of the versions that a run notes, what no certificate says."""
@@ -49,12 +49,13 @@ class Chained:
     """The first line that is not as it was written, or is missing without a word, in a sentence; "": there is none."""
 
 
-def chained(run: Path, wanted: Collection[int], begins_at: Collection[int] = ()) -> Chained:
+def chained(run: Path, wanted: Collection[int], begins_at: Collection[int] = (), last: int | None = None) -> Chained:
     """Read the journal of a run, and compute its chain: up to the end of the script, else up to the last step.
 
     Args:
         wanted: numbers of lines after which the value of the chain is kept.
         begins_at: lines with which the chain begins anew, besides those that say so themselves.
+        last: the last line that counts; None: all do.
 
     Raises:
         OSError, ValueError: the journal cannot be read.
@@ -64,6 +65,8 @@ def chained(run: Path, wanted: Collection[int], begins_at: Collection[int] = ())
     newest, value = -1, ""
     whole = (0, 0, -1, "")  # numbers of parts and gaps, the line and the value, at the last line that counts
     for link in links(read(run), begins_at=begins_at):
+        if last is not None and link.number > last:
+            break
         if link.number != newest + 1:
             lacking = Gap(newest + 1, link.number - 1)
             if link.begins:
@@ -98,16 +101,17 @@ def chained(run: Path, wanted: Collection[int], begins_at: Collection[int] = ())
     return found
 
 
-def gathered(run: Path, *, signer: str | None, words: Collection[str] = ()) -> Statement:
+def gathered(run: Path, *, words: Collection[str] = ()) -> Statement:
     """Return the statement about a run. Reads the journal and all checkpoints, and changes nothing.
 
     Args:
-        signer: the public key that is to sign it.
         words: what else it says: "script" (its text), "arguments".
 
     Raises:
         UsageError: the directory holds no run that has stopped, or its journal was changed.
     """
+    for name in (RUN_FILE, JOURNAL, LOCK_FILE):
+        check_regular(run, name)
     facts = read_facts(run)
     if not run.is_dir() or not facts:
         raise UsageError(f"{run} holds no run: there is no {RUN_FILE} in it")
@@ -132,7 +136,9 @@ def gathered(run: Path, *, signer: str | None, words: Collection[str] = ()) -> S
         for path, manifest in checkpoints
     ]  # fmt: skip
     end = _end(journal.end, notes)
-    script, data, recipe = _script(facts, words, notes), _data(facts, notes), facts.get("recipe")
+    script, data, recipe = _script(facts, words, notes), data_in(facts), facts.get("recipe")
+    if data.digest is None:
+        notes.append("nobody has given a digest of the samples, so it is not certified which data these were")
     _note_chain(journal, states, notes)
     predicate = Predicate(
         run=RunFacts(
@@ -151,7 +157,6 @@ def gathered(run: Path, *, signer: str | None, words: Collection[str] = ()) -> S
         states=states,
         end=end,
         left=facts.get("left"),
-        signer=signer,
         notes=notes,
     )
     return Statement(subject=subjects(predicate), predicate=predicate)
@@ -161,7 +166,9 @@ def _checkpoints(run: Path, notes: list[str]) -> list[tuple[Path, Manifest]]:
     found = []
     for path in files.complete(run / files.FOLDER):
         try:
-            found.append((path, read_state(path)))
+            manifest = read_state(path)
+            if manifest.step:  # each check of the whole begins with the script, and not with a checkpoint of step 0
+                found.append((path, manifest))
         except CheckpointError as error:
             notes.append(f"a checkpoint is left out, because it is broken: {error}")
     if not found:
@@ -173,10 +180,15 @@ def _end(line: Line | None, notes: list[str]) -> End | None:
     if line is None or line.get("ok") is not True:
         notes.append("the script has not come to its end; the certificate is about the steps that are done")
         return None
-    models = _texts(line.get("sha256"))
-    if not models:
+    end = end_in(line)
+    if not end.models:
         notes.append("the end has no SHA-256 of a model: an earlier version has written it, or no module was tracked")
-    return End(digests=_texts(line.get("digests")), models=models)
+    return end
+
+
+def end_in(line: Line) -> End:
+    """Return what the last line of a journal says."""
+    return End(digests=_texts(line.get("digests")), models=_texts(line.get("sha256")))
 
 
 def _script(facts: Mapping[str, Any], words: Collection[str], notes: list[str]) -> Script:
@@ -209,14 +221,13 @@ def same_name(name: str) -> str:
     return name.replace("\\", "/").rpartition("/")[2]
 
 
-def _data(facts: Mapping[str, Any], notes: list[str]) -> Data:
+def data_in(facts: Mapping[str, Any]) -> Data:
+    """Return what a run's description says of its data."""
     recipe = facts.get("recipe")
     known = recipe if isinstance(recipe, dict) else {}
     number, order = known.get("num_samples"), known.get("order")
     said = facts.get("data")
     digest = said.get("digest") if isinstance(said, dict) else None
-    if not isinstance(digest, str) or not digest:
-        notes.append("nobody has given a digest of the samples, so it is not certified which data these were")
     return Data(
         num_samples=number if isinstance(number, int) else None,
         order=order if isinstance(order, str) else None,

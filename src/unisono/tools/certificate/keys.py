@@ -148,7 +148,7 @@ def _keys(wanted: str) -> Iterator[str]:
     if wanted.startswith("SHA256:"):
         yield wanted
         return
-    text = wanted if KIND in wanted else _content(Path(wanted)).decode(errors="replace")
+    text = wanted if wanted.startswith(f"{KIND} ") else _content(Path(wanted)).decode(errors="replace")
     found = False
     for line in text.splitlines():
         words = line.split("#")[0].split()

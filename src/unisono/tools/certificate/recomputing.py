@@ -8,12 +8,13 @@ journal of the certified run, where that is there, so that an error is found at 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -28,12 +29,14 @@ from unisono.engine.rounds.taps import Loop
 from unisono.record import checkpoint_files as files
 from unisono.record.journal import Line, read
 from unisono.record.journal.chain import BEGIN, links
+from unisono.record.rundir import read_facts
 from unisono.script.inspected import run_inspected
 from unisono.script.inspecting import Inspector
 from unisono.system.arithmetic import name_of
 from unisono.system.fingerprint import fingerprint
 from unisono.system.owned import write_whole
 from unisono.system.process import tell
+from unisono.tools.certificate.gathering import data_in, end_in
 from unisono.tools.certificate.statement import Gap, Predicate
 from unisono.tools.certificate.states import read_state, state_sha256
 from unisono.tools.certificate.stretches import Stretch
@@ -47,6 +50,7 @@ NOT_THERE: Final = 2
 OTHER_ARITHMETIC: Final = 4
 """Exit code where this machine computes in another way, so that nothing was computed."""
 TELL_EVERY_S: Final = 5.0
+VERSION: Final = re.compile(r"[0-9]+(\.[0-9a-z]+){0,4}")
 MOST_S: Final = 1e9
 
 
@@ -90,6 +94,7 @@ class Recomputing(Inspector):
         self._against = Against(Path(wanted.run)) if wanted.run else None
         self._began = self._told = time.monotonic()
         self._has_begun = False
+        self._saves = frozenset(wanted.saves)
         self._is_over = False
         """The state at the end of the stretch is on the disk."""
 
@@ -118,7 +123,7 @@ class Recomputing(Inspector):
             tell(f"unisono: {wanted.name}: {done} of {wanted.last - wanted.first} steps, {duration(left)} left")
 
     def saves_at(self, step: int) -> bool:
-        return step in self._wanted.saves
+        return step in self._saves
 
     def saved(self, step: int) -> None:
         self._is_over = step == self._wanted.last and not self._wanted.to_end
@@ -140,10 +145,11 @@ class Recomputing(Inspector):
 def _remedy(run: Mapping[str, str], here: Mapping[str, str]) -> str:
     """Return what makes this machine equal, as far as that is known."""
     words = []
-    if run.get("torch") != here.get("torch") and run.get("torch"):
-        words.append(f"pip install torch=={run['torch'].partition('+')[0]}")
-    if run.get("python") != here.get("python") and run.get("python"):
-        words.append(f"use Python {run['python']}")
+    torch, python = run.get("torch", "").partition("+")[0], run.get("python", "")
+    if run.get("torch") != here.get("torch") and VERSION.fullmatch(torch):
+        words.append(f"pip install torch=={torch}")
+    if python != here.get("python") and VERSION.fullmatch(python):
+        words.append(f"use Python {python}")
     if run.get("instructions") == "AVX2" and here.get("instructions") == "AVX512" and not name_of(here):
         words.append("set ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2")
     return f" To make it equal: {'; '.join(words)}." if words else ""
@@ -175,19 +181,29 @@ def recomputed(target: Target, stretch: Stretch, directory: Path) -> Result:
     """
     name = _named(stretch)
     wanted = wanted_of(target.said, target.run, stretch, directory)
+    hint = (
+        ". This stretch began at a checkpoint: if --all finds nothing, the script does not resume exactly (it has a "
+        "counter of its own, or changes the state between a loop and run.save)"
+        if stretch.first
+        else ""
+    )
+    known = {one.sha256 for one in target.said.states if one.step == stretch.first}
     code = _run(target, target.begins.get(stretch.first), msgspec.json.encode(wanted).decode(), directory, name)
-    file = Path(wanted.result)
+    file, start = Path(wanted.result), target.begins.get(stretch.first)
     result = msgspec.json.decode(file.read_bytes(), type=Result) if file.exists() else Result(0, "", 0.0)
     if result.code:
-        return result
+        return replace(result, words=f"{result.words}{hint}")
     if code:
         words = f"{name} could not be computed: the script has ended with exit code {code}"
         return replace(result, code=max(NOT_THERE, code), words=words)
     try:
         wrong = compared(target.said, stretch, directory / "run")
+        if start is not None and not wrong and (other := state_sha256(start, read_state(start))) not in known:
+            wrong = f"they began with a state whose SHA-256 is {other}: the checkpoint has changed meanwhile"
     except (OSError, ValueError) as error:
         return replace(result, code=NOT_THERE, words=f"{name} could not be compared: {error}")
-    return replace(result, code=DIFFERS, words=f"{name} are not what was certified: {wrong}") if wrong else result
+    words = f"{name} are not what was certified: {wrong}{hint}"
+    return replace(result, code=DIFFERS, words=words) if wrong else result
 
 
 def wanted_of(said: Predicate, run: Path | None, stretch: Stretch, directory: Path) -> Wanted:
@@ -276,6 +292,22 @@ def compared(said: Predicate, stretch: Stretch, found: Path) -> str:
         for name, known in said.end.models.items():
             if (here := end.get("sha256", {}).get(name)) != known:
                 return f"the weights of {name} have the SHA-256 {here}, and not {known}"
+        if end_in(end) != said.end:
+            return "the digests at the end, or the models, are others"
+    return _described(said, read_facts(found), is_whole=stretch.first == 0 and not said.run.resumed)
+
+
+def _described(said: Predicate, facts: Mapping[str, Any], *, is_whole: bool) -> str:
+    """Return what the description of a run that was computed again has that is not as certified; "" if all is.
+
+    Args:
+        is_whole: both began at step 0: the recipe of a run that was resumed is that of a later loop.
+    """
+    data = data_in(facts)
+    if data.digest and data.digest != said.data.digest:
+        return f"the digest of its samples is {data.digest}, and not {said.data.digest}"
+    if is_whole and (facts.get("recipe") != said.recipe or replace(data, digest=said.data.digest) != said.data):
+        return f"the recipe is {facts.get('recipe')}, and not {said.recipe}"
     return ""
 
 

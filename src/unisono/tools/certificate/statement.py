@@ -112,7 +112,7 @@ class Gap(msgspec.Struct, frozen=True):
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint."""
 
-    step: Number
+    step: Annotated[int, msgspec.Meta(ge=1)]
     """Steps of the run that are done in it."""
     phase: Number
     """The call of ``run.steps``, from 0."""

@@ -63,6 +63,8 @@ def state_sha256(checkpoint: Path, manifest: Manifest) -> str:
     Raises:
         CheckpointError: a tensor lies outside of its file.
     """
+    if sum(entry.num_bytes for entry in manifest.tensors) > manifest.num_bytes:
+        raise CheckpointDiffers(f"{checkpoint.name} names more bytes of tensors than its files have")
     total = hashlib.sha256(b"unisono state 1\n")
     total.update(_json([manifest.step, manifest.phase, manifest.phase_step, manifest.lines]))
     parts = sorted(name for name in manifest.files if name.endswith(".safetensors"))
@@ -93,6 +95,7 @@ def weights_sha256(path: Path) -> set[str]:
     Raises:
         UsageError: it cannot be read, or holds what a file with weights does not hold.
     """
+    path = path.resolve()  # the user has named it, and caches hold weights as links
     try:
         with _regular(path.parent, path.name) as file:
             found = {hashlib.file_digest(file, "sha256").hexdigest()}
@@ -119,6 +122,8 @@ def _of_safetensors(path: Path, file: BufferedReader) -> str:
             for name, one in entries.items()
         ]
         if any(not (0 <= start <= end <= size - 8 - length) for start, end in places.values()):
+            raise ValueError
+        if sum(end - start for start, end in places.values()) > size:
             raise ValueError
         total = hashlib.sha256()
 
@@ -148,30 +153,36 @@ def _of_torch(path: Path, file: BufferedReader) -> str:
         raise UsageError(f"{path} is no file of torch.save: {error}") from None
     if packed or size > os.fstat(file.fileno()).st_size:
         raise UsageError(f"{path} holds compressed data, which torch.save does not write; it is not unpacked")
-    import pickle
-
     import torch
 
     from unisono.engine.state.weights import sha256_of_weights
 
+    found = ""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        # A tensor may be a few bytes that are shown as many (`expand`): these would have to be made.
+        if isinstance(state, dict) and all(one.nbytes <= one.untyped_storage().nbytes() for one in state.values()):
+            found = sha256_of_weights({str(name): one for name, one in state.items()})
+    except Exception as error:  # torch raises anything for a file that somebody has made up
         raise UsageError(f"{path} cannot be loaded as weights: {str(error).partition(chr(10))[0]}") from None
-    if not isinstance(state, dict) or not (found := sha256_of_weights({str(k): v for k, v in state.items()})):
+    if not found:
         raise UsageError(f"{path} holds no state dict of tensors")
     return found
 
 
 def check_regular(folder: Path, name: str) -> None:
-    """Check that a file of a run is a regular one of its directory, of a bounded size: nobody waits for a pipe.
+    """Check that a file of a run, if it is there, is a regular one of its directory, of a bounded size: nobody waits
+    for a pipe.
 
     Raises:
-        ValueError: it is not.
+        UsageError: it is not.
     """
-    found = os.lstat(folder / name)
+    try:
+        found = os.lstat(folder / name)
+    except FileNotFoundError:
+        return
     if not stat.S_ISREG(found.st_mode) or (name == RUN_FILE and found.st_size > MOST_FACTS):
-        raise ValueError(f"{name} is no regular file, or too large")
+        raise UsageError(f"{name} of {folder} is no regular file, or too large")
 
 
 @contextmanager
@@ -201,7 +212,7 @@ def _sha256(file: BufferedReader, start: int, num_bytes: int, name: str) -> byte
 
 
 def _pieces(file: BufferedReader, start: int, num_bytes: int, name: str) -> Iterator[bytes]:
-    if start < 0 or num_bytes < 0:
+    if start < 0 or num_bytes < 0 or start + num_bytes > os.fstat(file.fileno()).st_size:
         raise CheckpointDiffers(f"{name} lies outside of its file")
     file.seek(start)
     while num_bytes:
