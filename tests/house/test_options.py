@@ -22,6 +22,7 @@ CALL: Final = re.compile(r"unisono ([a-z]+)((?: (?!-- )[^\s`|;(]+)*)(?: -- [^\n`
 
 OWN: Final[dict[str, list[str]]] = {
     "tools/certificate/keys.py": ["certify", "verify"],
+    "tools/certificate/recomputing.py": ["verify"],
     "tools/certificate/gathering.py": ["certify"],
     "cli/leave_out.py": ["replay"],
     "cli/status.py": ["watch"],
