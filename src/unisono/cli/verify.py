@@ -34,8 +34,8 @@ __all__ = ["verify"]
 
 RIGHT, WRONG = 0, 1
 MOST_THREADS = 256
-HAVE_SEEN = 20
-"""Of so many stretches, the example of how sure a check is assumes one to be wrong; of more, a twentieth."""
+EXAMPLE = 20
+"""How sure a check is, is said for one false stretch of up to so many; of more, for one in so many."""
 
 
 @click.command()
@@ -211,7 +211,7 @@ def _worth(
     total, held = said.run.steps, held_steps(said)
     if len(taken) == 1 and taken[0].num_steps == total:
         return f"all {count(total, 'step')} were computed again, in {duration(took)}"
-    false = max(1, len(found) // HAVE_SEEN)
+    false = max(1, len(found) // EXAMPLE)
     return (
         f"{count(done, 'step')} of {total} were computed again ({len(taken)} of {count(len(found), 'stretch')}, in "
         f"{duration(took)}); {100 * held // total} % of the steps lead to a state whose SHA-256 is certified\n"

@@ -192,7 +192,7 @@ def recomputed(target: Target, stretch: Stretch, directory: Path) -> Result:
     file, start = Path(wanted.result), target.begins.get(stretch.first)
     result = msgspec.json.decode(file.read_bytes(), type=Result) if file.exists() else Result(0, "", 0.0)
     if result.code:
-        return replace(result, words=f"{result.words}{hint}")
+        return replace(result, words=f"{result.words}{hint}") if result.code == DIFFERS else result
     if code:
         words = f"{name} could not be computed: the script has ended with exit code {code}"
         return replace(result, code=max(NOT_THERE, code), words=words)
