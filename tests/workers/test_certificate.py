@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from tests.waiting import WAIT_S
+from tests.workers.conftest import served_by
 from tests.workers.disk import wait_for_disk
 from tests.workers.test_replay import SCRIPT as CHECKPOINTED
 from tests.workers.test_replay import STRATEGIES, begun, settled
@@ -43,7 +44,7 @@ from unisono.tools.certificate.stretches import Stretch, cut
 
 __all__ = ["settled"]  # a fixture
 
-pytestmark = pytest.mark.more
+pytestmark = [pytest.mark.more, pytest.mark.usefixtures("nursery")]
 
 UNISONO = (sys.executable, "-m", "unisono")
 ARGUMENTS = ("--steps", "12", "--every", "3", "--keep", "9", "--even", "--wait-for-disk")
@@ -101,14 +102,16 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
+def trained(standing_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> World:
     """Three workers, of which one is killed; stopped in the middle, and resumed on two."""
     world = World(tmp_path_factory.mktemp("certified"))
     kills = Faults().kill("w1", step=4, at="after_backward").kill_run("w0", step=8, at="step_head")
-    first = run_workers(CHECKPOINTED, 3, directory=world.run, arguments=ARGUMENTS, faults=kills)
-    assert first.exit_code != 0, first.output
-    again = run_workers(CHECKPOINTED, 2, directory=world.run, arguments=ARGUMENTS, options=["--resume", str(world.run)])
-    assert again.exit_code == 0, again.output
+    with served_by(standing_nursery):
+        first = run_workers(CHECKPOINTED, 3, directory=world.run, arguments=ARGUMENTS, faults=kills)
+        assert first.exit_code != 0, first.output
+        resume = ["--resume", str(world.run)]
+        again = run_workers(CHECKPOINTED, 2, directory=world.run, arguments=ARGUMENTS, options=resume)
+        assert again.exit_code == 0, again.output
     said = world.certify("--make-key", "--with", "script")
     assert "12 steps, 4 checkpoints, signed with SHA256:" in said
     unisono("checkpoints", world.run, "export", world.folder / "model.safetensors")
