@@ -14,7 +14,7 @@ from tests.pure.test_cursor import cursors
 from unisono.core.cursor import Cursor, PartOfCursor, Without
 from unisono.core.errors import UsageError
 from unisono.core.orders import Drawn, Sequential, Shuffled
-from unisono.core.without import chosen, first_use, order_named, ranges_in
+from unisono.core.without import chosen, first_use, order_named, ranges_in, shards_in
 from unisono.record.without import MOST_BYTES, read_ranges
 
 MORE = 3
@@ -67,6 +67,23 @@ def test_a_wrong_list_is_refused_with_its_line_and_value(text: str, words: str) 
     with pytest.raises(UsageError) as refused:
         named(text)
     assert words in str(refused.value)
+
+
+def test_a_shard_stands_for_its_samples() -> None:
+    shards = shards_in(
+        {"a b": range(3, 5), "c": [5, 9], "odd": range(0, 9, 2), "far": (0, 11), "no": "text", 7: (0, 1)}, 10
+    )
+    assert shards == {"a b": (3, 5), "c": (5, 9)}
+    assert ranges_in("shard a b\n1 # and one more\nshard  c\n", "gone.txt", 10, shards) == [
+        range(3, 5),
+        range(1, 2),
+        range(5, 9),
+    ]
+    assert ranges_in("shard nobody knows yet", "gone.txt") == [range(0)]
+    with pytest.raises(UsageError, match=r"gone.txt, line 2: the data set has no shard 'd': it has a b, c\. A Concat"):
+        ranges_in("3\nshard d", "gone.txt", 10, shards)
+    with pytest.raises(UsageError, match="it names no shards"):
+        ranges_in("shard d", "gone.txt", 10)
 
 
 def test_a_range_is_not_counted_out_before_the_data_set_is_known() -> None:

@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 import unisono
 from tests.waiting import PATIENT
@@ -28,6 +28,7 @@ from unisono.core.errors import RecipeError, StepError, UsageError
 from unisono.core.orders import Shuffled
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
+from unisono.record.journal import read
 from unisono.record.rundir import read_facts
 from unisono.testing import Faults, run_workers
 
@@ -239,6 +240,37 @@ def test_a_sampler_with_weights_leaves_out_by_index(tmp_path: Path) -> None:
                 seen += step.indices.tolist()
     assert seen
     assert all(index % 2 for index in seen)
+
+
+class Parts(Few):
+    """It says of which shards it is made."""
+
+    shards: ClassVar[dict[str, range]] = {"first": range(30), "second": range(30, SIZE)}
+
+
+def test_shards_are_left_out_by_name_and_by_number(tmp_path: Path) -> None:
+    """A data set says them, or is made of several; the result is that of their samples, and the run says the list."""
+    few = Few()
+    several = ConcatDataset([Subset(few, range(30)), Subset(few, range(30, SIZE))])
+    found = []
+    for number, (data, text) in enumerate([(few, "0-29\n"), (Parts(), "shard first\n"), (several, "shard 0\n")]):
+        gone = tmp_path / f"gone{number}.txt"
+        gone.write_text(text)
+        member.settle(RunSpec(settings=RunSettings(without=str(gone))))
+        torch.manual_seed(0)
+        with unisono.Run(tmp_path / str(number), seed=3) as run:
+            model = nn.Linear(6, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(data, batch_size=48, microbatches=4, max_steps=4, epochs=9):
+                for inputs, labels in step:
+                    F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        found.append([line["digest"] for line in read(tmp_path / str(number)) if line["kind"] == "step"])
+        assert (tmp_path / str(number) / "without.txt").read_text() == "".join(f"{one}\n" for one in range(30))
+    assert found[0] == found[1] == found[2]
+    assert read_facts(tmp_path / "1")["data"]["shards"] == {"first": [0, 30], "second": [30, SIZE]}
+    assert read_facts(tmp_path / "2")["data"]["shards"] == {"0": [0, 30], "1": [30, SIZE]}
 
 
 def test_a_step_of_which_nothing_is_left_is_refused_in_words(tmp_path: Path) -> None:

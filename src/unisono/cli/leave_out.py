@@ -14,7 +14,7 @@ from unisono.cli.run import start
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
 from unisono.core.events import StepFinished
-from unisono.core.without import first_use, order_named
+from unisono.core.without import first_use, order_named, shards_in
 from unisono.core.words import count
 from unisono.record.journal import events
 from unisono.record.rundir import holder
@@ -119,7 +119,12 @@ def _first(found: PastRun, file: str, before: list[StepFinished]) -> tuple[int, 
             "streams, whose samples have no index, or of a sampler that only the script has. With a sampler, begin a "
             "new run without them: unisono run SCRIPT --set without=FILE --run-dir DIR"
         )
-    without = read_without(file, order.num_indices)
+    match found.facts.get("data"):
+        case {"shards": said}:
+            shards = shards_in(said, order.num_indices)
+        case _:
+            shards = {}
+    without = read_without(file, order.num_indices, shards)
     length = num_samples // size * size if recipe.get("drop_last") else num_samples
     first = first_use([(one.epoch, one.samples) for one in before], order, seed, length, without.samples)
     if first is None:

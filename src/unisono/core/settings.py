@@ -359,8 +359,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "keeping", metavar="NAME", in_file=False)] = ()
 
     without: Annotated[str, Setting(
-        "Leave out the samples that FILE names: one index a line, or a range such as 100-199. It is part of the "
-        "result's bits.", "keeping", metavar="FILE", in_file=False)] = ""
+        "Leave out the samples that FILE names: one index a line, a range such as 100-199, or shard NAME. It is part "
+        "of the result's bits.", "keeping", metavar="FILE", in_file=False)] = ""
 
     ray_address: Annotated[str, Setting(
         "The Ray cluster.", "Ray", name="ray.address", metavar="auto|HOST:PORT")] = "auto"

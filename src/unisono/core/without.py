@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 from unisono.core.cursor import EpochOrder, SampleOrder, Without
 from unisono.core.errors import UsageError
 from unisono.core.orders import Drawn, Sequential, Shuffled
 from unisono.core.words import count
 
-__all__ = ["chosen", "first_use", "order_named", "ranges_in"]
+__all__ = ["Shards", "chosen", "first_use", "order_named", "ranges_in", "shards_in"]
 
+Shards = Mapping[str, tuple[int, int]]
+"""Of a data set, by the name of a shard: its first sample, and the one after its last."""
+
+SHARD: Final = "shard "
+NO_SHARDS: Final[Shards] = MappingProxyType({})
 LINE: Final = re.compile(r"([0-9]{1,18})(?:\s*-\s*([0-9]{1,18}))?")
 SHUFFLED: Final = re.compile(r"shuffled from ([0-9]{1,18})")
 DRAWN: Final = re.compile(r"drawn from ([0-9]{1,18}) with replacement")
 
 
-def ranges_in(text: str, name: str, num_samples: int | None = None) -> list[range]:
-    """Return the samples that a text names: one index a line, or a range such as 100-199, which includes its end. A
-    blank line, and what follows a #, counts for nothing.
+def ranges_in(text: str, name: str, num_samples: int | None = None, shards: Shards = NO_SHARDS) -> list[range]:
+    """Return the samples that a text names: one index a line, a range such as 100-199, which includes its end, or
+    ``shard NAME``. A blank line, and what follows a #, counts for nothing.
 
     Args:
         name: of the file, for errors.
-        num_samples: of the data set; None: unknown.
+        num_samples: of the data set; None: neither they nor its shards are known, so these lines are not looked up.
+        shards: of the data set.
 
     Raises:
         UsageError: a line has another form, or names a sample that is not there; or no line names one.
@@ -33,6 +40,10 @@ def ranges_in(text: str, name: str, num_samples: int | None = None) -> list[rang
     for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].strip()
         if not words:
+            continue
+        if words.startswith(SHARD):
+            shard = words.removeprefix(SHARD).strip()
+            found.append(_shard(shard, f"{name}, line {number}", shards) if num_samples is not None else range(0))
             continue
         match = LINE.fullmatch(words)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
@@ -49,6 +60,35 @@ def ranges_in(text: str, name: str, num_samples: int | None = None) -> list[rang
         found.append(range(first, last + 1))
     if not found:
         raise UsageError(f"{name} names no sample: write one index a line, or a range of them such as 100-199")
+    return found
+
+
+def _shard(shard: str, where: str, shards: Shards) -> range:
+    """Return the samples of a shard.
+
+    Raises:
+        UsageError: there is no such shard.
+    """
+    if shard in shards:
+        return range(*shards[shard])
+    known = f"it has {', '.join([*shards][:5])}{' ...' if len(shards) > 5 else ''}" if shards else "it names no shards"
+    raise UsageError(
+        f"{where}: the data set has no shard {shard!r}: {known}. A ConcatDataset has shards by number, from 0; another "
+        "data set says them by its attribute `shards`: a dict of names and ranges of indices"
+    )
+
+
+def shards_in(value: Any, num_samples: int) -> Shards:
+    """Return the shards of which a data set, or a run's description, says which samples they have.
+
+    Args:
+        value: ranges or (first, after the last) by name; what is none is left out.
+    """
+    found = {}
+    for name, samples in value.items() if isinstance(value, Mapping) else ():
+        match [samples.start, samples.stop] if isinstance(samples, range) and samples.step == 1 else samples:
+            case [int(first), int(end)] if 0 <= first < end <= num_samples and isinstance(name, str):
+                found[name] = (first, end)
     return found
 
 

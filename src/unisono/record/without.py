@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from unisono.core.cursor import Without
 from unisono.core.errors import RunDirectoryError, UsageError
-from unisono.core.without import chosen, ranges_in
+from unisono.core.without import NO_SHARDS, Shards, chosen, ranges_in
 from unisono.record.rundir import WITHOUT_FILE
 from unisono.system.owned import write_whole
 
@@ -19,7 +19,7 @@ __all__ = ["keep", "kept", "read_ranges", "read_without"]
 MOST_BYTES: Final = 64 << 20
 
 
-def read_ranges(path: str, num_samples: int | None = None) -> list[range]:
+def read_ranges(path: str, num_samples: int | None = None, shards: Shards = NO_SHARDS) -> list[range]:
     """Return the samples that a file names; see `unisono.core.without.ranges_in`.
 
     Raises:
@@ -37,16 +37,16 @@ def read_ranges(path: str, num_samples: int | None = None) -> list[range]:
         raise UsageError(f"{what} cannot be read: {error.strerror}; all workers read it at this path") from None
     except UnicodeDecodeError:
         raise UsageError(f"{what} is no text: write one index a line") from None
-    return ranges_in(text, path, num_samples)
+    return ranges_in(text, path, num_samples, shards)
 
 
-def read_without(path: str, num_samples: int) -> Without:
-    """Return the samples of a data set of ``num_samples`` that a file names.
+def read_without(path: str, num_samples: int, shards: Shards = NO_SHARDS) -> Without:
+    """Return the samples of a data set of ``num_samples``, with these shards, that a file names.
 
     Raises:
         UsageError: as `read_ranges`; or a sample is not there, or they are all.
     """
-    return chosen(read_ranges(path, num_samples), path, num_samples)
+    return chosen(read_ranges(path, num_samples, shards), path, num_samples)
 
 
 def keep(directory: Path, without: Without | None) -> None:

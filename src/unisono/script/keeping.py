@@ -34,7 +34,7 @@ from unisono.record.journal import JOURNAL, MOST_KEPT_LINES, Journal
 from unisono.record.rundir import CHECKPOINTS, RunDirectory
 from unisono.script.inspecting import Inspector
 from unisono.script.resuming import Resumption
-from unisono.script.schedule import Asked
+from unisono.script.schedule import Asked, shards_of
 from unisono.strategies.evaluators.beside import Beside
 from unisono.system.faults import point
 from unisono.system.process import IS_WATCHED, Process, tell
@@ -141,10 +141,13 @@ class Keeper(Reporter):
             if code is not None and threading.current_thread() is threading.main_thread():
                 self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def note_data(self, digest: object) -> None:
-        """Note a digest of the samples for the run's description, unless one is known already, or this is none."""
+    def note_data(self, digest: object, dataset: Any = None) -> None:
+        """Note a digest of the samples, and the shards of a data set, for the run's description, unless they are known
+        already, or these are none.
+        """
         if isinstance(digest, str) and not self._resumption.data_digest:
             self._resumption.data_digest = digest
+        self._resumption.shards = self._resumption.shards or shards_of(dataset)
 
     def begin(self, phase: int, recipe: Recipe, asked: Asked) -> Position | None:
         """Claim the directory and load what the run goes on from, on the one member that begins a run.

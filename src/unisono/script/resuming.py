@@ -20,6 +20,7 @@ from unisono.core.cadence import Position, differences, table
 from unisono.core.cursor import Recipe
 from unisono.core.errors import CheckpointError, RecipeError, UsageError
 from unisono.core.fingerprints import RESULTS, other_results
+from unisono.core.without import NO_SHARDS, Shards
 from unisono.core.words import count, listed, without_password
 from unisono.engine.checkpoint.copies import Copy, Store, find, in_words, is_copy, lineage
 from unisono.engine.checkpoint.evaluations import Snapshots
@@ -53,6 +54,10 @@ RECIPE: Final = {
 """The parts of a recipe that ``resume_anyway`` can name; the bits change with them."""
 FIXED: Final = "parameters"
 """The part of a recipe that must be equal: the state would not fit."""
+
+
+MOST_SHARDS: Final = 10_000
+"""Of a data set with more, the run's description names none."""
 
 
 class Resumption:
@@ -94,6 +99,8 @@ class Resumption:
         """The one that the run goes on from."""
         self.data_digest = ""
         """Of the samples, for the run's description; "": unknown."""
+        self.shards: Shards = NO_SHARDS
+        """Of the data set, for the same."""
         self._directory = directory
         self._tracked = tracked
         self._resume = resume
@@ -224,8 +231,9 @@ class Resumption:
         if left := json.loads(self._left) if self._left else before.get("left"):
             facts["left"] = left
         facts["environment"] = {**versions(), "host": socket.gethostname(), **about_script(command)}
-        if self.data_digest:
-            facts["data"] = {"digest": self.data_digest}
+        data = {"digest": self.data_digest, "shards": self.shards if len(self.shards) <= MOST_SHARDS else {}}
+        if data := {name: value for name, value in data.items() if value}:
+            facts["data"] = data
         facts["size"] = {
             "parameter_bytes": self._tracked.num_bytes(),
             "gradient_bytes": self._tracked.gradient_bytes(),

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypedDict, Unpack, cast
 
 import msgspec
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.core.cursor import Cursor, Without
 from unisono.core.errors import RecipeError, UsageError
 from unisono.core.orders import Sequential, digest
 from unisono.core.stream_plan import StreamCursor, WantedSamples
+from unisono.core.without import Shards, shards_in
 from unisono.engine.loop.process_settings import check_whole
 from unisono.engine.microbatch.bookmarks import NAME as STREAMS
 from unisono.engine.microbatch.bookmarks import Bookmark, Bookmarks
@@ -32,7 +34,7 @@ from unisono.engine.state.tracked import Tracked
 from unisono.record.without import read_without
 from unisono.strategies.local.localround import ReplicaSamples, ReplicaStreams, check_count
 
-__all__ = ["Asked", "Bookmarking", "DataOptions", "Schedule", "check_first_step", "schedule"]
+__all__ = ["Asked", "Bookmarking", "DataOptions", "Schedule", "check_first_step", "schedule", "shards_of"]
 
 EVERY = 1024
 """Samples of each stream between two exchanges."""
@@ -90,7 +92,8 @@ class Asked:
                 "where the streams are made, or give a data set with len and [i]"
             )
         if self.without is None:
-            self.without, self._left_out_of = read_without(self._file, num_samples), dataset
+            shards = shards_of(dataset)
+            self.without, self._left_out_of = read_without(self._file, num_samples, shards), dataset
         elif dataset is not self._left_out_of:
             raise RecipeError(
                 f"without={self._file} names samples of one data set, and a later run.steps got another object than "
@@ -401,6 +404,19 @@ def schedule(
         without=asked.left_out_of(source.dataset, len(source.dataset)),
     )
     return MapSchedule(source=source, cursor=by_index, num_steps=num_steps(by_index), is_limited=is_limited)
+
+
+def shards_of(dataset: Any) -> Shards:
+    """Return the shards of a data set that says which samples they have: by its attribute ``shards``, or, of a
+    ``ConcatDataset``, by their numbers.
+    """
+    if isinstance(dataset, DataLoader):
+        dataset = dataset.dataset
+    if isinstance(dataset, ConcatDataset):
+        ends = [0, *dataset.cumulative_sizes]
+        return shards_in({str(at): pair for at, pair in enumerate(pairwise(ends))}, ends[-1])
+    shards = getattr(dataset, "shards", None)
+    return shards_in(shards, len(dataset)) if isinstance(shards, Mapping) and hasattr(dataset, "__len__") else {}
 
 
 def _stream_cursor(

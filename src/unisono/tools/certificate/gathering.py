@@ -138,7 +138,7 @@ def gathered(run: Path, *, words: Collection[str] = ()) -> Statement:
     end = _end(journal.end, notes)
     script, data, recipe = _script(facts, words, notes), data_in(facts), facts.get("recipe")
     if data.digest is None:
-        notes.append("nobody has given a digest of the samples, so it is not certified which data these were")
+        notes.append("no digest of the samples was given, so it is not certified which data these were")
     _note_chain(journal, states, notes)
     predicate = Predicate(
         run=RunFacts(
