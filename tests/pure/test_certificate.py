@@ -186,6 +186,14 @@ def test_the_chain_of_a_certificate_ends_with_the_script_or_with_the_last_step(t
     assert chained(failed, ()).end is None
 
 
+def test_what_follows_the_last_step_of_a_run_that_has_not_ended_is_not_certified(tmp_path: Path) -> None:
+    """Its checkpoint may be behind an evaluation: the chain up to there is no part of the certificate either."""
+    run = run_with(tmp_path / "run", step(0), step(1), evaluation(2), end(ok=False, reason="no"))
+    found = chained(run, {2, 3})
+    assert [part.last for part in found.parts] == [1]
+    assert [*found.values] == [2]
+
+
 # -- the statement -----------------------------------------------------------------------------------
 
 

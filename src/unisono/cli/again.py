@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from unisono.record.without import kept
 from unisono.system.fingerprint import SWITCHES
 from unisono.system.lifetime import scratch_folder
 
-__all__ = ["PastRun", "past_run"]
+__all__ = ["PastRun", "past_run", "variables_of"]
 
 
 class PastRun:
@@ -82,11 +82,10 @@ class PastRun:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that bits depend on, as the run had them."""
-        found = {name: value for name, value in self.fingerprint.items() if name in SWITCHES}
         match self.facts.get("environment"):
-            case {"hash seed": str(seed)} if seed:
-                found["PYTHONHASHSEED"] = seed
-        return found
+            case {"hash seed": str(seed)}:
+                return variables_of(self.fingerprint, seed)
+        return variables_of(self.fingerprint, "")
 
     def check_step(self, step: int) -> None:
         """Raise UsageError if the run has finished, and has no such step."""
@@ -139,6 +138,12 @@ class PastRun:
                 inspect=f"{name}:{settings}",
             ),
         )
+
+
+def variables_of(fingerprint: Mapping[str, str], hash_seed: str) -> dict[str, str]:
+    """Return the environment variables that bits depend on, of a run with this fingerprint and this seed of hashes."""
+    found = {name: value for name, value in fingerprint.items() if name in SWITCHES}
+    return {**found, "PYTHONHASHSEED": hash_seed} if hash_seed else found
 
 
 @contextmanager

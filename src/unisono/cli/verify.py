@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from unisono.cli.again import variables_of
 from unisono.cli.given import script_arguments
 from unisono.cli.resume import command_of, own_command
 from unisono.cli.saying import say, say_lines
@@ -23,7 +24,7 @@ from unisono.core.errors import UsageError
 from unisono.core.words import count, duration, harmless
 from unisono.record.rundir import WITHOUT_FILE, read_facts
 from unisono.record.without import read_without
-from unisono.system.fingerprint import SWITCHES, script_file
+from unisono.system.fingerprint import script_file
 from unisono.system.lifetime import scratch_folder
 
 if TYPE_CHECKING:
@@ -300,9 +301,9 @@ def _threads(said: Predicate) -> int:
 
 def _variables(said: Predicate) -> dict[str, str]:
     """Return the environment variables that bits depend on, as the run had them."""
-    found = {name: value for name, value in said.arithmetic.items() if name in SWITCHES}
-    if strange := [name for name, value in found.items() if not re.fullmatch(r"[!-~]{1,100}", value)]:
-        raise UsageError(f"the certificate says that {strange[0]} was {found[strange[0]]!r}, which nobody sets")
     seed = said.versions.get("hash seed", "")
     is_one = re.fullmatch("[0-9]{1,10}", seed) and int(seed) < 1 << 32
-    return {**found, "PYTHONHASHSEED": seed} if is_one else found
+    found = variables_of(said.arithmetic, seed if is_one else "")
+    if strange := [name for name, value in found.items() if not re.fullmatch(r"[!-~]{1,100}", value)]:
+        raise UsageError(f"the certificate says that {strange[0]} was {found[strange[0]]!r}, which nobody sets")
+    return found

@@ -94,11 +94,11 @@ _ABANDONED: Final = ".abandoned"
 _REPLACED: Final = ".replaced"
 
 KINDS: Final = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
-    "int32": "I32", "uint32": "U32", "float32": "F32", "complex64": "C64", "float64": "F64", "int64": "I64",
-    "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "int16": "I16",
+    "uint16": "U16", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "uint32": "U32", "float32": "F32",
+    "complex64": "C64", "float64": "F64", "int64": "I64", "uint64": "U64",
 }  # fmt: skip
-"""By dtype, as torch calls it, its name in safetensors files."""
+"""By dtype, as torch calls it, its name in safetensors files; in the order in which that library ranks them."""
 
 
 class Threads(ThreadPoolExecutor):
@@ -242,8 +242,8 @@ def candidates(folder: Path) -> list[Path]:
 # -- writing -----------------------------------------------------------------------------------------
 
 
-def encode_header(entries: Iterable[Entry]) -> bytes:
-    """Return the header of a safetensors file with these tensors, padded to a multiple of `HEADER_ALIGNMENT` bytes."""
+def encode_header(entries: Iterable[Entry], alignment: int = HEADER_ALIGNMENT) -> bytes:
+    """Return the header of a safetensors file with these tensors, padded to a multiple of ``alignment`` bytes."""
     tensors: dict[str, Any] = {}
     for entry in entries:
         kind, shape = KINDS.get(entry.dtype), entry.shape
@@ -252,7 +252,7 @@ def encode_header(entries: Iterable[Entry]) -> bytes:
         end = entry.start + entry.num_bytes
         tensors[entry.name] = {"dtype": kind, "shape": shape, "data_offsets": [entry.start, end]}
     text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -6,20 +6,15 @@ written the file: ``safetensors.torch.save_file(model.state_dict(), ...)`` or ``
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from unisono.record.checkpoint_files import KINDS
+from unisono.record.checkpoint_files import KINDS, Entry, encode_header
 
-__all__ = ["Weight", "arranged", "header", "write"]
+__all__ = ["Weight", "write"]
 
 _ALIGNMENT: Final = 8
-_ORDER: Final = (
-    *("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "int16", "uint16", "float16", "bfloat16", "int32"),
-    *("uint32", "float32", "complex64", "float64", "int64", "uint64"),
-)
-"""Of dtypes, from the one whose tensors stand last in a file to the one whose tensors stand first."""
+_RANKS: Final = {dtype: rank for rank, dtype in enumerate(KINDS)}
 
 
 class Weight(NamedTuple):
@@ -32,47 +27,27 @@ class Weight(NamedTuple):
     num_bytes: int
 
 
-def arranged(weights: Sequence[Weight]) -> list[int]:
-    """Return the places of the tensors in ``weights`` in the order in which they stand in the file.
+def write(
+    weights: Sequence[Weight], content: Callable[[int], Iterable[memoryview | bytes]], put: Callable[..., object]
+) -> None:
+    """Give the bytes of a file to ``put``, piece by piece.
+
+    Args:
+        content: returns the bytes of a tensor, by its place in ``weights``, in pieces.
 
     Raises:
         ValueError: a dtype has no name in such files; says which.
     """
     for weight in weights:
-        if weight.dtype not in _ORDER:
+        if weight.dtype not in _RANKS:
             raise ValueError(f"a safetensors file holds no tensors of {weight.dtype}, and {weight.name!r} is one")
-    return sorted(range(len(weights)), key=lambda at: (-_ORDER.index(weights[at].dtype), weights[at].name.encode()))
-
-
-def header(weights: Sequence[Weight]) -> bytes:
-    """Return what stands before the tensors in the file.
-
-    Args:
-        weights: in the order of the file.
-    """
-    start, entries = 0, {}
-    for weight in weights:
-        end = start + weight.num_bytes
-        entries[weight.name] = {
-            "dtype": KINDS[weight.dtype], "shape": list(weight.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-        start = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def write(weights: Sequence[Weight], content: Callable[[int], memoryview | bytes], put: Callable[..., object]) -> None:
-    """Give the bytes of a file to ``put``, piece by piece.
-
-    Args:
-        content: returns the bytes of a tensor, by its place in ``weights``.
-
-    Raises:
-        ValueError: see `arranged`.
-    """
-    order = arranged(weights)
-    put(header([weights[at] for at in order]))
+    order = sorted(range(len(weights)), key=lambda at: (-_RANKS[weights[at].dtype], weights[at].name.encode()))
+    entries: list[Entry] = []
+    start = 0
+    for weight in (weights[at] for at in order):
+        entries.append(Entry(weight.name, weight.dtype, list(weight.shape), 0, start, weight.num_bytes))
+        start += weight.num_bytes
+    put(encode_header(entries, _ALIGNMENT))
     for at in order:
-        if weights[at].num_bytes:
-            put(content(at))
+        for piece in content(at) if weights[at].num_bytes else ():
+            put(piece)

@@ -571,7 +571,6 @@ class Run:
         if delay:
             self._tracked.own(PENDING, self._pending)
             strategy = Delayed(delay, planned.num_steps, self._pending, prediction)
-        self._keeper.note_data(getattr(dataset, "_fingerprint", ""), dataset)
         return self._training.begin(dataclasses.replace(planned, delay=delay), strategy, summing, first_step=first_step)
 
     def local_steps(

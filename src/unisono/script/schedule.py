@@ -410,8 +410,6 @@ def shards_of(dataset: Any) -> Shards:
     """Return the shards of a data set that says which samples they have: by its attribute ``shards``, or, of a
     ``ConcatDataset``, by their numbers.
     """
-    if isinstance(dataset, DataLoader):
-        dataset = dataset.dataset
     if isinstance(dataset, ConcatDataset):
         ends = [0, *dataset.cumulative_sizes]
         return shards_in({str(at): pair for at, pair in enumerate(pairwise(ends))}, ends[-1])

@@ -122,6 +122,7 @@ class Training:
         self.asked.begins(planned)
         planned.begins(self._rounds.tracked)
         self._course.troubles.begins(planned.dataset)
+        self._keeper.note_data(getattr(planned.dataset, "_fingerprint", ""), planned.dataset)
         more = self.length.steps_after(planned.num_iterations, is_limited=planned.is_limited)
         loop = TrainingLoop(
             self._course, self._process, self._arithmetic, planned=planned, strategy=strategy, summing=summing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ def write_weights(state: Mapping[str, Any], put: Callable[..., object]) -> None:
     tensors = list(state.values())
     weights = [weight for name, value in state.items() if (weight := weight_of(name, value)) is not None]
 
-    def content(at: int) -> memoryview:
+    def content(at: int) -> Iterator[memoryview]:
         tensor = tensors[at].detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
+        yield memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
     weights_file.write(weights, content, put)
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.record import checkpoint_files as files
 from unisono.record.checkpoint_files import Manifest
 from unisono.record.journal import JOURNAL, Line, read
-from unisono.record.journal.chain import BEGIN, links
+from unisono.record.journal.chain import BEGIN, Link, links
 from unisono.record.rundir import LOCK_FILE, RUN_FILE, check_schema, is_going, read_facts
 from unisono.system.fingerprint import script_checksum, script_file
 from unisono.tools.certificate.statement import (
@@ -29,7 +31,7 @@ from unisono.tools.certificate.statement import (
 )
 from unisono.tools.certificate.states import check_regular, read_state, state_sha256
 
-__all__ = ["Chained", "chained", "data_in", "end_in", "gathered", "same_name"]
+__all__ = ["Chained", "chained", "data_in", "end_in", "gathered"]
 
 NO_PART: Final = ("host",)
 """Of the versions that a run notes, what no certificate says."""
@@ -45,8 +47,32 @@ class Chained:
     """By number of lines, the chain up to the last of them, for those that were asked for."""
     steps: int = 0
     end: Line | None = None
+    """The line with which the script has come to its end."""
     wrong: str = ""
     """The first line that is not as it was written, or is missing without a word, in a sentence; "": there is none."""
+
+    def add(self, link: Link, wanted: Collection[int]) -> None:
+        """Add the next line that counts.
+
+        Args:
+            wanted: see `chained`.
+        """
+        value, kind = link.value.hex(), link.line["kind"]
+        if self.parts and not link.begins:
+            self.parts[-1] = replace(self.parts[-1], last=link.number, value=value)
+        else:
+            if link.number > (after := self.parts[-1].last + 1 if self.parts else 0):
+                self.gaps.append(Gap(after, link.number - 1))
+            made = "training" if link.is_told else "afterwards"
+            self.parts.append(ChainPart(first=link.number, last=link.number, value=value, made=made))
+        if link.number + 1 in wanted:
+            self.values[link.number + 1] = value
+        if kind == "step":
+            step = link.line.get("step")
+            if not isinstance(step, int) or (step != self.steps and not self.gaps):
+                self.wrong = self.wrong or f"line {link.number} of the journal is that of step {step}, not {self.steps}"
+            self.steps = step + 1 if isinstance(step, int) else self.steps
+        self.end = link.line if kind == "end" else None
 
 
 def chained(run: Path, wanted: Collection[int], begins_at: Collection[int] = (), last: int | None = None) -> Chained:
@@ -60,44 +86,23 @@ def chained(run: Path, wanted: Collection[int], begins_at: Collection[int] = (),
     Raises:
         OSError, ValueError: the journal cannot be read.
     """
-    found = Chained()
-    opened: tuple[int, str] = (-1, "")  # the first line of the part that is open, and how it was made
-    newest, value = -1, ""
-    whole = (0, 0, -1, "")  # numbers of parts and gaps, the line and the value, at the last line that counts
+    found, newest = Chained(values={0: BEGIN.hex()} if 0 in wanted else {}), -1
+    held: list[Link] = []  # lines that count if a step follows, or the end of the script
     for link in links(read(run), begins_at=begins_at):
         if last is not None and link.number > last:
             break
-        if link.number != newest + 1:
+        if link.number != newest + 1 and not link.begins:
             lacking = Gap(newest + 1, link.number - 1)
-            if link.begins:
-                found.gaps.append(lacking)
-            else:
-                found.wrong = found.wrong or f"{lacking.words} of the journal is missing"
-        if not link.is_right and not found.wrong:
-            found.wrong = f"line {link.number} of the journal ({_named(link.line)}) is not as it was written"
-        if link.begins:
-            if newest >= 0:
-                found.parts.append(ChainPart(first=opened[0], last=newest, value=value, made=opened[1]))
-            opened = (link.number, "training" if link.is_told else "afterwards")
-        newest, value = link.number, link.value.hex()
-        if newest + 1 in wanted:
-            found.values[newest + 1] = value
-        if link.line["kind"] == "step":
-            step = link.line.get("step")
-            if not isinstance(step, int) or (step != found.steps and not found.gaps):
-                found.wrong = found.wrong or f"line {newest} of the journal is that of step {step}, not {found.steps}"
-            found.steps = step + 1 if isinstance(step, int) else found.steps
-        has_ended = link.line["kind"] == "end" and link.line.get("ok") is True
-        found.end = link.line if has_ended else None
-        if has_ended or link.line["kind"] == "step":
-            whole = (len(found.parts), len(found.gaps), newest, value)
-    if whole[2] >= 0:
-        if whole[0] < len(found.parts):
-            opened = (found.parts[whole[0]].first, found.parts[whole[0]].made)
-        del found.parts[whole[0] :], found.gaps[whole[1] :]
-        found.parts.append(ChainPart(first=opened[0], last=whole[2], value=whole[3], made=opened[1]))
-    if 0 in wanted:
-        found.values[0] = BEGIN.hex()
+            found.wrong = found.wrong or f"{lacking.words} of the journal is missing"
+        if not link.is_right:
+            words = f"line {link.number} of the journal ({_named(link.line)}) is not as it was written"
+            found.wrong = found.wrong or words
+        newest = link.number
+        held.append(link)
+        if link.line["kind"] == "step" or (link.line["kind"] == "end" and link.line.get("ok") is True):
+            for each in held:
+                found.add(each, wanted)
+            held = []
     return found
 
 
@@ -177,7 +182,7 @@ def _checkpoints(run: Path, notes: list[str]) -> list[tuple[Path, Manifest]]:
 
 
 def _end(line: Line | None, notes: list[str]) -> End | None:
-    if line is None or line.get("ok") is not True:
+    if line is None:
         notes.append("the script has not come to its end; the certificate is about the steps that are done")
         return None
     end = end_in(line)
@@ -209,16 +214,11 @@ def _script(facts: Mapping[str, Any], words: Collection[str], notes: list[str]) 
     if "script" in words and text is None:
         raise UsageError("--with script: the script's text is not there any more, or has changed since the run began")
     return Script(
-        name=name if is_module else same_name(name),
+        name=name if is_module else name.rpartition("/")[2],
         sha256=hashlib.sha256(text).hexdigest() if text is not None else None,
         text=text.decode(errors="replace") if text is not None and "script" in words else None,
         arguments=list(map(str, arguments[2 if is_module else 1 :])) if "arguments" in words else None,
     )
-
-
-def same_name(name: str) -> str:
-    """Return a script's name without its folders."""
-    return name.replace("\\", "/").rpartition("/")[2]
 
 
 def data_in(facts: Mapping[str, Any]) -> Data:

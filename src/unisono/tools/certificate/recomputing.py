@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from unisono.core.errors import CheckpointError, StopInspection
 from unisono.core.events import StepResult
 from unisono.core.fingerprints import other_arithmetic
+from unisono.core.replay_rules import seconds_left
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
 from unisono.core.words import count, duration
@@ -118,9 +119,10 @@ class Recomputing(Inspector):
                 raise self._stop(DIFFERS, difference)
         if (now := time.monotonic()) - self._told >= TELL_EVERY_S:
             self._told = now
-            wanted, done = self._wanted, result.step + 1 - self._wanted.first
-            left = (now - self._began) / done * (wanted.last - result.step - 1)
-            tell(f"unisono: {wanted.name}: {done} of {wanted.last - wanted.first} steps, {duration(left)} left")
+            done, total = result.step + 1 - self._wanted.first, self._wanted.last - self._wanted.first
+            left = seconds_left(done, total, now - self._began)
+            more = f", {duration(left)} left" if left is not None else ""
+            tell(f"unisono: {self._wanted.name}: {done} of {total} steps{more}")
 
     def saves_at(self, step: int) -> bool:
         return step in self._saves
@@ -134,12 +136,15 @@ class Recomputing(Inspector):
             raise self._stop(0, "")
 
     def at_end(self) -> None:
-        self._stop(0, "")
+        self._note(0, "")
 
     def _stop(self, code: int, words: str) -> StopInspection:
+        self._note(code, words)
+        return StopInspection("", code)
+
+    def _note(self, code: int, words: str) -> None:
         found = Result(code, words, time.monotonic() - self._began)
         write_whole(Path(self._wanted.result), msgspec.json.encode(found))
-        return StopInspection("", code)
 
 
 def _remedy(run: Mapping[str, str], here: Mapping[str, str]) -> str:

@@ -127,18 +127,11 @@ def _of_safetensors(path: Path, file: BufferedReader) -> str:
             raise ValueError
         total = hashlib.sha256()
 
-        def put(data: bytes | int) -> None:
-            if isinstance(data, bytes):
-                total.update(data)
-                return
-            start, end = places[weights[data].name]
-            for piece in _pieces(file, 8 + length + start, end - start, str(path)):
-                total.update(piece)
+        def content(at: int) -> Iterator[bytes]:
+            start, end = places[weights[at].name]
+            return _pieces(file, 8 + length + start, end - start, str(path))
 
-        order = weights_file.arranged(weights)
-        put(weights_file.header([weights[at] for at in order]))
-        for at in order:
-            put(at)
+        weights_file.write(weights, content, total.update)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UsageError(f"{path} is neither a safetensors file nor one of torch.save") from None
     return total.hexdigest()
