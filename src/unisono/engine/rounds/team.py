@@ -71,6 +71,10 @@ class Team:
     worker_ids: tuple[str, ...] = ("w0",)
     hosts: tuple[str, ...] = ("",)
     """By rank; members of one host share memory."""
+    parts: tuple[int, ...] = (0,)
+    """By rank: the part of the model that each member has. A loss may leave a part without a member."""
+    part = 0
+    """This worker's, for its whole life."""
     reason = "the run begins"
     """Why there is this generation."""
     arithmetic = 0
@@ -226,6 +230,8 @@ class HeadTeam(Team):
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
         self.hosts: tuple[str, ...] = ()
+        self.parts: tuple[int, ...] = ()
+        self.part = member.part
         self.reason = ""
         self.arithmetic = member.arithmetic
         self._warnings: dict[str, None] = {}
@@ -447,6 +453,7 @@ class HeadTeam(Team):
             self.rank, self.size, self.reason = self._rank_in(notice), len(notice.members), notice.reason
             self.worker_ids = tuple(info.worker_id for info in notice.members)
             self.hosts = tuple(info.host for info in notice.members)
+            self.parts = tuple(info.part for info in notice.members)
             self._warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):
                 later = [held for held in self._notices.values() if held.immediate]
