@@ -56,6 +56,8 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(
                 f"--audit is a share of the micro-batches from 0 to {MOST_AUDITED:g}, e.g. 0.01; got {self.audit}"
             )
+        if self.parts > 1:
+            self._check_parts()
         if self.plain:
             self._check_plain()
         if self.bind == "":
@@ -137,6 +139,21 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         """Raise a `UsageError` if the head's interface or token are not there: before any machine is asked."""
         _ = self.address, self.token
 
+    def _check_parts(self) -> None:
+        workers = f"--workers {self.workers}"
+        if self.plain:
+            raise UsageError(f"{workers} is for scripts that use Unisono: a plain one has no parts; give a number")
+        if self.evaluators:
+            raise UsageError(
+                f"--evaluators {self.evaluators} are single workers with the whole model, and with {workers} each has "
+                f"one of {self.parts} parts of it; leave one of them out"
+            )
+        if self.wait_for % self.parts:
+            raise UsageError(
+                f"--wait-for counts workers, and {workers} makes groups of {self.parts}: got {self.wait_for}, which is "
+                f"no multiple; give {max(1, round(self.wait_for / self.parts)) * self.parts}"
+            )
+
     def _check_plain(self) -> None:
         names = (
             *("resume", "copies-to", "sink", "profile", "run-dir", "overwrite", "wait-for", "exchange", "strict"),
@@ -169,6 +186,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             efficiency=self.efficiency,
             most=workers.maximum,
             wait_for=self.wait_for,
+            parts=workers.parts,
             minimum=workers.minimum,
             maximum=workers.start if self.efficiency else workers.maximum,
             grows=workers.grows,

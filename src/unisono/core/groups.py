@@ -66,8 +66,8 @@ def expand(plan: Plan, groups: Groups, size: int) -> Plan:
 def replan_groups(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int, groups: Groups) -> Plan:
     """Return the plan of the missing leaves of a step that lost members. A node counts if its whole group has it.
 
-    Where some members have finished the step, every other one has the sum of its lane (`unisono.engine.exchange.lanes`),
-    and nothing is missing: nobody computes or brings anything.
+    Where some members have finished the step, every other one has the sum of its lane
+    (`unisono.engine.exchange.lanes`), and nothing is missing: nobody computes or brings anything.
 
     Args:
         held: by rank, the nodes that each member has finished.

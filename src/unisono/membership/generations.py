@@ -173,7 +173,7 @@ def _plan_next(draft: Draft) -> None:
 def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: bool) -> None:
     """Make the next generation and tell all workers that it concerns."""
     state = draft.state
-    infos = _by_rank(state.workers[i].info for i in worker_ids)
+    infos = _by_rank(_info_of(state.workers[i]) for i in worker_ids)
     is_alone = is_cut_off(state)
     is_paused = bool(infos) and (is_alone or len(infos) < state.policy.minimum)
     generation = max(state.generation, state.unknown) + 1
@@ -211,6 +211,13 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
     for worker_id in sorted(concerned, key=number_of):
         if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE):
             draft.send(worker_id, notice)
+
+
+def _info_of(worker: Worker) -> MemberInfo | None:
+    """Return what the others are told of a worker: what it says of itself, and the part that it was given."""
+    if worker.info is None or worker.info.part == worker.part:
+        return worker.info
+    return msgspec.structs.replace(worker.info, part=worker.part)
 
 
 def _by_rank(found: Iterable[MemberInfo | None]) -> list[MemberInfo]:

@@ -34,14 +34,14 @@ from unisono.core.cadence import Checkpoints
 from unisono.core.errors import UsageError
 from unisono.core.old_names import warn_of_old
 from unisono.core.settings import AuditThen, Instructions
+from unisono.engine.exchange.lanes import LaneMemory
+from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.loop.process_settings import Arithmetic, choose_device, choose_threads
 from unisono.engine.loop.step import Step, Steps, numbers
 from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
-from unisono.engine.exchange.lanes import LaneMemory
-from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.rounds import Round
 from unisono.engine.rounds.connect import build_exchange, build_lanes, build_part, open_wire
 from unisono.engine.rounds.evaluation import Totals

@@ -8,8 +8,8 @@ A combine of the lanes is committed when every lane holds its sum, and all membe
 
 Until the vote is over no node is modified, so that a combine that was not committed can be repeated with the nodes.
 When some members have seen the commit and others have not, because a member was lost in the vote, then every member
-that is left has a prepared sum, or has seen the commit. So the repetition is a vote alone, in which nobody brings a node
-(`unisono.core.groups.replan_groups`), and whoever is behind takes what it has prepared.
+that is left has a prepared sum, or has seen the commit. So the repetition is a vote alone, in which nobody brings a
+node (`unisono.core.groups.replan_groups`), and whoever is behind takes what it has prepared.
 
 What the lanes need from one generation to the next is in `LaneMemory`.
 """

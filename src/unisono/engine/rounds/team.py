@@ -259,7 +259,7 @@ class HeadTeam(Team):
         self.worker_ids: tuple[str, ...] = ()
         self.hosts: tuple[str, ...] = ()
         self.num_parts, self.part = member.spec.run.settings.parts, member.part
-        self.parts = (self.part,)
+        self.parts: tuple[int, ...] = ()
         self.reason = ""
         self.arithmetic = member.arithmetic
         self._warnings: dict[str, None] = {}

@@ -7,6 +7,7 @@ the next step depends on them: buffers that are not persistent, and which parame
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -490,10 +491,8 @@ class Tracked:
 
     def common_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
-        return {
-            name: f"{digest_of_state(_known_to_all(self._apart.get(name, value))):016x}"
-            for name, value in self._objects.items()
-        }
+        known = {name: _known_to_all(self._apart.get(name, value)) for name, value in self._objects.items()}
+        return {name: f"{digest_of_state(value, defaultdict(int)):016x}" for name, value in known.items()}
 
     def balance_of_copies(self, worker_id: str) -> int:
         """Return a worker's part of a sum that is 0, over all workers, where all copies of shared states are equal."""

@@ -1,8 +1,8 @@
 """Flights: the way of one micro-batch through the stages of this worker, forward and back.
 
 Automatic differentiation is cut between two stages: the output of one is detached, and what the next one has computed
-with it gives the gradient with which the backward of the first begins. On one process and on several the same operations
-are computed in the same order, so the bits are the same.
+with it gives the gradient with which the backward of the first begins. On one process and on several, the same
+operations are computed in the same order, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Flight:
     has_run: bool = False
     result: Any = None
     """Of the script's function, where the last stage is."""
-    buffers: list[Tensor] = field(default_factory=list)
+    buffers: list[Tensor | None] = field(default_factory=list)
     """After the forward."""
 
 
@@ -70,8 +70,8 @@ class Pilot:
         flight = self.flight
         if flight is None or flight.has_run:
             raise StepError(
-                "unisono.Stages is called once for each micro-batch, within the function of step.compute; it was called "
-                + ("again" if flight is not None else "where no micro-batch is computed")
+                "unisono.Stages is called once for each micro-batch, within the function of step.compute; this call is "
+                + ("the second one" if flight is not None else "where no micro-batch is computed")
             )
         flight.has_run = True
         own = stages.own

@@ -144,7 +144,7 @@ class Stages(nn.Module):
                 return fn(tensor)
             return torch.empty_like(tensor, dtype=fn(torch.empty(0, dtype=tensor.dtype)).dtype)
 
-        super()._apply(convert, recurse)
+        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -163,7 +163,7 @@ def _starts(cuts: int | Sequence[int], num_modules: int) -> tuple[int, ...]:
     """Return by stage the index of its first module."""
     if isinstance(cuts, int):
         if not 1 <= cuts <= num_modules:
-            raise UsageError(f"unisono.Stages cannot make {cuts} stages of {num_modules} modules: each has at least one")
+            raise UsageError(f"unisono.Stages cannot make {cuts} stages of {num_modules} modules, at least one each")
         small, num_big = divmod(num_modules, cuts)
         return tuple(stage * small + min(stage, num_big) for stage in range(cuts))
     found = (0, *cuts)

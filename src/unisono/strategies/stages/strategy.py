@@ -9,7 +9,7 @@ each lane has them, and divides by the same weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from unisono.engine.exchange.flat import Sections
 from unisono.engine.exchange.lanes import Lanes
 from unisono.engine.loop.step import Step, loss_and_weight
 from unisono.engine.loop.strategies import Strategy
-from unisono.engine.microbatch.folding import Cut, GradientFolder
+from unisono.engine.microbatch.folding import Cut
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.rounds.gradient import GradientRound, Pass, StepContext
 from unisono.engine.rounds.team import Team
@@ -67,7 +67,7 @@ class Staged(Strategy):
 
     @property
     def recipe(self) -> Recipe:
-        return {"stages": list(self.stages.cuts)}
+        return {"stages": ",".join(map(str, self.stages.cuts))}
 
     def cut(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> tuple[Cut, Buffers]:
         stages, of = self.stages, self._stage_of
