@@ -90,6 +90,11 @@ class Stages(nn.Module):
         """The stages that this process carries."""
         return self.of_parts[self.part]
 
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters that are here."""
+        return next((one.device for one in self.parameters() if not one.is_meta), torch.device("cpu"))
+
     def modules_of(self, stage: int) -> Iterator[nn.Module]:
         """Yield the modules of a stage, in their order."""
         ends = [*self.cuts[1:], len(self._modules)]

@@ -257,7 +257,7 @@ class StagedRound(GradientRound):
         if self._link_of is not None:
             self._link_of[1].let_go()
             self._link_of = None
-        self._pilot.flight = None
+        self._pilot.flight = self.microbatch = None
         return super().interrupt()
 
     def apply(self, totals: Any = None) -> None:
@@ -287,7 +287,7 @@ class StagedRound(GradientRound):
         assert isinstance(exchange, Lanes)
         if self._link_of is None or self._link_of[0] is not exchange.link:
             assert exchange.link is not None
-            self._link_of = exchange.link, Link(exchange.link, self._folder.trained[0][1].device)
+            self._link_of = exchange.link, Link(exchange.link, self._stages.device)
         return self._link_of[1]
 
     def _received(self, part: int) -> Any:
@@ -303,6 +303,7 @@ class StagedRound(GradientRound):
         self._clock.switch("compute")
         point("before_backward", leaf)
         flight = self._pilot.flight = Flight(leaf, self.microbatch)
+        self._values.pop(leaf, None)  # of a forward before a loss
         if not self._is_empty:
             self._buffers.take_off()
             try:
