@@ -11,12 +11,13 @@ from typing import Any, Final
 from unisono.cli.given import address_of
 from unisono.cli.settings_file import in_file
 from unisono.cluster.launchers import Request
+from unisono.cluster.launchers.hosts import parse_hosts, parts_of, read_hostfile
 from unisono.cluster.machine.headprocess import Service
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.trust.secret import is_reader
 from unisono.core.errors import UsageError
 from unisono.core.policy import Policy
-from unisono.core.settings import FILE, SETTINGS, RunSettings, gathered, pairs
+from unisono.core.settings import DEFAULTS, FILE, SETTINGS, RunSettings, gathered, pairs, split_parts
 from unisono.core.spec import MOST_AUDITED, RunSpec
 from unisono.system.capacity import Workers
 
@@ -214,4 +215,26 @@ def options_of(given: dict[str, Any]) -> Options:
         for setting, value in in_file(Path(folder)):
             if setting.field not in values:
                 values[setting.field], sources[setting.name] = value, str(file)
+    _take_parts_of_hosts(values, sources)
     return Options(**own, **values, sources=sources)
+
+
+def _take_parts_of_hosts(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Make the groups that the machines name (``--hosts a:1x4``) those of ``--workers``.
+
+    Raises:
+        UsageError: the two say different groups, or the machines cannot be read.
+    """
+    names = [name for name in ("hosts", "hostfile") if values.get(name)]
+    if len(names) != 1:  # the launcher refuses both
+        return
+    parts = parts_of((parse_hosts if names == ["hosts"] else read_hostfile)(values[names[0]]))
+    groups, own = split_parts(values.get("workers", DEFAULTS.workers))
+    if parts > 1 and own == 1 and groups == "auto":
+        values["workers"], sources["workers"] = f"autox{parts}", sources[names[0]]
+    elif parts not in (1, own):
+        setting = SETTINGS[names[0]]
+        raise UsageError(
+            f"{setting.spelled()} names groups of {parts} workers, and --workers {values['workers']} groups of {own}; "
+            f"leave --workers out, or write --workers NxP with P = {parts}"
+        )

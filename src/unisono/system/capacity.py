@@ -58,7 +58,7 @@ class Workers(NamedTuple):
         """
         if number < parts:
             raise UsageError(
-                f"the machines have room for {count(number, 'worker')}, and a group has {parts} (autox{parts}); "
+                f"there is room for {count(number, 'worker')}, and a group has {parts} (--workers autox{parts}); "
                 "name the number of groups, or use more machines"
             )
         return Workers(number, parts, number, grows=True, parts=parts)

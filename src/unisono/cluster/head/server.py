@@ -262,6 +262,7 @@ class Head:
             "run_dir": self._directory.path,
             "job": msgspec.to_builtins(self._spec),
             "machines": machines_status(state, self._telling.uses.newest),
+            "parts": state.policy.parts,
             "workers": workers_status(state),
             "interruptions": [msgspec.to_builtins(each) for each in overview.interruptions],
             "events": [msgspec.to_builtins(each) for each in self._story.recent[-EVENTS_SHOWN:]],
