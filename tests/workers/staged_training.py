@@ -1,4 +1,4 @@
-"""A training of a moment whose model is cut into stages: ``unisono run staged_training.py --workers 2x2 -- --kind cnn``."""
+"""A training of a moment with a model in stages: ``unisono run staged_training.py --workers 2x2 -- --kind cnn``."""
 
 from __future__ import annotations
 
@@ -116,6 +116,10 @@ def main() -> None:
             step.add(right=(found.argmax(-1) == labels).sum())
             return F.cross_entropy(found.flatten(0, -2), labels.flatten()), labels.numel()
 
+        def totals_of(batch: list[Tensor]) -> dict[str, Tensor]:
+            found = model(batch[0])
+            return {"loss": F.cross_entropy(found.flatten(0, -2), batch[1].flatten(), reduction="sum")}
+
         steps = run.steps(
             data, batch_size=BATCH_SIZE, microbatches=arguments.microbatches, epochs=99, max_steps=arguments.steps
         )
@@ -126,6 +130,9 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             step.log(right=step.totals["right"])
+            if arguments.evaluate and step.number % 2:
+                found = run.evaluate(data, totals_of, batch_size=16)
+                step.log(loss_of_all=found["loss"])
 
 
 if __name__ == "__main__":

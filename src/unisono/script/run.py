@@ -74,7 +74,7 @@ from unisono.strategies.local.localround import LocalRound, Replication, check_c
 from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
 from unisono.strategies.local.strategy import Delta, InnerState, LocalSteps
-from unisono.strategies.stages.strategy import Staged, find_stages
+from unisono.strategies.stages.strategy import Staged, evaluated, find_stages
 from unisono.system import accelerators, tasks
 from unisono.system.arithmetic import check
 from unisono.system.process import IS_WATCHED, Process
@@ -799,6 +799,8 @@ class Run:
             DivergenceError: the models of the workers, or two results of one batch, are not the same.
         """
         place = self._training.place("run.evaluate")
+        if self._rounds.team.num_parts > 1 and (stages := find_stages(self._tracked)) is not None:
+            function = evaluated(stages, self._rounds, function)
         request = self._requests.make(
             dataset, function, batch_size=batch_size, collate=collate, loader_workers=loader_workers
         )
@@ -836,6 +838,11 @@ class Run:
         Raises:
             RecipeError: the dataset and the options do not fit together.
         """
+        if self._rounds.team.num_parts > 1:
+            raise UsageError(
+                "run.batches gives batches to the script, and in this run a model is on several processes (--workers "
+                f"Nx{self._rounds.team.num_parts}): use run.evaluate(dataset, function)"
+            )
         request = self._requests.make(
             dataset, None, batch_size=batch_size, collate=collate, loader_workers=loader_workers
         )

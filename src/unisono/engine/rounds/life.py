@@ -36,7 +36,7 @@ from unisono.engine.rounds.team import LOST, Team
 from unisono.engine.rounds.transfer import share_state
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["CHECKPOINT", "DISPUTE", "EVALUATED", "MOVING", "STEP", "Book", "Rounds"]
+__all__ = ["CHECKPOINT", "DISPUTE", "EVALUATED", "EVALUATION", "MOVING", "STEP", "Book", "Rounds"]
 
 MOVING = "moving"
 """The kind of the round in which states that are shared out move between members."""
@@ -46,7 +46,9 @@ CHECKPOINT = "together"
 """The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
 STEP = "step"
 """The kind of the round that trains."""
-IN_GROUPS = frozenset({STEP})
+EVALUATION = "evaluation"
+"""The kind of the round in which batches are evaluated."""
+IN_GROUPS = frozenset({STEP, EVALUATION})
 """The kinds of the rounds whose leaves are computed by groups, where the model has several parts."""
 DISPUTE = "dispute"
 """The kind of the rounds in which members find out who has computed a wrong value (`Tap.settle`)."""

@@ -65,7 +65,8 @@ class Stages(nn.Module):
                 f"each of which carries at least one: give more cuts, or start with --workers Nx{self.num_stages}"
             )
         self._carrier: Carrier | None = None
-        self._is_cut = False
+        self.is_cut = False
+        """Whether this process has its own stages only."""
         for index, given in enumerate(modules):
             module = given if isinstance(given, nn.Module) else given()
             if not isinstance(module, nn.Module):
@@ -117,7 +118,7 @@ class Stages(nn.Module):
     def forward(self, *args: Any) -> Any:
         if self._carrier is not None:
             return self._carrier.forward(self, args)
-        if self._is_cut:
+        if self.is_cut:
             raise UsageError(
                 f"unisono.Stages was called outside of step.compute and run.evaluate(...).compute, and this process "
                 f"has {len(self.own)} of its {self.num_stages} stages: call it there"
@@ -128,11 +129,15 @@ class Stages(nn.Module):
             args = found if isinstance(found, tuple) else (found,)
         return found
 
+    def carry(self, carrier: Carrier | None) -> None:
+        """Have calls of the model go through a carrier. Local."""
+        self._carrier = carrier
+
     def cut(self) -> None:
         """Keep the stages of this process only. Local; before the first training loop."""
-        if self._is_cut or self.num_parts == 1:
+        if self.is_cut or self.num_parts == 1:
             return
-        self._is_cut = True
+        self.is_cut = True
         for index in range(len(self._modules)):
             module = self._modules[str(index)]
             if module is not None and not self._is_here(index):

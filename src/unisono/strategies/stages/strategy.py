@@ -8,7 +8,7 @@ each lane has them, and divides by the same weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from unisono.engine.loop.strategies import Strategy
 from unisono.engine.microbatch.folding import Cut
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.rounds.gradient import GradientRound, Pass, StepContext
+from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import Team
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.tracked import Tracked
@@ -34,7 +35,7 @@ from unisono.strategies.stages.spreading import SpreadModule, SpreadOptimizer
 from unisono.system.faults import point
 from unisono.system.process import Process
 
-__all__ = ["Staged", "find_stages"]
+__all__ = ["Staged", "evaluated", "find_stages", "loop_elsewhere"]
 
 
 def find_stages(tracked: Tracked) -> Stages | None:
@@ -60,7 +61,8 @@ class Staged(Strategy):
         self.stages = stages
         self._tracked = tracked
         stages.cut()
-        self._stage_of = _stages_by_id(stages)
+        self.stage_of = _stages_by_id(stages)
+        """By id of a parameter."""
         self._check()
         if stages.num_parts > 1:
             self._spread(team)
@@ -70,7 +72,7 @@ class Staged(Strategy):
         return {"stages": ",".join(map(str, self.stages.cuts))}
 
     def cut(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> tuple[Cut, Buffers]:
-        stages, of = self.stages, self._stage_of
+        stages, of = self.stages, self.stage_of
         named, numbers = buffers.named(), []
         of_buffers = tuple(_stage_of_owner(stages, module, of) for module, _ in buffers.owners)
         numbers = [number for number, stage in enumerate(of_buffers) if stage in stages.own]
@@ -80,13 +82,18 @@ class Staged(Strategy):
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
         return StagedStep(self, self._context, number, unused=unused, process=process)
 
+    def open(self, context: StepContext, first: int) -> None:
+        super().open(context, first)
+        _in_loops.append((self, context.rounds))
+
     def close(self) -> None:
-        self.stages._carrier = None
+        _in_loops[:] = [each for each in _in_loops if each[0] is not self]
+        self.stages.carry(None)
 
     def _check(self) -> None:
         """Raise UsageError where something is tracked that a model in stages cannot have."""
         for name, parameter in self._tracked.parameters():
-            if id(parameter) not in self._stage_of:
+            if id(parameter) not in self.stage_of:
                 raise UsageError(
                     f"parameter {name} is tracked and is in no stage of unisono.Stages: put its module into it"
                 )
@@ -115,7 +122,50 @@ class Staged(Strategy):
             for path, found in stages_in(module):
                 tracked.hold_apart(name, SpreadModule(module, path, found, team))
         for name, optimizer in tracked.optimizers.items():
-            tracked.hold_apart(name, SpreadOptimizer(optimizer, self._stage_of, stages, team))
+            tracked.hold_apart(name, SpreadOptimizer(optimizer, self.stage_of, stages, team))
+
+
+_in_loops: list[tuple[Staged, Rounds]] = []
+"""The training loops that are under way in this process."""
+
+
+def loop_elsewhere(parameters: Iterable[Tensor]) -> Rounds | None:
+    """Return the rounds of the training loop in which some of these parameters are on other workers; None: none is."""
+    wanted = list(parameters)
+    for strategy, rounds in _in_loops:
+        if strategy.stages.num_parts > 1 and any(id(one) in strategy.stage_of for one in wanted):
+            return rounds
+    return None
+
+
+def evaluated(stages: Stages, rounds: Rounds, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the function of an evaluation, for a model of which each worker has some stages: it raises `Away` where
+    the last stage is elsewhere.
+    """
+
+    def compute(batch: Any) -> Any:
+        if not stages.is_cut:
+            return function(batch)
+        exchange = rounds.members.exchange
+        assert isinstance(exchange, Lanes)
+        assert exchange.link is not None
+        link = Link(exchange.link, stages.device)
+        pilot = Pilot(
+            stages,
+            lambda leaf, stage: None,
+            lambda value: link.send(stages.part + 1, value),
+            lambda: link.receive(stages.part - 1),
+        )
+        pilot.flight = Flight(0)
+        stages.carry(pilot)
+        try:
+            return function(batch)
+        finally:
+            stages.carry(None)
+            with rounds.members.waiting():
+                link.finish()
+
+    return compute
 
 
 def _stages_by_id(stages: Stages) -> dict[int, int]:
@@ -169,6 +219,7 @@ class StagedStep(Step):
             super().compute(loss_of, reseed=reseed)
         finally:
             self._loss_of = None
+            self._strategy.stages.carry(None)
 
     def _make_round(self, turn: Pass) -> GradientRound:
         assert self._loss_of is not None
@@ -211,7 +262,7 @@ class StagedRound(GradientRound):
         self._link_of: tuple[Any, Link] | None = None
         self._buffers = OwnBuffers(self._folder.buffers.owners)
         self._folder.chain = self._pilot.chain
-        stages._carrier = self._pilot
+        stages.carry(self._pilot)
 
     # -- one process with all stages ---------------------------------------------------------------------
 
