@@ -124,8 +124,13 @@ class Ending:
 
     def _sha256(self) -> dict[str, str]:
         """Return the SHA-256 of the weights of each tracked module, by name, where the run has a directory."""
-        modules = self._rounds.tracked.modules if self._keeper.directory is not None else {}
-        found = {name: sha256_of_weights(module.state_dict()) for name, module in modules.items()}
+        tracked = self._rounds.tracked
+        modules = tracked.modules if self._keeper.directory is not None else {}
+        found = {
+            name: sha256_of_weights(module.state_dict())
+            for name, module in modules.items()
+            if name not in tracked.spread_apart  # no worker has all of it
+        }
         return {name: value for name, value in found.items() if value}
 
     def _say_nothing_left(self, num_steps: int) -> None:

@@ -34,7 +34,7 @@ from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness, NotFinite
 from unisono.engine.rounds.gathering import SumsRound
-from unisono.engine.rounds.life import DISPUTE, Rounds
+from unisono.engine.rounds.life import DISPUTE, STEP, Rounds
 from unisono.engine.rounds.members import Helping, Members, Summed
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import LOST
@@ -156,7 +156,7 @@ class GradientRound:
         position: of the step within ``run.steps``.
     """
 
-    kind = "step"
+    kind = STEP
     unit: Final = "micro-batch"
 
     def __init__(
