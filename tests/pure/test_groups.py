@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from tests.pure.test_membership import AGENT, Story, info, step_done
 from tests.pure.test_settings import options
+from unisono.cli.status import _workers
 from unisono.cluster.launchers.hosts import Host, parse_hosts, spread
 from unisono.core.errors import ProtocolError, UsageError
+from unisono.core.events import MembershipChanged, WorkerJoined
 from unisono.core.messages import (
     Drain,
     Hello,
@@ -29,7 +31,9 @@ from unisono.core.policy import Policy
 from unisono.core.settings import RunSettings
 from unisono.membership import part_of
 from unisono.membership.roster import ALIVE, State, WorkerState, resumed
+from unisono.record.overview import OverviewBuilder
 from unisono.system.capacity import Workers, parse_workers
+from unisono.views.watch.terminal.drawing import workers_rows
 
 
 def groups(number: int, parts: int, **more: Any) -> Story:
@@ -370,6 +374,44 @@ def test_whatever_happens_a_run_that_trains_has_every_part(seed: int, parts: int
         assert sorted(staying) == sorted([*range(parts)] * 2)
         assert sorted(told(story)) == sorted(staying)
         assert story.state.label == "training"
+
+
+# -- what people see ---------------------------------------------------------------------------------
+
+
+def with_workers(parts: Sequence[int]) -> OverviewBuilder:
+    builder = OverviewBuilder("r1")
+    for number, part in enumerate(parts):
+        builder.take(
+            WorkerJoined(
+                worker_id=f"w{number}", host="lab", device="cpu", pid=1, generation=1, step=0, reason="", part=part
+            )
+        )
+    ids = tuple(f"w{number}" for number in range(len(parts)))
+    builder.take(MembershipChanged(generation=1, worker_ids=ids, reason="all are ready"))
+    return builder
+
+
+def rows(builder: OverviewBuilder, columns: int) -> list[str]:
+    lines = workers_rows(builder.overview(now=0.0), columns, 9, unicode=False)[1:]
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+def test_the_table_of_workers_has_their_parts_where_there_are_several() -> None:
+    several, one = with_workers((0, 1, 0, 1)), with_workers((0, 0))
+    assert [row[:18].split("  ")[0] for row in rows(several, 110)] == [f"w{n}  part {n % 2} of 2"[:2] for n in range(4)]
+    assert ["part 0 of 2" in row for row in rows(several, 110)] == [True, False, True, False]
+    assert not any("part" in row for row in (*rows(one, 110), *rows(several, 50)))
+    assert {len(row) for row in rows(several, 110)} <= {110, len(rows(several, 110)[0])}
+
+
+def test_a_status_has_the_parts_of_workers_where_there_are_several() -> None:
+    worker = {"worker_id": "w3", "rank": 3, "state": "training", "pid": 7, "device": "cpu", "step": 4, "host": "lab"}
+    heading, line = _workers([{**worker, "part": 1}], 2)
+    assert (heading.index("part"), line.index("part 1 of 2")) == (8, 8)
+    assert heading.index("rank") == line.index("3  ", 20)
+    assert _workers([{**worker, "part": 0}], 1) == _workers([worker], 1)
+    assert "part" not in "".join(_workers([worker], 1))
 
 
 # -- the command line --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any, Final
 from unisono.cli.given import address_of
 from unisono.cli.settings_file import in_file
 from unisono.cluster.launchers import Request
-from unisono.cluster.launchers.hosts import parse_hosts, parts_of, read_hostfile
 from unisono.cluster.machine.headprocess import Service
 from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.trust.secret import is_reader
@@ -228,6 +227,8 @@ def _take_parts_of_hosts(values: dict[str, Any], sources: dict[str, str]) -> Non
     names = [name for name in ("hosts", "hostfile") if values.get(name)]
     if len(names) != 1:  # the launcher refuses both
         return
+    from unisono.cluster.launchers.hosts import parse_hosts, parts_of, read_hostfile
+
     parts = parts_of((parse_hosts if names == ["hosts"] else read_hostfile)(values[names[0]]))
     groups, own = split_parts(values.get("workers", DEFAULTS.workers))
     if parts > 1 and own == 1 and groups == "auto":

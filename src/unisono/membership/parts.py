@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from unisono.core.policy import Policy
-from unisono.membership.roster import ALIVE, State, Worker
+from unisono.membership.roster import ALIVE, State, Worker, WorkerState
 
 __all__ = ["bare_parts", "next_parts", "numbers_of", "part_of", "room_beside", "to_admit"]
+
+_COUNTS = ALIVE | {WorkerState.FINISHED}
 
 
 def numbers_of(workers: Iterable[Worker], num_parts: int) -> list[int]:
@@ -31,9 +33,12 @@ def bare_parts(workers: Iterable[Worker], num_parts: int) -> list[int]:
 
 
 def next_parts(state: State, num_workers: int) -> list[int]:
-    """Return the parts of so many new workers: each gets the one that the fewest have, the lowest of these."""
-    living = (worker for worker in state.workers.values() if worker.state in ALIVE and not worker.draining)
-    numbers = numbers_of(living, state.policy.parts)
+    """Return the parts of so many new workers: each gets the one that the fewest have, the lowest of these.
+
+    Those that leave do not count. Those that have finished do: nobody takes their place.
+    """
+    counts = (w for w in state.workers.values() if w.state in _COUNTS and not w.draining)
+    numbers = numbers_of(counts, state.policy.parts)
     found = []
     for _ in range(num_workers):
         part = numbers.index(min(numbers))

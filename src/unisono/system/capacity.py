@@ -77,10 +77,8 @@ def parse_workers(text: str, threads: int) -> Workers:
         UsageError: ``text`` is neither a number, nor "auto", nor a range.
     """
     groups, parts = split_parts(text)
-    wrong = UsageError(
-        f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, each with xP behind it for groups of P; got "
-        f"{text!r}"
-    )
+    behind = "" if groups == text else f" before the x of {text}"
+    wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {groups!r}{behind}")
     if groups == "auto":
         return Workers.found(max(1, free_workers(threads) // parts) * parts, parts)
     first, colon, last = groups.partition(":")
