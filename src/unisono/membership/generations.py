@@ -74,7 +74,12 @@ def _state_is_lost(draft: Draft, survivors: list[str], fresh: list[Worker]) -> b
     state = draft.state
     can_begin = bool(fresh) and state.committed < 0
     holds = {*state.members, *state.before}.intersection(survivors)
-    return state.held and not holds and not can_begin
+    return state.held and (not holds or bool(_lost_parts(draft, holds))) and not can_begin
+
+
+def _lost_parts(draft: Draft, survivors: Iterable[str]) -> list[int]:
+    """Return the parts of the model that none of the survivors carries."""
+    return bare_parts([draft.state.workers[worker_id] for worker_id in survivors], draft.state.policy.parts)
 
 
 def _go_on_without_state(draft: Draft, why: str) -> None:
@@ -91,7 +96,9 @@ def _go_on_without_state(draft: Draft, why: str) -> None:
         draft.put(held=False)
         _announce(draft, [], f"{why}; no step was done, so the run begins again", immediate=True)
         return
-    draft.end(False, f"{why}; no worker that holds the run's state is left")
+    lost = _lost_parts(draft, draft.holders())
+    of_part = f" of part {lost[0]} of the model" if 0 < len(lost) < state.policy.parts else ""
+    draft.end(False, f"{why}; no worker that holds the run's state{of_part} is left")
 
 
 # -- planned -----------------------------------------------------------------------------------------
