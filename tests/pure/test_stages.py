@@ -1,4 +1,4 @@
-"""`unisono.Stages` on one process: cuts, what it refuses, the order of a pipeline, and gradients against those of torch."""
+"""`unisono.Stages` on one process: cuts, errors, the order of a pipeline, and gradients against those of torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,14 @@
-"""A training of a moment with a model in stages: ``unisono run staged_training.py --workers 2x2 -- --kind cnn``."""
+"""A training of a moment with a model in stages: ``unisono run staged_training.py --workers 2x2 -- --kind cnn``.
+
+With ``--gates DIR``, every worker stops at the head of step N while a test holds gate N (`gates`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.workers.gates import wait_at
 
 NUM_SAMPLES = 70
 BATCH_SIZE = 32
@@ -68,6 +77,19 @@ class Join(nn.Module):
         return found
 
 
+class Rare(nn.Module):
+    """Has a layer that some steps use, one that some micro-batches use, and one that none does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.often, self.rarely, self.never = (nn.Linear(width, width) for _ in range(3))
+        self.is_used = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.rarely(x) if self.is_used else x
+        return torch.relu(x + self.often(x) if x.sum() > 0 else x)
+
+
 def convolution(inputs: int, outputs: int) -> nn.Module:
     layers = [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.Dropout2d(0.1)]
     return nn.Sequential(*layers)
@@ -83,12 +105,23 @@ def parts(kind: str, draw: torch.Generator) -> tuple[list[Any], TensorDataset]:
         layers = [nn.Linear(12, 16), Skip(16), Skip(16), Join(16)]
         layers[0].requires_grad_(False)
         return layers, TensorDataset(torch.randn(NUM_SAMPLES, 12, generator=draw), labels)
+    if kind == "rare":
+        layers = [Rare(12), Rare(12), Rare(12), nn.Linear(12, 3)]
+        return layers, TensorDataset(torch.randn(NUM_SAMPLES, 12, generator=draw), labels)
     if kind == "cnn":
         layers = [convolution(1, 6), convolution(6, 6), convolution(6, 6), nn.Flatten(), nn.Linear(6 * 36, 3)]
         return layers, TensorDataset(torch.randn(NUM_SAMPLES, 1, 6, 6, generator=draw), labels)
     words, nexts = (torch.randint(0, 30, (NUM_SAMPLES, 10), generator=draw) for _ in range(2))
     made = [lambda: Embedding(30, 10, 16), lambda: Block(16, 4), lambda: Block(16, 4)]
     return [*made, lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 30))], TensorDataset(words, nexts)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+}
 
 
 def main() -> None:
@@ -100,31 +133,49 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--weighted", action="store_true", help="micro-batches count differently, and some not at all")
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--frozen", type=int, nargs="*", default=[], help="modules that are not trained")
+    parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     every = arguments.checkpoint_every
     checkpoint = unisono.Checkpoints(every_steps=every) if every else None
     with unisono.Run(seed=3, checkpoint=checkpoint) as run:
         modules, data = parts(arguments.kind, torch.Generator().manual_seed(1))
         model = unisono.Stages(*modules, cuts=arguments.stages)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for index in arguments.frozen:
+            model.get_submodule(str(index)).requires_grad_(False)
+        optimizer = OPTIMIZERS[arguments.optimizer](model.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
         def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
             found = model(inputs)
             step.add(right=(found.argmax(-1) == labels).sum())
-            return F.cross_entropy(found.flatten(0, -2), labels.flatten()), labels.numel()
+            weight = int(labels.sum()) % 4 if arguments.weighted else labels.numel()
+            return F.cross_entropy(found.flatten(0, -2), labels.flatten()), weight
 
         def totals_of(batch: list[Tensor]) -> dict[str, Tensor]:
             found = model(batch[0])
             return {"loss": F.cross_entropy(found.flatten(0, -2), batch[1].flatten(), reduction="sum")}
 
         steps = run.steps(
-            data, batch_size=BATCH_SIZE, microbatches=arguments.microbatches, epochs=99, max_steps=arguments.steps
+            data,
+            batch_size=BATCH_SIZE,
+            microbatches=arguments.microbatches,
+            epochs=99,
+            max_steps=arguments.steps,
+            wire=arguments.wire,
         )
         for step in steps:
-            step.compute(loss_of)
+            wait_at(arguments.gates / str(step.number))
+            for each in model.children():
+                if isinstance(each, Rare):
+                    each.is_used = step.number % 3 == 1
+            for _ in range(arguments.passes):
+                step.compute(loss_of)
             if arguments.clip:
                 step.log(norm=unisono.clip_grad_norm_(model.parameters(), arguments.clip))
             optimizer.step()
