@@ -214,9 +214,15 @@ class StagedStep(Step):
         return super().again(reseed=reseed)
 
     def compute(self, loss_of: Callable[..., Any], *, reseed: bool = False) -> None:
-        self._loss_of = loss_of
+        def called(*batch: Any) -> Any:
+            found = loss_of(*batch)
+            assert isinstance(self._round, StagedRound)
+            self._round.check_called()
+            return found
+
+        self._loss_of = called
         try:
-            super().compute(loss_of, reseed=reseed)
+            super().compute(called, reseed=reseed)
         finally:
             self._loss_of = None
             self._strategy.stages.carry(None)
@@ -263,6 +269,18 @@ class StagedRound(GradientRound):
         self._buffers = OwnBuffers(self._folder.buffers.owners)
         self._folder.chain = self._pilot.chain
         stages.carry(self._pilot)
+
+    def check_called(self) -> None:
+        """Check that the script's function has called the model for the current micro-batch.
+
+        Raises:
+            StepError: it has not.
+        """
+        if self._pilot.flight is not None and not self._pilot.flight.has_run:
+            raise StepError(
+                "the function of step.compute has returned without a call of the model: call it for every micro-batch, "
+                "and return (loss, 0) to leave one out"
+            )
 
     # -- one process with all stages ---------------------------------------------------------------------
 
@@ -367,12 +385,9 @@ class StagedRound(GradientRound):
 
     def _call(self, batch: Any) -> Any:
         try:
-            found = self._loss_of(*batch) if isinstance(batch, (tuple, list)) else self._loss_of(batch)
+            return self._loss_of(*batch) if isinstance(batch, (tuple, list)) else self._loss_of(batch)
         except Away:
             return None
-        if self._stages.num_stages - 1 not in self._stages.own:
-            raise StepError("the function of step.compute did not call the model: its loss depends on no stage")
-        return found
 
     def _backward(self, flight: Flight, following: int | None, plan: Plan) -> None:
         stages, microbatch, folder = self._stages, flight.microbatch, self._folder
