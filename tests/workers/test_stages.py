@@ -7,17 +7,25 @@ UNISONO_TEST_ALL runs the product.
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.parts import ALL
-from tests.waiting import PATIENT
-from tests.workers.conftest import served_by
+from tests.waiting import PATIENT, WAIT_S
+from tests.workers.conftest import Command, Unisono, forked, marked, served_by, wait_until_gone
+from tests.workers.gates import Gates
+from tests.workers.journals import canonical
 from tests.workers.losses import ended_workers
+from tests.workers.test_elastic import join, pid_of
 from tests.workers.trainings import Training
-from unisono.record.journal import compare
+from unisono.record import checkpoint_files as files
+from unisono.record.journal import compare, times
+from unisono.record.rundir import read_facts
 from unisono.system.faults import POINTS
 from unisono.testing import Faults, Outcome
 
@@ -80,7 +88,16 @@ if ALL:
 
 
 def options(exchange: str, others: Sequence[str] = ALONE) -> list[str]:
+    """Of a run; others: instead of those of a run in which nobody comes."""
     return [*others, "--exchange", *EXCHANGES[exchange]]
+
+
+def kills(*who: tuple[int, str]) -> Faults:
+    """Losses of workers in one step: the number of each, and its point."""
+    faults = Faults()
+    for number, at in who:
+        faults = faults.kill(f"w{number}", step=STEP, at=at)
+    return faults
 
 
 class Calm:
@@ -116,7 +133,7 @@ def assert_same_bits(directory: Path, found: Outcome, expected: tuple[Path, Outc
 
 
 def test_the_points_are_those_that_there_are() -> None:
-    others = ("shard.", "delay.", "local.", "states.", "deliver.", "evaluation.")
+    others = ("shard.", "stages.", "delay.", "local.", "states.", "deliver.", "evaluation.")
     known = {*STEP_POINTS, *CHECKPOINT_POINTS, "in_sums", "in_recovery", "in_talk", "talked", "in_admission"}
     assert {at for at in POINTS if not at.startswith(others)} - known == set()
 
@@ -143,3 +160,218 @@ def test_a_kill_in_a_step_changes_no_bit(
     assert f"w{number}" in ended_workers(outcome.output), outcome.output
     assert_same_bits(tmp_path / "run", outcome, calm(*arguments))
     assert max(outcome.generations) > 1
+
+
+# -- more than one loss ------------------------------------------------------------------------------
+
+BESIDE: list[tuple[str, str, str, Faults]] = [
+    # what; layout; exchange; who is lost
+    ("one of each group: the others form one", "2x2", "shared", kills((0, "before_backward"), (3, "before_backward"))),
+    ("one of each group, one after the other", "2x2", "gloo", kills((1, "after_backward"), (2, "in_recovery"))),
+    ("two parts of three groups", "3x2", "shared", kills((1, "published"), (4, "in_recovery"))),
+    ("the same part twice", "3x2", "gloo", kills((1, "before_combine"), (3, "lanes.prepared"))),
+    ("a whole group", "2x2", "gloo", kills((2, "before_combine"), (3, "before_combine"))),
+    (
+        "a whole group of three, one by one",
+        "2x3",
+        "shared",
+        kills((0, "reduced"), (1, "in_recovery"), (2, "after_step")),
+    ),
+    ("one who knows the sums of a step", "2x2", "shared", Faults().kill("w1", step=0, at="in_sums")),
+    ("one who knows the sums of a step, over a network", "3x2", "gloo", Faults().kill("w2", step=0, at="in_sums")),
+]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("layout", "exchange", "faults"), [one[1:] for one in BESIDE], ids=[one[0] for one in BESIDE])
+def test_several_losses_change_no_bit(layout: str, exchange: str, faults: Faults, calm: Calm, tmp_path: Path) -> None:
+    arguments = ["--kind", "transformer"]
+    outcome = train(tmp_path / "run", layout, faults, options(exchange), arguments)
+    assert {fault.worker for fault in faults.faults} <= ended_workers(outcome.output), outcome.output
+    assert_same_bits(tmp_path / "run", outcome, calm(*arguments))
+
+
+@pytest.mark.more
+def test_a_part_that_is_lost_wholly_ends_the_run(tmp_path: Path) -> None:
+    """Without restarts; it says which part, and nobody waits."""
+    faults = kills((1, "after_backward"), (3, "in_recovery"))
+    outcome = train(tmp_path / "run", "2x2", faults, ALONE, ["--kind", "mlp"])
+    assert outcome.exit_code not in (0, None), outcome.output
+    assert "no worker that holds the run's state of part 1 of the model is left" in outcome.output, outcome.output
+    assert len(outcome.digests) in (STEP, STEP + 1)
+
+
+# -- recipes -----------------------------------------------------------------------------------------
+
+RECIPES: list[tuple[list[str], list[str], str, str, int]] = [
+    # arguments of the script; options of the run; layout; point, number of the worker who is lost there
+    (["--optimizer", "momentum"], [], "2x2", "after_backward", 1),
+    (["--optimizer", "rmsprop"], [], "2x2", "lanes.prepared", 2),
+    (["--optimizer", "adagrad", "--kind", "rare"], [], "2x3", "committed", 4),
+    (["--wire", "bf16", "--kind", "cnn"], ["--exchange", *EXCHANGES["gloo"]], "2x2", "published", 3),
+    (["--wire", "bf16", "--kind", "transformer"], ["--exchange", *EXCHANGES["two-level"]], "2x3", "after_backward", 0),
+    (["--weighted"], [], "2x2", "before_combine", 0),
+    (["--frozen", "0", "5"], [], "2x2", "reduced", 3),
+    (["--frozen", "3", "--kind", "mlp"], [], "2x3", "before_backward", 1),
+    (["--kind", "rare"], [], "2x2", "after_step", 1),
+    (["--passes", "2", "--kind", "cnn"], [], "2x2", "before_combine", 2),
+    (["--microbatches", "1"], [], "2x2", "after_backward", 0),
+    (["--microbatches", "3", "--stages", "3", "--kind", "cnn"], [], "3x3", "committed", 7),
+]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("arguments", "more", "layout", "at", "number"), RECIPES, ids=[" ".join(recipe[0]) for recipe in RECIPES]
+)
+def test_a_kill_changes_no_bit_of_any_recipe(
+    arguments: list[str], more: list[str], layout: str, at: str, number: int, calm: Calm, tmp_path: Path
+) -> None:
+    faults = Faults().kill(f"w{number}", step=STEP, at=at)
+    outcome = train(tmp_path / "run", layout, faults, [*ALONE, *more], arguments)
+    assert f"w{number}" in ended_workers(outcome.output), outcome.output
+    assert_same_bits(tmp_path / "run", outcome, calm(*arguments))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", ["2x2", "1x4"])
+def test_samples_that_are_left_out(layout: str, calm: Calm, tmp_path: Path) -> None:
+    """Some micro-batches lose samples, and some all of them, which no part computes."""
+    without = tmp_path / "without"
+    without.write_text("0-49\n60\n")
+    more = ["--without", str(without)]
+    outcome = train(tmp_path / "run", layout, None, [*ALONE, *more], ["--kind", "cnn"])
+    expected = calm("--kind", "cnn", others=more)
+    assert_same_bits(tmp_path / "run", outcome, expected)
+    assert outcome.digests != calm("--kind", "cnn")[1].digests
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+RESUMED: list[tuple[str, str, str]] = [
+    ("2x2", "1", "cnn"),
+    ("1", "1x4", "transformer"),
+    ("1x3", "2x2", "cnn"),
+    ("1x4", "1x2", "transformer"),
+    ("2", "2x2", "skip"),
+]
+CHECKPOINT_KILLS = [(at, number) for at in CHECKPOINT_POINTS[:2] for number in (0, 3)] + [
+    (at, 0) for at in CHECKPOINT_POINTS[2:4]
+]
+if ALL:
+    layouts = ["1", "2", "1x2", "1x3", "1x4", "2x2", "3x2", "2x3"]
+    RESUMED = [(*pair, kind) for pair in itertools.permutations(layouts, 2) for kind in ("skip", "transformer")]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("before", "after", "kind"), RESUMED)
+def test_a_run_goes_on_in_another_layout(
+    before: str, after: str, kind: str, calm: Calm, tmp_path: Path, mark: str
+) -> None:
+    """All of its processes are killed at once; the checkpoints that it has left are of the other layout."""
+    directory, arguments = tmp_path / "run", ["--kind", kind, "--checkpoint-every", "1"]
+    faults = Faults().kill_run("w0", step=STEP + 1, at="before_backward")
+    killed = train(directory, before, faults, PATIENT, arguments)
+    assert killed.exit_code == -signal.SIGKILL, killed.output
+    wait_until_gone({*marked(mark), *forked()}, time.monotonic() + WAIT_S)
+    for path in files.complete(directory / files.FOLDER):
+        files.verify(path)
+    assert files.complete(directory / files.FOLDER)
+    outcome = train(directory, after, None, [*PATIENT, "--resume", str(directory)], arguments)
+    assert len(read_facts(directory)["resumed"]) == 1
+    assert_same_bits(directory, outcome, calm("--kind", kind))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("at", "number"), CHECKPOINT_KILLS)
+def test_a_kill_in_a_checkpoint_changes_no_bit(at: str, number: int, calm: Calm, tmp_path: Path) -> None:
+    directory, arguments = tmp_path / "run", ["--kind", "cnn"]
+    faults = Faults().kill(f"w{number}", at=at)
+    outcome = train(directory, "2x2", faults, ALONE, [*arguments, "--checkpoint-every", "1"])
+    assert f"w{number}" in ended_workers(outcome.output), outcome.output
+    assert_same_bits(directory, outcome, calm(*arguments))
+    complete = files.complete(directory / files.FOLDER)
+    assert complete
+    for path in complete:
+        files.verify(path)
+
+
+# -- workers that come and go ------------------------------------------------------------------------
+
+MANY = 24
+EVERYTHING = ["--kind", "transformer", "--steps", str(MANY)]
+
+
+def start(unisono: Unisono, run_dir: Path, gates: Gates, layout: str, *options: object) -> Command:
+    arguments = [*train.arguments, *EVERYTHING, "--gates", gates.folder]
+    return unisono("run", train.path, "--workers", layout, "--run-dir", run_dir, *options, "--", *arguments)
+
+
+def finish(command: Command, run_dir: Path, calm: Calm) -> list[list[str]]:
+    """Returns which workers computed something in each step."""
+    assert command.wait() == 0, command.err
+    expected, _ = calm(*EVERYTHING)
+    assert compare(expected, run_dir).startswith(f"identical: {MANY} steps")
+    assert canonical(expected) == canonical(run_dir)
+    return [
+        [worker for worker, known in sorted(workers.items()) if known["leaves"]]
+        for workers in times.by_step(run_dir).values()
+    ]
+
+
+@pytest.mark.more
+def test_groups_come_and_go(unisono: Unisono, calm: Calm, tmp_path: Path) -> None:
+    """`unisono scale` makes one group two, and takes the second one away again."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (3, 8, 14)) as gates:
+        command = start(unisono, run_dir, gates, "1x2")
+        gates.wait(3)
+        grow = unisono("scale", run_dir, 4)
+        assert grow.wait() == 0, grow.err
+        gates.open(3, command.generation("; generation 2 with"))
+        gates.open(8, command.generation("with 4 workers"))
+        gates.wait(14)
+        shrink = unisono("scale", run_dir, 2)
+        assert shrink.wait() == 0, shrink.err
+        gates.open(14, command.generation("w2 and w3 leave"))
+        computing = finish(command, run_dir, calm)
+    assert computing[3] == ["w0", "w1"]
+    assert computing[14] == ["w0", "w1", "w2", "w3"]
+    assert computing[-1] == ["w0", "w1"]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("exchange", ["shared", "gloo"])
+def test_a_replacement_takes_the_part_of_a_lost_worker(
+    exchange: str, unisono: Unisono, calm: Calm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It completes the group, which computes again."""
+    run_dir = tmp_path / "run"
+    for name, value in Faults().kill("w1", step=STEP, at="after_backward").environment().items():
+        monkeypatch.setenv(name, value)
+    with Gates(tmp_path / "gates", (5, 9)) as gates:
+        command = start(unisono, run_dir, gates, "2x2", "--exchange", exchange)
+        gates.open(5, command.generation("with 4 workers", after="with 3 workers"))
+        gates.open(9)
+        computing = finish(command, run_dir, calm)
+    assert computing[4] == ["w2", "w3"], "w0 is left over"
+    assert computing[-1] == ["w0", "w2", "w3", "w4"]
+
+
+@pytest.mark.more
+def test_a_machine_that_joins_carries_the_model_on(unisono: Unisono, calm: Calm, tmp_path: Path) -> None:
+    """Its two workers are a group; then the first group is killed, and its state is theirs."""
+    run_dir = tmp_path / "run"
+    with Gates(tmp_path / "gates", (3, 8)) as gates:
+        command = start(unisono, run_dir, gates, "1x2", "--max-restarts", 0)
+        gates.wait(3)
+        join(unisono, run_dir, 2)
+        gates.open(3, command.generation("; generation 2 with"))
+        command.generation("with 4 workers")
+        gates.wait(8, workers=4)
+        for number in (0, 1):
+            os.kill(pid_of(f"w{number}", run_dir), signal.SIGKILL)
+        gates.open(8, command.generation("with 2 workers", after="with 4 workers"))
+        computing = finish(command, run_dir, calm)
+    assert computing[7] == ["w0", "w1", "w2", "w3"]
+    assert computing[-1] == ["w2", "w3"]
