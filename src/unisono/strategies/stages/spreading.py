@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from unisono.core.ownership import MemberPlace
 from unisono.engine.rounds.team import Team
-from unisono.strategies.stages.module import Stages, parts_of
+from unisono.strategies.stages.module import Stages
 
 __all__ = ["SpreadModule", "SpreadOptimizer"]
 
@@ -30,16 +30,12 @@ class _OfStages:
         self._stages = stages
         self._team = team
 
-    def _part_of(self, stage: int) -> int:
-        parts = parts_of(self._stages.num_stages, self._stages.num_parts)
-        return next(part for part, stages in enumerate(parts) if stage in stages)
-
     @property
     def holders(self) -> tuple[tuple[str, ...], ...]:
         """By stage: the ids of the members that hold it."""
         members = list(zip(self._team.worker_ids, self._team.parts, strict=True))
         return tuple(
-            tuple(worker for worker, part in members if part == self._part_of(stage))
+            tuple(worker for worker, part in members if part == self._stages.part_of(stage))
             for stage in range(self._stages.num_stages)
         )
 
