@@ -96,9 +96,8 @@ class Staged(Strategy):
     def _check(self) -> None:
         """Raise UsageError where something is tracked that a model in stages cannot have."""
         for name, optimizer in self._tracked.optimizers.items():
-            group_of = {
-                id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]
-            }
+            groups = enumerate(optimizer.param_groups)
+            group_of = {id(one): number for number, group in groups for one in group["params"]}
             for tie in self.stages.ties:
                 if len({group_of.get(id(one)) for one in tie.values()}) > 1:
                     raise UsageError(
