@@ -660,8 +660,8 @@ class Run:
         self._process.check("run.local_steps")
         if find_stages(self._tracked) is not None or self._rounds.team.num_parts > 1:
             raise UsageError(
-                "run.local_steps trains replicas of a whole model, and not one that is cut into stages (unisono.Stages): "
-                "use run.steps"
+                "run.local_steps trains replicas of a whole model, and not of one that is cut into stages "
+                "(unisono.Stages): use run.steps"
             )
         check_options(data, DataOptions.__annotations__)
         replication = Replication(replicas, inner_steps)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StateLost, StepError, UsageError
@@ -33,7 +34,7 @@ from unisono.engine.state.tracked import Tracked
 from unisono.strategies.stages.flight import Away, Flight, OwnBuffers, Pilot, one_forward_one_backward
 from unisono.strategies.stages.link import Link
 from unisono.strategies.stages.module import Stages, stages_in
-from unisono.strategies.stages.spreading import SpreadModule, SpreadOptimizer
+from unisono.strategies.stages.spreading import SpreadModule, SpreadOptimizer, drop_elsewhere
 from unisono.strategies.stages.tied import TiedRound
 from unisono.system.faults import point
 from unisono.system.process import Process
@@ -63,6 +64,7 @@ class Staged(Strategy):
     def __init__(self, stages: Stages, tracked: Tracked, team: Team) -> None:
         self.stages = stages
         self._tracked = tracked
+        self._hooks: list[RemovableHandle] = []
         stages.cut()
         self.stage_of = _stages_by_id(stages)
         """By id of a parameter."""
@@ -88,8 +90,14 @@ class Staged(Strategy):
     def open(self, context: StepContext, first: int) -> None:
         super().open(context, first)
         _in_loops.append((self, context.rounds))
+        if self.stages.num_parts > 1:
+            optimizers = self._tracked.optimizers.values()
+            self._hooks = [one.register_step_pre_hook(drop_elsewhere) for one in optimizers]
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         _in_loops[:] = [each for each in _in_loops if each[0] is not self]
         self.stages.carry(None)
 
