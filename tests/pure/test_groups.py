@@ -364,6 +364,9 @@ def test_whatever_happens_a_run_that_trains_has_every_part(seed: int, parts: int
         assert notice is not None
         if not notice.paused and notice.members:
             assert {member.part for member in notice.members} == set(range(parts))
+    for agent_id in [agent_id for agent_id in story.state.agents if agent_id != AGENT]:
+        story.says(agent_id, Offer(num_workers=4, reason="nobody uses it"))
+    settle(story)
     story.says("", Scale(num_workers=parts * 2))
     settle(story)
     settle(story)
