@@ -111,6 +111,11 @@ def parts(kind: str, draw: torch.Generator) -> tuple[list[Any], TensorDataset]:
     if kind == "cnn":
         layers = [convolution(1, 6), convolution(6, 6), convolution(6, 6), nn.Flatten(), nn.Linear(6 * 36, 3)]
         return layers, TensorDataset(torch.randn(NUM_SAMPLES, 1, 6, 6, generator=draw), labels)
+    if kind == "tied":
+        first, last = Embedding(30, 10, 16), nn.Linear(16, 30, bias=False)
+        last.weight = first.words.weight
+        layers = [first, Block(16, 4), Block(16, 4), last]
+        return layers, TensorDataset(*(torch.randint(0, 30, (NUM_SAMPLES, 10), generator=draw) for _ in range(2)))
     words, nexts = (torch.randint(0, 30, (NUM_SAMPLES, 10), generator=draw) for _ in range(2))
     made = [lambda: Embedding(30, 10, 16), lambda: Block(16, 4), lambda: Block(16, 4)]
     return [*made, lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 30))], TensorDataset(words, nexts)

@@ -216,7 +216,7 @@ RECIPES: list[tuple[list[str], list[str], str, str, int]] = [
     (["--kind", "rare"], [], "2x2", "after_step", 1),
     (["--passes", "2", "--kind", "cnn"], [], "2x2", "before_combine", 2),
     (["--microbatches", "1"], [], "2x2", "after_backward", 0),
-    (["--microbatches", "3", "--stages", "3", "--kind", "cnn"], [], "3x3", "committed", 7),
+    (["--microbatches", "2", "--stages", "3", "--kind", "cnn"], [], "3x3", "committed", 7),
 ]
 
 
@@ -239,7 +239,7 @@ def test_samples_that_are_left_out(layout: str, calm: Calm, tmp_path: Path) -> N
     """Some micro-batches lose samples, and some all of them, which no part computes."""
     without = tmp_path / "without"
     without.write_text("0-49\n60\n")
-    more = ["--without", str(without)]
+    more = ["--set", f"without={without}"]
     outcome = train(tmp_path / "run", layout, None, [*ALONE, *more], ["--kind", "cnn"])
     expected = calm("--kind", "cnn", others=more)
     assert_same_bits(tmp_path / "run", outcome, expected)
@@ -326,12 +326,12 @@ def test_groups_come_and_go(unisono: Unisono, calm: Calm, tmp_path: Path) -> Non
     with Gates(tmp_path / "gates", (3, 8, 14)) as gates:
         command = start(unisono, run_dir, gates, "1x2")
         gates.wait(3)
-        grow = unisono("scale", run_dir, 4)
+        grow = unisono("scale", run_dir, 2)
         assert grow.wait() == 0, grow.err
         gates.open(3, command.generation("; generation 2 with"))
         gates.open(8, command.generation("with 4 workers"))
         gates.wait(14)
-        shrink = unisono("scale", run_dir, 2)
+        shrink = unisono("scale", run_dir, 1)
         assert shrink.wait() == 0, shrink.err
         gates.open(14, command.generation("w2 and w3 leave"))
         computing = finish(command, run_dir, calm)

@@ -658,10 +658,10 @@ class Run:
                 tracked, or ``outer``, has no meaning in rounds; nothing was trained.
         """
         self._process.check("run.local_steps")
-        if (parts := self._rounds.team.num_parts) > 1:
+        if find_stages(self._tracked) is not None or self._rounds.team.num_parts > 1:
             raise UsageError(
-                "run.local_steps trains replicas of a whole model, and in this run a model is on several processes "
-                f"(--workers Nx{parts}): use run.steps, or start with --workers N"
+                "run.local_steps trains replicas of a whole model, and not of one that is cut into stages "
+                "(unisono.Stages): use run.steps"
             )
         check_options(data, DataOptions.__annotations__)
         replication = Replication(replicas, inner_steps)

@@ -39,6 +39,7 @@ from unisono.core.tree import Node, level_of, schedule
 __all__ = [
     "ROUNDED_NODES",
     "ROW_BYTES",
+    "SUM_DTYPE",
     "Extra",
     "FlatLayout",
     "Pool",

@@ -458,8 +458,8 @@ class Step(Iteration):
             current = yield from context.rounds.play_until_agreed(lambda: self._begin_round(turn))
             yield from current.find_not_finite()
             sums = current.sums()
-            if sums is not None:
-                yield from context.rounds.play(sums)
+            for more in [sums, *current.more()] if sums is not None else current.more():
+                yield from context.rounds.play(more)
         except GeneratorExit:
             self._is_left = True
             raise

@@ -83,7 +83,8 @@ def share_state(
     source = next(rank for rank, report in enumerate(reports) if not report.fresh)
     packed = None
     if team.rank == source:
-        packed = pack({**tracked.state(), "lines": unwritten_lines()}, "tracked")
+        packing = pack_held if team.num_parts > 1 else pack  # what belongs to parts follows
+        packed = packing({**tracked.state(), "lines": unwritten_lines()}, "tracked")
     fresh = [rank for rank, report in enumerate(reports) if report.fresh]
     state = send_state(team.exchange, source, fresh, packed)
     own = _share_apart(team, tracked, reports)

@@ -481,7 +481,8 @@ class Tracked:
         found = {}
         for name, value in self._objects.items():
             try:
-                found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
+                state = self._apart.get(name, value).state_dict()
+                found[name] = f"{digest_of_state(state, held.get(name, {})):016x}"
             except KeyError:
                 raise StateLost(
                     f"all workers that held some states of {name} were lost in the last moment of the run, so its end "

@@ -14,6 +14,8 @@ from unisono.engine.state.packing import pack_held, unpack
 
 __all__ = ["Link"]
 
+FIRST_BYTES = 1024
+"""Of the first message of a value, which has its header, or the beginning of it."""
 TAG = 1
 """Of all messages: those from one worker to another arrive in their order."""
 
@@ -41,8 +43,12 @@ class Link:
         """
         packed = pack_held(value)
         header = torch.frombuffer(bytearray(msgspec.msgpack.encode(StateHeader.of(packed))), dtype=torch.uint8)
-        self._send(target, torch.tensor([header.numel()]).view(torch.uint8))
-        self._send(target, header)
+        first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
+        first[:8] = torch.tensor([header.numel()]).view(torch.uint8)
+        first[8 : 8 + header.numel()] = header[: FIRST_BYTES - 8]
+        self._send(target, first)
+        if header.numel() > FIRST_BYTES - 8:
+            self._send(target, header[FIRST_BYTES - 8 :])
         for tensor in packed.tensors:
             if tensor.numel():
                 self._send(target, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
@@ -56,11 +62,14 @@ class Link:
         found: list[Any] = []
 
         def run() -> None:
-            size = torch.empty(8, dtype=torch.uint8)
-            self._receive(source, size)
-            header = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8)
-            self._receive(source, header)
-            known = msgspec.msgpack.decode(bytes(header.numpy().tobytes()), type=StateHeader)
+            first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+            self._receive(source, first)
+            size = int(first[:8].view(torch.int64))
+            rest = torch.empty(max(0, size - (FIRST_BYTES - 8)), dtype=torch.uint8)
+            if rest.numel():
+                self._receive(source, rest)
+            header = bytes(torch.cat([first[8 : 8 + size], rest]).tolist())
+            known = msgspec.msgpack.decode(header, type=StateHeader)
             tensors = known.empty()
             for tensor in tensors:
                 if tensor.numel():

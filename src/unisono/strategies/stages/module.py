@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import UsageError
+from unisono.strategies.stages.tied import untie
 
 __all__ = ["Carrier", "Stages", "parts_of", "stages_in"]
 
@@ -38,6 +39,9 @@ class Stages(nn.Module):
 
     The output of the last stage exists on the processes that have the last stage only. The function is called on all of
     them; on the others it ends at ``model(x)``.
+
+    A weight that is tied over several stages becomes a parameter of each of them. All of these get the sum of their
+    gradients, and stay equal.
 
     Until the first training loop every process has all stages, so that initial values may be drawn as usual. Then it
     keeps its own, and the parameters of the others are meta tensors. A module may be given as a function without
@@ -76,6 +80,8 @@ class Stages(nn.Module):
             if not isinstance(given, nn.Module) and not self._is_here(index):
                 _empty(module)
             self.add_module(str(index), module)
+        self.ties = untie([[*self.modules_of(stage)] for stage in range(self.num_stages)])
+        """Weights that are tied over stages: by stage, the parameter."""
 
     @property
     def num_stages(self) -> int:
@@ -85,6 +91,10 @@ class Stages(nn.Module):
     def of_parts(self) -> list[range]:
         """By part, the stages that it carries."""
         return parts_of(self.num_stages, self.num_parts)
+
+    def part_of(self, stage: int) -> int:
+        """Return the part that carries a stage."""
+        return next(part for part, own in enumerate(self.of_parts) if stage in own)
 
     @property
     def own(self) -> range:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from unisono.core.ownership import MemberPlace
 from unisono.engine.rounds.team import Team
-from unisono.strategies.stages.module import Stages, parts_of
+from unisono.strategies.stages.module import Stages
 
-__all__ = ["SpreadModule", "SpreadOptimizer"]
+__all__ = ["SpreadModule", "SpreadOptimizer", "drop_elsewhere"]
 
 
 class _OfStages:
@@ -30,16 +30,12 @@ class _OfStages:
         self._stages = stages
         self._team = team
 
-    def _part_of(self, stage: int) -> int:
-        parts = parts_of(self._stages.num_stages, self._stages.num_parts)
-        return next(part for part, stages in enumerate(parts) if stage in stages)
-
     @property
     def holders(self) -> tuple[tuple[str, ...], ...]:
         """By stage: the ids of the members that hold it."""
         members = list(zip(self._team.worker_ids, self._team.parts, strict=True))
         return tuple(
-            tuple(worker for worker, part in members if part == self._part_of(stage))
+            tuple(worker for worker, part in members if part == self._stages.part_of(stage))
             for stage in range(self._stages.num_stages)
         )
 
@@ -88,8 +84,8 @@ class SpreadModule(_OfStages):
 class SpreadOptimizer(_OfStages):
     """A tracked optimizer of parameters of stages.
 
-    Parameters of other stages get gradients that are meta tensors, so that the state of each is there, as meta tensors;
-    what counts its steps is a tensor with content on every worker.
+    A parameter of another stage gets a gradient that is a meta tensor. With the first one the optimizer makes its
+    state, of meta tensors; then there is nothing to do for it (`drop_elsewhere`).
     """
 
     def __init__(self, optimizer: Optimizer, stage_of: Mapping[int, int], stages: Stages, team: Team) -> None:
@@ -106,12 +102,17 @@ class SpreadOptimizer(_OfStages):
 
     def unit(self, path: str) -> int | None:
         found = re.match(r"\['state'\]\[(\d+)\]\['(\w+)'\]", path)
-        if found is None or found[2] == "step":
+        if found is None:
             return None
         return self._stage_of.get(id(self._parameters()[int(found[1])]))
 
     def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+        parameters, found = self._parameters(), self._optimizer.state_dict()
+        states = {
+            index: {key: _meta(value) for key, value in each.items()} if parameters[index].is_meta else each
+            for index, each in sorted(found["state"].items())
+        }
+        return {**found, "state": states}
 
     def outline(self) -> dict[str, Any]:
         return self.outlined(self.state_dict())
@@ -137,6 +138,16 @@ class SpreadOptimizer(_OfStages):
 
     def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
         self.load_state_dict(state)
+
+
+def drop_elsewhere(optimizer: Optimizer, *_: Any) -> None:
+    """Drop the gradients of parameters that are on other workers, before an update, where there is nothing to do."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.is_meta and parameter.grad is not None:
+                state = optimizer.state.get(parameter)
+                if state and all(isinstance(value, Tensor) for value in state.values()):
+                    parameter.grad = None
 
 
 def _is_meta(value: Any) -> bool:

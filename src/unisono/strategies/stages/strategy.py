@@ -8,21 +8,24 @@ each lane has them, and divides by the same weight.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StateLost, StepError, UsageError
 from unisono.core.plan import Plan
-from unisono.engine.exchange.flat import Sections
+from unisono.engine.exchange.flat import SUM_DTYPE, Sections
 from unisono.engine.exchange.lanes import Lanes
 from unisono.engine.loop.step import Step, loss_and_weight
 from unisono.engine.loop.strategies import Strategy
-from unisono.engine.microbatch.folding import Cut
+from unisono.engine.microbatch.folding import Cut, gradient_of
 from unisono.engine.microbatch.guards import UnusedGradients
+from unisono.engine.rounds import Round
 from unisono.engine.rounds.gradient import GradientRound, Pass, StepContext
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import Team
@@ -31,7 +34,8 @@ from unisono.engine.state.tracked import Tracked
 from unisono.strategies.stages.flight import Away, Flight, OwnBuffers, Pilot, one_forward_one_backward
 from unisono.strategies.stages.link import Link
 from unisono.strategies.stages.module import Stages, stages_in
-from unisono.strategies.stages.spreading import SpreadModule, SpreadOptimizer
+from unisono.strategies.stages.spreading import SpreadModule, SpreadOptimizer, drop_elsewhere
+from unisono.strategies.stages.tied import TiedRound
 from unisono.system.faults import point
 from unisono.system.process import Process
 
@@ -60,6 +64,7 @@ class Staged(Strategy):
     def __init__(self, stages: Stages, tracked: Tracked, team: Team) -> None:
         self.stages = stages
         self._tracked = tracked
+        self._hooks: list[RemovableHandle] = []
         stages.cut()
         self.stage_of = _stages_by_id(stages)
         """By id of a parameter."""
@@ -85,13 +90,29 @@ class Staged(Strategy):
     def open(self, context: StepContext, first: int) -> None:
         super().open(context, first)
         _in_loops.append((self, context.rounds))
+        if self.stages.num_parts > 1:
+            optimizers = self._tracked.optimizers.values()
+            self._hooks = [one.register_step_pre_hook(drop_elsewhere) for one in optimizers]
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         _in_loops[:] = [each for each in _in_loops if each[0] is not self]
         self.stages.carry(None)
 
     def _check(self) -> None:
         """Raise UsageError where something is tracked that a model in stages cannot have."""
+        for name, optimizer in self._tracked.optimizers.items():
+            groups = enumerate(optimizer.param_groups)
+            group_of = {id(one): number for number, group in groups for one in group["params"]}
+            for tie in self.stages.ties:
+                if len({group_of.get(id(one)) for one in tie.values()}) > 1:
+                    raise UsageError(
+                        f"weights that are tied over stages {', '.join(map(str, tie))} of unisono.Stages are in "
+                        f"different parameter groups of {name!r}, which would update them differently: put them into "
+                        "one group"
+                    )
         for name, parameter in self._tracked.parameters():
             if id(parameter) not in self.stage_of:
                 raise UsageError(
@@ -181,9 +202,14 @@ def _stages_by_id(stages: Stages) -> dict[int, int]:
                 if found.setdefault(id(parameter), stage) != stage:
                     raise UsageError(
                         f"parameter {name!r} of stage {stage} of unisono.Stages is in stage {found[id(parameter)]} as "
-                        "well: weights that are tied have to be in one stage. Choose other cuts, or untie them"
+                        "well: tie weights before unisono.Stages gets the modules"
                     )
     return found
+
+
+def _meta_sum(parameter: Tensor) -> Tensor:
+    """Return a meta tensor like the sum of the gradients of a parameter."""
+    return torch.empty(parameter.shape, dtype=SUM_DTYPE.get(parameter.dtype, parameter.dtype), device="meta")
 
 
 def _stage_of_owner(stages: Stages, owner: nn.Module, of: dict[int, int]) -> int:
@@ -266,6 +292,7 @@ class StagedRound(GradientRound):
             lambda: self._received(part - 1),
         )
         self._link_of: tuple[Any, Link] | None = None
+        self._tied: TiedRound | None = None
         self._buffers = OwnBuffers(self._folder.buffers.owners)
         self._folder.chain = self._pilot.chain
         stages.carry(self._pilot)
@@ -329,26 +356,64 @@ class StagedRound(GradientRound):
         self._pilot.flight = self.microbatch = None
         return super().interrupt()
 
+    def more(self) -> Iterator[Round]:
+        if self._is_whole or not self._ties:
+            return
+        of, slot = self._stages.part_of, self.slot
+        means = dict(zip((id(one) for _, one in self._folder.trained), slot.gradients, strict=True))
+        ties = [
+            {
+                part: {stage: means.get(id(one), _meta_sum(one)) for stage, one in tie.items() if of(stage) == part}
+                for part in dict.fromkeys(of(stage) for stage in tie)
+            }
+            for tie in self._ties
+        ]
+        self._tied = TiedRound(self._members, ties, self._stages.device)
+        yield self._tied
+
     def apply(self, totals: Any = None) -> None:
         super().apply(totals)
+        self._show_tied()
         if not self._is_whole:
             self._show_elsewhere()
+
+    @property
+    def _ties(self) -> list[dict[int, nn.Parameter]]:
+        """The ties that are trained: by stage, the parameter."""
+        return [tie for tie in self._stages.ties if all(one.requires_grad for one in tie.values())]
+
+    def _show_tied(self) -> None:
+        """Make the sum of the gradients of tied weights the gradient of each of them that is here."""
+        for number, tie in enumerate(self._ties):
+            here = [one for one in tie.values() if not one.is_meta]
+            if not here or (self._is_whole and all(one.grad is None for one in here)):
+                continue
+            if self._tied is not None:
+                parts = [self._tied.found[number][stage] for stage in tie]
+            else:
+                parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in tie.values()]
+            total = functools.reduce(torch.add, parts)
+            for one in here:
+                one.grad = gradient_of(one, total.clone())
 
     def _show_elsewhere(self) -> None:
         """Give the parameters of other stages gradients without content, where they have one."""
         exchange = self._members.exchange
         assert isinstance(exchange, Lanes)
-        numbers = dict.fromkeys(exchange.memory.used, 0)
+        numbers, used = dict.fromkeys(exchange.memory.used, 0), dict[int, bool]()
         sections = self._folder.sections
         for (_, parameter), stage in zip(self._folder.every, sections, strict=True):
-            part = self._part_of(stage)
-            is_used = exchange.memory.used[part][numbers[part]]
+            part = self._stages.part_of(stage)
+            used[id(parameter)] = bool(exchange.memory.used[part][numbers[part]])
             numbers[part] += 1
+        for tie in self._ties:  # a gradient of one is a gradient of all
+            is_used = any(used[id(one)] for one in tie.values())
+            used.update((id(one), is_used) for one in tie.values())
+        for _, parameter in self._folder.every:
             if parameter.is_meta:
-                parameter.grad = torch.empty_like(parameter) if is_used else None
-
-    def _part_of(self, stage: int) -> int:
-        return next(part for part, own in enumerate(self._stages.of_parts) if stage in own)
+                parameter.grad = torch.empty_like(parameter) if used[id(parameter)] else None
+            elif not used[id(parameter)]:
+                parameter.grad = None
 
     @property
     def _link(self) -> Link:
