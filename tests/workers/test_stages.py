@@ -249,28 +249,29 @@ def test_samples_that_are_left_out(layout: str, calm: Calm, tmp_path: Path) -> N
 
 # -- checkpoints -------------------------------------------------------------------------------------
 
-RESUMED: list[tuple[str, str, str]] = [
-    ("2x2", "1", "cnn"),
-    ("1", "1x4", "transformer"),
-    ("1x3", "2x2", "cnn"),
-    ("1x4", "1x2", "transformer"),
-    ("2", "2x2", "skip"),
+RESUMED: list[tuple[str, str, list[str]]] = [
+    ("2x2", "1", ["--kind", "cnn"]),
+    ("1", "1x4", ["--kind", "transformer"]),
+    ("1x3", "2x2", ["--kind", "cnn", "--optimizer", "adagrad"]),
+    ("1x4", "1x2", ["--kind", "transformer"]),
+    ("2", "2x2", ["--kind", "skip", "--optimizer", "momentum"]),
 ]
 CHECKPOINT_KILLS = [(at, number) for at in CHECKPOINT_POINTS[:2] for number in (0, 3)] + [
     (at, 0) for at in CHECKPOINT_POINTS[2:4]
 ]
 if ALL:
     layouts = ["1", "2", "1x2", "1x3", "1x4", "2x2", "3x2", "2x3"]
-    RESUMED = [(*pair, kind) for pair in itertools.permutations(layouts, 2) for kind in ("skip", "transformer")]
+    kinds = (["--kind", "skip", "--optimizer", "rmsprop"], ["--kind", "transformer"])
+    RESUMED = [(*pair, kind) for pair in itertools.permutations(layouts, 2) for kind in kinds]
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("before", "after", "kind"), RESUMED)
+@pytest.mark.parametrize(("before", "after", "recipe"), RESUMED)
 def test_a_run_goes_on_in_another_layout(
-    before: str, after: str, kind: str, calm: Calm, tmp_path: Path, mark: str
+    before: str, after: str, recipe: list[str], calm: Calm, tmp_path: Path, mark: str
 ) -> None:
     """All of its processes are killed at once; the checkpoints that it has left are of the other layout."""
-    directory, arguments = tmp_path / "run", ["--kind", kind, "--checkpoint-every", "1"]
+    directory, arguments = tmp_path / "run", [*recipe, "--checkpoint-every", "1"]
     faults = Faults().kill_run("w0", step=STEP + 1, at="before_backward")
     killed = train(directory, before, faults, PATIENT, arguments)
     assert killed.exit_code == -signal.SIGKILL, killed.output
@@ -280,7 +281,7 @@ def test_a_run_goes_on_in_another_layout(
     assert files.complete(directory / files.FOLDER)
     outcome = train(directory, after, None, [*PATIENT, "--resume", str(directory)], arguments)
     assert len(read_facts(directory)["resumed"]) == 1
-    assert_same_bits(directory, outcome, calm("--kind", kind))
+    assert_same_bits(directory, outcome, calm(*recipe))
 
 
 @pytest.mark.more
