@@ -134,7 +134,7 @@ def test_after_any_loss_every_lane_has_each_micro_batch_once(data: st.DataObject
     held = []
     for _ in range(size):
         edges = sorted(data.draw(st.lists(st.integers(0, num_leaves), min_size=2, max_size=2)))
-        held.append(cover(*edges, num_leaves))
+        held.append(cover(edges[0], edges[1], num_leaves))
     found = replan_groups(held, [True] * size, num_leaves, groups)
     for part in range(num_parts):
         lane = [group[part] for group in groups]
@@ -153,6 +153,6 @@ def test_with_one_part_it_is_the_plan_of_the_members(num_leaves: int, size: int,
     held = []
     for _ in range(size):
         edges = sorted(data.draw(st.lists(st.integers(0, num_leaves), min_size=2, max_size=2)))
-        held.append(cover(*edges, num_leaves))
+        held.append(cover(edges[0], edges[1], num_leaves))
     groups = tuple((rank,) for rank in range(size))
     assert replan_groups(held, [True] * size, num_leaves, groups) == replan(held, [True] * size, num_leaves)

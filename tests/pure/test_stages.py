@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import unisono
 from unisono.core.errors import StepError, UsageError
-from unisono.strategies.stages import module as stages_module
 from unisono.strategies.stages.flight import Away, Flight, OwnBuffers, Pilot, one_forward_one_backward
 from unisono.strategies.stages.module import Stages, parts_of, stages_in
 
@@ -91,7 +90,7 @@ def as_part(monkeypatch: pytest.MonkeyPatch, part: int, num_parts: int) -> None:
     """Let this process be a worker with a part."""
     member = _Settings(num_parts)
     member.part = part  # type: ignore[attr-defined]
-    monkeypatch.setattr(stages_module.members, "current", lambda: member)
+    monkeypatch.setattr("unisono.strategies.stages.module.members.current", lambda: member)
 
 
 def test_more_parts_than_stages(monkeypatch: pytest.MonkeyPatch) -> None:
