@@ -361,7 +361,7 @@ def test_a_replacement_takes_the_part_of_a_lost_worker(
     """It completes the group, which computes again. Then another one is lost, perhaps, while it gets the state."""
     run_dir, faults = tmp_path / "run", Faults().kill("w1", step=STEP, at="after_backward")
     if also:
-        faults = faults.kill(also, at="in_admission", step=5)
+        faults = faults.kill(also, at="in_admission")
     for name, value in faults.environment().items():
         monkeypatch.setenv(name, value)
     with Gates(tmp_path / "gates", (5, 9)) as gates:
