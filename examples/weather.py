@@ -35,7 +35,7 @@ def legendre(sines: Tensor) -> Tensor:
 
 
 def simulate(num_planets: int, days: int) -> TensorDataset:
-    """Return days, (n, 3, latitudes, longitudes), the change of their vorticity in a day, and areas, (n, 1, ...) each."""
+    """Return days, (n, 3, latitudes, longitudes), the change of vorticity in each, and areas, both (n, 1, ...)."""
     steps, degrees = torch.arange(1, LATITUDES).double(), torch.arange(WAVES).double()
     side = (steps / (4 * steps**2 - 1).sqrt()).diag(1)
     sines, vectors = torch.linalg.eigh(side + side.T)  # latitudes by the rule of Gauss, whose weights are the areas
@@ -54,8 +54,8 @@ def simulate(num_planets: int, days: int) -> TensorDataset:
         north = to_grid(east * inverse * waves, shapes) * (to_grid(waves, slopes) + 4 * math.pi)
         return to_waves(to_grid(inverse * waves, slopes) * to_grid(east * waves, shapes) - north)
 
-    waves = to_waves(torch.randn(LONGITUDES, num_planets, LATITUDES).double()) * (-(((degrees - 7) / 3) ** 2)).exp()
-    waves, seen = 12 * waves, []  # with winds as on Earth
+    waves = to_waves(torch.randn(LONGITUDES, num_planets, LATITUDES).double())
+    waves, seen = 1.8 * degrees * (-(((degrees - 7) / 3) ** 2)).exp() * waves, []  # with winds as on Earth
     for time in range(STEPS * (days + 5) + 1):
         if time % STEPS == 0 and time >= STEPS * 5:
             fields = to_grid(waves, shapes), to_grid(20 * inverse * waves, shapes), latitudes  # the network's input
