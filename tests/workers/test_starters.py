@@ -79,18 +79,18 @@ def test_kinds_of_stars_are_learned_better_than_by_chance(tmp_path: Path) -> Non
 
 
 def test_a_digest_can_be_compared_sent_and_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nursery_with_data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The lines that are printed for an unknown arithmetic are an entry of the file."""
-    code, output = run_script(EXAMPLES / "light_curves.py", "--run-dir", tmp_path / "run", "--quick", "--overwrite")
-    assert code == 0, output
+    monkeypatch.setenv("UNISONO_NURSERY", nursery_with_data)
+    on_workers("forces", 1, tmp_path / "run")
     shutil.copy(EXAMPLES / "digests.py", tmp_path)
     (tmp_path / "digests.toml").touch()
     monkeypatch.setattr(sys, "argv", ["digests.py", str(tmp_path / "run")])
     main = runpy.run_path(str(tmp_path / "digests.py"))["main"]
     assert main() == 0
     said, entry = capsys.readouterr().out.split("\nSend these lines for examples/digests.toml:\n\n")
-    assert "light_curves --quick: " in said
+    assert ": forces --quick: " in said
     (tmp_path / "digests.toml").write_text(entry)
     assert main() == 0
     assert capsys.readouterr().out.endswith(", as published\n")
