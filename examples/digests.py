@@ -56,7 +56,7 @@ def lines_to_send(arithmetic: dict[str, str], models: dict[str, str]) -> str:
     tables = {"[arithmetic.is]": arithmetic, "[arithmetic.models]": models}
     lines = ["[[arithmetic]]"]
     for title, table in tables.items():
-        lines += [title, *(f"{json.dumps(name)} = {json.dumps(text)}" for name, text in table.items())]
+        lines += ["", title, *(f"{json.dumps(name)} = {json.dumps(text)}" for name, text in table.items())]
     return "\n".join(lines)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.house.rooms import ROOT
 from tests.waiting import WAIT_S
 
 pytest.importorskip("ipykernel", reason="ipykernel is not installed; `make figures` installs it")
@@ -69,3 +71,35 @@ def test_an_error_has_the_line_of_the_cell(tmp_path: Path) -> None:
         f"  Cell In[1], line {line}, in train\n    loss = loss + [].pop()  # the line that fails\n" in error["evalue"]
     )
     assert "ipykernel_" not in error["evalue"]
+
+
+ON_CARDS = """
+import os, torch, unisono
+from torch import nn
+
+def train(emulated):
+    if emulated:
+        os.environ["EMULATED_CARD"] = f"GPU-{os.getpid()}"  # a card for each process
+        import tests.emulated.library
+    run = unisono.Run(seed=7, device="emu" if emulated else "cpu")
+    model = nn.Linear(2, 1).to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.rand(64, 2))
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data, batch_size=16, microbatches=4, epochs=2):
+        for (x,) in step:
+            model(x).square().mean().backward()
+        optimizer.step()
+    return run.device.type, run.num_workers, step.loss
+""".strip()
+
+
+def test_two_processes_with_a_card_each_have_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cards are emulated, and known by their ids: as on a notebook's machine with two."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+    launches = (f'unisono.launch(train, {on}, workers={n}, run_dir="r{n}")' for on, n in ((False, 1), (True, 2)))
+    _, *launched = executed(tmp_path, ON_CARDS, *launches)
+    alone, both = (literal_eval(outputs[-1]["data"]["text/plain"]) for outputs in launched)
+    assert alone[:2] == ("cpu", 1)
+    assert both[:2] == ("emu", 2)
+    assert both[2] == alone[2]
