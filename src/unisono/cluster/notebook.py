@@ -62,8 +62,8 @@ def with_cell_lines(traceback: str) -> str:
 
 def _cell_name(file: str) -> str:
     """Return what IPython calls a cell, "Cell In[3]", by the file's name in its code; "" for anything else."""
-    compiler = getattr(_shell(), "compile", None)
-    named = compiler.format_code_name(file) if hasattr(compiler, "format_code_name") else None
+    name_of = getattr(getattr(_shell(), "compile", None), "format_code_name", None)
+    named = name_of(file) if name_of is not None else None
     return " ".join(named) if named else ""
 
 
