@@ -81,6 +81,7 @@ from unisono.record.problems.witness import about_machine
 from unisono.record.rundir import doubt, forget_head, holder
 from unisono.system.aside import Aside
 from unisono.system.descendants import end_descendants
+from unisono.system.extras import need
 from unisono.system.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
 from unisono.system.process import IS_WATCHED
 from unisono.views.watch import EventStream, make
@@ -131,6 +132,7 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
     Args:
         machines: makes the other machines, from the head's address and the run's token; default: there are none.
     """
+    _check_can_work(spec)
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     listener = listen(service)
@@ -152,6 +154,7 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
 
 def join(spec: MachineSpec, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
+    _check_can_work(spec)
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     if spec.launched:
@@ -170,6 +173,12 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
     finally:
         if spec.launched:  # also what a script has put into a session of its own
             end_descendants(TERMINATE_S)
+
+
+def _check_can_work(spec: MachineSpec) -> None:
+    """Raise UsageError where workers are asked for and cannot start. A machine without workers needs no torch."""
+    if spec.num_workers:
+        need("torch", "a worker", "torch")
 
 
 async def _work(
