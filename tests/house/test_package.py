@@ -58,7 +58,7 @@ def test_the_source_distribution_can_be_built_from_and_tested(built: Path, tmp_p
 
 def description(wheel: Path) -> email.message.Message:
     with zipfile.ZipFile(wheel) as archive:
-        return email.message_from_bytes(archive.read(f"unisono-{unisono.__version__}.dist-info/METADATA"))
+        return email.message_from_string(archive.read(f"unisono-{unisono.__version__}.dist-info/METADATA").decode())
 
 
 def test_a_distribution_for_an_index_has_addresses_and_no_relative_link(
