@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from unisono.strategies.shard.clipping import clip_grad_norm_ as clip_grad_norm_
     from unisono.strategies.shard.clipping import clip_grad_value_ as clip_grad_value_
     from unisono.strategies.shard.sharding import shard as shard
+    from unisono.strategies.stages.module import Stages as Stages
 
 __version__ = "0.3.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "Run",
     "RunDirectoryError",
     "RunStopped",
+    "Stages",
     "StateLost",
     "Step",
     "StepError",
@@ -82,6 +84,7 @@ _LATER = {
     "Checkpoints": "unisono.core.cadence",
     "LocalRound": "unisono.strategies.local.localround",
     "Run": "unisono.script.run",
+    "Stages": "unisono.strategies.stages.module",
     "Step": "unisono.engine.loop.step",
     "Streams": "unisono.engine.microbatch.streams",
     "TarShards": "unisono.engine.microbatch.shards",

@@ -237,6 +237,7 @@ class Listener:
     """A `Member` that notes what it is told about waiting."""
 
     arithmetic = 0
+    part = 0
 
     def __init__(self) -> None:
         self.is_waiting = False

@@ -41,7 +41,8 @@ def launch(
     notebook will do; the result is pickled back. Each line of the workers' output appears here with the worker's name.
 
     Args:
-        workers: how many; "auto", the default: every GPU, else every core; "A:B": at least A, at most B.
+        workers: how many; "auto", the default: every GPU, else every core; "A:B": at least A, at most B; "2x4": 2
+            groups of 4, each with one part of the model.
         threads: CPU threads of a worker, by default 1. Part of the result's bits.
         run_dir: directory of the run; wins over the one that ``main`` names.
         options: other settings of ``unisono run``, with underscores: ``exchange="gloo"``, ``overwrite=True``,
