@@ -30,7 +30,8 @@ from unisono.core.messages import (
 from unisono.core.policy import Policy
 from unisono.core.settings import RunSettings
 from unisono.membership import part_of
-from unisono.membership.roster import ALIVE, State, WorkerState, resumed
+from unisono.membership.parts import to_admit
+from unisono.membership.roster import ALIVE, State, Worker, WorkerState, resumed
 from unisono.record.overview import OverviewBuilder
 from unisono.system.capacity import Workers, parse_workers
 from unisono.views.watch.terminal.drawing import workers_rows
@@ -210,6 +211,16 @@ def test_a_spare_worker_of_another_part_does_not_keep_a_lost_one_from_being_repl
     assert sorted(told(story)) == [0, 1]
 
 
+def test_nobody_takes_the_room_of_a_part_that_lacks_a_worker() -> None:
+    policy = Policy(start=2, minimum=2, maximum=2, parts=2)
+    first, other, missing = (
+        Worker(worker_id=f"w{number}", state=WorkerState.READY, part=part) for number, part in enumerate((1, 1, 0))
+    )
+    assert to_admit([first], [other], policy) == []
+    assert to_admit([first], [other, missing], policy) == [missing]
+    assert to_admit([first], [other, missing], msgspec.structs.replace(policy, maximum=3)) == [other, missing]
+
+
 def placed_ids(story: Story) -> list[str]:
     return [worker.worker_id for worker in story.state.workers.values() if worker.state is WorkerState.ORDERED]
 
@@ -364,6 +375,9 @@ def test_whatever_happens_a_run_that_trains_has_every_part(seed: int, parts: int
         assert notice is not None
         if not notice.paused and notice.members:
             assert {member.part for member in notice.members} == set(range(parts))
+    for agent_id in [agent_id for agent_id in story.state.agents if agent_id != AGENT]:
+        story.says(agent_id, Offer(num_workers=4, reason="nobody uses it"))
+    settle(story)
     story.says("", Scale(num_workers=parts * 2))
     settle(story)
     settle(story)
