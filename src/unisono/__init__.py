@@ -26,7 +26,7 @@ from unisono.core.errors import (
     UsageError,
 )
 from unisono.core.old_names import warn_of_old
-from unisono.system.extras import check_platform
+from unisono.system.extras import check_platform, needs_torch
 
 if TYPE_CHECKING:
     from unisono.cluster.launcher import launch as launch
@@ -103,7 +103,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     check_platform()
-    value = getattr(importlib.import_module(_LATER[name]), name)
+    with needs_torch(f"unisono.{name}"):
+        value = getattr(importlib.import_module(_LATER[name]), name)
     globals()[name] = value
     return value
 

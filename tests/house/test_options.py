@@ -45,8 +45,9 @@ FOREIGN: Final = {
     "torchrun": "--log-dir --monitor-interval --nnodes --node-rank --nproc-per-node --rdzv-backend --rdzv-conf "
     "--rdzv-endpoint --rdzv-id --redirects --standalone --tee",
     "Horovod": "--host-discovery-script --max-np --min-np",
-    "Ray, Kubernetes, Docker": "--head --platform --replicas --shm-size --working-dir",
-    "pip, pytest, TensorBoard": "--dist --logdir --no-deps --unisono-update",
+    "Ray, Kubernetes, Docker": "--build-arg --head --platform --replicas --shm-size --working-dir",
+    "pip, twine, pytest, TensorBoard": "--dist --extra-index-url --index-url --logdir --no-deps --repository --strict "
+    "--unisono-update",
 }
 """Options of other programs, which texts name."""
 AROUND: Final = {option for words in FOREIGN.values() for option in words.split()}

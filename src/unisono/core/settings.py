@@ -350,8 +350,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "Copy each checkpoint to this place as well: a path, or a URL that fsspec knows (s3://bucket/run, "
         "sftp://host/path). Wins over the script's.", "keeping", option="--copies-to", metavar="URL")] = ()
     sinks: Annotated[tuple[str, ...], Setting(
-        "Give the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of "
-        "your own.", "keeping", option="--sink", name="sink", metavar="NAME[=ARGUMENT]", in_file=False)] = ()
+        "Give the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, webhook, or "
+        "MODULE:FUNCTION of your own.", "keeping", option="--sink", name="sink", metavar="NAME[=ARGUMENT]",
+        in_file=False)] = ()
     profile: Annotated[str, Setting(
         "Record the steps from A up to but without B with torch.profiler on all workers: one trace for Perfetto, in "
         "the folder profile of the run's directory.", "keeping", option="--profile", metavar="A:B")] = ""

@@ -78,7 +78,7 @@ from unisono.strategies.stages.strategy import Staged, evaluated, find_stages
 from unisono.system import accelerators, tasks
 from unisono.system.arithmetic import check
 from unisono.system.process import IS_WATCHED, Process
-from unisono.views.watch import Sink, named
+from unisono.views.watch import Sink, is_of_agents, named
 
 __all__ = ["Run"]
 
@@ -954,4 +954,4 @@ class Run:
 
 def _named(texts: Sequence[str]) -> list[Sink]:
     """Return the sinks of the command line."""
-    return [sink for text in texts if (sink := named(text)) is not None]
+    return [sink for text in texts if not is_of_agents(text) and (sink := named(text)) is not None]

@@ -15,7 +15,7 @@ from unisono.engine.exchange import Exchange, Parcel
 from unisono.engine.rounds import Report
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.team import Team
-from unisono.engine.state.packing import Packed, digest_of_each, pack, pack_held, unpack
+from unisono.engine.state.packing import Packed, digest_of_each, pack_held, unpack
 from unisono.engine.state.tracked import Tracked
 from unisono.system.faults import point
 
@@ -83,8 +83,7 @@ def share_state(
     source = next(rank for rank, report in enumerate(reports) if not report.fresh)
     packed = None
     if team.rank == source:
-        packing = pack_held if team.num_parts > 1 else pack  # what belongs to parts follows
-        packed = packing({**tracked.state(), "lines": unwritten_lines()}, "tracked")
+        packed = pack_held({**tracked.state(), "lines": unwritten_lines()}, "tracked")
     fresh = [rank for rank, report in enumerate(reports) if report.fresh]
     state = send_state(team.exchange, source, fresh, packed)
     own = _share_apart(team, tracked, reports)

@@ -130,8 +130,8 @@ class OverviewBuilder:
         self._total_s += step.means.total()
         if self._late:  # all members have taken part
             self._late.clear()
-        if step.checkpoint:
-            self._save(written(step.time, step.checkpoint))
+        if step.checkpoint and isinstance(event := written(step.time, step.checkpoint), CheckpointWritten):
+            self._save(event)  # one that was lost is told as an event of its own
         for warning in step.warnings:
             self._told.add(step.time, warning, "warning")
 

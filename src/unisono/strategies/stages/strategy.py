@@ -344,11 +344,6 @@ class StagedRound(GradientRound):
             self._link.finish()
         self._clock.switch("exchange")
 
-    def combine(self, plan: Plan) -> Any:
-        if not self._is_whole and not any(plan.nodes):  # some have seen the commit: what was begun is not needed
-            self._folder.copy_adopted()
-        return super().combine(plan)
-
     def interrupt(self) -> Any:
         if self._link_of is not None:
             self._link_of[1].let_go()
@@ -359,8 +354,7 @@ class StagedRound(GradientRound):
     def more(self) -> Iterator[Round]:
         if self._is_whole or not self._ties:
             return
-        of, slot = self._stages.part_of, self.slot
-        means = dict(zip((id(one) for _, one in self._folder.trained), slot.gradients, strict=True))
+        of, means = self._stages.part_of, self._means
         ties = [
             {
                 part: {stage: means.get(id(one), _meta_sum(one)) for stage, one in tie.items() if of(stage) == part}
@@ -370,6 +364,11 @@ class StagedRound(GradientRound):
         ]
         self._tied = TiedRound(self._members, ties, self._stages.device)
         yield self._tied
+
+    @property
+    def _means(self) -> dict[int, Tensor]:
+        """By id of a parameter that is here, the mean gradient. After the round."""
+        return dict(zip((id(one) for _, one in self._folder.trained), self.slot.gradients, strict=True))
 
     def apply(self, totals: Any = None) -> None:
         super().apply(totals)
@@ -391,7 +390,7 @@ class StagedRound(GradientRound):
             if self._tied is not None:
                 parts = [self._tied.found[number][stage] for stage in tie]
             else:
-                parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in tie.values()]
+                parts = [self._means[id(one)] for one in tie.values()]
             total = functools.reduce(torch.add, parts)
             for one in here:
                 one.grad = gradient_of(one, total.clone())
