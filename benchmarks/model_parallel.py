@@ -7,8 +7,8 @@ python -m benchmarks.model_parallel --sides 1,1x4,1f1b
 The sides: `unisono.Stages` in one process (``1``), in a group of two and of four (``1x2``, ``1x4``), and in two groups
 of two (``2x2``); ``torch.distributed.pipelining`` with its schedule 1F1B (``1f1b``), and FSDP2 (``fsdp2``), on four
 processes each. All compute the same modules on the same micro-batches on CPUs of one host, torch's sides over gloo,
-with fused AdamW and one thread a process. They take turns, a block of steps each, so each ratio to ``1`` is taken
-between neighbours in time. (FSDP2 computes several micro-batches side by side; 1F1B passes them from stage to stage.)
+with AdamW (not fused: torch refuses that where some parameters are elsewhere) and one thread a process. They take
+turns, a block of steps each, so each ratio to ``1`` is taken between neighbours in time. (FSDP2 computes several micro-batches side by side; 1F1B passes them from stage to stage.)
 
 Memory is the kernel's own peak (VmHWM, set back before the last turn) without pages of files, and without what the
 process had before it made its model: Python, torch and the library. Shared memory counts in each process that has
@@ -31,7 +31,6 @@ Beside the peak stands what the code says, for the processes of Unisono, of P by
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -92,7 +91,7 @@ def measure(team: Team) -> tuple[list[int], list[float]]:
     return peaks, [(after[pid] - before[pid]) / MEMORY_STEPS for pid in team.pids]
 
 
-def expected(shape: Shape, side: str) -> list[float]:
+def expected(shape: Shape, side: str) -> list[int]:
     """Return by part the bytes that the code says, of a process of Unisono."""
     groups, num_parts = map(int, side.split("x")) if "x" in side else (1, 1)
     parameters, activations = parameters_of(shape), activation_bytes(shape)
@@ -122,9 +121,7 @@ def compare(shape: Shape, names: Sequence[str], limit_s: float) -> dict[str, Any
         with started(sides, {name: SIDES[name] for name in names}) as teams:
             take_turns(teams, limit_s, measure_memory)
             for team in teams:
-                programs = [
-                    json.loads(Path(held, f"{team.name}-{pid}.json").read_text())["program"] for pid in team.pids
-                ]
+                programs = [int(Path(held, f"{team.name}-{pid}").read_text()) for pid in team.pids]
                 own = [peak - program for peak, program in zip(peaks[team.name], programs, strict=True)]
                 found["peak_mib"][team.name] = [round(each / MIB, 1) for each in own]
                 found["step_ms"][team.name] = [round(1000 * block.step_s, 3) for block in team.blocks]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from benchmarks.sharding_sides import bytes_of, synchronised
+from benchmarks.sharding_sides import synchronised
 from benchmarks.sides import BATCHES, Control, _batches, _prepare
 from unisono.engine.loop.process_settings import keep_freed_memory
 from unisono.system.lifetime import bind_to_parent
@@ -126,12 +125,11 @@ def loss_of(found: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(found.flatten(0, 1), following.flatten())
 
 
-def with_unisono(shape: Shape, control: Control, processes: int) -> dict[str, int]:
-    """The library as its users use it; returns the bytes of what a process holds."""
-    held: dict[str, int] = {}
+def with_unisono(shape: Shape, control: Control, processes: int) -> None:
+    """The library as its users use it."""
     with unisono.Run(seed=1) as run:
         model = unisono.Stages(*shape.modules(), cuts=STAGES)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         run.track(model=model, optimizer=optimizer)
         batch_size, has_begun = shape.microbatch_size * shape.microbatches, False
         dataset = shape.data(batch_size * BATCHES)
@@ -144,21 +142,15 @@ def with_unisono(shape: Shape, control: Control, processes: int) -> dict[str, in
                 break
             step.compute(lambda tokens, following: loss_of(model(tokens), following))
             optimizer.step()
-            held = bytes_of(nn.ParameterList(_here(model)), optimizer)  # type: ignore[arg-type]
-    return held
 
 
-def _here(model: nn.Module) -> list[nn.Parameter]:
-    return [one for one in model.parameters() if not one.is_meta]
-
-
-def with_pipelining(shape: Shape, control: Control, rank: int, processes: int) -> dict[str, int]:
-    """torch.distributed.pipelining: one stage a process, schedule 1F1B; returns the bytes of what a process holds."""
+def with_pipelining(shape: Shape, control: Control, rank: int, processes: int) -> None:
+    """torch.distributed.pipelining: one stage a process, schedule 1F1B."""
     modules = shape.modules()
     model = nn.Sequential(*(modules[index]() for index in ranges(len(modules), processes)[rank]))
     stage = PipelineStage(model, rank, processes, torch.device("cpu"))
     schedule = Schedule1F1B(stage, shape.microbatches, loss_fn=loss_of)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch_size = shape.microbatch_size * shape.microbatches
     batches = _batches(shape.data(batch_size * BATCHES), batch_size)
     control.hello(rank)
@@ -172,10 +164,9 @@ def with_pipelining(shape: Shape, control: Control, rank: int, processes: int) -
         else:
             schedule.step()
         optimizer.step()
-    return bytes_of(model, optimizer)
 
 
-def with_fsdp(shape: Shape, control: Control, rank: int, processes: int) -> dict[str, int]:
+def with_fsdp(shape: Shape, control: Control, rank: int, processes: int) -> None:
     """FSDP2, each block and the rest; gradients are summed over the processes once a step."""
     with torch.device("meta"):
         model = nn.Sequential(*(make() for make in shape.modules()))
@@ -186,7 +177,7 @@ def with_fsdp(shape: Shape, control: Control, rank: int, processes: int) -> dict
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     own = shape.microbatches // processes
     batches = _batches(shape.data(shape.microbatch_size * shape.microbatches * BATCHES), shape.microbatch_size)
     control.hello(rank)
@@ -198,7 +189,6 @@ def with_fsdp(shape: Shape, control: Control, rank: int, processes: int) -> dict
             with synchronised(model, place == own - 1):
                 (loss_of(model(tokens), following) / own).backward()
         optimizer.step()
-    return bytes_of(model, optimizer)
 
 
 def main() -> None:
@@ -208,7 +198,7 @@ def main() -> None:
     parser.add_argument("--control", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--meeting", default="", help="file at which the processes of torch meet")
-    parser.add_argument("--held", required=True, help="folder for what each process holds")
+    parser.add_argument("--held", required=True, help="folder for what each process had before it made its model")
     arguments = parser.parse_args()
     bind_to_parent(signal.SIGKILL)
     keep_freed_memory(os.environ)
@@ -216,15 +206,15 @@ def main() -> None:
     shape, processes = Shape(*arguments.shape), SIDES[arguments.side]
     control = Control(arguments.control)
     if arguments.side in UNISONO:
-        held = with_unisono(shape, control, processes)
+        with_unisono(shape, control, processes)
     else:
         _prepare()
         store = dist.FileStore(arguments.meeting, processes)
         dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=processes)
         peer = with_pipelining if arguments.side == "1f1b" else with_fsdp
-        held = peer(shape, control, arguments.rank, processes)
+        peer(shape, control, arguments.rank, processes)
         dist.destroy_process_group()
-    Path(arguments.held, f"{arguments.side}-{os.getpid()}.json").write_text(json.dumps({**held, "program": program}))
+    Path(arguments.held, f"{arguments.side}-{os.getpid()}").write_text(str(program))
 
 
 if __name__ == "__main__":
