@@ -8,11 +8,12 @@ The sides: `unisono.Stages` in one process (``1``), in a group of two and of fou
 of two (``2x2``); ``torch.distributed.pipelining`` with its schedule 1F1B (``1f1b``), and FSDP2 (``fsdp2``), on four
 processes each. All compute the same modules on the same micro-batches on CPUs of one host, torch's sides over gloo,
 with AdamW (not fused: torch refuses that where some parameters are elsewhere) and one thread a process. They take
-turns, a block of steps each, so each ratio to ``1`` is taken between neighbours in time. (FSDP2 computes several micro-batches side by side; 1F1B passes them from stage to stage.)
+turns, a block of steps each, so each ratio to ``1`` is taken between neighbours in time. FSDP2 computes several
+micro-batches side by side, each with the whole model, of which it gathers block by block.
 
 Memory is the kernel's own peak (VmHWM, set back before the last turn) without pages of files, and without what the
-process had before it made its model: Python, torch and the library. Shared memory counts in each process that has
-touched it. Freed memory goes back to the kernel (MALLOC_TRIM_THRESHOLD_), which costs time. Bytes are those that the
+process had before it made its model: Python, torch and the library. Of shared memory
+a page that n processes have mapped counts 1/n. Freed memory goes back to the kernel (MALLOC_TRIM_THRESHOLD_), which costs time. Bytes are those that the
 kernel has sent over TCP connections of a process, per step of a turn; what goes through shared memory is not in them.
 
 Beside the peak stands what the code says, for the processes of Unisono, of P bytes of parameters each:
@@ -64,10 +65,17 @@ def _commands(side: str, shape: Shape, held: str, folder: Path) -> list[list[str
     return [[*this, "--rank", str(rank)] for rank in range(SIDES[side])]
 
 
-def _status(pid: int) -> dict[str, int]:
-    """Return the sizes in /proc/PID/status, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+def _peak(pid: int) -> int:
+    """Return the peak of memory of a process, in bytes, as the head of this file says.
+
+    Slots of sums are mapped twice in a process, so of shared memory the proportional size counts. It does not change
+    between steps.
+    """
+    kib = {}
+    for name in ("status", "smaps_rollup"):
+        lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+        kib.update({line.partition(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")})
+    return (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"] + kib["Pss_Shmem"]) * 1024
 
 
 def _sent(pids: Sequence[int]) -> dict[int, int]:
@@ -86,9 +94,8 @@ def measure(team: Team) -> tuple[list[int], list[float]]:
     for pid in team.pids:
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM begins anew
     team.steps(MEMORY_STEPS)
-    after, sizes = _sent(team.pids), [_status(pid) for pid in team.pids]
-    peaks = [size["VmHWM"] - size["RssFile"] for size in sizes]
-    return peaks, [(after[pid] - before[pid]) / MEMORY_STEPS for pid in team.pids]
+    after = _sent(team.pids)
+    return [_peak(pid) for pid in team.pids], [(after[pid] - before[pid]) / MEMORY_STEPS for pid in team.pids]
 
 
 def expected(shape: Shape, side: str) -> list[int]:
