@@ -12,9 +12,10 @@ turns, a block of steps each, so each ratio to ``1`` is taken between neighbours
 micro-batches side by side, each with the whole model, of which it gathers block by block.
 
 Memory is the kernel's own peak (VmHWM, set back before the last turn) without pages of files, and without what the
-process had before it made its model: Python, torch and the library. Of shared memory
-a page that n processes have mapped counts 1/n. Freed memory goes back to the kernel (MALLOC_TRIM_THRESHOLD_), which costs time. Bytes are those that the
-kernel has sent over TCP connections of a process, per step of a turn; what goes through shared memory is not in them.
+process had before it made its model: Python, torch and the library. Of shared memory a page that n processes have
+mapped counts 1/n. Freed memory goes back to the kernel (MALLOC_TRIM_THRESHOLD_), which costs time. Bytes are those that
+the kernel has sent over TCP connections of a process, per step of a turn; what goes through shared memory is not in
+them.
 
 Beside the peak stands what the code says, for the processes of Unisono, of P bytes of parameters each:
 
