@@ -17,7 +17,8 @@ mapped counts 1/n. Freed memory goes back to the kernel (MALLOC_TRIM_THRESHOLD_)
 the kernel has sent over TCP connections of a process, per step of a turn; what goes through shared memory is not in
 them.
 
-Beside the peak stands what the code says, for the processes of Unisono, of P bytes of parameters each:
+Beside the peak stands what the code says, for the processes of Unisono, of P bytes of parameters each. Some tens of MiB
+that it leaves out are threads and small things. Several groups share memory on a host, and its pages count in parts.
 
     P          parameters
     2 P        the states of AdamW
@@ -25,7 +26,6 @@ Beside the peak stands what the code says, for the processes of Unisono, of P by
                (rounded up, at least 1)
     P          the gradients of a micro-batch, until those of the next one are added to them
     P          groups of several processes: the sum of the lane, which is not written over the nodes
-    P          several groups: the sum that the members of a lane make together
     n A        activations A that autograd keeps of a micro-batch (counted as it keeps them), n micro-batches under way:
                as many as parts follow, and one more
 """
@@ -107,7 +107,7 @@ def expected(shape: Shape, side: str) -> list[int]:
     found = []
     for part in range(num_parts):
         own = range(part * STAGES // num_parts, (part + 1) * STAGES // num_parts)
-        copies = 1 + 2 + num_nodes + 1 + (num_parts > 1) + (groups > 1)
+        copies = 1 + 2 + num_nodes + 1 + (num_parts > 1)
         under_way = min(num_parts - part, shape.microbatches)
         found.append(
             copies * sum(parameters[each] for each in own) + under_way * sum(activations[each] for each in own)
