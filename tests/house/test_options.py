@@ -46,7 +46,7 @@ FOREIGN: Final = {
     "--rdzv-endpoint --rdzv-id --redirects --standalone --tee",
     "Horovod": "--host-discovery-script --max-np --min-np",
     "Ray, Kubernetes, Docker": "--head --platform --replicas --shm-size --working-dir",
-    "pip, pytest, TensorBoard": "--dist --logdir --no-deps --unisono-update",
+    "pip, pytest, TensorBoard": "--dist --index-url --logdir --no-deps --unisono-update",
 }
 """Options of other programs, which texts name."""
 AROUND: Final = {option for words in FOREIGN.values() for option in words.split()}
