@@ -8,6 +8,7 @@ own, the pages do without that.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -35,8 +36,8 @@ same binary summation tree for all three](assets/tree.svg)
 
 When a worker is lost, the others compute what it had not handed over, and the sum is the same:
 
-![A step with three workers over time: w1 is killed while it computes m4; w2 computes m3 and m5, w0 computes m4; then the
-step is committed](assets/lost.svg)
+![A step with three workers over time: w1 is killed while it computes m4; w2 computes m3 and m5, w0 computes m4; then
+the step is committed](assets/lost.svg)
 
 [The whole explanation](why.md)
 
@@ -52,10 +53,12 @@ OUTSIDE: Final = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Name the version at the end of each page."""
+    """Name the version at the end of each page; link to the source where UNISONO_REPOSITORY says where it is."""
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/unisono/__init__.py").read_text(), re.MULTILINE)
     assert version is not None
     config.copyright = f"Unisono {version[1]}"
+    if repository := os.environ.get("UNISONO_REPOSITORY"):
+        config.repo_url, config.repo_name, config.edit_uri = repository, "Source", "edit/main/docs/"
     return config
 
 

@@ -44,7 +44,7 @@ def _title(page: Path) -> str:
 
 
 def _first_sentence(page: Path) -> str:
-    """Return the first sentence of prose, without marks; of a page that begins with a list or a block, that after it."""
+    """Return the first sentence of prose, without marks."""
     without_blocks = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     paragraphs = [part.strip() for part in without_blocks.split("\n\n")[1:]]
     prose = next((part for part in paragraphs if re.match(r"[\w*`]", part)), "")

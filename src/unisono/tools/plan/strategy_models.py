@@ -34,7 +34,7 @@ ROUND: Final = 1.25
 """What the bytes of a round take, over what the link would take for them: they leave when the round is complete, and
 nothing is computed beside them (measured on 100 Mbit/s: docs/benchmarks.md)."""
 LOCAL_SLOTS: Final = 5
-"""Gradients' worth of memory that local steps take besides, without the copies of states (measured: docs/benchmarks.md)."""
+"""Gradients' worth of memory that local steps take besides, without copies of states (measured: docs/benchmarks.md)."""
 HANDING_OVER: Final = 0.5
 """Of what sums within a host take: copying them, without adding."""
 LATE_COPIES: Final = 2
