@@ -27,7 +27,7 @@ RATE = 0.1
 
 def digits() -> TensorDataset:
     """Four fifths of the 1,797 handwritten digits of scikit-learn: (1, 8, 8) pictures in [0, 1], and labels."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
