@@ -1,4 +1,4 @@
-# An image for `unisono run --launcher kubernetes` (docs/kubernetes.md): Python, the wheel of `make dist`, and torch.
+# An image for `unisono run --launcher kubernetes` (docs/clusters.md): Python, the wheel of `make dist`, and torch.
 #
 #     make dist && docker build -t registry/train:1 .
 #     docker build -t registry/train:1 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .

@@ -27,7 +27,7 @@ help:
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
 	@echo "make docs    build the site of the documentation into ./site"
-	@echo "make figures   draw the figures of the documentation again, from its tables"
+	@echo "make figures   draw the figures of the documentation again, from its tables, and list its pages for programs"
 	@echo "make notebook  execute the notebook of the documentation again"
 	@echo "make data    fetch the data of the larger examples into ./data"
 	@echo "make dist    build the wheel and the source distribution into ./dist; URL=https://... is the project's address, for an index"
@@ -76,6 +76,7 @@ docs: $(VENV)/.docs-installed
 figures: $(VENV)/.figures-installed
 	$(BIN)/python -m website.pictures
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m website.llms
 
 notebook: $(VENV)/.figures-installed
 	$(BIN)/python -m website.notebook

@@ -120,5 +120,5 @@ def test_the_image_gets_the_wheel_and_nothing_else() -> None:
 
 def test_the_page_and_the_file_say_the_same_command() -> None:
     command = "make dist && docker build -t registry/train:1 ."
-    assert command in (ROOT / "docs" / "kubernetes.md").read_text()
+    assert command in (ROOT / "docs" / "clusters.md").read_text()
     assert command in (ROOT / "Dockerfile").read_text()

@@ -35,7 +35,7 @@ in ``cli``, and of a folder in ``tools``, speak of the command with its name."""
 FOREIGN: Final = {
     "Unisono's own modules": "--callable --folder --listen",
     "the user's script": "--lr --epochs --batch-size --data --seed --api-key --token --password --config",
-    "the examples": "--uniform --no-edges --forget --microbatches",
+    "the examples": "--force-weight --quick --uniform --no-edges --forget --microbatches",
     "the benchmarks": "--alone --anew --apart --cases --cores --curve --delays --device --idle-s --import --limit-s "
     "--links --only --out --quick --same-allocator --seconds --seeds --sides --simulate --size --sizes --step-time "
     "--steps --turns --within-s",

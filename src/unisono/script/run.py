@@ -506,7 +506,7 @@ class Run:
         Args:
             dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
                 own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
-                Data without a length: `unisono.Streams`, `unisono.TarShards`, an ``IterableDataset`` (docs/streams.md).
+                Data without a length: `unisono.Streams`, `unisono.TarShards`, an ``IterableDataset`` (docs/data.md).
             batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
                 DataLoader or of the `unisono.BucketSampler`.
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
@@ -531,7 +531,7 @@ class Run:
                 it and waiting for slow workers are hidden behind the computation of up to D steps. Part of the recipe:
                 the gradient is that of parameters which are D updates old. There are D more steps: after the inner loop
                 of the first D there is no gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no
-                micro-batches. Read docs/delay.md before you use it.
+                micro-batches. Read docs/strategies.md before you use it.
             predict: with a delay, compute micro-batches with the parameters that are expected when their gradient is
                 applied: those in force, and D times the newest update. Between two steps the parameters are the true
                 ones. Part of the recipe.
@@ -634,7 +634,7 @@ class Run:
         global one on all workers. Replicas and inner steps are part of the recipe, the number of workers is not: with
         fewer workers than replicas a worker computes several in turn, and a replica of a worker that is lost is
         computed again by another one. A round counts as one step of the run: in the journal, and for checkpoints, which
-        are written between two rounds. See docs/local_steps.md.
+        are written between two rounds. See docs/strategies.md.
 
         Args:
             dataset, microbatches, reduction: as of `steps`. A batch is that of all replicas together; each gets an

@@ -430,7 +430,7 @@ def check_counting() -> None:
         raise UsageError(
             f"torch {torch.__version__} counts the tensors that use one memory in another way ({found} instead of "
             f"{expected}), so gradients that a script keeps would be written over: use a version of torch that "
-            "docs/releasing.md lists"
+            "docs/gpus.md lists"
         )
 
 
