@@ -125,9 +125,7 @@ class Staged(Strategy):
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 refused = "a GradScaler, which looks at all gradients: use bfloat16, which needs none"
             elif isinstance(value, torch.optim.Optimizer) and any(group.get("fused") for group in value.param_groups):
-                refused = (
-                    "an optimizer with fused=True, which torch allows with all parameters on one device only: leave it out"
-                )
+                refused = "an optimizer with fused=True, which torch allows on one device only: leave it out"
             elif isinstance(value, torch.optim.LBFGS):
                 refused = "an LBFGS, which computes with all parameters at once"
             if refused:
