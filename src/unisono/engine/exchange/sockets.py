@@ -22,11 +22,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-__all__ = ["Port", "TcpSocket", "shut", "tcp_sockets"]
+from unisono.core.coding_rules import LinkUse
+
+__all__ = ["Port", "TcpSocket", "carried", "shut", "tcp_sockets"]
 
 T = TypeVar("T")
 
 SO_ATTACH_FILTER: Final = 26
+TCP_INFO: Final = 11
+_INFO_BYTES: Final = 192
+_MIN_ROUND_TRIP: Final = struct.Struct("I"), 148
+_ACKNOWLEDGED: Final = struct.Struct("Q"), 120
+_BUSY: Final = struct.Struct("3Q"), 168
+"""What the kernel has counted since the connection was made, in microseconds, and where (tcp_info in linux/tcp.h): in
+which time data were under way; for how much of it there was no room at the receiver; nothing left to be sent here."""
 _DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: return 0
 _making = threading.Lock()
 """Held while a socket is made, so that groups that form at the same time do not take each other's."""
@@ -72,6 +81,29 @@ def shut(sockets: Mapping[int, TcpSocket]) -> None:
                 continue
             with socket.socket(fileno=copy) as own:
                 own.shutdown(socket.SHUT_RDWR)
+
+
+def carried(sockets: Mapping[int, TcpSocket]) -> dict[int, LinkUse]:
+    """Return what connections have carried since they were made, by inode; none that the kernel does not count for."""
+    found = {}
+    for inode, each in sockets.items() if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            copy = os.dup(each.descriptor)
+            try:
+                if os.fstat(copy).st_ino == inode and (info := _tcp_info(copy)):
+                    (nbytes,), (round_trip,) = (kind.unpack_from(info, at) for kind, at in (_ACKNOWLEDGED, _MIN_ROUND_TRIP))
+                    busy, *waited = _BUSY[0].unpack_from(info, _BUSY[1])
+                    found[inode] = LinkUse(nbytes, 1e-6 * max(0, busy - sum(waited)), 1e-6 * round_trip)
+            finally:
+                os.close(copy)
+    return found
+
+
+def _tcp_info(descriptor: int) -> bytes:
+    """Return the kernel's tcp_info of a connection; b"": it has none of these numbers."""
+    found, size = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32(_INFO_BYTES)
+    failed = ctypes.CDLL(None).getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, found, ctypes.byref(size))
+    return b"" if failed or size.value < _INFO_BYTES else found.raw
 
 
 class Port:

@@ -12,6 +12,7 @@ import torch
 from unisono.cluster.trust.secret import key_for
 from unisono.cluster.worker.member import Member
 from unisono.cluster.worker.store import HeadStore
+from unisono.core.coding_rules import Mode
 from unisono.core.errors import UsageError
 from unisono.core.messages import Notice
 from unisono.engine.exchange import Exchange, host, network, two_level
@@ -121,6 +122,7 @@ def open_wire(notice: Notice, rank: int, *, member: Member, device: torch.device
 
 def _context(notice: Notice, rank: int, member: Member, device: torch.device, timeout_s: float) -> Context:
     return Context(
+        coding=Mode[member.spec.run.settings.coding.upper()],
         generation=notice.generation,
         rank=rank,
         hosts=tuple(hosts_of(notice)),
