@@ -47,6 +47,11 @@ class Coder:
         self._rule = CodingRule(mode, can_code=can_code())
         self._turn = threading.Lock()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody codes what it sends; equal on all members."""
+        return any(self.senders)
+
     def word(self, uses: Sequence[LinkUse]) -> bytes:
         """Return what this member says with its next vote.
 

@@ -13,6 +13,7 @@ A message says by itself how it is coded::
             1 byte   1: the exclusive or with the earlier value; 0: the numbers, turned
             2 bytes  0
     sizes   4 bytes for each plane, the lowest first: of the compressed plane; 0: it is as it is
+    sum     8 bytes  of the earlier numbers, where there are any: those of the receiver have to be the same
     planes, and what is left of the data where the width does not divide them
 
 Both ends know how long the data are, so a receiver has a bound for the message (`most_bytes`) before it comes. What is
@@ -35,6 +36,7 @@ from torch import Tensor
 __all__ = ["CodingError", "can_code", "decode", "encode", "most_bytes"]
 
 HEAD: Final = struct.Struct("<BBH")
+SUM_BYTES: Final = 8
 LEAST_BYTES: Final = 2048
 """Less than this travels as it is."""
 SAMPLE_BYTES: Final = 1024
@@ -78,13 +80,14 @@ def encode(data: Tensor, width: int, earlier: Tensor | None = None) -> Tensor:
     if width not in _NUMBERS or nbytes < LEAST_BYTES:
         return _as_it_is(data)
     stop = nbytes - nbytes % width
-    numbers = _aligned(data[:stop], width).view(_NUMBERS[width])
+    numbers, check = _aligned(data[:stop], width).view(_NUMBERS[width]), b""
     if earlier is not None:
-        numbers = numbers ^ _aligned(earlier[:stop], width).view(_NUMBERS[width])
+        before = _aligned(earlier[:stop], width).view(_NUMBERS[width])
+        numbers, check = numbers ^ before, _sum_of(before)
     else:
         numbers = (numbers << 1).sub_(numbers >> (8 * width - 1))  # the shifted sign is 0 or -1
     turned, length = numbers.view(torch.uint8), stop // width
-    start = HEAD.size + 4 * width
+    start = HEAD.size + 4 * width + len(check)
     message = torch.empty(start + nbytes, dtype=torch.uint8)
     sizes = [0] * width
     for number in range(width):
@@ -101,7 +104,7 @@ def encode(data: Tensor, width: int, earlier: Tensor | None = None) -> Tensor:
     if total > most_bytes(nbytes):
         return _as_it_is(data)
     message[start:total].copy_(data[stop:])
-    head = HEAD.pack(width, earlier is not None, 0) + struct.pack(f"<{width}I", *sizes)
+    head = HEAD.pack(width, earlier is not None, 0) + struct.pack(f"<{width}I", *sizes) + check
     ctypes.memmove(message.data_ptr(), head, len(head))
     return message[:total]
 
@@ -128,6 +131,11 @@ def decode(message: Tensor, out: Tensor, earlier: Tensor | None = None) -> int:
     sizes = struct.unpack(f"<{width}I", _bytes(message, HEAD.size, start, most))
     stop = nbytes - nbytes % width
     numbers = torch.empty(stop // width, dtype=_NUMBERS[width])
+    if is_change:
+        assert earlier is not None  # looked at above
+        before, start = _aligned(earlier[:stop], width).view(numbers.dtype), start + SUM_BYTES
+        if _bytes(message, start - SUM_BYTES, start, most) != _sum_of(before):
+            raise CodingError("it is the change of numbers that this member has otherwise")
     turned = numbers.view(torch.uint8)
     for number, size in enumerate(sizes):
         end = start + (size or stop // width)
@@ -135,8 +143,7 @@ def decode(message: Tensor, out: Tensor, earlier: Tensor | None = None) -> int:
         turned[number::width].copy_(_opened(plane, stop // width) if size else plane)
         start = end
     if is_change:
-        assert earlier is not None  # looked at above
-        numbers ^= _aligned(earlier[:stop], width).view(numbers.dtype)
+        numbers ^= before
     else:
         signs = numbers << (8 * width - 1)
         numbers.bitwise_right_shift_(1).bitwise_and_(torch.iinfo(numbers.dtype).max).bitwise_or_(signs)
@@ -152,6 +159,10 @@ def _as_it_is(data: Tensor) -> Tensor:
     ctypes.memmove(message.data_ptr(), HEAD.pack(0, 0, 0), HEAD.size)
     message[HEAD.size :].copy_(data)
     return message
+
+
+def _sum_of(numbers: Tensor) -> bytes:
+    return (int(numbers.sum()) & 0xFFFFFFFFFFFFFFFF).to_bytes(SUM_BYTES, "little")
 
 
 def _aligned(data: Tensor, width: int) -> Tensor:
