@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--shard", choices=["", "worker", "host"], default="")
+    parser.add_argument("--copies", type=int, default=1)
+    parser.add_argument("--spoil", type=int, default=-1, help="a step before whose update a worker spoils a parameter")
     arguments = parser.parse_args()
     with unisono.Run(seed=3, balance=False) as run:
         text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
@@ -43,7 +45,7 @@ def main() -> None:
         model = Model()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if arguments.shard:
-            optimizer = unisono.shard(optimizer, copies=1, parameters=arguments.shard, gradients="owners")
+            optimizer = unisono.shard(optimizer, copies=arguments.copies, parameters=arguments.shard, gradients="owners")
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(
             TensorDataset(samples),
@@ -55,6 +57,11 @@ def main() -> None:
         ):
             for (batch,) in step:
                 step.backward(F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()))
+            if step.number == arguments.spoil:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if run.rank == 1 and type(parameter.grad) is not Tensor:  # it belongs to another worker
+                            parameter.add_(1.0)
             optimizer.step()
 
 
