@@ -60,8 +60,18 @@ class LinkUse(NamedTuple):
 
     nbytes: int
     busy_s: float
-    """Time in which data were under way, and the receiver had room for them."""
+    """Time in which data were under way, and the receiver had room for them. It ends with the last acknowledgement,
+    which a receiver may delay."""
     round_trip_s: float
+    bytes_per_s: float
+    """At which the kernel has seen data arrive in the end, where there were enough of them; 0: it has not."""
+
+    @property
+    def carrying_s(self) -> float:
+        """How long the link needed for these bytes: what the kernel has counted, or seen, whichever is less."""
+        if not self.bytes_per_s:
+            return 0.0
+        return max(0.0, min(self.busy_s - ROUND_TRIPS * self.round_trip_s, self.nbytes / self.bytes_per_s))
 
 
 def coding_members(words: Sequence[int]) -> tuple[bool, ...]:
@@ -102,9 +112,8 @@ class CodingRule:
 
         The links of a member are used at the same time, so the busiest of them counts for all their bytes.
         """
-        busy_s = max((use.busy_s - ROUND_TRIPS * use.round_trip_s for use in uses), default=0.0)
         self._sent = DECAY * self._sent + sum(use.nbytes for use in uses)
-        self._busy_s = DECAY * self._busy_s + max(0.0, busy_s)
+        self._busy_s = DECAY * self._busy_s + max((use.carrying_s for use in uses), default=0.0)
 
     def note_coded(self, raw: int, coded: int, seconds: float) -> None:
         """Note a message that was coded: bytes before and after, and the time of the processor."""

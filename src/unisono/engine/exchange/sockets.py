@@ -33,9 +33,10 @@ TCP_INFO: Final = 11
 _INFO_BYTES: Final = 192
 _MIN_ROUND_TRIP: Final = struct.Struct("I"), 148
 _ACKNOWLEDGED: Final = struct.Struct("Q"), 120
+_RATE: Final = struct.Struct("Q"), 160
 _BUSY: Final = struct.Struct("3Q"), 168
-"""What the kernel has counted since the connection was made, in microseconds, and where (tcp_info in linux/tcp.h): in
-which time data were under way; for how much of it there was no room at the receiver; nothing left to be sent here."""
+"""What the kernel knows of a connection, in microseconds and bytes, and where (tcp_info in linux/tcp.h). Of busy: the
+time in which data were under way; how much of it there was no room at the receiver; nothing to be sent left here."""
 _DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: return 0
 _making = threading.Lock()
 """Held while a socket is made, so that groups that form at the same time do not take each other's."""
@@ -91,9 +92,10 @@ def carried(sockets: Mapping[int, TcpSocket]) -> dict[int, LinkUse]:
             copy = os.dup(each.descriptor)
             try:
                 if os.fstat(copy).st_ino == inode and (info := _tcp_info(copy)):
-                    (nbytes,), (round_trip,) = (kind.unpack_from(info, at) for kind, at in (_ACKNOWLEDGED, _MIN_ROUND_TRIP))
-                    busy, *waited = _BUSY[0].unpack_from(info, _BUSY[1])
-                    found[inode] = LinkUse(nbytes, 1e-6 * max(0, busy - sum(waited)), 1e-6 * round_trip)
+                    (nbytes,), (round_trip,), (rate,), (busy, *waited) = (
+                        kind.unpack_from(info, at) for kind, at in (_ACKNOWLEDGED, _MIN_ROUND_TRIP, _RATE, _BUSY)
+                    )
+                    found[inode] = LinkUse(nbytes, 1e-6 * max(0, busy - sum(waited)), 1e-6 * round_trip, rate)
             finally:
                 os.close(copy)
     return found

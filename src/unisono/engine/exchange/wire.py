@@ -246,9 +246,9 @@ class Wire:
         before, self._carried = self._carried, carried(measured)
         each = len(self._connections) / max(1, len(measured))
         return [
-            LinkUse(round(each * (now.nbytes - then.nbytes)), now.busy_s - then.busy_s, now.round_trip_s)
+            now._replace(nbytes=round(each * (now.nbytes - then.nbytes)), busy_s=now.busy_s - then.busy_s)
             for inode, now in self._carried.items()
-            for then in (before.get(inode, LinkUse(0, 0.0, 0.0)),)
+            for then in (before.get(inode, LinkUse(0, 0.0, 0.0, 0.0)),)
         ]
 
     def in_background(self, run: Callable[[], None]) -> Job:
