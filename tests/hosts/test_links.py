@@ -111,7 +111,9 @@ def test_a_host_that_becomes_slow_in_mid_run_is_named_and_the_other_waits_for_it
 
 
 def test_messages_are_coded_while_the_link_is_slow_and_only_then(lab: Lab, unisono: Unisono, tmp_path: Path) -> None:
-    """It is found by what the kernel has measured. The link has 100 Mbit/s for a while, and none before and after."""
+    """It is found by what the kernel has measured: 100 Mbit/s for a while, and no limit before and after. (On a busy
+    machine a link without a limit may look slow for some steps.)
+    """
     pytest.importorskip("zstandard")
     run_dir, mend, last = tmp_path / "run", CHANGE + 40, CHANGE + 100
     with Gates(tmp_path / "gates", (JOIN, CHANGE, mend)) as gates:
@@ -125,7 +127,10 @@ def test_messages_are_coded_while_the_link_is_slow_and_only_then(lab: Lab, uniso
         assert command.wait() == 0, command.err
     lines = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
     sent = {line["step"]: line.get("sent_bytes", 0) for line in lines if line["kind"] == "step"}
-    raw = sent[CHANGE - 1]
-    assert {sent[step] for step in range(JOIN + 1, CHANGE)} == {raw}
-    assert max(sent[step] for step in range(mend - 20, mend)) < 0.9 * raw
-    assert {sent[step] for step in range(last - 10, last)} == {raw}
+    raw = max(sent.values())
+    plain = {step for step in sent if sent[step] == raw}
+    fast, slow, mended = range(JOIN + 1, CHANGE), range(mend - 20, mend), range(mend + 10, last)
+    assert max(sent[step] for step in {*sent} - plain) < 0.9 * raw
+    assert len(plain.intersection(fast)) > 0.9 * len(fast)
+    assert len(plain.intersection(slow)) < 0.1 * len(slow)
+    assert len(plain.intersection(mended)) > 0.9 * len(mended)

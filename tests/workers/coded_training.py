@@ -45,7 +45,9 @@ def main() -> None:
         model = Model()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if arguments.shard:
-            optimizer = unisono.shard(optimizer, copies=arguments.copies, parameters=arguments.shard, gradients="owners")
+            optimizer = unisono.shard(
+                optimizer, copies=arguments.copies, parameters=arguments.shard, gradients="owners"
+            )
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(
             TensorDataset(samples),

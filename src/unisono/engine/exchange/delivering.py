@@ -191,9 +191,7 @@ class _Crossing:
         self._finish = lambda: wire.await_job(job, job.is_completed)
 
     @staticmethod
-    def _by_host(
-        parts: Sequence[tuple[Slice, ...]], memory: Tensor
-    ) -> Iterator[tuple[tuple[Slice, ...], Tensor]]:
+    def _by_host(parts: Sequence[tuple[Slice, ...]], memory: Tensor) -> Iterator[tuple[tuple[Slice, ...], Tensor]]:
         """Yield the slices of each host with their memory."""
         return zip(parts, memory.split([_nbytes(each) for each in parts]), strict=True)
 

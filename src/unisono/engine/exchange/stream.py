@@ -234,11 +234,13 @@ class RangeSum:
                         sums[part_of] = packed, message
                     self._send(*sums[part_of], other, self._tag(piece))
             arriving[piece] = []
+            wire.look_at_links()
             with wire.changed:
                 self._num_folded += 1
                 wire.changed.notify_all()
             self._send_on()
         for receives in gathers:
+            wire.look_at_links()
             for chunk, arrival in receives:
                 self._packing.unpack(self._finish(arrival), chunk, self._root, self._out)
             receives.clear()

@@ -30,15 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from unisono.core.coding_rules import LinkUse, Mode
+from unisono.core.coding_rules import Mode
 from unisono.core.errors import DeadlineExceeded, PeerLost, UsageError
+from unisono.core.link_speed import LinkSpeed, LinkUse
 from unisono.core.words import listed
 from unisono.engine.exchange.checking import Checks
 from unisono.engine.exchange.coder import Coder
 from unisono.engine.exchange.gloo import make_group, own_connections, prove
 from unisono.engine.exchange.pump import Job, Pump
 from unisono.engine.exchange.script_group import ScriptGroup
-from unisono.engine.exchange.sockets import Port, TcpSocket, carried, shut, tcp_sockets
+from unisono.engine.exchange.sockets import Port, TcpSocket, counted, shut, tcp_sockets
 from unisono.system import accelerators
 from unisono.system.process import tell
 
@@ -56,6 +57,8 @@ LIBRARY_S = 60.0
 MAX_TAG = 1 << 30
 MEASURED = 8
 """Connections whose speed is looked at; of more, these stand for all."""
+LOOK_S = 0.004
+"""Least time between two looks at them, in a sum."""
 FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have not come to a group
 
 _abandoned: list[tuple[Any, list[Any]]] = []
@@ -122,8 +125,9 @@ class Wire:
         self._missing: list[str] = []
         self._connections: Mapping[int, TcpSocket] = {}
         """Of the group, by inode, when it is formed. gloo only."""
-        self._carried: Mapping[int, LinkUse] = {}
-        """What some of them had carried at the last vote."""
+        self._speed = LinkSpeed()
+        """Of some of them."""
+        self._looked_at = 0.0
         self._all_here_at: float | None = None
         self._closed = False
 
@@ -240,16 +244,19 @@ class Wire:
         self._count(data.nbytes)
         return self._begin(lambda group: group.send([data], target, tag))
 
+    def look_at_links(self, *, at_once: bool = False) -> None:
+        """Look how much of what was sent has arrived, if that was not done a moment ago. In one thread at a time."""
+        now = time.perf_counter()
+        if at_once or now > self._looked_at + LOOK_S:
+            self._looked_at = now
+            measured = {inode: self._connections[inode] for inode in sorted(self._connections)[:MEASURED]}
+            self._speed.note(now, counted(measured))
+
     def link_uses(self) -> list[LinkUse]:
-        """Return what the links to others have carried since the last call, as far as the kernel counts it."""
-        measured = {inode: self._connections[inode] for inode in sorted(self._connections)[:MEASURED]}
-        before, self._carried = self._carried, carried(measured)
-        each = len(self._connections) / max(1, len(measured))
-        return [
-            now._replace(nbytes=round(each * (now.nbytes - then.nbytes)), busy_s=now.busy_s - then.busy_s)
-            for inode, now in self._carried.items()
-            for then in (before.get(inode, LinkUse(0, 0.0, 0.0, 0.0)),)
-        ]
+        """Return what the links to others have carried since the last call, as far as that says how fast they are."""
+        self.look_at_links(at_once=True)
+        each = len(self._connections) / min(MEASURED, max(1, len(self._connections)))
+        return [use._replace(nbytes=round(each * use.nbytes)) for use in self._speed.take()]
 
     def in_background(self, run: Callable[[], None]) -> Job:
         """Let the pump do something, after what it was given before."""
