@@ -1,4 +1,4 @@
-"""How fast a link is, by what the kernel has counted: only what it carried while it had something to carry says that."""
+"""How fast a link is: only what it carried while it had something to carry says that."""
 
 from __future__ import annotations
 

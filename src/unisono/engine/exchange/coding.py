@@ -121,6 +121,7 @@ def decode(message: Tensor, out: Tensor, earlier: Tensor | None = None) -> int:
         CodingError: this is no message of so many bytes of data. ``out`` is arbitrary.
     """
     nbytes, most = out.numel(), min(message.numel(), most_bytes(out.numel()))
+    width: int
     width, is_change, _ = HEAD.unpack(_bytes(message, 0, HEAD.size, most))
     if not width:
         out.copy_(_part(message, HEAD.size, HEAD.size + nbytes, most))

@@ -4,7 +4,7 @@
 map (`unisono.engine.exchange.staging`); between hosts they cross in a collective, which is under way while the next
 round departs. What is sent and received lies in memory of this module, and not in the tensors: a collective that was
 abandoned may go on to read and to write. Where members code what they send (`unisono.engine.exchange.coder`), what goes
-to a host in a round is a message instead, and the change of a parameter travels, if that is known, instead of its value.
+to a host in a round is a message instead, and of a parameter its change, where the earlier value is known.
 """
 
 from __future__ import annotations
