@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import struct
 import threading
 from typing import Any, Final
@@ -53,12 +54,11 @@ class CodingError(ValueError):
     """A message is none of `encode`."""
 
 
-@functools.cache
 def can_code() -> bool:
     """Return whether this process has the package zstandard."""
     try:
-        import zstandard  # noqa: F401
-    except ImportError:
+        _zstandard()
+    except CodingError:
         return False
     return True
 
@@ -215,12 +215,12 @@ def _tools() -> tuple[Any, Any]:
     return found
 
 
+@functools.cache
 def _zstandard() -> Any:
     try:
-        import zstandard
+        return importlib.import_module("zstandard")
     except ImportError as missing:
-        raise CodingError("a coded message has come to a process without the package zstandard") from missing
-    return zstandard
+        raise CodingError("this process does not have the package zstandard") from missing
 
 
 def _view(data: Tensor) -> Any:
