@@ -108,3 +108,29 @@ def test_a_host_that_becomes_slow_in_mid_run_is_named_and_the_other_waits_for_it
     assert said(command, "w1 on m1", "as long for a micro-batch as")
     texts = [event["text"] for event in history.events()["events"] if event["kind"] == "announcement"]
     assert any("as long for a micro-batch as" in text for text in texts)
+
+
+def test_messages_are_coded_while_the_link_is_slow_and_only_then(lab: Lab, unisono: Unisono, tmp_path: Path) -> None:
+    """It is found by what the kernel has measured: 100 Mbit/s for a while, and no limit before and after. (On a busy
+    machine a link without a limit may look slow for some steps.)
+    """
+    pytest.importorskip("zstandard")
+    run_dir, mend, last = tmp_path / "run", CHANGE + 40, CHANGE + 100
+    with Gates(tmp_path / "gates", (JOIN, CHANGE, mend)) as gates:
+        command = started(lab, unisono, run_dir, gates, "--steps", last)
+        for number in range(2):
+            lab.limit(number, 100)
+        gates.open(CHANGE)
+        gates.wait(mend, workers=2)
+        lab.mend()
+        gates.open(mend)
+        assert command.wait() == 0, command.err
+    lines = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+    sent = {line["step"]: line.get("sent_bytes", 0) for line in lines if line["kind"] == "step"}
+    raw = max(sent.values())
+    plain = {step for step in sent if sent[step] == raw}
+    fast, slow, mended = range(JOIN + 1, CHANGE), range(mend - 20, mend), range(mend + 10, last)
+    assert max(sent[step] for step in {*sent} - plain) < 0.9 * raw
+    assert len(plain.intersection(fast)) > 0.9 * len(fast)
+    assert len(plain.intersection(slow)) < 0.1 * len(slow)
+    assert len(plain.intersection(mended)) > 0.9 * len(mended)

@@ -24,6 +24,7 @@ from tests.workers.processes import (
     num_descriptors,
     num_threads,
 )
+from unisono.core.coding_rules import Mode
 from unisono.core.plan import plan
 from unisono.core.tree import Node, leaf, root, schedule
 from unisono.engine.exchange import TELEMETRY_BYTES, Combined, Exchange, Share, wire
@@ -213,8 +214,11 @@ def expected(layout: int, step: int, num_leaves: int) -> Outcome:
 class Member:
     """One process's part in a test: its page for life, and an exchange a generation."""
 
-    def __init__(self, kind: str, seat: Seat, path: str, *, timeout_s: float = WAIT_S / 2) -> None:
+    def __init__(
+        self, kind: str, seat: Seat, path: str, *, timeout_s: float = WAIT_S / 2, coding: Mode = Mode.AUTO
+    ) -> None:
         self.kind = kind
+        self.coding = coding
         self.seat = seat
         self.timeout_s = timeout_s
         self.path = path
@@ -242,6 +246,7 @@ class Member:
             store=lambda name: self.store(f"{generation}-{name}"),
             page=self.page,
             pages=[self.pages[member] for member in members],
+            coding=self.coding,
         )
         return BUILDERS[kind](context)
 

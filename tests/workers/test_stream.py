@@ -16,6 +16,7 @@ from unisono.core.plan import plan
 from unisono.core.routes import split_rows
 from unisono.core.tree import Node, schedule
 from unisono.engine.exchange import TELEMETRY_BYTES, combine
+from unisono.engine.exchange.coder import WORD_BYTES
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout
 from unisono.engine.exchange.network import Network
 from unisono.engine.exchange.pump import Job, Pump
@@ -34,7 +35,7 @@ def bytes_of_lane(rows: range, plan: Sequence[Sequence[Node]], rank: int, told: 
     others = len(plan) - 1
     own = sum(len(split_rows(piece, len(plan))[rank]) for piece in cut(rows))
     there, back = len(plan[rank]) * (len(rows) - own), others * own
-    return ROW_BYTES * (there + back) + others * (DIGEST_BYTES + told)
+    return ROW_BYTES * (there + back) + others * (DIGEST_BYTES + WORD_BYTES + told)
 
 
 def rounded_bytes(layout: FlatLayout, plan: Sequence[Sequence[Node]], rank: int, lowest: int) -> int:
@@ -48,7 +49,7 @@ def rounded_bytes(layout: FlatLayout, plan: Sequence[Sequence[Node]], rank: int,
                 back = back + others * (ROW_BYTES * len(chunk) - saved)
             else:
                 there += sum(ROW_BYTES * len(chunk) - saved * (node.level >= lowest) for node in plan[rank])
-    return there + back + others * (DIGEST_BYTES + TELEMETRY_BYTES)
+    return there + back + others * (DIGEST_BYTES + WORD_BYTES + TELEMETRY_BYTES)
 
 
 def _sent(seat: Seat, kind: str, path: str, num_leaves: int, layout: int = LAYOUT) -> tuple[int, list[list[Node]]]:

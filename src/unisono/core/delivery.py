@@ -16,9 +16,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 __all__ = ["Freight", "HostStop", "Leg", "Slice", "Turn", "check_freight", "cut", "turns_of"]
+
+
+NUMBER_BYTES: Final = 8
+"""Of the widest numbers; slices of parcels are cut between them, where there is room for one."""
 
 
 class Freight(NamedTuple):
@@ -97,12 +101,12 @@ def cut(freight: Sequence[Freight], hosts: Sequence[range], room: int) -> list[l
     host_of = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
     num_lanes = min(map(len, hosts))
     crossing = {source for source, targets, nbytes in freight if nbytes and _others(source, targets, host_of)}
-    each = min(room, max(1, room * num_lanes // (len(crossing) + 1)))
+    each = _whole(min(room, max(1, room * num_lanes // (len(crossing) + 1))))
     by_source: dict[int, list[list[Slice]]] = {}
     rooms: dict[int, int] = {}
     for index, (source, targets, nbytes) in enumerate(freight):
         crosses = bool(_others(source, targets, host_of))
-        limit = max(1, each // num_lanes) if crosses else each
+        limit = _whole(max(1, each // num_lanes)) if crosses else each
         start = 0
         while targets and start < nbytes:
             if not rooms.get(source):
@@ -122,6 +126,11 @@ def cut(freight: Sequence[Freight], hosts: Sequence[range], room: int) -> list[l
         ]
         rounds.append(_spread(slices, num_lanes))
     return rounds
+
+
+def _whole(nbytes: int) -> int:
+    """Return fewer bytes rather than a part of a number."""
+    return nbytes // NUMBER_BYTES * NUMBER_BYTES or nbytes
 
 
 def _others(source: int, targets: Sequence[int], host_of: dict[int, int]) -> list[int]:

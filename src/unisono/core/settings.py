@@ -29,6 +29,7 @@ __all__ = [
     "OLD_NAMES",
     "SETTINGS",
     "AuditThen",
+    "Coding",
     "Instructions",
     "Partition",
     "RunSettings",
@@ -57,6 +58,9 @@ of MKL that are equal on processors of all makers."""
 
 StartMethod = Literal["fork", "spawn"]
 """fork: from a process that has imported torch; spawn: each worker imports torch by itself."""
+
+Coding = Literal["auto", "always", "never"]
+"""Whether messages between machines are coded to fewer bytes: where that saves time, or in any case."""
 
 Group = Literal["workers", "machines", "network", "keeping", "Ray", "Kubernetes", "internal"]
 GROUPS: Final[dict[Group, str]] = {
@@ -319,6 +323,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     interface: Annotated[str, Setting(
         "The network interface that the head listens on, and that workers of this machine exchange gradients over, "
         "e.g. ib0; instead of --bind.", "network", metavar="NAME")] = ""
+    coding: Annotated[Coding, Setting(
+        "Whether sums are coded to fewer bytes between machines: auto (where a link is slower than the coder), always "
+        "or never. It changes no bit. The workers need the package zstandard.", "network")] = "auto"
     port: Annotated[str, Setting(
         "The head's port; A:B: the first free one of these. `unisono doctor --ports A:B` says what workers need.",
         "network", metavar="N|A:B", shown="any")] = "0"

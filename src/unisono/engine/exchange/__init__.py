@@ -79,6 +79,10 @@ class Parcel:
     tensor: Tensor
     """The content, where this member is the source; where it goes, where this member is a target. On another member
     only shape and dtype count, and it may be a meta tensor."""
+    earlier: Tensor | None = None
+    """What every member had there before, with equal bits, of the same shape and dtype. Where it is given, and not
+    None on any member whose exchange `wants_earlier`, the change may travel instead of the content. It may be
+    ``tensor`` itself on members that are not the source."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,10 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def wants_earlier(self) -> bool:
+        """Whether `deliver` makes use of `Parcel.earlier` for now; it may change with a commit."""
 
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         """Make slots of this layout from now on. Collective; before the first slot.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from unisono.core.coding_rules import Mode
 from unisono.core.errors import UsageError
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.counters import Counters
@@ -43,6 +44,8 @@ class Context:
     """The addresses of all members' pages, by rank."""
     checks: bool = False
     """Compare what arrives over the network with what was sent; equal on all members."""
+    coding: Mode = Mode.AUTO
+    """Whether what crosses the network is coded to fewer bytes."""
 
     def open_host(self) -> Counters:
         """Enter the generation among the members of this host. Waits for nobody."""
@@ -70,6 +73,7 @@ class Context:
             names=[self.names[rank] for rank in ranks if self.names],
             secret=self.secret,
             checks=self.checks,
+            coding=self.coding,
         )
 
 

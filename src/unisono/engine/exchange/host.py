@@ -99,6 +99,10 @@ class SharedMemory:
         self._stage = Stage(counters)
         self._courier = Courier(self.rank, [range(self.size)], stage=self._stage)
 
+    @property
+    def wants_earlier(self) -> bool:
+        return False
+
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         self._gathering.all_gather(b"")  # no member is in a combine any more
         self._layout = layout

@@ -39,6 +39,10 @@ class Network(PrivateSlots):
         self.kind: type[Reduction | RangeSum] = RangeSum if wire.device.type == "cpu" else Reduction
         self._offered: _NetworkCombine | None = None
 
+    @property
+    def wants_earlier(self) -> bool:
+        return self.wire.coder.is_used
+
     def offer(self, share: Share, rows_ready: int) -> None:
         if self._offered is None:
             self._offered = _NetworkCombine(self, share)

@@ -18,7 +18,7 @@ __all__ = ["PrivateSlots"]
 
 
 class PrivateSlots:
-    """Slots of an `Exchange` whose members share no memory, and so cannot help each other.
+    """Slots of an `Exchange` whose members share no memory, and so cannot help each other, and that codes nothing.
 
     Args:
         slot_bytes: returns the memory of a slot.
@@ -54,6 +54,10 @@ class PrivateSlots:
 
     def work(self) -> tuple[HostWork, Sequence[int]] | None:
         return None
+
+    @property
+    def wants_earlier(self) -> bool:
+        return False
 
     def offer(self, share: Share, rows_ready: int) -> None:
         pass

@@ -9,6 +9,7 @@ Packed rows keep their order; those that are rounded take 256 bytes instead of 5
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -69,6 +70,16 @@ class Packing:
         for place, part, kind in self._places(packed, parts, node):
             place.copy_(_bytes_of(lying, part).view(kind))
         return packed
+
+    def width(self, parts: Ranges, node: Node) -> int:
+        """Return the bytes of the numbers that most of these rows are, as they travel."""
+        found: Counter[int] = Counter()
+        for rows in parts:
+            for piece in self._layout.pieces(rows.start, rows.stop):
+                narrow = piece.rounded and self._layout.rounds(node, self._num_leaves)
+                size = 2 if narrow else piece.dtype.itemsize
+                found[size] += (piece.stop - piece.start) * size
+        return found.most_common(1)[0][0] if found else 0
 
     def room(self, out: Rows, parts: Ranges, node: Node) -> Tensor:
         """Return memory into which rows can be received, to be unpacked to ``out``: that of ``out``, if they fit."""

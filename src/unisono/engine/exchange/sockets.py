@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import socket
 import struct
@@ -22,11 +23,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-__all__ = ["Port", "TcpSocket", "shut", "tcp_sockets"]
+from unisono.core.link_speed import Counted
+
+__all__ = ["Port", "TcpSocket", "counted", "shut", "tcp_sockets"]
 
 T = TypeVar("T")
 
 SO_ATTACH_FILTER: Final = 26
+TCP_INFO: Final = 11
+_INFO_BYTES: Final = 192
+_INFO: Final = struct.Struct("=24xI92xQ16xI12xQ8xQQ")
+"""Of the kernel's tcp_info (linux/tcp.h): number of packets under way, bytes that were acknowledged, bytes that
+wait to be sent, the rate at which they arrive, and the microseconds without room at the receiver, and without data."""
 _DROP_ALL: Final = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: return 0
 _making = threading.Lock()
 """Held while a socket is made, so that groups that form at the same time do not take each other's."""
@@ -72,6 +80,33 @@ def shut(sockets: Mapping[int, TcpSocket]) -> None:
                 continue
             with socket.socket(fileno=copy) as own:
                 own.shutdown(socket.SHUT_RDWR)
+
+
+def counted(sockets: Mapping[int, TcpSocket]) -> dict[int, Counted]:
+    """Return what the kernel has counted of connections, by inode; none where it does not count."""
+    found = {}
+    for inode, each in sockets.items() if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            copy = os.dup(each.descriptor)
+            try:
+                if os.fstat(copy).st_ino == inode and (info := _tcp_info(copy)):
+                    under_way, acknowledged, unsent, rate, no_room, no_data = _INFO.unpack_from(info)
+                    found[inode] = Counted(acknowledged, under_way, unsent, no_room + no_data, rate)
+            finally:
+                os.close(copy)
+    return found
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _tcp_info(descriptor: int) -> bytes:
+    """Return the kernel's tcp_info of a connection; b"": it has none of these numbers."""
+    found, size = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32(_INFO_BYTES)
+    failed = _libc().getsockopt(descriptor, socket.IPPROTO_TCP, TCP_INFO, found, ctypes.byref(size))
+    return b"" if failed or size.value < _INFO_BYTES else found.raw
 
 
 class Port:

@@ -13,6 +13,10 @@ first pieces, and have nothing to send back. On a long way a window that is too 
 answer comes. `WINDOW` is one number for all links: the one that came first or near it on each that was tried
 (docs/decisions.md has the figures).
 
+A member may code what it sends (`unisono.engine.exchange.coder`). What the sums need is the same, and so are all bits;
+all know of each member whether it does, from the ballot before. A coded message is shorter than its receive, which has
+room for the longest one: gloo allows that, and ends the process of a receiver to which more is sent.
+
 The messages of a piece have numbers of their own, so no order between the pieces is needed; and all receives are posted
 when the stream begins, because gloo holds a message back until its receiver has said that it is ready for it.
 """
@@ -22,13 +26,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.core.routes import Ranges, Route, routed, split_rows
 from unisono.core.tree import Node, root
+from unisono.engine.exchange.coder import WORD_BYTES
+from unisono.engine.exchange.coding import most_bytes
 from unisono.engine.exchange.flat import ROW_BYTES, FlatLayout, Rows, fold_rows, with_flipped_bit
 from unisono.engine.exchange.row_packing import Packing
 from unisono.engine.exchange.wire import DIGEST_BYTES, Wire, count_votes
@@ -48,6 +54,18 @@ def cut(rows: range) -> list[range]:
     """Return the pieces of ``rows``: of nearly equal size. Pure: the same on all members."""
     num_pieces = min(max(1, len(rows) * ROW_BYTES // PIECE_BYTES), MAX_PIECES)
     return split_rows(rows, num_pieces)
+
+
+class _Arrival(NamedTuple):
+    """Packed rows that are to come."""
+
+    sender: int
+    tag: int
+    memory: Tensor
+    """Where they are to be."""
+    message: Tensor
+    """What is received: the same memory, where they come as they are."""
+    receive: Any
 
 
 class RangeSum:
@@ -80,6 +98,7 @@ class RangeSum:
         self._num_leaves = num_leaves
         self._root = root(num_leaves)
         self._packing = Packing(layout, num_leaves)
+        self._is_coded = wire.coder.senders  # a vote may change it when this sum is over
         self._out = out
         self._multipliers = multipliers
         pieces = cut(rows)
@@ -122,40 +141,52 @@ class RangeSum:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _send(self, packed: Tensor, other: int, tag: int) -> Any:
+    def _send(self, packed: Tensor, message: Tensor, other: int, tag: int) -> None:
+        """Begin to send rows, as they are or coded."""
         if self._wire.checks is not None:
             self._wire.checks.note_sent(packed, other, tag)
-        return self._wire.send(packed, other, tag)
+        self._sending.append(self._wire.send(message, other, tag))
 
-    def _finish(self, receive: Any, memory: Tensor, other: int, tag: int) -> None:
-        """Wait until a message has arrived; in the thread of the pump."""
+    def _post(self, memory: Tensor, other: int, tag: int) -> _Arrival:
+        """Begin to receive packed rows."""
+        message = memory
+        if self._is_coded[other]:
+            message = torch.empty(most_bytes(memory.numel()), dtype=torch.uint8)
+        return _Arrival(other, tag, memory, message, self._wire.post(message, other, tag))
+
+    def _finish(self, arrival: _Arrival) -> Tensor:
+        """Wait until packed rows have arrived, and return them; in the thread of the pump."""
+        other, tag, memory, message, receive = arrival
         self._wire.finish_in_background(receive)
+        if message is not memory:
+            self._wire.coder.decode(message, memory, other)
         if (bit := spoils("sums")) is not None:
             memory.copy_(with_flipped_bit(memory, bit))
         if self._wire.checks is not None:
             self._wire.checks.note_received(memory, other, tag)
+        return memory
 
     def _tag(self, piece: int, turn: int = -1) -> int:
         """Return the number of the message with a member's node ``turn``, or with the sum."""
         return self._first_tag + piece * self._tags_each + turn % self._tags_each
 
-    def _post_chunks(self, piece: int) -> list[tuple[Node, int, int, Tensor, Any]]:
-        """Post the receives of this member's chunk of a piece: (node, sender, tag, memory, receive) of all others."""
+    def _post_chunks(self, piece: int) -> list[tuple[Node, _Arrival]]:
+        """Post the receives of this member's chunk of a piece, of all others."""
         own = self._pieces[piece].added[self._wire.rank]
-        posted: list[tuple[Node, int, int, Tensor, Any]] = []
+        posted: list[tuple[Node, _Arrival]] = []
         for other in self._others if own else ():
             for turn, node in enumerate(self._plan[other]):
-                memory, tag = torch.empty(self._packing.num_bytes(own, node), dtype=torch.uint8), self._tag(piece, turn)
-                posted.append((node, other, tag, memory, self._wire.post(memory, other, tag)))
+                memory = torch.empty(self._packing.num_bytes(own, node), dtype=torch.uint8)
+                posted.append((node, self._post(memory, other, self._tag(piece, turn))))
         return posted
 
-    def _post_sums(self, piece: int) -> list[tuple[Ranges, int, int, Tensor, Any]]:
-        """Post the receives of the other chunks' sums: (rows, sender, tag, memory, receive)."""
-        posted: list[tuple[Ranges, int, int, Tensor, Any]] = []
+    def _post_sums(self, piece: int) -> list[tuple[Ranges, _Arrival]]:
+        """Post the receives of the other chunks' sums, with their rows."""
+        posted: list[tuple[Ranges, _Arrival]] = []
         for other in self._others:
             if chunk := self._pieces[piece].sum_for(other, self._wire.rank):
-                memory, tag = self._packing.room(self._out, chunk, self._root), self._tag(piece)
-                posted.append((chunk, other, tag, memory, self._wire.post(memory, other, tag)))
+                memory = self._packing.room(self._out, chunk, self._root)
+                posted.append((chunk, self._post(memory, other, self._tag(piece))))
         return posted
 
     def _send_on(self) -> None:
@@ -167,7 +198,8 @@ class RangeSum:
                     for other in self._others:
                         if chunk := self._pieces[piece].added[other]:
                             packed = self._packing.pack(self._nodes[node], chunk, node)
-                            self._sending.append(self._send(packed, other, self._tag(piece, turn)))
+                            message = self._wire.coder.encode(packed, self._packing.width(chunk, node))
+                            self._send(packed, message, other, self._tag(piece, turn))
                 self._num_sent += 1
 
     def _run(self) -> None:
@@ -180,9 +212,8 @@ class RangeSum:
                 return
             own = chunks.added[wire.rank]
             nodes = [{node: self._nodes[node] for node in self._plan[wire.rank]} for _ in own]
-            for node, other, tag, memory, receive in arriving[piece]:
-                self._finish(receive, memory, other, tag)
-                for held, rows in zip(nodes, self._packing.unpack(memory, own, node), strict=True):
+            for node, arrival in arriving[piece]:
+                for held, rows in zip(nodes, self._packing.unpack(self._finish(arrival), own, node), strict=True):
                     held[node] = rows
             for part, held in zip(own, nodes, strict=True):
                 self._digest += fold_rows(
@@ -194,21 +225,24 @@ class RangeSum:
                     [self._out],
                     multipliers=self._multipliers,
                 )
-            packed: dict[Ranges, Tensor] = {}
+            sums: dict[Ranges, tuple[Tensor, Tensor]] = {}
             for other in self._others:
                 if part_of := chunks.sum_for(wire.rank, other):
-                    if part_of not in packed:
-                        packed[part_of] = self._packing.pack(self._out, part_of, self._root)
-                    self._sending.append(self._send(packed[part_of], other, self._tag(piece)))
+                    if part_of not in sums:
+                        packed = self._packing.pack(self._out, part_of, self._root)
+                        message = wire.coder.encode(packed, self._packing.width(part_of, self._root))
+                        sums[part_of] = packed, message
+                    self._send(*sums[part_of], other, self._tag(piece))
             arriving[piece] = []
+            wire.look_at_links()
             with wire.changed:
                 self._num_folded += 1
                 wire.changed.notify_all()
             self._send_on()
         for receives in gathers:
-            for chunk, other, tag, memory, receive in receives:
-                self._finish(receive, memory, other, tag)
-                self._packing.unpack(memory, chunk, self._root, self._out)
+            wire.look_at_links()
+            for chunk, arrival in receives:
+                self._packing.unpack(self._finish(arrival), chunk, self._root, self._out)
             receives.clear()
         for each in self._sending:  # gloo forgets a message that nobody holds
             wire.finish_in_background(each)
@@ -226,7 +260,9 @@ class Ballot:
 
     def __init__(self, wire: Wire, nbytes: int) -> None:
         self._wire = wire
-        self._checks_at = DIGEST_BYTES + nbytes
+        self._word_at = DIGEST_BYTES + nbytes
+        self._checks_at = self._word_at + WORD_BYTES
+        nbytes += WORD_BYTES
         nbytes += wire.checks.num_bytes if wire.checks is not None else 0
         self._tag = wire.reserve_tags(1)
         self._others = [rank for rank in range(wire.size) if rank != wire.rank]
@@ -247,7 +283,7 @@ class Ballot:
         Raises:
             PeerLost: something has arrived as other bytes than were sent.
         """
-        own = digest.to_bytes(DIGEST_BYTES, "little") + data
+        own = digest.to_bytes(DIGEST_BYTES, "little") + data + self._wire.coder.word(self._wire.link_uses())
         room = bytearray(own.ljust(self._words[0].numel(), b"\0"))
         self._words[self._wire.rank] = torch.frombuffer(room, dtype=torch.uint8)
         job = self._wire.in_background(self._run)
@@ -255,7 +291,8 @@ class Ballot:
         words = [ctypes.string_at(word.data_ptr(), word.numel()) for word in self._words]
         if self._wire.checks is not None:
             self._wire.checks.compare([word[self._checks_at :] for word in words])
-        return count_votes([word[: self._checks_at] for word in words])
+        self._wire.coder.hear(b"".join(word[self._word_at : self._checks_at] for word in words))
+        return count_votes([word[: self._word_at] for word in words])
 
     def _post(self) -> None:
         self._receives = [self._wire.post(self._words[rank], rank, self._tag) for rank in self._others]

@@ -68,6 +68,10 @@ class TwoLevel(SharedMemory):
         # The nodes of a host's members together are the same, whichever member has computed a leaf.
         return self.helping, self._ranks
 
+    @property
+    def wants_earlier(self) -> bool:
+        return self.wire is not None and self.wire.coder.is_used
+
     def begin(self, share: Share) -> Combine:
         if self.wire is not None:
             self.wire.sent_bytes = 0

@@ -30,13 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from unisono.core.coding_rules import Mode
 from unisono.core.errors import DeadlineExceeded, PeerLost, UsageError
+from unisono.core.link_speed import LinkSpeed, LinkUse
 from unisono.core.words import listed
 from unisono.engine.exchange.checking import Checks
+from unisono.engine.exchange.coder import Coder
 from unisono.engine.exchange.gloo import make_group, own_connections, prove
 from unisono.engine.exchange.pump import Job, Pump
 from unisono.engine.exchange.script_group import ScriptGroup
-from unisono.engine.exchange.sockets import Port, TcpSocket, shut, tcp_sockets
+from unisono.engine.exchange.sockets import Port, TcpSocket, counted, shut, tcp_sockets
 from unisono.system import accelerators
 from unisono.system.process import tell
 
@@ -52,6 +55,10 @@ cannot reach, must not delay them for as long as an exchange may take."""
 LIBRARY_S = 60.0
 """The same where a library of accelerators connects them, which has to be loaded and to look at the machine."""
 MAX_TAG = 1 << 30
+MEASURED = 8
+"""Connections whose speed is looked at; of more, these stand for all."""
+LOOK_S = 0.004
+"""Least time between two looks at them, in a sum."""
 FORM_GRACE_S = 3.0  # beyond the timeout, until it is known which members have not come to a group
 
 _abandoned: list[tuple[Any, list[Any]]] = []
@@ -75,6 +82,7 @@ class Wire:
         names: the ids of the members' workers, by rank, for errors; empty: they have none.
         secret: every member must prove that it has the same one (`unisono.engine.exchange.gloo`). gloo only.
         checks: compare the digests of what streams send and of what arrives (`unisono.engine.exchange.checking`).
+        coding: whether messages are coded.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class Wire:
         names: Sequence[str] = (),
         secret: bytes = b"",
         checks: bool = False,
+        coding: Mode = Mode.AUTO,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -100,6 +109,8 @@ class Wire:
         """Data that this member has sent to others."""
         self.checks = Checks(size, names) if checks and size > 1 else None
         """Whether what has arrived is what was sent; None: that is not looked at."""
+        self.coder = Coder(rank, size, coding, names)
+        """Of messages; collectives carry what lies in memory."""
         self.changed = threading.Condition()
         """Is notified whenever something has happened that a wait may wait for."""
         self._timeout_s = timeout_s
@@ -114,6 +125,9 @@ class Wire:
         self._missing: list[str] = []
         self._connections: Mapping[int, TcpSocket] = {}
         """Of the group, by inode, when it is formed. gloo only."""
+        self._speed = LinkSpeed()
+        """Of some of them."""
+        self._looked_at = 0.0
         self._all_here_at: float | None = None
         self._closed = False
 
@@ -229,6 +243,20 @@ class Wire:
         """Begin to send a message; hold what this returns until it has left. Until then, ``data`` must not change."""
         self._count(data.nbytes)
         return self._begin(lambda group: group.send([data], target, tag))
+
+    def look_at_links(self, *, at_once: bool = False) -> None:
+        """Look how much of what was sent has arrived, if that was not done a moment ago. In one thread at a time."""
+        now = time.perf_counter()
+        if at_once or now > self._looked_at + LOOK_S:
+            self._looked_at = now
+            measured = {inode: self._connections[inode] for inode in sorted(self._connections)[:MEASURED]}
+            self._speed.note(now, counted(measured))
+
+    def link_uses(self) -> list[LinkUse]:
+        """Return what the links to others have carried since the last call, as far as that says how fast they are."""
+        self.look_at_links(at_once=True)
+        each = len(self._connections) / min(MEASURED, max(1, len(self._connections)))
+        return [use._replace(nbytes=round(each * use.nbytes)) for use in self._speed.take()]
 
     def in_background(self, run: Callable[[], None]) -> Job:
         """Let the pump do something, after what it was given before."""

@@ -14,6 +14,7 @@ import torch
 from unisono.cluster.trust.secret import key_for
 from unisono.cluster.worker.member import Member
 from unisono.cluster.worker.store import HeadStore
+from unisono.core.coding_rules import Mode
 from unisono.core.errors import StateLost, UsageError
 from unisono.core.groups import groups_of, lanes_of
 from unisono.core.messages import Notice
@@ -158,6 +159,7 @@ def open_wire(notice: Notice, rank: int, *, member: Member, device: torch.device
 
 def _context(notice: Notice, rank: int, member: Member, device: torch.device, timeout_s: float) -> Context:
     return Context(
+        coding=Mode[member.spec.run.settings.coding.upper()],
         generation=notice.generation,
         rank=rank,
         hosts=tuple(hosts_of(notice)),

@@ -96,6 +96,8 @@ class UpdateRound(Undivided):
         self._open: set[int] = set()  # parameters into which something was perhaps written, and not all
         self._has_begun = False
         self._changes: dict[int, Outline] = {}
+        self._earlier: dict[int, Tensor] = {}
+        """By parameter that was written over: its value before, where the change may travel instead of the value."""
 
     @property
     def title(self) -> str:
@@ -108,6 +110,7 @@ class UpdateRound(Undivided):
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
         self._at_first = None
+        self._earlier = {}
         return super().interrupt()
 
     def compute(self, plan: Plan) -> Iterator[object]:
@@ -145,7 +148,21 @@ class UpdateRound(Undivided):
 
     def _update(self, own: Collection[int]) -> None:
         """Give these parameters their new values."""
+        self._keep_earlier(own)
         self._shares.update_own(own)
+
+    @property
+    def _sends_changes(self) -> bool:
+        """Whether the changes of parameters may travel: after a loss, a part of a new value may be anywhere."""
+        return self._at_first is not None and self._members.team.exchange.wants_earlier
+
+    def _keep_earlier(self, own: Collection[int]) -> None:
+        if self._sends_changes:
+            self._earlier = {index: self._parameters[index].detach().clone() for index in own}
+
+    def _before(self, index: int) -> Tensor | None:
+        """Return what all members had before the round as the value of a parameter, where its change may travel."""
+        return self._earlier.get(index, self._parameters[index].detach()) if self._sends_changes else None
 
     def _having_at_first(self) -> list[set[int]]:
         """Return which new values each member makes, by rank, where no member is lost."""
@@ -198,10 +215,11 @@ class UpdateRound(Undivided):
         for index in self._todo:
             has = [index in have for have in having]
             for source, targets in senders(first[index], has, self._members.team.hosts):
-                parcels.append(Parcel(source, targets, self._parameters[index].detach()))
+                parcels.append(Parcel(source, targets, self._parameters[index].detach(), self._before(index)))
         self._open = set(self._todo) - self._new
         self._members.deliver(parcels)
         self._new.update(self._todo)
+        self._earlier = {}
 
     def _say(self, first: Mapping[int, int]) -> bytes:
         """Say that this member has all, and how the states that it answers for have changed. Collective."""
@@ -278,6 +296,10 @@ class HostRound(UpdateRound):
         point("shard.updated")
         return iter(())
 
+    @property
+    def _sends_changes(self) -> bool:
+        return self._is_update and super()._sends_changes
+
     def _having_at_first(self) -> list[set[int]]:
         return super()._having_at_first() if self._is_update else [set(self._todo) for _ in range(self._members.size)]
 
@@ -287,6 +309,8 @@ class HostRound(UpdateRound):
 
     def _update(self, own: Collection[int]) -> None:
         parameters, is_alone = self._parameters, self._is_alone
+        if is_alone:  # others write where nobody reads
+            self._keep_earlier(own)
         places = self._decide_places(self._at_first) if self._at_first is not None else {}
         before = {index: parameters[index].data for index in own}
         for index, value in before.items():
@@ -358,9 +382,10 @@ class HostRound(UpdateRound):
             if rank in targets:
                 coming.append(index)
                 tensor = places.get(index, tensor)
-            parcels.append(Parcel(first[index], tuple(sorted(targets)), tensor))
+            parcels.append(Parcel(first[index], tuple(sorted(targets)), tensor, self._before(index)))
         self._open = set(coming) if self._is_alone else set()
         self._members.deliver(parcels)
+        self._earlier = {}
         self._values |= {index: places[index] for index in coming if index in places}
         self._map(list(places))
         self._new.update(self._todo)
