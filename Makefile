@@ -2,6 +2,7 @@
 SHELL := /bin/sh
 PYTHON ?= python3
 TORCH ?=
+URL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := .demo
@@ -26,10 +27,10 @@ help:
 	@echo "make check   the checks only: ruff and mypy"
 	@echo "make format  let ruff put the code in order"
 	@echo "make docs    build the site of the documentation into ./site"
-	@echo "make figures   draw the figures of the documentation again, from its tables"
+	@echo "make figures   draw the figures of the documentation again, from its tables, and list its pages for programs"
 	@echo "make notebook  execute the notebook of the documentation again"
 	@echo "make data    fetch the data of the larger examples into ./data"
-	@echo "make dist    build the wheel and the source distribution into ./dist"
+	@echo "make dist    build the wheel and the source distribution into ./dist; URL=https://... is the project's address, for an index"
 	@echo "make clean   remove everything that was made here"
 
 demo: $(VENV)/.demo-installed
@@ -75,6 +76,7 @@ docs: $(VENV)/.docs-installed
 figures: $(VENV)/.figures-installed
 	$(BIN)/python -m website.pictures
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m website.llms
 
 notebook: $(VENV)/.figures-installed
 	$(BIN)/python -m website.notebook
@@ -84,7 +86,7 @@ data:
 
 dist: $(VENV)/.test-installed
 	rm -rf dist
-	$(BIN)/python -m hatchling build -d dist
+	UNISONO_URL="$(URL)" $(BIN)/python -m hatchling build -d dist
 
 clean:
 	rm -rf $(VENV) .try $(DEMO) dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -95,7 +97,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp is newer than what it stands for, or the installation is done again.
-$(VENV)/.demo-installed: $(BIN)/python constraints.txt pyproject.toml
+$(VENV)/.demo-installed: $(BIN)/python constraints.txt pyproject.toml hatch_build.py
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[examples]'
 	touch $@

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/figures.md from the tables of the documentation, or from what a benchmark has written.
+"""Draws the figures of the documentation from its tables, or from what a benchmark has written.
 
     python -m benchmarks.figures                                 # all of them, into docs/assets
     python -m benchmarks.figures --step-time mine.json --out .   # one's own `benchmarks.step_time --json mine.json`
@@ -81,13 +81,24 @@ Axes = Any
 def step_time(axes: Axes, given: Mapping[str, float] | None = None) -> None:
     """Time of a step relative to DDP, with its interval."""
     if given is None:
-        rows = table("benchmarks.md", "case", "step, ms", "DDP, ms", "ratio (95%)", number=2)
-        values = {row["case"]: numbers(row["ratio (95%)"]) for row in rows}
+        rows = table("benchmarks.md", "case", "step, ms", "DDP, ms", "ratio (95%)")
+        values = {f"{row['case']}\n{row['step, ms']} ms": numbers(row["ratio (95%)"]) for row in rows}
     else:
         places = [name.partition(".")[2] for name in given if name.startswith("ratio_to_ddp.")]
         values = {place: [given[f"ratio_to_ddp{part}.{place}"] for part in ("", "_low", "_high")] for place in places}
-    _intervals(axes, values)
-    axes.set_xlabel("time of a step, DistributedDataParallel = 1 (median, 95%)")
+    for y, (median, low, high) in enumerate([*values.values()][::-1]):
+        axes.barh([y], [median], color=BLUE, height=0.6)
+        axes.plot([low, high], [y, y], color=INK, linewidth=1.5)
+        axes.annotate(f"{median:.2f}", (high, y), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
+    _one(axes, [*values][::-1])
+    axes.set_xlim(0, 1.12)
+    axes.set_xlabel("time of a step of Unisono, DistributedDataParallel = 1 (median, 95%)")
+
+
+def _one(axes: Axes, names: Sequence[str]) -> None:
+    """Name the rows, and draw the line of the side that is 1."""
+    axes.axvline(1.0, color=INK, linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(names)), names)
 
 
 def _intervals(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
@@ -96,8 +107,7 @@ def _intervals(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
         median, low, high = values[name]
         axes.plot([low, high], [y, y], color=BLUE, linewidth=3, alpha=0.45, solid_capstyle="round")
         axes.plot([median], [y], "o", color=BLUE, markersize=8)
-    axes.axvline(1.0, color=INK, linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(names)), names)
+    _one(axes, names)
 
 
 def recovery(axes: Axes, given: Mapping[str, float] | None = None) -> None:
@@ -107,29 +117,33 @@ def recovery(axes: Axes, given: Mapping[str, float] | None = None) -> None:
         given = {row["figure"]: numbers(row["quiet"])[0] for row in rows if row["figure"].startswith("lost_ms.")}
     names = {"unisono": "Unisono", "torchft_tuned": "torchft, short deadlines", "torchft": "torchft",
              "torchrun": "torchrun, snapshot\nevery 50 steps"}  # fmt: skip
-    shown = [(words, given[f"lost_ms.{name}"]) for name, words in names.items() if f"lost_ms.{name}" in given][::-1]
-    for y, (words, value) in enumerate(shown):
-        _labelled_dot(axes, value, y, BLUE if words == "Unisono" else ORANGE, f"{value:,.0f} ms")
-    axes.set_yticks(range(len(shown)), [words for words, _ in shown])
-    _logarithmic(axes, [10, 100, 1000, 10_000], 50_000)
-    axes.set_xlabel("lost time, ms, logarithmic")
+    shown = [(words, given[f"lost_ms.{name}"] / 1e3) for name, words in names.items() if f"lost_ms.{name}" in given]
+    for y, (words, value) in enumerate(shown[::-1]):
+        axes.barh([y], [value], color=BLUE if words == "Unisono" else ORANGE, height=0.6)
+        axes.annotate(f"{value:.2g} s", (value, y), xytext=(6, 0), textcoords="offset points", va="center", color=INK)
+    axes.set_yticks(range(len(shown)), [words for words, _ in shown[::-1]])
+    axes.margins(x=0.12)
+    axes.set_xlabel("time lost when one of four workers is killed, seconds")
 
 
-def _labelled_dot(axes: Axes, x: float, y: float, colour: str, words: str, *, label: str = "") -> None:
-    axes.plot([x], [y], "o", color=colour, markersize=9, label=label or None)
-    axes.annotate(words, (x, y), xytext=(9, 0), textcoords="offset points", va="center", color=INK)
-
-
-def _logarithmic(axes: Axes, ticks: Sequence[int], right: float) -> None:
-    axes.set_xscale("log")
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_xlim(ticks[0], right)
-    axes.margins(y=0.15)
+def workers(axes: Axes) -> None:
+    """Speed of more workers on one machine."""
+    rows = [row for row in table("benchmarks.md", "model", "link", "workers", "came") if row["link"] == "one host"]
+    names = {"cnn": "CNN, 94,000 parameters", "transformer": "transformer, 5.7 million", "mlp": "MLP, 25 million"}
+    for (model, name), colour in zip(names.items(), (GREEN, BLUE, ORANGE), strict=True):
+        times = {int(row["workers"]): numbers(row["came"])[0] for row in rows if row["model"] == model}
+        axes.plot([*times], [times[1] / time for time in times.values()], "o-", color=colour, label=name)
+    most = max(int(row["workers"]) for row in rows)
+    axes.plot([1, most], [1, most], color=INK, linewidth=1, linestyle=":", label="ideal")
+    axes.set_xticks(range(1, most + 1))
+    axes.set_xlabel("workers on one machine with 4 cores")
+    axes.set_ylabel("speed, 1 worker = 1")
+    axes.legend()
 
 
 def uneven(axes: Axes) -> None:
     """Speed of uneven workers relative to the sum of their speeds, and to DDP."""
-    rows = [row for row in table("balance.md", "case", "M", "of the ideal") if row["of the ideal"]][::-1]
+    rows = [row for row in table("benchmarks.md", "case", "M", "of the ideal") if row["of the ideal"]][::-1]
     for y, row in enumerate(rows):
         speedup, low, high = numbers(row["against DDP"].replace("x", ""))
         axes.plot([low, high], [y, y], color=BLUE, linewidth=3, alpha=0.45, solid_capstyle="round")
@@ -143,8 +157,8 @@ def uneven(axes: Axes) -> None:
 
 def whole_microbatches(axes: Axes) -> None:
     """What whole micro-batches allow, by M."""
-    colours = {"4 equal": GREEN, "3 equal": BLUE, "4, one 2x slow": ORANGE, "8, one 2x slow": VIOLET}
-    for row in table("balance.md", "workers", "M = 4", "M = 8"):
+    colours = {"4 equal": GREEN, "3 equal": BLUE, "4, one 2x slow": ORANGE}
+    for row in table("choosing_m.md", "workers", "M = 4", "M = 8"):
         if row["workers"] in colours:
             points = [(int(name[4:]), float(value)) for name, value in row.items() if name.startswith("M = ")]
             axes.plot(*zip(*points, strict=True), "o-", color=colours[row["workers"]], label=f"{row['workers']} workers"
@@ -159,10 +173,10 @@ def whole_microbatches(axes: Axes) -> None:
 
 def efficiency(axes: Axes) -> None:
     """Where a forecast sees the end of efficiency."""
-    rows = table("plan.md", "workers", "hosts", "1 Gbit/s: step")
+    rows = table("benchmarks.md", "workers", "hosts", "1 Gbit/s: step")
     workers = [int(row["workers"]) for row in rows]
     for link, column, colour in (("10 Gbit/s", "efficiency 2", BLUE), ("1 Gbit/s", "efficiency", ORANGE)):
-        axes.plot(workers, [numbers(row[column])[0] for row in rows], "o-", color=colour, label=link)
+        axes.plot(workers, [numbers(row[column])[0] for row in rows], "o--", color=colour, label=f"{link}, forecast")
     axes.set_xscale("log", base=2)
     axes.set_xticks(workers, [str(number) for number in workers])
     axes.set_ylim(0, 100)
@@ -171,25 +185,13 @@ def efficiency(axes: Axes) -> None:
     axes.legend()
 
 
-def forecasts(axes: Axes) -> None:
-    """How far forecasts of steps were off, beside what a repetition differs by."""
-    rows = table("plan.md", "model", "link", "workers", "came")[::-1]
-    for y, row in enumerate(rows):
-        spread, error = numbers(row["spread"])[0], numbers(row["error"])[0]
-        axes.plot([-spread, spread], [y, y], color=GREEN, linewidth=7, alpha=0.35, solid_capstyle="butt")
-        axes.plot([-error if "-" in row["error"] else error], [y], "o", color=BLUE, markersize=6)
-    axes.axvline(0.0, color=INK, linewidth=1, linestyle=":")
-    axes.set_yticks(range(len(rows)), [f"{row['model']}, {row['link']}, {row['workers']}" for row in rows])
-    axes.set_xlabel("forecast above what came, %; the bar: by what repetitions differ")
-
-
 def loading(axes: Axes) -> None:
     """Samples in a second relative to other loaders, with the extremes of the turns."""
-    rows = [row for row in table("streams.md", "side", "samples/s") if row["samples/s of Unisono / side"]]
+    rows = [row for row in table("benchmarks.md", "side", "samples/s") if row["samples/s of Unisono / side"]]
     _intervals(axes, {_short(row["side"]): numbers(row["samples/s of Unisono / side"]) for row in rows})
     axes.set_xlim(left=0)
     axes.margins(y=0.2)
-    axes.set_xlabel("samples a second, other loader = 1 (median, extremes)")
+    axes.set_xlabel("samples per second of Unisono, other loader = 1 (median, extremes)")
 
 
 def _short(side: str) -> str:
@@ -197,25 +199,19 @@ def _short(side: str) -> str:
 
 
 def half_the_bytes(axes: Axes) -> None:
-    """Steps between hosts with float32 and bfloat16 on the way."""
-    rows = table("network.md", "link, hosts", "gradients", "step, fp32")[::-1]
-    for y, row in enumerate(rows):
-        for offset, (name, colour) in {0.2: ("step, fp32", ORANGE), -0.2: ("step, bf16", BLUE)}.items():
-            value = numbers(row[name])[0]
-            _labelled_dot(
-                axes, value, y + offset, colour, f"{value:,.0f}", label="" if y else name.removeprefix("step, ")
-            )
-    axes.set_yticks(
-        range(len(rows)), [f"{row['link, hosts']}, {row['gradients']}".replace(" with ", "\nwith ") for row in rows]
-    )
-    _logarithmic(axes, [10, 100, 1000, 10_000], 30_000)
-    axes.set_xlabel("time of a step, ms, logarithmic")
-    axes.legend(loc="lower right")
+    """Time of a step between hosts with bfloat16 on the way, float32 = 1."""
+    rows = table("benchmarks.md", "link, hosts", "gradients", "step, fp32")
+    names = [f"{row['link, hosts']} hosts, {row['gradients']}" for row in rows]
+    names = [name.replace(" with 2 workers each hosts", " hosts of 2 workers") for name in names]
+    _intervals(axes, {name: numbers(row["ratio (95%)"]) for name, row in zip(names, rows, strict=True)})
+    axes.set_xlim(left=0)
+    axes.margins(y=0.1)
+    axes.set_xlabel("time of a step with bfloat16, float32 = 1 (median, 95%)")
 
 
 def staleness(axes: Axes) -> None:
     """What a delay costs in quality, with and without prediction."""
-    rows = table("delay.md", "delay", "AdamW")
+    rows = table("strategies.md", "delay", "AdamW")
     adamw, sgd = list(rows[0])[1:3]
     for column, name, colour in ((adamw, "AdamW", BLUE), (sgd, "SGD with momentum", ORANGE)):
         for predicted in (False, True):
@@ -231,7 +227,7 @@ def staleness(axes: Axes) -> None:
 
 def local_quality(axes: Axes) -> None:
     """What local steps cost in quality, by replicas and inner steps."""
-    rows = table("local_steps.md", "replicas K", "H = 1")
+    rows = table("strategies.md", "replicas K", "H = 1")
     for column, colour in (("H = 1", GREEN), ("H = 10", BLUE), ("H = 50", VIOLET)):
         points = [(int(row["replicas K"]), float(row[column])) for row in rows]
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"{column}, averaged")
@@ -243,14 +239,14 @@ def local_quality(axes: Axes) -> None:
 
 
 FIGURES: Final[dict[str, tuple[Callable[..., None], float, str]]] = {
-    "step_time": (step_time, 2.9, "Time of a step beside DistributedDataParallel"),
-    "recovery": (recovery, 2.5, "Time lost by a killed worker"),
+    "step_time": (step_time, 3.4, "Time of a step beside DistributedDataParallel"),
+    "recovery": (recovery, 2.2, "Time lost by a killed worker"),
+    "workers": (workers, 3.4, "Speed of 1 to 4 workers on one machine"),
     "uneven": (uneven, 2.9, "Speed with uneven workers beside DistributedDataParallel"),
     "whole_microbatches": (whole_microbatches, 3.4, "Part of the ideal speed that whole micro-batches allow"),
     "efficiency": (efficiency, 3.2, "Forecast of the efficiency by workers"),
-    "forecasts": (forecasts, 5.2, "Errors of forecasts beside what repetitions differ by"),
     "loading": (loading, 1.9, "Speed of loading beside other loaders"),
-    "half_the_bytes": (half_the_bytes, 3.6, "Time of a step with float32 and bfloat16 between hosts"),
+    "half_the_bytes": (half_the_bytes, 2.9, "Time of a step with bfloat16 between hosts, relative to float32"),
     "staleness": (staleness, 3.4, "Loss by delay, with and without prediction"),
     "local_quality": (local_quality, 3.4, "Loss by replicas and inner steps"),
 }

@@ -1,14 +1,17 @@
-"""From the command to the end of the first step on several workers, against torchrun with DistributedDataParallel.
+"""From the command to the end of the first step: of ``unisono run``, of a script with Unisono alone, of the same script
+with torch only, and of torchrun with DistributedDataParallel.
 
 python -m benchmarks.start_time --json start_time.json
 
-Both commands train the same small network for one step, as often as asked, in turns. The clock starts before the
-command does, and stops when the last worker has done its first step.
+All train the same small network for one step, as often as asked, in turns. The clock starts before the command does,
+and stops when the last worker has done its first step. The script with torch only shows what torch takes for itself:
+its import, and what the first optimizer imports. Last, the time of ``unisono --help``, beside that of an empty Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import statistics
@@ -35,7 +38,7 @@ def first_step_with_unisono() -> None:
 
     import unisono
 
-    with unisono.Run(seed=1) as run:
+    with unisono.Run(Path(os.environ["DONE"], "run"), seed=1) as run:
         model = nn.Linear(8, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
@@ -46,6 +49,20 @@ def first_step_with_unisono() -> None:
                 step.backward(F.cross_entropy(model(inputs), labels))
             optimizer.step()
             _done(run.rank)
+
+
+def first_step_with_torch() -> None:
+    """A script that knows of no workers."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = F.cross_entropy(model(torch.randn(4, 8)), torch.zeros(4, dtype=torch.long))
+    loss.backward()
+    optimizer.step()
+    _done(0)
 
 
 def first_step_with_ddp() -> None:
@@ -62,6 +79,7 @@ def first_step_with_ddp() -> None:
     loss.backward()
     optimizer.step()
     _done(dist.get_rank())
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -70,18 +88,32 @@ def _done(rank: int) -> None:
     Path(os.environ["DONE"], str(rank)).write_text(str(time.clock_gettime(time.CLOCK_MONOTONIC)))
 
 
+BODIES = {
+    "torch": first_step_with_torch,
+    "alone": first_step_with_unisono,
+    "unisono": first_step_with_unisono,
+    "torchrun": first_step_with_ddp,
+}
+"""What each side runs."""
+
+
 def measure(side: str, workers: int) -> float:
     """Seconds from the command to the end of the slowest worker's first step."""
+    if side in ("torch", "alone"):
+        workers = 1
     with tempfile.TemporaryDirectory(prefix="unisono-start-time-") as folder:
         environment = {
             **os.environ,
             "DONE": folder,
             "WORKERS": str(workers),
             "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # what is installed was compiled once
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         if side == "unisono":
             command = ["unisono", "run", "-m", "benchmarks.start_time", "--workers", str(workers), "--", "--body", side]
+        elif side != "torchrun":
+            command = ["benchmarks.start_time", "--body", side]
         else:
             command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "--no-python"]
             command += [sys.executable, "-m", "benchmarks.start_time", "--body", side]
@@ -104,33 +136,56 @@ def measure(side: str, workers: int) -> float:
         return max(float(Path(folder, str(rank)).read_text()) for rank in range(workers)) - start
 
 
+def help_times(runs: int) -> tuple[float, float]:
+    """The shortest seconds of ``unisono --help``, and of a Python that does nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": ""}
+
+    def seconds(*words: str) -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - start
+
+    return min(seconds("-m", "unisono", "--help") for _ in range(runs)), min(seconds("-c", "") for _ in range(runs))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help="5 runs")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--body", choices=["unisono", "torchrun"], help=argparse.SUPPRESS)
+    parser.add_argument("--body", choices=list(BODIES), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.body is not None:
-        (first_step_with_unisono if options.body == "unisono" else first_step_with_ddp)()
+        BODIES[options.body]()
         return
-    seconds: dict[str, list[float]] = {"unisono": [], "torchrun": []}
+    seconds: dict[str, list[float]] = {side: [] for side in BODIES}
     for side in seconds:
         measure(side, options.workers)  # what is read from disk is in memory then
     for turn in range(5 if options.quick else options.runs):
-        for side in seconds if turn % 2 == 0 else reversed(seconds):
+        order = [*itertools.islice(itertools.cycle(BODIES), turn, turn + len(BODIES))]
+        for side in order:
             seconds[side].append(measure(side, options.workers))
+    helped, empty = help_times(5 if options.quick else options.runs)
     ratio = median_interval([a / b for a, b in zip(seconds["unisono"], seconds["torchrun"], strict=True)])
     print_table(
-        ("workers", "unisono s", "torchrun s", "ratio (95%)"),
+        ("workers", *(f"{side} s" for side in seconds), "unisono / torchrun (95%)"),
         [[str(options.workers), *(f"{statistics.median(times):.2f}" for times in seconds.values()), str(ratio)]],
     )
+    more = {
+        side: median_interval([a - b for a, b in zip(seconds[side], seconds["torch"], strict=True)])
+        for side in ("alone", "unisono")
+    }
+    for side, found in more.items():
+        print(f"{side}: {found} s more than torch")
+    print(f"unisono --help: {helped:.3f} s; an empty Python: {empty:.3f} s")
     if options.json:
         figures = {
             f"start_to_torchrun.{options.workers}": ratio.median,
             f"start_to_torchrun_low.{options.workers}": ratio.low,
             f"start_to_torchrun_high.{options.workers}": ratio.high,
+            **{f"start_beyond_torch_s.{side}.{options.workers}": found.median for side, found in more.items()},
+            "help_s": helped,
         }
         write_json(options.json, figures, [{"workers": options.workers, "seconds": seconds}])
 

@@ -204,14 +204,16 @@ def teams(
 
 @contextmanager
 def started(
-    sides: Mapping[str, Callable[[Path], list[list[str]]]], workers: int, roots: Mapping[str, Path] | None = None
+    sides: Mapping[str, Callable[[Path], list[list[str]]]],
+    workers: int | Mapping[str, int],
+    roots: Mapping[str, Path] | None = None,
 ) -> Iterator[list[Team]]:
     """Sides that take turns, started and ready for their first step.
 
     Args:
         sides: by name, the commands of a side, given the folder in which it may leave what it likes; its workers
             connect to the socket ``NAME.socket`` there.
-        workers: of each side.
+        workers: of each side; or by name.
         roots: checkouts of the sides that are of another commit.
     """
     folder = Path(tempfile.mkdtemp(prefix="unisono-benchmark-"))
@@ -243,7 +245,7 @@ def started(
                         )
                     )
             for team, listener in zip(teams, waiting, strict=True):
-                _connect(team, listener, workers)
+                _connect(team, listener, workers if isinstance(workers, int) else workers[team.name])
         yield teams
     except BaseException as error:
         for written in sorted(folder.glob("*.log")):
@@ -293,7 +295,11 @@ def _connect(team: Team, listener: Listener, workers: int) -> None:
     team.pids = [found[rank][1] for rank in range(workers)]
 
 
-def take_turns(sides: Sequence[Team], limit_s: float) -> int:
+def take_turns(
+    sides: Sequence[Team],
+    limit_s: float,
+    measure_memory: Callable[[Team], None] = lambda team: team.measure_memory(MEMORY_S),
+) -> int:
     """Measure the sides in turns for a while, then their memory, and end them; returns the steps of a turn."""
     for team in sides:
         team.measure(LEAST_STEPS)  # buffers are made, DDP has rebuilt its buckets
@@ -307,7 +313,7 @@ def take_turns(sides: Sequence[Team], limit_s: float) -> int:
             team.measure(number)
         turn += 1
     for team in sides:
-        team.measure_memory(MEMORY_S)
+        measure_memory(team)
     for team in sides:
         team.finish()
     return number

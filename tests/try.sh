@@ -1,6 +1,6 @@
 #!/bin/sh
 # Tries another Python or another torch: in an environment of their own, the tests that depend on either, and the demo.
-# Prints whether other environments got the same bits, and the row for the table of docs/releasing.md.
+# Prints whether other environments got the same bits, and the row for the table of docs/gpus.md.
 #
 #     tests/try.sh PYTHON [TORCH [OPTIONS OF PYTEST ...]]
 #

@@ -1,12 +1,14 @@
 """What the site adds to the pages of docs/ when mkdocs builds it.
 
-README.md is its first page and CHANGELOG.md another one; pictures (SVG) stand in the page itself, so that they take
-its colours; and the page of the notebook shows its cells. On their own, the pages do without that.
+README.md is its first page and CHANGELOG.md another one; the reference of the API has a page for each topic; pictures
+(SVG) stand in the page itself, so that they take its colours; and the examples show the cells of the notebook. On their
+own, the pages do without that.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,11 +18,32 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-__all__ = ["cells", "on_files", "on_page_content", "on_page_markdown"]
+__all__ = ["cells", "on_config", "on_files", "on_page_content", "on_page_markdown", "topics"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 BESIDE: Final = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site, and the files that they are elsewhere."""
+HOME: Final = """\
+[Get started](start.md){ .md-button .md-button--primary } [Port a script](porting.md){ .md-button }
+
+## How it works
+
+Floating-point sums depend on the order of the additions. Elsewhere the number of processes decides that order. Unisono
+cuts every batch into micro-batches and adds their gradients along one fixed tree, whoever computes them:
+
+![Eight micro-batches in three rows, coloured by the worker that computes them, for 1, 3 and 4 workers; below them the
+same binary summation tree for all three](assets/tree.svg)
+
+When a worker is lost, the others compute what it had not handed over, and the sum is the same:
+
+![A step with three workers over time: w1 is killed while it computes m4; w2 computes m3 and m5, w0 computes m4; then
+the step is committed](assets/lost.svg)
+
+[The whole explanation](why.md)
+
+"""
+"""What the first page of the site has besides, before `FIRST`."""
+FIRST: Final = "## Try it"
 NOTEBOOK: Final = re.compile(r"<!-- cells of (\S+\.ipynb) -->")
 PICTURE: Final = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*(assets/[\w.-]+\.svg)" ?/>')
 CODE: Final = re.compile(r"<code>[^<]*</code>")
@@ -29,15 +52,44 @@ NAMED: Final = re.compile(r"\[(docs/)?([\w]+\.md)\]\(\2")
 OUTSIDE: Final = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Name the version at the end of each page; link to the source where UNISONO_REPOSITORY says where it is."""
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/unisono/__init__.py").read_text(), re.MULTILINE)
+    assert version is not None
+    config.copyright = f"Unisono {version[1]}"
+    if repository := os.environ.get("UNISONO_REPOSITORY"):
+        config.repo_url, config.repo_name, config.edit_uri = repository, "Source", "edit/main/docs/"
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that stand beside docs/."""
+    """Add the pages that stand beside docs/, and a page for each topic of the API."""
     from mkdocs.structure.files import File
 
     for name, source in BESIDE.items():
         text = (ROOT / source).read_text().replace("](docs/", "](").replace("](CITATION.cff)", "](../CITATION.cff)")
-        top = "---\nhide: [navigation]\n---\n\n" if name == "index.md" else ""
-        files.append(File.generated(config, name, content=top + text))
+        if name == "index.md":
+            text = "---\nhide: [navigation, toc]\n---\n\n" + text.replace(FIRST, HOME + FIRST)
+        files.append(File.generated(config, name, content=text))
+    overview = files.get_file_from_path("api.md")
+    if overview is not None:
+        files.remove(overview)
+        for name, text in topics(overview.content_string).items():
+            files.append(File.generated(config, name, content=text))
     return files
+
+
+def topics(reference: str) -> dict[str, str]:
+    """Return the pages of the API by their names: one for each heading of docs/api.md, and the overview."""
+    introduction, *sections = re.split(r"^## ", reference, flags=re.MULTILINE)
+    pages, rows = {}, ["| page | names |", "|---|---|"]
+    for section in sections:
+        title, _, text = section.partition("\n")
+        name = f"api/{title.lower().replace(' ', '-')}.md"
+        pages[name] = f"# {title}\n{text}"
+        names = ", ".join(f"`{found}`" for found in re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+        rows.append(f"| [{title}]({name}) | {names} |")
+    return {"api.md": introduction + "\n".join(rows) + "\n", **pages}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

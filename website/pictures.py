@@ -1,10 +1,14 @@
-"""Draws the pictures of docs/why.md as SVG, which take the colour of the text around them.
+"""Draws the pictures of the README and of docs/why.md as SVG, which take the colour of the text around them.
 
 python -m website.pictures        # writes docs/assets/*.svg
+
+The loss curves are those that `benchmarks.curves` has recorded in docs/assets/curves.json; the others are drawings.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -98,7 +102,7 @@ def lost() -> str:
         parts += [box(left + unit * at, y, unit - 6, 30, fill, words) for at, words, fill in done]
     y = 20 + 50
     parts.append(box(left + unit, y, unit * 0.45, 30, WORKERS[1], dashed=True))
-    parts.append(text(left + unit * 1.45 + 10, y + 20, "killed: m4, and m3 with it", anchor="start", fill=RED))
+    parts.append(text(left + unit * 1.45 + 10, y + 20, "killed; m3 was not handed over", anchor="start", fill=RED))
     end = left + unit * 4.4 + 14
     parts.append(line(end, 12, end, 158, dashed=True))
     parts.append(text(end + 12, 82, "commit: all eight are there,", anchor="start"))
@@ -122,7 +126,63 @@ def order() -> str:
     return svg(600, 146, "Brackets of a sum", parts)
 
 
-PICTURES: Final = {"tree.svg": tree, "lost.svg": lost, "order.svg": order}
+def curves() -> str:
+    """The loss of one training on 1, 4 and 8 workers, with Unisono and with DDP, as it was recorded."""
+    record = json.loads((ASSETS / "curves.json").read_text())
+    killed = record["killed"]["step"]
+    width, height, top, gap = 330, 200, 44, 70
+    smooth = {side: {int(workers): _means(losses) for workers, losses in record[side].items()}
+              for side in ("unisono", "ddp")}  # fmt: skip
+    values = [value for side in smooth.values() for losses in side.values() for value in losses]
+    low, high = math.log10(min(values)) - 0.14, math.log10(max(values)) + 0.08
+    steps = len(smooth["unisono"][1])
+    parts = []
+    for column, (side, title) in enumerate({"unisono": "Unisono", "ddp": "DistributedDataParallel"}.items()):
+        left = 52 + column * (width + gap)
+
+        def place(step: int, loss: float, left: int = left) -> tuple[float, float]:
+            return left + width * step / (steps - 1), top + height * (high - math.log10(loss)) / (high - low)
+
+        parts.append(text(left + width / 2, 22, title, size=16))
+        parts += [line(left, top, left, top + height), line(left, top + height, left + width, top + height)]
+        for tick in (2.0, 0.5, 0.1, 0.03):
+            parts.append(text(left - 8, place(0, tick)[1] + 5, f"{tick:g}", anchor="end", size=12))
+        for step in range(0, steps, 100):
+            parts.append(text(place(step, 1)[0], top + height + 18, str(step), size=12))
+        for (workers, losses), colour, thickness in zip(smooth[side].items(), WORKERS, THICKNESS[side], strict=False):
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in enumerate(losses)))
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>')
+            row = list(smooth[side]).index(workers)
+            y = top + 12 + 20 * row
+            parts.append(f'<path d="M{left + width - 112} {y}h22" stroke="{colour}" stroke-width="{thickness}"/>')
+            unit = "worker" if side == "unisono" else "process"
+            several = {"worker": "workers", "process": "processes"}
+            name = f"{workers} {unit if workers == 1 else several[unit]}"
+            parts.append(text(left + width - 84, y + 5, name, anchor="start", size=13))
+    x, y = (
+        52 + width * killed / (steps - 1),
+        top + height * (high - math.log10(smooth["unisono"][4][killed])) / (high - low),
+    )
+    parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{RED}"/>')
+    parts.append(text(x + 8, y - 10, "one of 4 is killed", anchor="start", fill=RED, size=13))
+    parts.append(text(52 + width + gap / 2, top + height + 40, "training loss by step, mean of 11 steps", size=13))
+    return svg(2 * width + gap + 66, top + height + 52, "Training loss on 1, 4 and 8 workers", parts)
+
+
+THICKNESS: Final = {"unisono": (8, 4.5, 1.5), "ddp": (2, 2, 2)}
+"""Of the curves, so that those that lie on each other can be seen."""
+
+
+def _means(losses: Sequence[float], number: int = 11) -> list[float]:
+    """Return the mean of each loss and those before it: 11 steps are an epoch of that training."""
+    found = []
+    for index in range(len(losses)):
+        newest = losses[max(0, index + 1 - number) : index + 1]
+        found.append(sum(newest) / len(newest))
+    return found
+
+
+PICTURES: Final = {"tree.svg": tree, "lost.svg": lost, "order.svg": order, "curves.svg": curves}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from unisono.core.errors import (
     UsageError,
 )
 from unisono.core.old_names import warn_of_old
-from unisono.system.extras import check_platform
+from unisono.system.extras import check_platform, needs_torch
 
 if TYPE_CHECKING:
     from unisono.cluster.launcher import launch as launch
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from unisono.strategies.shard.clipping import clip_grad_norm_ as clip_grad_norm_
     from unisono.strategies.shard.clipping import clip_grad_value_ as clip_grad_value_
     from unisono.strategies.shard.sharding import shard as shard
+    from unisono.strategies.stages.module import Stages as Stages
 
 __version__ = "0.3.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "Run",
     "RunDirectoryError",
     "RunStopped",
+    "Stages",
     "StateLost",
     "Step",
     "StepError",
@@ -82,6 +84,7 @@ _LATER = {
     "Checkpoints": "unisono.core.cadence",
     "LocalRound": "unisono.strategies.local.localround",
     "Run": "unisono.script.run",
+    "Stages": "unisono.strategies.stages.module",
     "Step": "unisono.engine.loop.step",
     "Streams": "unisono.engine.microbatch.streams",
     "TarShards": "unisono.engine.microbatch.shards",
@@ -100,7 +103,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     check_platform()
-    value = getattr(importlib.import_module(_LATER[name]), name)
+    with needs_torch(f"unisono.{name}"):
+        value = getattr(importlib.import_module(_LATER[name]), name)
     globals()[name] = value
     return value
 

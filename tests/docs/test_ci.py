@@ -1,4 +1,4 @@
-"""The page about CI: its jobs are YAML, and their commands do in a project what the page says."""
+"""The part about CI of docs/check.md: its jobs are YAML, and their commands do in a project what the page says."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ exec {python} "$@"
 """
 """Installs nothing: what the project needs is there."""
 
-PAGE = blocks(ROOT / "docs" / "ci.md")
+PAGE = blocks(ROOT / "docs" / "check.md")
 
 
 def loaded(block: Block) -> Any:
@@ -81,7 +81,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A project with the page's test."""
-    (test,) = [block.text for block in PAGE if block.language == "python"]
+    (test,) = [block.text for block in PAGE if "same_bits(" in block.text]
     (tmp_path / "project" / "bin").mkdir(parents=True)
     (tmp_path / "project" / "train.py").write_text(TRAIN)
     (tmp_path / "project" / "test_train.py").write_text(test)

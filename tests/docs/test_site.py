@@ -53,8 +53,29 @@ def test_every_page_is_there(site: Path) -> None:
 
 
 def test_pictures_stand_in_the_pages_and_the_notebook_has_its_output(site: Path) -> None:
-    assert (site / "why" / "index.html").read_text().count('<svg class="picture"') == 3
-    assert "identical: 40 steps" in (site / "notebook" / "index.html").read_text()
+    assert (site / "why" / "index.html").read_text().count('<svg class="picture"') == 4
+    assert (site / "index.html").read_text().count('<svg class="picture"') == 4
+    assert "identical: 40 steps" in (site / "examples" / "index.html").read_text()
+
+
+def test_the_reference_has_a_page_for_each_topic(site: Path) -> None:
+    assert 'href="run/"' in (site / "api" / "index.html").read_text()
+    assert 'id="unisono.Run.steps"' in (site / "api" / "run" / "index.html").read_text()
+    assert 'id="unisono.Step.again"' in (site / "api" / "steps" / "index.html").read_text()
+    assert "unisono.Run.play" not in "".join(page.read_text() for page in site.glob("api/**/*.html"))
+
+
+def test_pages_have_a_link_to_edit_them_where_the_repository_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_REPOSITORY", "https://example.org/unisono")
+    assert build(ROOT / "mkdocs.yml", tmp_path).returncode == 0
+    assert 'href="https://example.org/unisono/edit/main/docs/start.md"' in (tmp_path / "start/index.html").read_text()
+
+
+def test_programs_find_the_pages(site: Path) -> None:
+    named = re.findall(r"\]\((\w+)\.md\)", (site / "llms.txt").read_text())
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} == set(named)
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

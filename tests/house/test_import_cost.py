@@ -43,7 +43,7 @@ def test_importing_unisono_costs_little_on_top_of_torch() -> None:
     assert min(costs) < LIMIT, f"CPU seconds of {TRIALS} imports, as parts of those of torch: {costs}"
 
 
-def test_help_answers_without_torch() -> None:
+def test_help_answers_at_once() -> None:
     code = """
 import sys
 from unisono.cli import main
@@ -53,6 +53,9 @@ try:
 except SystemExit as end:
     assert not end.code
 assert "torch" not in sys.modules
+own = [name for name in sys.modules if name.startswith("unisono.")]
+assert len(own) <= 12, own
+assert not {"asyncio", "socket", "psutil", "cryptography", "importlib.metadata"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import email
+import re
 import tarfile
 import zipfile
 from pathlib import Path
+
+import pytest
 
 import unisono
 from tests.house.built import build, built_once, needs_hatchling  # a fixture among them  # noqa: F401
@@ -50,3 +54,28 @@ def test_the_source_distribution_can_be_built_from_and_tested(built: Path, tmp_p
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
         assert first.namelist() == second.namelist()
         assert [name for name in first.namelist() if first.read(name) != second.read(name)] == []
+
+
+def description(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        return email.message_from_string(archive.read(f"unisono-{unisono.__version__}.dist-info/METADATA").decode())
+
+
+def test_a_distribution_for_an_index_has_addresses_and_no_relative_link(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not for an index names none: there is no address until somebody publishes the project."""
+    readme = (SOURCE.parents[1] / "README.md").read_text()
+    here = description(next(built.glob("*.whl")))
+    assert here.get_all("Project-URL") is None
+    assert here.get_payload() == readme
+    monkeypatch.setenv("UNISONO_URL", "https://example.org/owner/unisono/")
+    there = description(next(build(SOURCE.parents[1], tmp_path, "-t", "wheel").glob("*.whl")))
+    place = f"https://example.org/owner/unisono/blob/v{unisono.__version__}"
+    assert "Homepage, https://example.org/owner/unisono" in there.get_all("Project-URL", [])
+    assert f"Changelog, {place}/CHANGELOG.md" in there.get_all("Project-URL", [])
+    text = str(there.get_payload())
+    assert f"]({place}/docs/start.md)" in text
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", text) == []
+    assert text.replace(f"{place}/", "") == readme
+    assert there["Description-Content-Type"] == "text/markdown"

@@ -119,7 +119,9 @@ def test_the_first_commands_of_ci_are_those_of_the_readme() -> None:
 
 def test_the_dependencies_are_those_that_are_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {Requirement(each).name for each in project["dependencies"]}
+    declared = {
+        Requirement(each).name for each in [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+    }
     house = {module: path for module, path in modules().items() if not module.startswith("interop.")}  # the extras
     imported = {package for module, path in house.items() for package in foreign_imports(module, path)}
     # numpy is not needed: its generator is seeded where it is there. pytest imports the plugin, and nothing else does.

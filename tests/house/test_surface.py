@@ -31,6 +31,7 @@ PUBLIC = [
     "Run",
     "RunDirectoryError",
     "RunStopped",
+    "Stages",
     "StateLost",
     "Step",
     "StepError",

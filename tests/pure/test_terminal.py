@@ -22,7 +22,7 @@ from unisono.core.words import clock_duration, harmless, number, shown_bytes
 from unisono.record.overview import CurvePoint, Overview, OverviewBuilder, Recent, WorkerNow
 from unisono.views.report import html
 from unisono.views.watch.terminal import drawing
-from unisono.views.watch.terminal.base import summary
+from unisono.views.watch.terminal.base import is_progress, progress_line, summary
 from unisono.views.watch.terminal.canvas import Canvas, colours_wanted, is_drawable, shows_unicode
 from unisono.views.watch.terminal.curve import draw_curve
 from unisono.views.watch.terminal.drawing import draw
@@ -77,6 +77,19 @@ def test_rounds_of_local_steps_are_called_so() -> None:
     assert any("400 of 1200 rounds" in line for line in shown), shown
     assert any("rounds/s" in line for line in shown), shown
     assert not any("steps/s" in line for line in shown), shown
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"num_steps": 0}, {"num_steps": 0, "epoch": 3}, {"loss": None}, {"unit": "round"}]
+)
+def test_a_line_of_progress_is_known_as_one(changed: dict[str, Any]) -> None:
+    """And no other line of a run, nor what a worker prints."""
+    overview = msgspec.structs.replace(run_of(2), **changed)
+    line = f"2026-11-28 16:55:03 unisono: {progress_line(overview)}"
+    assert is_progress(line)
+    assert not is_progress(f"[w0] {line}")
+    ended = RunEnded(time=START + 50, ok=True, reason="finished", digests={}, step=399)
+    assert not is_progress(f"2026-11-28 16:55:03 unisono: {summary(overview, ended)}")
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,9 @@ def test_a_run_that_begins_again_counts_its_lines_again() -> None:
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_a_row_of_the_table_makes_a_sink(name: str) -> None:
+def test_a_row_of_the_table_makes_a_sink(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or says what to install."""
+    monkeypatch.setenv("UNISONO_WEBHOOK", "https://example.org/hook")
     made, said = None, ""
     try:
         made = make(name)

@@ -311,8 +311,8 @@ def test_a_file_that_cannot_be_exported_to_is_named(
 
 
 def test_how_many_workers() -> None:
-    assert parse_workers("4", 1) == (4, 1, 4, True)
-    assert parse_workers("2:8", 1) == (2, 2, 8, False)
+    assert parse_workers("4", 1) == (4, 1, 4, True, 1)
+    assert parse_workers("2:8", 1) == (2, 2, 8, False, 1)
     assert parse_workers("auto", 1)[0] == free_workers(1)
     with pytest.raises(UsageError):
         parse_workers("2:", 1)

@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 import pytest
+import torch
 
 from tests.pure.test_journal import evaluation, step
 from tests.waiting import WAIT_S
@@ -33,10 +34,14 @@ from unisono.core.messages import (
 )
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec, WorkerSpec
-from unisono.engine.rounds.team import HeadTeam
+from unisono.engine.exchange.alone import Alone
+from unisono.engine.exchange.wire import wire_of_one
+from unisono.engine.rounds import Report
+from unisono.engine.rounds.team import HeadTeam, Team
 
 M = TypeVar("M", bound=Message)
 INFO = MemberInfo(worker_id="w0", host="lab", pid=1, device="cpu")
+CPU = torch.device("cpu")
 
 
 class Connection:
@@ -163,6 +168,29 @@ def test_a_suspicion_names_those_who_were_waited_for(connections: queue.Queue[Co
     team.suspect(DeadlineExceeded("waited 300 s for worker w1", ["w1"]))
     heard = connections.get(timeout=WAIT_S).hears(Suspect)
     assert heard == Suspect(generation=0, reason="waited 300 s for worker w1", peers=["w1"])
+
+
+def test_a_team_knows_the_parts_of_its_members(connections: Connections) -> None:
+    """Its own from the head's answer to its hello, those of all from the notice of each generation."""
+    connections.answer = Welcome(run_id="x", heartbeat_s=0.01, part=1)
+    others = [MemberInfo(worker_id=f"w{part + 1}", host="lab", pid=2, device="cpu", part=part) for part in (2, 3)]
+    members = [msgspec.structs.replace(INFO, part=1), *others]
+    with contextlib.closing(Member(WorkerSpec(head="ws://nowhere:1", worker_id="w0"), INFO, {}).connect()) as member:
+        team = HeadTeam(member, lambda notice, rank: Alone(CPU), lambda notice, rank: wire_of_one(CPU))
+        assert (member.part, team.part, team.parts) == (1, 1, ())
+        connections.get(timeout=WAIT_S).tell(Notice(generation=1, members=members, immediate=True))
+        assert member.wait_notice(0, WAIT_S).generation == 1
+        team.join(0, Report(fresh=True, phase=0, step=0, round=0))
+        assert (team.rank, team.parts) == (0, (1, 2, 3))
+    alone = Team(CPU)
+    assert (alone.part, alone.parts) == (0, (0,))
+
+
+def test_a_head_that_gives_a_worker_another_part_loses_it(connections: Connections, member: Member) -> None:
+    """The worker has built one part of the model, and cannot have another."""
+    connections.answer = Welcome(run_id="x", heartbeat_s=0.01, part=2)
+    connections.get(timeout=WAIT_S).tell(None)
+    assert "part 2 of the model to this worker, which has part 0" in str(member.wait_ended(WAIT_S))
 
 
 def test_a_heartbeat_names_the_samples_of_a_micro_batch_that_takes_long(

@@ -21,6 +21,7 @@ from unisono.core.cadence import CheckpointReport, Position
 from unisono.core.errors import PeerLost, StateLost
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
+from unisono.core.spec import WorkerSpec
 from unisono.core.telemetry import StepTelemetry
 from unisono.core.tree import Node
 from unisono.engine.exchange import Exchange, Parcel, Share, combine
@@ -237,6 +238,8 @@ class Listener:
     """A `Member` that notes what it is told about waiting."""
 
     arithmetic = 0
+    part = 0
+    spec = WorkerSpec()
 
     def __init__(self) -> None:
         self.is_waiting = False

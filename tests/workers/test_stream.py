@@ -31,7 +31,7 @@ LAYOUT = 2  # of several pieces
 
 
 def bytes_of_lane(rows: range, plan: Sequence[Sequence[Node]], rank: int, told: int) -> int:
-    """The formula of docs/network.md: what a member of a lane sends in a step."""
+    """The formula of docs/decisions.md: what a member of a lane sends in a step."""
     others = len(plan) - 1
     own = sum(len(split_rows(piece, len(plan))[rank]) for piece in cut(rows))
     there, back = len(plan[rank]) * (len(rows) - own), others * own

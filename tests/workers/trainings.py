@@ -16,7 +16,7 @@ class Training:
 
     def __init__(self, script: str, *arguments: object) -> None:
         self.path = Path(__file__).with_name(script)
-        self._arguments = arguments
+        self.arguments = arguments
 
     def __call__(
         self,
@@ -32,7 +32,7 @@ class Training:
             workers,
             directory=directory,
             options=options,
-            arguments=[str(each) for each in (*self._arguments, *arguments)],
+            arguments=[str(each) for each in (*self.arguments, *arguments)],
             faults=faults,
             timeout_s=WAIT_S,
         )

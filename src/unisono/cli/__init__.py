@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from unisono.core.errors import UnisonoError, UsageError
-from unisono.system.extras import check_platform
+from unisono.system.extras import check_platform, needs_torch
 
 __all__ = ["COMMANDS", "main"]
 
@@ -114,7 +114,9 @@ def main() -> None:
     from unisono.cli.saying import say, say_lines
 
     try:
-        sys.exit(_group(standalone_mode=False) or 0)
+        with needs_torch("this command"):
+            code = _group(standalone_mode=False) or 0
+        sys.exit(code)
     except click.NoSuchOption as error:
         _show_unknown(error)
         sys.exit(error.exit_code)

@@ -32,7 +32,7 @@ class Again:
 def again(back: RunGoesBack, workers: Workers, machines: Sequence[Machine]) -> Again:
     """Return how the run is started again, from before what is to be doubted, and without the faulty machine.
 
-    Where there is only one machine, it goes on with one worker fewer.
+    Where there is only one machine, it goes on with one worker fewer, or one group.
 
     Args:
         workers, machines: with which it was started.
@@ -55,12 +55,16 @@ def again(back: RunGoesBack, workers: Workers, machines: Sequence[Machine]) -> A
     if left:
         say(f"unisono: goes back to {checkpoint.name}, without {listed(list(back.hosts))}", err=True)
         return Again(changes, dropped)
-    if workers.start < 2:
-        raise UsageError(f"{back}. No worker is left to go on with; {hint}")
-    number = workers.start - 1
-    text = str(number) if workers.grows else f"{min(workers.minimum, number)}:{max(workers.maximum - 1, number)}"
+    noun = "worker" if workers.parts == 1 else f"group of {workers.parts} worker"
+    start, least, most = (number // workers.parts for number in (workers.start, workers.minimum, workers.maximum))
+    if start < 2:
+        raise UsageError(f"{back}. No {noun.partition(' ')[0]} is left to go on with; {hint}")
+    number = start - 1
+    text = str(number) if workers.grows else f"{min(least, number)}:{max(most - 1, number)}"
+    if workers.parts > 1:
+        text += f"x{workers.parts}"
     say(
-        f"unisono: goes back to {checkpoint.name}, with {count(number, 'worker')}, on the machine that has "
+        f"unisono: goes back to {checkpoint.name}, with {count(number, noun)}, on the machine that has "
         "computed wrong values: there is no other one. Test it soon",
         err=True,
     )

@@ -17,12 +17,19 @@ __all__ = ["scale", "stop"]
 @click.argument("run")
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:
-    """Change the number of workers to WORKERS, from the next possible step on."""
+    """Change the number of workers to WORKERS, from the next possible step on.
+
+    Of a run with groups of workers (--workers 2x4), WORKERS is the number of groups.
+    """
+    from unisono.cli.join import spec_of
+
     if workers < 1:
         raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop` ends it")
     address = find(run)
-    check_workers(workers, num_machines=len({worker["host"] for worker in ask_status(address)["workers"]}) or 1)
-    say(tell(address, Scale(num_workers=workers)))
+    status = ask_status(address)
+    number = workers * spec_of(status).settings.parts
+    check_workers(number, num_machines=len({worker["host"] for worker in status["workers"]}) or 1)
+    say(tell(address, Scale(num_workers=number)))
     return 0
 
 

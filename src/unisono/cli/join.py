@@ -76,8 +76,8 @@ def join(
         raise UsageError("--while is a command, such as --while 'test ! -e in-use'; got an empty one")
     invitation = may_act(_from_token_file(run, token_file) if token_file else find(run))
     spec = spec_of(status := await_status(invitation, wait or 0.0, _say_that_it_waits))
-    if ":" in workers:
-        raise UsageError(f"unisono join --workers takes a number or 'auto', got {workers!r}")
+    if ":" in workers or "x" in workers:
+        raise UsageError(f"unisono join --workers takes a number of workers or 'auto', got {workers!r}")
     number = parse_workers(workers, spec.threads).start
     check_workers(number)
     check_open_files(number)

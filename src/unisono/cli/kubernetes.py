@@ -72,7 +72,7 @@ def _request(options: Options) -> ClusterRequest:
         raise UsageError(
             "which container image? --set kubernetes.image=IMAGE, with Python, Unisono and the packages of the script"
         )
-    if options.workers == "auto":
+    if options.takes_all:
         raise UsageError(
             "how many workers? --workers N, or A:B; each pod has as many as --set kubernetes.workers-per-pod says"
         )

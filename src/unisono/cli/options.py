@@ -16,7 +16,7 @@ from unisono.cluster.trust.invitation import HeadUrl
 from unisono.cluster.trust.secret import is_reader
 from unisono.core.errors import UsageError
 from unisono.core.policy import Policy
-from unisono.core.settings import FILE, SETTINGS, RunSettings, gathered, pairs
+from unisono.core.settings import DEFAULTS, FILE, SETTINGS, RunSettings, gathered, pairs, split_parts
 from unisono.core.spec import MOST_AUDITED, RunSpec
 from unisono.system.capacity import Workers
 
@@ -56,6 +56,8 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(
                 f"--audit is a share of the micro-batches from 0 to {MOST_AUDITED:g}, e.g. 0.01; got {self.audit}"
             )
+        if self.parts > 1:
+            self._check_parts()
         if self.plain:
             self._check_plain()
         if self.bind == "":
@@ -137,6 +139,21 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         """Raise a `UsageError` if the head's interface or token are not there: before any machine is asked."""
         _ = self.address, self.token
 
+    def _check_parts(self) -> None:
+        workers = f"--workers {self.workers}"
+        if self.plain:
+            raise UsageError(f"{workers} is for scripts that use Unisono: a plain one has no parts; give a number")
+        if self.evaluators:
+            raise UsageError(
+                f"--evaluators {self.evaluators} are single workers with the whole model, and with {workers} each has "
+                f"one of {self.parts} parts of it; leave one of them out"
+            )
+        if self.wait_for % self.parts:
+            raise UsageError(
+                f"--wait-for counts workers, and {workers} makes groups of {self.parts}: got {self.wait_for}, which is "
+                f"no multiple; give {max(1, round(self.wait_for / self.parts)) * self.parts}"
+            )
+
     def _check_plain(self) -> None:
         names = (
             *("resume", "copies-to", "sink", "profile", "run-dir", "overwrite", "wait-for", "exchange", "strict"),
@@ -169,6 +186,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             efficiency=self.efficiency,
             most=workers.maximum,
             wait_for=self.wait_for,
+            parts=workers.parts,
             minimum=workers.minimum,
             maximum=workers.start if self.efficiency else workers.maximum,
             grows=workers.grows,
@@ -196,4 +214,28 @@ def options_of(given: dict[str, Any]) -> Options:
         for setting, value in in_file(Path(folder)):
             if setting.field not in values:
                 values[setting.field], sources[setting.name] = value, str(file)
+    _take_parts_of_hosts(values, sources)
     return Options(**own, **values, sources=sources)
+
+
+def _take_parts_of_hosts(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Make the groups that the machines name (``--hosts a:1x4``) those of ``--workers``.
+
+    Raises:
+        UsageError: the two say different groups, or the machines cannot be read.
+    """
+    names = [name for name in ("hosts", "hostfile") if values.get(name)]
+    if len(names) != 1:  # the launcher refuses both
+        return
+    from unisono.cluster.launchers.hosts import parse_hosts, parts_of, read_hostfile
+
+    parts = parts_of((parse_hosts if names == ["hosts"] else read_hostfile)(values[names[0]]))
+    groups, own = split_parts(values.get("workers", DEFAULTS.workers))
+    if parts > 1 and own == 1 and groups == "auto":
+        values["workers"], sources["workers"] = f"autox{parts}", sources[names[0]]
+    elif parts not in (1, own):
+        setting = SETTINGS[names[0]]
+        raise UsageError(
+            f"{setting.spelled()} names groups of {parts} workers, and --workers {values['workers']} groups of {own}; "
+            f"leave --workers out, or write --workers NxP with P = {parts}"
+        )

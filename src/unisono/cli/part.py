@@ -62,17 +62,18 @@ def share(options: Options, workers: Workers, task: Task) -> int:
     """Return how many workers a task starts."""
     if options.per_task is not None:
         return options.per_task
-    if options.workers == "auto":
+    if options.takes_all:
         return max(1, len(machine_gpus()) // task.local_size)
-    number = min(workers.maximum, max(workers.start, task.size))
+    whole = -(-task.size // workers.parts) * workers.parts
+    number = min(workers.maximum, max(workers.start, whole))
     return number * (task.rank + 1) // task.size - number * task.rank // task.size
 
 
 def _lead(options: Options, task: Task, meeting: Rendezvous, read: Callable[[], tuple[RunSpec, Workers]]) -> int:
     spec, workers = read()
     own = share(options, workers, task)
-    if options.per_task is not None or options.workers == "auto":
-        workers = Workers(own * task.size, 1, own * task.size, grows=True)
+    if options.per_task is not None or options.takes_all:
+        workers = Workers.found(own * task.size, options.parts)
     check_workers(own)
     check_open_files(own)
     service = options.service(workers, "" if task.is_on_one_machine else own_address(os.environ))

@@ -37,7 +37,7 @@ SECONDS: Final = 3.0
 EACH: Final = 16
 """Up to so many workers, each number has a row; of more, every doubling."""
 MOST: Final = 1024
-"""Workers, at most: so far the model was followed (docs/plan.md), and more of them take minutes to reckon."""
+"""Workers, at most: so far the model was followed (docs/benchmarks.md), and more of them take minutes to reckon."""
 SOME_HOSTS: Final = 4
 """Where a link is given and no number of workers."""
 NO_TRIAL: Final = ("steps", "find", "run_dir")
@@ -303,7 +303,7 @@ def _show(made: PlanRecord, facts: ForecastInputs, asked: PlanRequest, room_byte
     roster = asked.largest
     if most > 1:
         between = f" on {-(-most // asked.per_host)} hosts, {asked.link}" if most > asked.per_host else ""
-        say_lines(f"with {most} workers{between}, other strategies by their models (docs/plan.md):\n")
+        say_lines(f"with {most} workers{between}, other strategies by their models (docs/benchmarks.md):\n")
         say_lines(shown_strategies(made, most, asked.options) + "\n")
         if missing := shown_missing(facts, roster):
             say_lines(missing)

@@ -1,4 +1,4 @@
-"""``unisono report``: one HTML file about a run, or about several side by side."""
+"""``unisono report``: one HTML file about a run, or about several side by side; or a table of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.saying import say
+from unisono.cli.saying import say, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.record import rundir
 from unisono.system.owned import write_whole
-from unisono.views.report import account
+from unisono.views.report import account, runs_table
 from unisono.views.report import report as made_of
 
 __all__ = ["report"]
@@ -24,12 +24,16 @@ DEFAULT = "report.html"
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write. Default: report.html in the "
               "directory of the run; of several runs, in the current directory.")  # fmt: skip
-def report(runs: tuple[Path, ...], output: Path | None) -> int:
-    """Write a report of one run, or of several RUNS side by side, as one HTML file that needs nothing else.
+@click.option("--table", "as_table", is_flag=True, help="Print a row for each run, with what their settings and "
+              "arguments differ in, and whether their bits are equal. No file is written but with -o.")  # fmt: skip
+def report(runs: tuple[Path, ...], output: Path | None, as_table: bool) -> int:
+    """Write a report of one run, or of several RUNS side by side, as one HTML file that needs nothing else. A folder
+    of runs stands for all of them.
 
     It shows the result, the curves, where the workers' time went, every interruption and its cost, and what would make
     the run faster. It can be written while the run goes on.
     """
+    runs = tuple(each for run in runs for each in _in(run))
     for run in runs:
         if not run.is_dir() or rundir.holder(run) is None:
             raise UsageError(f"there is no run in {run}: no {rundir.RUN_FILE}, and no journal")
@@ -37,9 +41,14 @@ def report(runs: tuple[Path, ...], output: Path | None) -> int:
         accounts = [account(run) for run in runs]
     except OSError as error:
         raise UsageError(f"a run cannot be read: {error}") from error
+    table = runs_table(accounts) if as_table or len(accounts) > 1 else None
+    if as_table and table is not None:
+        say_lines("\n".join(table.lines()))
+        if output is None:
+            return 0
     target = output or (runs[0] / DEFAULT if len(runs) == 1 else Path(DEFAULT))
-    _write(target, made_of(accounts, time.time()))
-    for each in accounts:
+    _write(target, made_of(accounts, time.time(), table))
+    for each in () if as_table else accounts:
         say(f"{each.name}: {each.sentence}")
         for advice in each.advice[:3]:
             say(f"  {advice.text}")
@@ -47,6 +56,13 @@ def report(runs: tuple[Path, ...], output: Path | None) -> int:
             say(f"  not shown: {note}")
     say(f"the report of {count(len(accounts), 'run')} is {target}")
     return 0
+
+
+def _in(folder: Path) -> list[Path]:
+    """Return the runs in a folder; the folder itself, where it is a run or holds none."""
+    if not folder.is_dir() or rundir.holder(folder) is not None:
+        return [folder]
+    return [each for each in sorted(folder.iterdir()) if each.is_dir() and rundir.holder(each) is not None] or [folder]
 
 
 def _write(target: Path, text: str) -> None:

@@ -152,8 +152,8 @@ def _refuse_used(options: Options, spec: RunSpec) -> None:
 
 def _of_machines(options: Options, spec: RunSpec, workers: Workers, machines: Sequence[Machine]) -> Workers:
     """Return how many workers the run has, where the machines say so."""
-    if options.workers == "auto" and any(machine.num_workers for machine in machines):
-        return parse_workers(str(sum(machine.num_workers for machine in machines)), spec.threads)
+    if options.takes_all and any(machine.num_workers for machine in machines):
+        return Workers.found(sum(machine.num_workers for machine in machines), options.parts)
     return workers
 
 
@@ -185,8 +185,8 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         read_ranges(without)  # raises
     arguments = _arguments(options, before)
     threads = options.threads or (_plain_threads() if options.plain else threads_of(before.facts))
-    takes_all = options.workers == "auto" and options.names_hosts  # so many as the machines will say
-    workers = parse_workers("1" if takes_all else options.workers, threads)
+    asks_machines = options.takes_all and options.names_hosts  # so many as the machines will say
+    workers = parse_workers(f"1x{options.parts}" if asks_machines else options.workers, threads)
     if options.efficiency and workers.grows:
         raise UsageError("--set efficiency decides between A and B workers: give --workers A:B as well")
     settings = replace(

@@ -13,7 +13,7 @@ from unisono.cli.reach import NotGoing, ask_status, find
 from unisono.cli.saying import say, say_json, say_lines
 from unisono.cluster.trust.invitation import HeadUrl, Invitation, is_invitation
 from unisono.core.errors import UsageError
-from unisono.core.words import count, number, progress, shown_bytes
+from unisono.core.words import count, number, part_words, progress, shown_bytes
 from unisono.record import rundir
 from unisono.record.history import History
 from unisono.system.interfaces import is_local
@@ -117,7 +117,7 @@ def _words(found: dict[str, Any]) -> list[str]:
     at = progress(step + 1, num_steps, found.get("unit", "step")) if step is not None else "no step yet"
     lines.append(at + (f", loss {number(float(loss))}" if loss is not None else ""))
     lines += _times(found)
-    lines += _workers(found.get("workers", []))
+    lines += _workers(found.get("workers", []), found.get("parts", 1))
     lines += _machines(found.get("machines", []))
     lines += _past_workers(found.get("past_workers", []))
     lines += _interruptions(found.get("interruptions", []))
@@ -153,12 +153,15 @@ def _times(found: dict[str, Any]) -> list[str]:
     return ["; ".join(words)] if words else []
 
 
-def _workers(workers: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'worker':<8}{'rank':<6}{'state':<10}{'pid':<9}{'device':<9}{'step':<7}host"] if workers else []
+def _workers(workers: list[dict[str, Any]], num_parts: int) -> list[str]:
+    wide = len(part_words(num_parts - 1, num_parts)) + 2 if num_parts > 1 else 0
+    heading = f"{'worker':<8}{'part':<{wide}}" if wide else f"{'worker':<8}"
+    lines = [f"{heading}{'rank':<6}{'state':<10}{'pid':<9}{'device':<9}{'step':<7}host"] if workers else []
     for worker in workers:
+        part = part_words(worker.get("part", 0), num_parts)
         rank = "-" if worker.get("rank") is None else worker["rank"]
         lines.append(
-            f"{worker['worker_id']:<8}{rank!s:<6}{worker['state']:<10}{worker['pid']:<9}{worker['device']:<9}"
+            f"{worker['worker_id']:<8}{part:<{wide}}{rank!s:<6}{worker['state']:<10}{worker['pid']:<9}{worker['device']:<9}"
             f"{worker['step']:<7}{worker['host']}"
         )
     return lines

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+from unisono.cluster.notebook import cell_output, with_cell_lines
 from unisono.core.errors import LaunchError, UsageError
 from unisono.core.settings import OLD_NAMES, SETTINGS
 from unisono.core.words import count
@@ -39,9 +40,11 @@ def launch(
 
     Blocks until the run is over. ``main`` and its arguments are pickled by value (cloudpickle), so functions of a
     notebook will do; the result is pickled back. Each line of the workers' output appears here with the worker's name.
+    In a notebook, one line shows how far the run is, and changes in its place.
 
     Args:
-        workers: how many; "auto", the default: every GPU, else every core; "A:B": at least A, at most B.
+        workers: how many; "auto", the default: every GPU, else every core; "A:B": at least A, at most B; "2x4": 2
+            groups of 4, each with one part of the model.
         threads: CPU threads of a worker, by default 1. Part of the result's bits.
         run_dir: directory of the run; wins over the one that ``main`` names.
         options: other settings of ``unisono run``, with underscores: ``exchange="gloo"``, ``overwrite=True``,
@@ -67,9 +70,8 @@ def launch(
         exit_code, words = _call(command)
         known = json.loads(outcome.read() or b"{}")
         if exit_code != 0 or not known.get("ok"):
-            raise LaunchError(
-                known.get("reason") or words or f"exit code {exit_code}", known.get("traceback", ""), exit_code
-            )
+            traceback = with_cell_lines(known.get("traceback", ""))
+            raise LaunchError(known.get("reason") or words or f"exit code {exit_code}", traceback, exit_code)
         returned = result.read()
         if not returned.endswith(pickle.STOP):  # empty, or cut off where the worker was killed
             raise LaunchError(f"the run ended before the function had returned: {known['reason']}", "", exit_code)
@@ -132,7 +134,7 @@ def _beside() -> str:
 
 def _call(command: list[str]) -> tuple[int, str]:
     """Run the command, which ends with this process, and show its output. Return its exit code and last line."""
-    last = ""
+    last, cell = "", cell_output()
     with started(
         command,
         STOP_S,
@@ -145,6 +147,9 @@ def _call(command: list[str]) -> tuple[int, str]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)  # by Python's own stream, which a notebook shows
+            if cell is not None:
+                cell.show(line)
+            else:
+                print(line, end="", flush=True)
             last = line.strip() or last
         return process.wait(), last

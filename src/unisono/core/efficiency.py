@@ -37,6 +37,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line allows, and the machines have room for."""
     efficiency: float
     """The next worker is worth it if it adds this part of the unit."""
+    noun: str = "worker"
+    """What is counted: workers, or groups of them."""
 
 
 class SizeChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +97,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         why = "to measure what another one adds"
         if found is not None and smaller is not None:
             number = self.size - smaller
-            why = f"the last {count(number, 'worker')} of {self.size} {_adds(number, found)}"
+            why = f"the last {count(number, bounds.noun)} of {self.size} {_adds(number, found)}"
             if found < (bounds.efficiency - SLACK if number == 1 else bounds.efficiency):
                 known = msgspec.structs.replace(known, refused={**refused, self.size: step})
                 target = max(bounds.least, (smaller + self.size) // 2)

@@ -132,6 +132,8 @@ class WorkerJoined(_Event, tag="joined"):
     """The first step that it takes part in."""
     reason: str
     """Why it came: the run begins, another worker was lost, ``unisono scale``, a machine joined ..."""
+    part: int = 0
+    """The part of the model that it has, where a run has groups of workers."""
 
 
 class WorkerGone(_Event, tag="gone"):

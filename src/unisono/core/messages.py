@@ -123,6 +123,8 @@ class MemberInfo(Message):
     """Address of its page in shared memory (`unisono.engine.exchange.pages`); empty where the host has none."""
     address: str = "127.0.0.1"
     """The interface on which it listens for data connections."""
+    part: int = 0
+    """The part of the model that it has. The table fills it in; in a `Hello` it says nothing."""
 
 
 # -- worker to head ----------------------------------------------------------------------------------
@@ -394,6 +396,8 @@ class Welcome(Message):
     """E.g. how this worker's fingerprint differs from the first one's."""
     agent_id: str = ""
     """To an agent: the name that the head has given it."""
+    part: int = 0
+    """To a worker: the part of the model that it has for its whole life."""
     branch: str = ""
     """The branch of the run's history that the head goes on with."""
     may_write: bool = True

@@ -20,6 +20,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     wait_for: int = 0
     """The run begins with this many, and never with fewer, however many are ordered; 0: with ``start``, or what is left
     of these."""
+    parts: int = 1
+    """The parts of the model, one on each worker of a group: the run needs all of them. All numbers here are of
+    workers, and not of groups."""
     minimum: int = 1
     """With fewer the run pauses."""
     maximum: int
@@ -41,6 +44,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which a loss may explain a broken exchange, before the same members try again."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.parts <= self.minimum:
+            raise UsageError(
+                f"a run with {self.parts} parts of the model needs a worker for each of them, got a minimum of "
+                f"{self.minimum} workers"
+            )
         if not 1 <= self.minimum <= self.start <= self.maximum:
             raise UsageError(
                 f"a run needs 1 <= minimum <= start <= maximum workers, got {self.minimum}, {self.start} and "
@@ -56,6 +64,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 f"the run would wait for ever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
                 "--workers admits at most"
             )
+
+    @property
+    def groups(self) -> int:
+        """How many whole groups ``maximum`` allows."""
+        return self.maximum // self.parts
 
     @property
     def begins_with(self) -> int:

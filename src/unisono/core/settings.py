@@ -40,6 +40,7 @@ __all__ = [
     "parse_time",
     "port_range",
     "setting_named",
+    "split_parts",
     "table",
 ]
 
@@ -89,6 +90,8 @@ OLD_NAMES: Final = {
     "sinks": "sink",
 }
 """Names that settings had in an earlier version."""
+MOST_PARTS: Final = 4096
+"""More parts of a model than that are a typing error."""
 UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 WORDS: Final = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 
@@ -232,8 +235,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Where the settings that were given come from, by name; the others have their default."""
 
     workers: Annotated[str, Setting(
-        "How many workers: N; every GPU, else every core; or at least A and at most B.", "workers",
-        option="-n --workers", metavar="N|auto|A:B")] = "auto"
+        "How many workers: N; every GPU, else every core; or at least A and at most B. With xP, so many groups of P "
+        "workers, each of which has one part of the model: 2x4.", "workers", option="-n --workers",
+        metavar="N|auto|A:B[xP]")] = "auto"
     evaluators: Annotated[int, Setting(
         "So many more processes of this machine compute what run.evaluate(..., wait=False) asks for, while the workers "
         "train on.", "workers", option="--evaluators")] = 0
@@ -353,8 +357,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "Copy each checkpoint to this place as well: a path, or a URL that fsspec knows (s3://bucket/run, "
         "sftp://host/path). Wins over the script's.", "keeping", option="--copies-to", metavar="URL")] = ()
     sinks: Annotated[tuple[str, ...], Setting(
-        "Give the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, or MODULE:FUNCTION of "
-        "your own.", "keeping", option="--sink", name="sink", metavar="NAME[=ARGUMENT]", in_file=False)] = ()
+        "Give the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, webhook, or "
+        "MODULE:FUNCTION of your own.", "keeping", option="--sink", name="sink", metavar="NAME[=ARGUMENT]",
+        in_file=False)] = ()
     profile: Annotated[str, Setting(
         "Record the steps from A up to but without B with torch.profiler on all workers: one trace for Perfetto, in "
         "the folder profile of the run's directory.", "keeping", option="--profile", metavar="A:B")] = ""
@@ -430,6 +435,20 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return 10 if self.max_restarts is None else self.max_restarts
 
     @property
+    def parts(self) -> int:
+        """The number of parts of the model, each on one worker of a group; 1: every worker has the whole model.
+
+        Raises:
+            UsageError: `workers` says no number.
+        """
+        return split_parts(self.workers)[1]
+
+    @property
+    def takes_all(self) -> bool:
+        """``--workers auto``: as many workers as the machines have room for."""
+        return split_parts(self.workers)[0] == "auto"
+
+    @property
     def ports(self) -> tuple[int, int]:
         """The first and the last port that the head may take; 0: any.
 
@@ -457,6 +476,23 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"steps to profile are A:B, e.g. 100:105 for the steps 100 to 104; got --profile {self.profile}"
             )
         return range(int(first), int(stop))
+
+
+def split_parts(text: str) -> tuple[str, int]:
+    """Return the ``N``, ``auto`` or ``A:B`` of a value of ``--workers``, and the parts of a group; 1 without ``xP``.
+
+    Raises:
+        UsageError: there is nothing before the ``x``, or no number from 1 behind it.
+    """
+    groups, x, parts = text.partition("x")
+    if not x:
+        return text, 1
+    if not groups or not (parts.isascii() and parts.isdecimal() and 1 <= int(parts) <= MOST_PARTS):
+        raise UsageError(
+            f"--workers {text}: groups of several workers are NxP, such as 2x4 for 2 groups of 4, with P from 1 to "
+            f"{MOST_PARTS}; also autox4, or 1:3x4"
+        )
+    return groups, int(parts)
 
 
 def port_range(text: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ __all__ = [
     "harmless",
     "listed",
     "number",
+    "part_words",
     "position_words",
     "progress",
     "script_in",
@@ -43,6 +44,11 @@ def count(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}es" if noun.endswith(("s", "ch")) else f"{number} {noun}s"
+
+
+def part_words(part: int, num_parts: int) -> str:
+    """Return which part of the model a worker has: ``part 2 of 4``, counted from 0; "" where there is only one."""
+    return f"part {part} of {num_parts}" if num_parts > 1 else ""
 
 
 def without_evidence(lines: Sequence[str]) -> list[str]:

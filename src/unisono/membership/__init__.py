@@ -11,6 +11,7 @@ reason in one sentence. All decisions of the head about members are made here::
     heartbeat    heartbeats from which nothing follows
     health       silence, hangs, broken exchanges (verdicts: hangs, suspicion)
     convictions  workers that compute wrong values
+    parts        which part of the model each worker has
     restarts     losses and replacements
     ending       workers come to the end of the training
     generations  consequences: the next generation, or the end of the run
@@ -48,6 +49,7 @@ from unisono.membership.generations import follow_up
 from unisono.membership.happenings import happenings
 from unisono.membership.heartbeat import routine, routine_of_many
 from unisono.membership.heirs import heirs, holders, is_first_elsewhere, keepers, machines, without_lost_heir
+from unisono.membership.parts import part_of
 from unisono.membership.roster import State, noted, rebranched, seat_of
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "is_first_elsewhere",
     "keepers",
     "machines",
+    "part_of",
     "routine_of_many",
     "seat_of",
     "step",

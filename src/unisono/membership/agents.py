@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
@@ -12,6 +13,7 @@ from unisono.core.errors import ProtocolError
 from unisono.core.messages import AgentHello, Ended, Lost, Start
 from unisono.core.words import count, listed, stopping_words
 from unisono.membership.draft import Draft
+from unisono.membership.parts import numbers_of
 from unisono.membership.restarts import lose, order
 from unisono.membership.roster import ALIVE, Agent, State, Worker, WorkerState
 
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _S = WorkerState
+_STAYS: Final = ("stays, as the last one that holds", "stay, as the last ones that hold")
 
 
 def agent_name(state: State, hello: AgentHello) -> str:
@@ -231,18 +234,27 @@ def drain_withdrawn(draft: Draft) -> None:
     """Ask the workers of machines that have taken their offer back to leave, unless the run would end with them."""
     for agent_id, agent in draft.state.agents.items():
         staying = draft.staying() if agent.withdrawn else []
-        own = [w.worker_id for w in staying if w.agent == agent_id]
-        if own and (len(own) < len(staying) or not draft.state.held):
-            drain(draft, own, agent.withdrawn)
-        elif len(own) > 1:
-            drain(draft, own[1:], f"{agent.withdrawn}; {own[0]} stays, as the last one that holds the run's state")
+        elsewhere = {w.part for w in staying if w.agent != agent_id or not draft.state.held}
+        last: dict[int, str] = {}
+        own = [w for w in staying if w.agent == agent_id]
+        for worker in own:
+            if worker.part not in elsewhere:
+                last.setdefault(worker.part, worker.worker_id)
+        leaving = [w.worker_id for w in own if w.worker_id not in last.values()]
+        why = agent.withdrawn
+        if last:
+            why += f"; {listed(list(last.values()))} {_STAYS[len(last) > 1]} the run's state"
+        if leaving:
+            drain(draft, leaving, why)
 
 
 def scale(draft: Draft, num_workers: int) -> None:
-    """Change the number of workers."""
+    """Change the number of workers; with parts, by whole groups."""
+    policy = draft.state.policy
     if num_workers < 1:
         raise ProtocolError(f"a run has at least 1 worker, got {num_workers}; `unisono stop` ends it")
-    policy = draft.state.policy
+    if num_workers % policy.parts:
+        raise ProtocolError(f"a group has {policy.parts} workers, and {num_workers} workers are no number of groups")
     minimum = min(policy.minimum, num_workers)
     draft.put(
         policy=msgspec.structs.replace(
@@ -258,16 +270,24 @@ def scale(draft: Draft, num_workers: int) -> None:
 
 
 def resize(draft: Draft, num_workers: int, why: str = "") -> None:
-    """Have so many workers from now on."""
-    draft.put(policy=msgspec.structs.replace(draft.state.policy, maximum=num_workers))
+    """Have so many workers from now on, each part of the model as many as the others."""
+    policy = msgspec.structs.replace(draft.state.policy, maximum=num_workers)
+    draft.put(policy=policy)
     staying = draft.staying()
-    missing = num_workers - len(staying)
-    why = f"scaled to {count(num_workers, 'worker')}, from {len(staying)}" + (f": {why}" if why else "")
+    size = count(num_workers, "worker")
+    if policy.parts > 1:
+        size = f"{count(policy.groups, 'group')} of {policy.parts}, {size}"
+    why = f"scaled to {size}, from {len(staying)}" + (f": {why}" if why else "")
     draft.reasons.append(why)
-    if missing < 0:
-        leaving = to_leave(staying, draft.state.agents, -missing, empties=draft.state.policy.elastic)
+    leaving: list[Worker] = []
+    for part, number in enumerate(numbers_of(staying, policy.parts)):
+        own = [worker for worker in staying if worker.part == part]
+        leaving += to_leave(own, draft.state.agents, number - policy.groups, empties=policy.elastic)
+    if leaving:
         drain(draft, [worker.worker_id for worker in sorted(leaving, key=lambda worker: worker.number)], why)
-    elif missing > 0:
+        staying = draft.staying()
+    missing = num_workers - len(staying)
+    if missing > 0:
         _start_more(draft, staying, missing, why)
 
 

@@ -41,6 +41,7 @@ from unisono.membership.elasticity import measure
 from unisono.membership.ending import compare_leavings, forget_leavings, take_finished, take_leaving
 from unisono.membership.health import compare_rounds, lose_silent_workers, retry_exchange_when_due, take_suspect, watch
 from unisono.membership.hellos import check_protocol, greet
+from unisono.membership.parts import part_of
 from unisono.membership.restarts import forgive_restarts, lose, replace_suspects, take_exit, take_failure
 from unisono.membership.roster import ALIVE, GONE, Worker, WorkerState, excused
 from unisono.membership.suspicion import Suspicions
@@ -192,7 +193,7 @@ def _take_from_worker(draft: Draft, worker_id: str, message: Message) -> None:
 
 def _add_unordered(draft: Draft, worker_id: str) -> None:
     """Add a worker that this head has not ordered: another launcher has, or a head before this one."""
-    worker = Worker(worker_id=worker_id, state=_S.ORDERED)
+    worker = Worker(worker_id=worker_id, state=_S.ORDERED, part=part_of(draft.state, worker_id))
     draft.add_workers({worker_id: worker})
     draft.put(next_number=max(draft.state.next_number, worker.number + 1))
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from unisono.core.messages import Ended, Evict, Message, UserSentence
+from unisono.membership.parts import room_beside
 from unisono.membership.roster import ALIVE, GONE, Agent, How, State, Worker, WorkerState, number_of
 from unisono.record.problems.kinds import Trouble
 
@@ -171,7 +172,7 @@ class Draft:
 
     def room(self) -> int:
         """Return how many more workers there may be than those that stay; negative: there are too many."""
-        return self.state.policy.maximum - len(self.staying())
+        return room_beside(self.staying(), self.state.policy)
 
     def num_workers(self, *states: WorkerState) -> int:
         """Return the number of workers in these states."""

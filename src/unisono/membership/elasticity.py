@@ -10,6 +10,7 @@ from unisono.core.messages import Ended, StepDone, Wanted
 from unisono.core.words import count
 from unisono.membership.agents import resize
 from unisono.membership.draft import Draft
+from unisono.membership.parts import numbers_of
 from unisono.membership.roster import ALIVE
 
 __all__ = ["free_machines", "measure", "tell_wanted"]
@@ -21,15 +22,23 @@ def measure(draft: Draft, message: StepDone) -> None:
     is_steady = draft.is_taken() and len(draft.workers(*ALIVE)) == len(state.members)
     if not (policy.efficiency and is_steady and message.samples and message.seconds > 0):
         return
+    groups, *others = set(numbers_of(draft.members(*ALIVE), policy.parts))
+    if others:  # a group is incomplete
+        return
     room = sum(agent.offers for agent in state.agents.values() if not agent.is_sent_away)
     most = policy.most if policy.elastic else min(policy.most, room)
-    bounds = Bounds(least=policy.minimum, most=most, efficiency=policy.efficiency)
-    measured = state.measured.after(len(state.members), message.samples, message.seconds)
+    bounds = Bounds(
+        least=policy.minimum // policy.parts,
+        most=most // policy.parts,
+        efficiency=policy.efficiency,
+        noun="worker" if policy.parts == 1 else "group",
+    )
+    measured = state.measured.after(groups, message.samples, message.seconds)
     measured, change = measured.decide(message.step, bounds)
     draft.put(measured=measured)
-    is_new = change is not None and not len(state.members) <= change.size <= policy.maximum  # else it is waited for
+    is_new = change is not None and not groups <= change.size <= policy.groups  # else it is waited for
     if change is not None and is_new:
-        resize(draft, change.size, f"{change.why} (--set efficiency={policy.efficiency:g})")
+        resize(draft, change.size * policy.parts, f"{change.why} (--set efficiency={policy.efficiency:g})")
 
 
 def tell_wanted(draft: Draft) -> None:

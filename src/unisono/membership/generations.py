@@ -14,6 +14,7 @@ from unisono.membership.elasticity import free_machines, tell_wanted
 from unisono.membership.ending import dismiss_newcomers, finish, has_come_to_an_end
 from unisono.membership.heirs import is_cut_off
 from unisono.membership.hellos import MAX_UNREACHED, send_away
+from unisono.membership.parts import bare_parts, to_admit
 from unisono.membership.restarts import turn_agents_away
 from unisono.membership.roster import Worker, WorkerState, number_of
 from unisono.membership.talk_rules import settle
@@ -73,7 +74,12 @@ def _state_is_lost(draft: Draft, survivors: list[str], fresh: list[Worker]) -> b
     state = draft.state
     can_begin = bool(fresh) and state.committed < 0
     holds = {*state.members, *state.before}.intersection(survivors)
-    return state.held and not holds and not can_begin
+    return state.held and (not holds or bool(_lost_parts(draft, holds))) and not can_begin
+
+
+def _lost_parts(draft: Draft, survivors: Iterable[str]) -> list[int]:
+    """Return the parts of the model that none of the survivors carries."""
+    return bare_parts([draft.state.workers[worker_id] for worker_id in survivors], draft.state.policy.parts)
 
 
 def _go_on_without_state(draft: Draft, why: str) -> None:
@@ -90,7 +96,9 @@ def _go_on_without_state(draft: Draft, why: str) -> None:
         draft.put(held=False)
         _announce(draft, [], f"{why}; no step was done, so the run begins again", immediate=True)
         return
-    draft.end(False, f"{why}; no worker that holds the run's state is left")
+    lost = _lost_parts(draft, draft.holders())
+    of_part = f" of part {lost[0]} of the model" if 0 < len(lost) < state.policy.parts else ""
+    draft.end(False, f"{why}; no worker that holds the run's state{of_part} is left")
 
 
 # -- planned -----------------------------------------------------------------------------------------
@@ -109,13 +117,13 @@ def _plan(draft: Draft) -> None:
         _announce(draft, [], state.stopping, immediate=False)
 
 
-def _ready(draft: Draft) -> list[str]:
+def _ready(draft: Draft) -> list[Worker]:
     """Return the workers to admit. Machines that may be unreachable are admitted one at a time."""
     waiting = draft.workers(_S.READY)
     doubted = [w.info.host for w in waiting if w.num_unreached and w.info]
     if doubted:
         waiting = [w for w in waiting if w.info and w.info.host == doubted[0]]
-    return [w.worker_id for w in waiting]
+    return waiting
 
 
 def _plan_first(draft: Draft) -> None:
@@ -125,10 +133,16 @@ def _plan_first(draft: Draft) -> None:
     are_coming = draft.num_workers(_S.ORDERED, _S.STARTING) > 0 or draft.state.num_coming > 0
     ready = _ready(draft) if num_here >= policy.begins_with or not are_coming else []
     is_complete = len(ready) + draft.num_workers(_S.FINISHED) >= policy.begins_with
-    if ready and (is_complete or (not are_coming and len(ready) >= policy.least)):
-        _announce(draft, ready[: policy.maximum], "all are ready", immediate=False)
+    bare = bare_parts(ready, policy.parts)
+    if ready and not bare and (is_complete or (not are_coming and len(ready) >= policy.least)):
+        first = to_admit([], ready, policy)
+        _announce(draft, [worker.worker_id for worker in first], "all are ready", immediate=False)
     elif policy.wait_for:
         _say_that_the_run_waits(draft)
+    elif ready and bare and len(ready) != draft.state.waits_with:
+        draft.put(waits_with=len(ready))
+        draft.reasons.append(f"{_without(bare, policy.parts)}, so the run waits for a machine that joins")
+        draft.invite()
 
 
 def _say_that_the_run_waits(draft: Draft) -> None:
@@ -148,16 +162,18 @@ def _say_that_the_run_waits(draft: Draft) -> None:
 def _plan_next(draft: Draft) -> None:
     state, policy = draft.state, draft.state.policy
     holding = draft.workers(_S.HOLDING)
-    staying = [w.worker_id for w in holding if not w.draining]
-    admitted = _ready(draft)[: max(policy.maximum - len(staying), 0)]
-    if not staying and draft.workers(_S.ORDERED, _S.STARTING, _S.READY):
-        staying = [w.worker_id for w in holding]  # until a newcomer has taken over the state
-    wanted = staying + admitted
+    staying = [w for w in holding if not w.draining]
+    admitted = to_admit(staying, _ready(draft), policy)
+    coming = {w.part for w in draft.workers(_S.ORDERED, _S.STARTING, _S.READY)}
+    taken_over = coming.intersection(bare_parts(staying, policy.parts))
+    staying += [w for w in holding if w.draining and w.part in taken_over]  # until a newcomer has the state
+    wanted = [w.worker_id for w in (*staying, *admitted)]
     joins = [i for i in wanted if i not in state.member_ids]
     going_on = set(wanted)
     leaves = [i for i in state.members if i not in going_on and state.workers[i].state is _S.HOLDING]
     is_alone = is_cut_off(state)
-    is_enough = len(wanted) >= policy.minimum and not is_alone
+    is_whole = not bare_parts((*staying, *admitted), policy.parts)
+    is_enough = len(wanted) >= policy.minimum and is_whole and not is_alone
     is_paused = state.notice is not None and state.notice.paused
     if leaves or (is_enough and (joins or is_paused)) or (is_alone and not is_paused):
         words = [f"{listed(joins)} {'joins' if len(joins) == 1 else 'join'}"] if joins else []
@@ -173,13 +189,16 @@ def _plan_next(draft: Draft) -> None:
 def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: bool) -> None:
     """Make the next generation and tell all workers that it concerns."""
     state = draft.state
-    infos = _by_rank(state.workers[i].info for i in worker_ids)
+    infos = _by_rank(_info_of(state.workers[i]) for i in worker_ids)
     is_alone = is_cut_off(state)
-    is_paused = bool(infos) and (is_alone or len(infos) < state.policy.minimum)
+    bare = bare_parts((state.workers[info.worker_id] for info in infos), state.policy.parts)
+    is_paused = bool(infos) and (is_alone or bool(bare) or len(infos) < state.policy.minimum)
     generation = max(state.generation, state.unknown) + 1
     if is_paused and is_alone:
         machines = count(len(state.agents), "machine")
         reason = f"{why}; paused: {machines} and no majority (--set when-cut=majority)"
+    elif is_paused and bare:
+        reason = f"{why}; paused: {_without(bare, state.policy.parts)}"
     elif is_paused:
         reason = f"{why}; paused: {len(infos)} of at least {count(state.policy.minimum, 'worker')}"
     elif not infos:
@@ -211,6 +230,18 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
     for worker_id in sorted(concerned, key=number_of):
         if state.workers[worker_id].state in (_S.READY, _S.ADMITTED, _S.HOLDING, _S.ASIDE):
             draft.send(worker_id, notice)
+
+
+def _without(bare: list[int], num_parts: int) -> str:
+    parts = "part" if len(bare) == 1 else "parts"
+    return f"no worker has {parts} {listed([str(part) for part in bare])} of {num_parts}"
+
+
+def _info_of(worker: Worker) -> MemberInfo | None:
+    """Return what the others are told of a worker: what it says of itself, and the part that it was given."""
+    if worker.info is None or worker.info.part == worker.part:
+        return worker.info
+    return msgspec.structs.replace(worker.info, part=worker.part)
 
 
 def _by_rank(found: Iterable[MemberInfo | None]) -> list[MemberInfo]:

@@ -58,6 +58,7 @@ def _worker_joined(after: State, worker: Worker) -> WorkerJoined:
         generation=worker.generation,
         step=after.committed + 1,
         reason=worker.came or "the run begins",
+        part=worker.part,
     )
 
 

@@ -141,7 +141,7 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: 
             _say_hang(draft, worker, beat, "it is ended, and the others go on")
             why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
             _end_process(draft, worker, why, "evicted")
-        case Lateness.ASIDE:
+        case Lateness.ASIDE if _has_twin(draft, worker):
             _note_hang(draft, worker, beat)
             _say_hang(draft, worker, beat, "the others compute its micro-batches")
             why = (
@@ -157,6 +157,11 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: 
                 worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
             )
             draft.send(worker.worker_id, late)
+
+
+def _has_twin(draft: Draft, worker: Worker) -> bool:
+    """Return whether others can compute what this worker computes: they have its part of the model."""
+    return any(other.part == worker.part for other in draft.workers(_S.HOLDING) if other is not worker)
 
 
 def _say_hang(draft: Draft, worker: Worker, beat: Beat, then: str, *, ends_run: bool = False) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 from unisono.core.messages import Ended, Failed, Start, StepDone, WorkerExit
 from unisono.core.words import position_words, silent_exit_words
 from unisono.membership.draft import Draft
+from unisono.membership.parts import next_parts
 from unisono.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.record.problems.kinds import Trouble, kind_or_error
 
@@ -42,7 +43,13 @@ def order(
     if not ids:
         return
     due = draft.now + delay_s
-    draft.add_workers({i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id, heard_at=due, came=came) for i in ids})
+    parts = next_parts(draft.state, num_workers)
+    draft.add_workers(
+        {
+            i: Worker(worker_id=i, state=_S.ORDERED, agent=agent_id, part=part, heard_at=due, came=came)
+            for i, part in zip(ids, parts, strict=True)
+        }
+    )
     draft.put(next_number=first + num_workers)
     draft.send(agent_id, Start(worker_ids=ids, delay_s=delay_s, reason=reason))
 

@@ -87,6 +87,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     state: WorkerState
     agent: str = ""
     """The agent that started it; empty when none did, or that agent is gone."""
+    part: int = 0
+    """The part of the model that it has for its whole life (`unisono.membership.parts`)."""
     info: MemberInfo | None = None
     phase: int = 0
     generation: int = 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from unisono.core.events import CheckpointWritten, Event, Note, StepFinished
+from unisono.core.events import CheckpointWritten, Event, Note, Problem, StepFinished
 
 __all__ = ["BALANCE_S", "Asides", "written"]
 
@@ -32,7 +32,9 @@ class Asides:
         return told
 
 
-def written(time: float, news: Mapping[str, Any]) -> CheckpointWritten:
-    """Return the event of a checkpoint from the news about it."""
+def written(time: float, news: Mapping[str, Any]) -> CheckpointWritten | Problem:
+    """Return the event of a checkpoint from the news about it: it is on the disk, or could not be written."""
+    if isinstance(lost := news.get("lost"), str):
+        return Problem(time=time, problem="checkpoint", step=int(news.get("step", -1)), text=lost)
     numbers = {name: news[name] for name in ("bytes", "seconds") if isinstance(news.get(name), int | float)}
     return CheckpointWritten(time=time, step=int(news.get("step", -1)), **numbers)

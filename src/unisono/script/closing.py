@@ -13,6 +13,7 @@ from unisono.core.words import progress
 from unisono.engine.loop.step import Iteration, Steps
 from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.engine.rounds.gathering import together
+from unisono.engine.rounds.weights import WeightsRound
 from unisono.engine.state.weights import sha256_of_weights
 from unisono.script import open_runs
 from unisono.script.course import Beginning, Course
@@ -44,6 +45,7 @@ class Ending:
         begun: ExitStack,
         is_alone: bool,
     ) -> None:
+        self._sha256_apart: dict[str, str] = {}  # of modules that no worker has as a whole
         self._rounds = course.rounds
         self._keeper = course.keeper
         self._recorder = course.recorder
@@ -124,8 +126,14 @@ class Ending:
 
     def _sha256(self) -> dict[str, str]:
         """Return the SHA-256 of the weights of each tracked module, by name, where the run has a directory."""
-        modules = self._rounds.tracked.modules if self._keeper.directory is not None else {}
-        found = {name: sha256_of_weights(module.state_dict()) for name, module in modules.items()}
+        tracked = self._rounds.tracked
+        modules = tracked.modules if self._keeper.directory is not None else {}
+        found = {
+            name: sha256_of_weights(module.state_dict())
+            for name, module in modules.items()
+            if name not in tracked.spread_apart
+        }
+        found |= self._sha256_apart
         return {name: value for name, value in found.items() if value}
 
     def _say_nothing_left(self, num_steps: int) -> None:
@@ -173,6 +181,11 @@ class Ending:
         check_digests(by_worker)  # before the last checkpoint is kept
         held = held_by_all(by_worker)
         self._keeper.save_together(rounds)
+        if rounds.tracked.spread_apart:
+            round_ = WeightsRound(rounds.members, rounds.tracked)
+            for _ in rounds.play(round_):
+                pass
+            self._sha256_apart = round_.sha256
         self._recorder.tell_again(self._course.role())
         team.in_loop(None)
         return held

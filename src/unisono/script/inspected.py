@@ -26,6 +26,7 @@ from unisono.core.replay_rules import LEFT
 from unisono.core.spec import RunSpec
 from unisono.script import open_runs
 from unisono.script.worker import end_of_fork, exit_code, run
+from unisono.system.extras import need
 from unisono.system.fingerprint import SWITCHES
 from unisono.system.lifetime import Memory, bind_to_parent, take_inherited
 from unisono.system.stacks import trimmed_traceback
@@ -51,7 +52,11 @@ def run_inspected(
         variables: more of its environment; a library's switch (`unisono.system.fingerprint.SWITCHES`) that is not in it
             is not set.
         stdout: a file descriptor for what the script prints; None: that of this process.
+
+    Raises:
+        UsageError: torch is not installed.
     """
+    need("torch", "a worker", "torch")
     inherited = {name: value for name, value in inherited_environment(spec).items() if name not in SWITCHES}
     command = [sys.executable, "-P", "-m", "unisono.script.inspected", *spec.arguments]
     with (

@@ -152,7 +152,7 @@ class TrainingLoop:
         agreement = Agreement(
             rounds,
             self._tracked,
-            rehearses=self._arithmetic.deterministic,
+            rehearses=self._arithmetic.deterministic and team.num_parts == 1,
             last_step=last_step,
             lag=self.strategy.num_more,
         )
@@ -322,7 +322,8 @@ class TrainingLoop:
     def _current_folder(self) -> GradientFolder:
         """Return the folder of the parameters that are trained now. Collective if these have changed."""
         trained, buffers, extras = self._tracked.trained(), self._tracked.buffers(), self._extras()
-        if self._folder is not None and self._folder.is_for(trained, buffers, extras):
+        cut, here = self.strategy.cut(trained, buffers) or (None, buffers)
+        if self._folder is not None and self._folder.is_for(trained, here, extras):
             return self._folder
         if self._folder is not None:
             self._folder.close()
@@ -330,16 +331,18 @@ class TrainingLoop:
         for name, parameter in self._tracked.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None  # from when the parameter was trained; an optimizer would apply it again
-                frozen.append((name, parameter))
+                if not parameter.is_meta:
+                    frozen.append((name, parameter))
         self._folder = GradientFolder(
             trained,
-            buffers,
+            here,
             frozen,
             self._tracked.calls,
             self._rounds.slots,
             extras=extras,
             means=self._summing.reduction == "mean",
             rounds=self._summing.wire == "bf16",
+            cut=cut,
         )
         self._rounds.use_layout(self.strategy.layout(self._folder))
         return self._folder

@@ -64,6 +64,8 @@ def main() -> NoReturn:
     gc.disable()
     import torch._dynamo  # noqa: F401 - a second's import, which the first optimizer would do
 
+    import unisono.script.run  # noqa: F401 - and what every `Run` needs
+
     gc.collect()
     gc.freeze()
     gc.enable()

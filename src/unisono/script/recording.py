@@ -282,7 +282,10 @@ class Recorder:
         if isinstance(event, StepFinished):
             self._last_step = event.step
             for aside in self._asides.of(event):
-                self._story.tell(aside)
+                if isinstance(aside, Problem):
+                    self.problem(aside)
+                else:
+                    self._story.tell(aside)
         elif isinstance(event, RunEnded):
             self._story.tell(msgspec.structs.replace(event, step=self._last_step))
         else:

@@ -34,6 +34,8 @@ from unisono.core.cadence import Checkpoints
 from unisono.core.errors import UsageError
 from unisono.core.old_names import warn_of_old
 from unisono.core.settings import AuditThen, Instructions
+from unisono.engine.exchange.lanes import LaneMemory
+from unisono.engine.exchange.pages import WorkerPage
 from unisono.engine.loop.process_settings import Arithmetic, choose_device, choose_threads
 from unisono.engine.loop.step import Step, Steps, numbers
 from unisono.engine.loop.strategies import Strategy
@@ -41,7 +43,7 @@ from unisono.engine.microbatch.iterables import Dataset
 from unisono.engine.microbatch.losses import Reduction
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Round
-from unisono.engine.rounds.connect import build_exchange, build_part, open_wire
+from unisono.engine.rounds.connect import build_exchange, build_lanes, build_part, open_wire
 from unisono.engine.rounds.evaluation import Totals
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import HeadTeam, Team
@@ -72,10 +74,11 @@ from unisono.strategies.local.localround import LocalRound, Replication, check_c
 from unisono.strategies.local.replica_states import NAME as REPLICAS
 from unisono.strategies.local.replica_states import Replicas
 from unisono.strategies.local.strategy import Delta, InnerState, LocalSteps
+from unisono.strategies.stages.strategy import Staged, evaluated, find_stages
 from unisono.system import accelerators, tasks
 from unisono.system.arithmetic import check
 from unisono.system.process import IS_WATCHED, Process
-from unisono.views.watch import Sink, named
+from unisono.views.watch import Sink, is_of_agents, named
 
 __all__ = ["Run"]
 
@@ -289,9 +292,13 @@ class Run:
             return Team(device)
         settings = member.spec.run.settings
         given: dict[str, Any] = {"member": member, "device": device, "timeout_s": settings.timeout_s}
+        build = partial(build_exchange, wanted=settings.exchange, checks=checks, **given)
+        if settings.parts > 1:
+            memory = LaneMemory(WorkerPage() if member.page is not None else None)
+            build = partial(build_lanes, wanted=settings.exchange, checks=checks, memory=memory, **given)
         return HeadTeam(
             member,
-            partial(build_exchange, wanted=settings.exchange, checks=checks, **given),
+            build,
             partial(open_wire, **given),
             partial(build_part, wanted=settings.exchange, **given),
         )
@@ -499,7 +506,7 @@ class Run:
         Args:
             dataset: anything with ``len`` and ``[i]``; or a ``torch.utils.data.DataLoader``, which also says what its
                 own arguments say: batch size, sampler or shuffling, ``drop_last``, ``collate_fn``, worker processes.
-                Data without a length: `unisono.Streams`, `unisono.TarShards`, an ``IterableDataset`` (docs/streams.md).
+                Data without a length: `unisono.Streams`, `unisono.TarShards`, an ``IterableDataset`` (docs/data.md).
             batch_size: samples of a **global** batch; the number of workers does not change it. Default: that of the
                 DataLoader or of the `unisono.BucketSampler`.
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
@@ -524,7 +531,7 @@ class Run:
                 it and waiting for slow workers are hidden behind the computation of up to D steps. Part of the recipe:
                 the gradient is that of parameters which are D updates old. There are D more steps: after the inner loop
                 of the first D there is no gradient yet (``.grad`` is None, ``step.loss`` NaN), and the last D have no
-                micro-batches. Read docs/delay.md before you use it.
+                micro-batches. Read docs/strategies.md before you use it.
             predict: with a delay, compute micro-batches with the parameters that are expected when their gradient is
                 applied: those in force, and D times the newest update. Between two steps the parameters are the true
                 ones. Part of the recipe.
@@ -567,11 +574,33 @@ class Run:
         prediction = self._prediction if predict else None
         if prediction is not None:
             self._tracked.own(PREDICTION, prediction)
-        strategy = Strategy()
+        strategy = self._staged("run.steps") or Strategy()
         if delay:
+            if isinstance(strategy, Staged):
+                raise UsageError(
+                    "the model is a unisono.Stages, and run.steps(delay=...) is for models that are not cut: leave one "
+                    "of the two out"
+                )
             self._tracked.own(PENDING, self._pending)
             strategy = Delayed(delay, planned.num_steps, self._pending, prediction)
         return self._training.begin(dataclasses.replace(planned, delay=delay), strategy, summing, first_step=first_step)
+
+    def _staged(self, call: str) -> Staged | None:
+        """Return the strategy for a model that is cut into stages; None: it is not.
+
+        Raises:
+            UsageError: the run has groups of several processes, and the model is not cut.
+        """
+        stages = find_stages(self._tracked)
+        if stages is not None:
+            return Staged(stages, self._tracked, self._rounds.team)
+        if self._rounds.team.num_parts > 1:
+            raise UsageError(
+                f"{call}: this run has groups of {self._rounds.team.num_parts} processes (--workers Nx"
+                f"{self._rounds.team.num_parts}), each of which carries a part of the model, and no unisono.Stages is "
+                "tracked: cut the model into stages, or start with --workers N"
+            )
+        return None
 
     def local_steps(
         self,
@@ -605,7 +634,7 @@ class Run:
         global one on all workers. Replicas and inner steps are part of the recipe, the number of workers is not: with
         fewer workers than replicas a worker computes several in turn, and a replica of a worker that is lost is
         computed again by another one. A round counts as one step of the run: in the journal, and for checkpoints, which
-        are written between two rounds. See docs/local_steps.md.
+        are written between two rounds. See docs/strategies.md.
 
         Args:
             dataset, microbatches, reduction: as of `steps`. A batch is that of all replicas together; each gets an
@@ -629,6 +658,11 @@ class Run:
                 tracked, or ``outer``, has no meaning in rounds; nothing was trained.
         """
         self._process.check("run.local_steps")
+        if find_stages(self._tracked) is not None or self._rounds.team.num_parts > 1:
+            raise UsageError(
+                "run.local_steps trains replicas of a whole model, and not of one that is cut into stages "
+                "(unisono.Stages): use run.steps"
+            )
         check_options(data, DataOptions.__annotations__)
         replication = Replication(replicas, inner_steps)
         check_count("copies", copies)
@@ -770,6 +804,8 @@ class Run:
             DivergenceError: the models of the workers, or two results of one batch, are not the same.
         """
         place = self._training.place("run.evaluate")
+        if self._rounds.team.num_parts > 1 and (stages := find_stages(self._tracked)) is not None:
+            function = evaluated(stages, self._rounds, function)
         request = self._requests.make(
             dataset, function, batch_size=batch_size, collate=collate, loader_workers=loader_workers
         )
@@ -807,6 +843,11 @@ class Run:
         Raises:
             RecipeError: the dataset and the options do not fit together.
         """
+        if self._rounds.team.num_parts > 1:
+            raise UsageError(
+                "run.batches gives batches to the script, and in this run a model is on several processes (--workers "
+                f"Nx{self._rounds.team.num_parts}): use run.evaluate(dataset, function)"
+            )
         request = self._requests.make(
             dataset, None, batch_size=batch_size, collate=collate, loader_workers=loader_workers
         )
@@ -913,4 +954,4 @@ class Run:
 
 def _named(texts: Sequence[str]) -> list[Sink]:
     """Return the sinks of the command line."""
-    return [sink for text in texts if (sink := named(text)) is not None]
+    return [sink for text in texts if not is_of_agents(text) and (sink := named(text)) is not None]

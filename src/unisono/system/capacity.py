@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from unisono.core.errors import UsageError
+from unisono.core.settings import split_parts
 from unisono.core.words import count
 from unisono.system import seats
 from unisono.system.controlgroups import ControlGroup, control_groups, text_of
@@ -37,7 +38,7 @@ LIST_S: Final = 10.0
 
 
 class Workers(NamedTuple):
-    """The meaning of ``--workers``."""
+    """The meaning of ``--workers``. All numbers are of workers, and not of groups."""
 
     start: int
     """Number of workers that begin the run."""
@@ -45,10 +46,28 @@ class Workers(NamedTuple):
     maximum: int
     grows: bool
     """Machines that join raise the maximum."""
+    parts: int = 1
+    """Workers of a group (`RunSettings.parts`)."""
+
+    @staticmethod
+    def found(number: int, parts: int) -> Workers:
+        """Return the meaning of "auto" where machines have room for so many workers.
+
+        Raises:
+            UsageError: that is less than a group.
+        """
+        if number < parts:
+            raise UsageError(
+                f"there is room for {count(number, 'worker')}, and a group has {parts} (--workers autox{parts}); "
+                "name the number of groups, or use more machines"
+            )
+        return Workers(number, parts, number, grows=True, parts=parts)
 
     def on_one_machine(self, threads: int) -> int:
         """Return how many workers one machine starts, if it is the only one: of a range, as many as it has room for."""
-        return self.start if self.grows else min(self.maximum, max(self.start, free_workers(threads)))
+        if self.grows:
+            return self.start
+        return min(self.maximum, max(self.start, free_workers(threads) // self.parts * self.parts))
 
 
 def parse_workers(text: str, threads: int) -> Workers:
@@ -57,18 +76,20 @@ def parse_workers(text: str, threads: int) -> Workers:
     Raises:
         UsageError: ``text`` is neither a number, nor "auto", nor a range.
     """
-    wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {text!r}")
-    if text == "auto":
-        number = free_workers(threads)
-        return Workers(number, 1, number, grows=True)
-    first, colon, last = text.partition(":")
+    groups, parts = split_parts(text)
+    behind = "" if groups == text else f" before the x of {text}"
+    wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {groups!r}{behind}")
+    if groups == "auto":
+        return Workers.found(max(1, free_workers(threads) // parts) * parts, parts)
+    first, colon, last = groups.partition(":")
     try:
         low, high = int(first), int(last if colon else first)
     except ValueError:
         raise wrong from None
     if not 1 <= low <= high:
         raise wrong
-    return Workers(low, low, high, grows=False) if colon else Workers(low, 1, low, grows=True)
+    low, high = low * parts, high * parts
+    return Workers(low, low if colon else parts, high, grows=not colon, parts=parts)
 
 
 def free_workers(threads: int) -> int:

@@ -5,24 +5,44 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections.abc import Iterator
+from typing import Final
 
 from unisono.core.errors import UsageError
 
-__all__ = ["check_platform", "install_words", "need"]
+__all__ = ["PackageMissing", "check_platform", "install_words", "need", "needs_torch"]
+
+CPU_BUILDS: Final = "https://download.pytorch.org/whl/cpu"
+BUILDS: Final = "https://pytorch.org/get-started/locally"
+
+
+class PackageMissing(UsageError, ImportError):
+    """A package that is not installed: the error has the command that installs it."""
 
 
 def need(module: str, what: str, extra: str) -> None:
     """Check that an optional package is there, without importing it.
 
     Raises:
-        UsageError: it is missing; the error has the command that installs it.
+        PackageMissing: it is missing.
     """
     from importlib.util import find_spec
 
     with contextlib.suppress(ModuleNotFoundError):  # a parent of a dotted name is missing
         if find_spec(module) is not None:
             return
-    raise UsageError(f"{what} needs the package {module.partition('.')[0]}: {install_words(extra)}")
+    raise PackageMissing(f"{what} needs the package {module.partition('.')[0]}: {install_words(extra)}")
+
+
+@contextlib.contextmanager
+def needs_torch(what: str) -> Iterator[None]:
+    """Where torch is imported in the block and is not installed, raise `PackageMissing` for it, with how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            need("torch", what, "torch")
+        raise
 
 
 def install_words(extra: str) -> str:
@@ -40,7 +60,15 @@ def install_words(extra: str) -> str:
     marked = re.compile(rf"extra == (['\"]){re.escape(extra)}\1")
     packages = [f"'{package.strip()}'" for package, _, marker in (each.partition(";") for each in listed)
                 if marked.search(marker)]  # fmt: skip
-    return f"pip install {' '.join(packages)}" if packages else f"pip install '.[{extra}]' in a clone of unisono"
+    if not packages:
+        return f"pip install '.[{extra}]' in a clone of unisono"
+    command = f"pip install {' '.join(packages)}"
+    if extra == "torch" and sys.platform == "linux":
+        return (
+            f"{command} --index-url {CPU_BUILDS} is the build for machines without a GPU; {command} brings CUDA, some "
+            f"gigabytes; {BUILDS} has the commands for ROCm and other versions of CUDA"
+        )
+    return command
 
 
 def check_platform() -> None:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from unisono.record.journal import JOURNAL
+from unisono.system.extras import need
 from unisono.system.lifetime import started
 from unisono.system.process import tell
 
@@ -90,7 +91,9 @@ def trial_run(
 
     Raises:
         TimeoutError: it took longer than ``limit_s``.
+        UsageError: torch is not installed.
     """
+    need("torch", "a worker", "torch")
     command = [
         *(sys.executable, "-u", "-P", "-m", "unisono", "run", "--workers", str(workers)),
         *("--set", f"simulate-hosts={hosts}", "--max-restarts", str(restarts), "--launcher", "local"),

@@ -43,7 +43,7 @@ def test_a_launcher_of_two_machines_trains_the_same_bits(tmp_path: Path) -> None
     calm = run_workers(TRAINING, 1, directory=tmp_path / "calm", arguments=["--steps", STEPS], timeout_s=WAIT_S)
     assert calm.exit_code == 0, calm.output
     command: list[str | Path] = [sys.executable, "-P", __file__, tmp_path / "run", STEPS]
-    environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert compare(tmp_path / "calm", tmp_path / "run").startswith("identical: 4 steps")

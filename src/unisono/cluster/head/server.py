@@ -60,7 +60,7 @@ from unisono.core.policy import Policy
 from unisono.core.sides import HelloAnswer
 from unisono.core.spec import RunSpec
 from unisono.core.words import script_in
-from unisono.membership import Event, Send, TookOver, agent_name, machines, seat_of
+from unisono.membership import Event, Send, TookOver, agent_name, machines, part_of, seat_of
 from unisono.membership.hellos import differences
 from unisono.membership.roster import ALIVE, State, Worker, resumed
 from unisono.record.journal.lines import plain
@@ -262,6 +262,7 @@ class Head:
             "run_dir": self._directory.path,
             "job": msgspec.to_builtins(self._spec),
             "machines": machines_status(state, self._telling.uses.newest),
+            "parts": state.policy.parts,
             "workers": workers_status(state),
             "interruptions": [msgspec.to_builtins(each) for each in overview.interruptions],
             "events": [msgspec.to_builtins(each) for each in self._story.recent[-EVENTS_SHOWN:]],
@@ -404,6 +405,7 @@ class Head:
             term=self.state.term,
             warnings=warnings,
             agent_id=name if isinstance(first, AgentHello) else "",
+            part=part_of(self.state, name) if isinstance(first, Hello) else 0,
             branch=self.state.branch_name,
             may_write=self._directory.may_write,
             num_machines=len(self.state.agents) + 1 if isinstance(first, AgentHello) else 0,

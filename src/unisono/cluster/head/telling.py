@@ -238,6 +238,7 @@ def _worker_status(ranks: Mapping[str, int], worker: Worker) -> dict[str, Any]:
     is_member = worker.state in (WorkerState.ADMITTED, WorkerState.HOLDING)
     return {
         "worker_id": worker.worker_id,
+        "part": worker.part,
         "rank": ranks.get(worker.worker_id) if is_member else None,
         "state": worker.state.value,
         "pid": worker.info.pid,

@@ -110,7 +110,10 @@ def run(
         num_evaluators=spec.settings.evaluators,
         address=address,
     )
-    service = service or Service(policy=Policy(start=total, maximum=total), settings=spec.settings)
+    if service is None:
+        parts = spec.settings.parts
+        policy = Policy(start=total, minimum=parts, maximum=total, parts=parts)
+        service = Service(policy=policy, settings=spec.settings)
     if launcher.is_elastic:
         service = replace(service, policy=replace(service.policy, elastic=True))
     others = [machine for machine in machines if machine.name != HERE]

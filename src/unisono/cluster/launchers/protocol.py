@@ -62,11 +62,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         """The settings of the run."""
         return self.spec.settings
 
-    @property
-    def takes_all(self) -> bool:
-        """``--workers auto``: as many workers as the machines have room for."""
-        return self.settings.workers == "auto"
-
 
 RAY_JOB: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray sets this variable for the command of ``ray job submit``."""

@@ -74,7 +74,7 @@ class Ray(Launcher):
         except ImportError as error:
             raise UsageError(f"Ray is not installed ({error}); {install_words('ray')}") from error
         self._workers: Workers = request.workers
-        self._takes_all = request.takes_all
+        self._takes_all = request.settings.takes_all
         self._threads = request.spec.threads
         self._environment = {name: request.environment[name] for name in PASSED_ON if name in request.environment}
         self._address = request.settings.ray_address

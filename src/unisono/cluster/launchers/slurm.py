@@ -54,7 +54,7 @@ class Slurm(Launcher):
         nodes = node_names(request.environment)
         room, gpus = capacities(request.environment, nodes, request.spec.threads)
         self._gpus = dict(zip(nodes, gpus, strict=True))
-        numbers = spread(request.workers, [Host(node) for node in nodes], room, is_auto=request.takes_all)
+        numbers = spread(request.workers, [Host(node) for node in nodes], room, is_auto=request.settings.takes_all)
         own = _own_node(request.environment, nodes)
         self._machines = [
             Machine(name=HERE if name == own else name, num_workers=number)

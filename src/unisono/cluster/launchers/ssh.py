@@ -93,7 +93,9 @@ class Ssh(Launcher):
         if request.settings.strict:
             _check_alike(places)
         self._bind = self._choose_address([place for place in places if not place.is_here])
-        numbers = spread(request.workers, self._hosts, [place.room for place in places], is_auto=request.takes_all)
+        numbers = spread(
+            request.workers, self._hosts, [place.room for place in places], is_auto=request.settings.takes_all
+        )
         total = sum(numbers)
         check_workers(total, len(places))
         check_open_files(total)

@@ -69,6 +69,7 @@ from unisono.core.messages import (
     WriteEvidence,
 )
 from unisono.core.policy import Policy
+from unisono.core.settings import RunSettings
 from unisono.core.signals import AwaitEnd, EndRun, KillWorkers, LeaveRun, StopRun, reaction
 from unisono.core.spec import MachineSpec
 from unisono.core.words import count, stopping_words
@@ -81,9 +82,11 @@ from unisono.record.problems.witness import about_machine
 from unisono.record.rundir import doubt, forget_head, holder
 from unisono.system.aside import Aside
 from unisono.system.descendants import end_descendants
+from unisono.system.extras import need
 from unisono.system.lifetime import Memory, adopt_orphans, bind_to_parent, fill_standard_streams
 from unisono.system.process import IS_WATCHED
-from unisono.views.watch import EventStream, make
+from unisono.views.watch import EventStream, Sink, is_of_agents, make, named
+from unisono.views.watch.queued import print_error
 
 __all__ = ["Machines", "join", "run"]
 
@@ -131,6 +134,7 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
     Args:
         machines: makes the other machines, from the head's address and the run's token; default: there are none.
     """
+    _check_can_work(spec)
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     listener = listen(service)
@@ -152,6 +156,7 @@ def run(spec: MachineSpec, service: Service, machines: Callable[[str, str], Mach
 
 def join(spec: MachineSpec, url: str, token: str) -> int:
     """Be ``unisono join``: more workers for a run that is going. Returns the exit code."""
+    _check_can_work(spec)
     bind_to_parent(signal.SIGTERM)
     fill_standard_streams()
     if spec.launched:
@@ -170,6 +175,24 @@ def join(spec: MachineSpec, url: str, token: str) -> int:
     finally:
         if spec.launched:  # also what a script has put into a session of its own
             end_descendants(TERMINATE_S)
+
+
+def _of_agents(settings: RunSettings) -> list[Sink]:
+    """Return the sinks of the command line that agents have."""
+    sinks: list[Sink] = []
+    for text in filter(is_of_agents, () if settings.inspect else settings.sinks):
+        try:
+            if (sink := named(text)) is not None:
+                sinks.append(sink)
+        except UsageError as error:  # here, and not on the machine of the command, which has checked them
+            print_error(f"{error}; the run goes on without this sink")
+    return sinks
+
+
+def _check_can_work(spec: MachineSpec) -> None:
+    """Raise UsageError where workers are asked for and cannot start. A machine without workers needs no torch."""
+    if spec.num_workers:
+        need("torch", "a worker", "torch")
 
 
 async def _work(
@@ -228,6 +251,7 @@ class _Agent:
         settings = spec.run.settings
         self._stream = stream
         self._shown: Aside[Event] = Aside(stream.emit)
+        self._told = EventStream(_of_agents(settings))
         self._digests: dict[str, str] = {}
         self._is_primary = is_primary
         self._outcome = settings.outcome if is_primary else ""
@@ -367,11 +391,18 @@ class _Agent:
             return
         if not isinstance(event, StepFinished | MachineUsed):
             self._chronicle.tell(event)
+            if not isinstance(event, RunEnded):  # this agent says so, when the run has ended for it
+                self._tell(event)
         if isinstance(event, Announcement) and self._stop and event.text == stopping_words(self._stop.reason):
             return  # this agent has said so at once
         # The command that has started this machine's agent shows it; this agent itself shows how the run has ended.
         if not (self._spec.launched or isinstance(event, RunEnded)):
             self._shown.put(event)
+
+    def _tell(self, event: Event) -> None:
+        """Tell those who do not look: one agent does, that of the machine with the head."""
+        if self._following.has_seat:
+            self._told.emit(event)
 
     def _about_machine(self, worker_id: str) -> str:
         """Return what the kernel knows of this machine and the workers on it, and the last that these have said.
@@ -608,20 +639,21 @@ class _Agent:
                 self.say(hint)
         traceback = "" if self._outcome else ended.traceback
         digests = self._digests if ended.ok else {}
-        self._shown.put(
-            RunEnded(
-                time=time.time(),
-                ok=ended.ok,
-                reason=ended.reason,
-                digests=digests,
-                step=ended.step,
-                traceback=traceback,
-            )
+        end = RunEnded(
+            time=time.time(),
+            ok=ended.ok,
+            reason=ended.reason,
+            digests=digests,
+            step=ended.step,
+            traceback=traceback,
         )
+        self._shown.put(end)
+        self._tell(end)
 
     async def close(self) -> None:
-        """Wait until all is shown; after a signal not for a reader that stands still."""
+        """Wait until all is shown and told; after a signal not for a reader that stands still."""
         await asyncio.to_thread(self._shown.close)
+        await asyncio.to_thread(self._told.close)
         self._stream.close()
 
     def _conclude(self, ended: Ended) -> None:

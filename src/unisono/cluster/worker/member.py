@@ -179,6 +179,11 @@ class Member:
         assert self._welcome is not None, "connect() has returned"
         return self._welcome
 
+    @property
+    def part(self) -> int:
+        """The part of the model that this worker has, from 0, for its whole life."""
+        return self._welcome.part if self._welcome is not None else 0
+
     def close(self) -> None:
         """Send the messages that are not sent yet (for a few seconds at most), and end the connection."""
         global _current
@@ -382,6 +387,13 @@ class Member:
                 self.store.take_answer(message)
             case TalkAnswer():
                 self._take_talk_answer(message)
+            case Welcome() if self._welcome is not None and self._welcome.part != message.part:
+                self.stop(
+                    RunStopped(
+                        f"the head gives part {message.part} of the model to this worker, which has part "
+                        f"{self._welcome.part} since its start"
+                    )
+                )
             case Welcome():
                 self._term, self._branch = learn_term(self._term, message.term), message.branch
                 self.may_write = message.may_write

@@ -492,8 +492,10 @@ class Saver:
             why = f"the checkpoint of step {step} was not written{into}: {in_words(error)}"
         if self._policy is not None and self._policy.must_succeed:
             raise CheckpointError(f"{why}. The run ends because Checkpoints(must_succeed=True) asks for it") from error
+        why += "; the training goes on, and the next one is tried when it is due"
+        self._news = {"step": step, "lost": why}
         if error is not None:
-            warnings.warn(f"{why}; the training goes on, and the next one is tried when it is due", stacklevel=2)
+            warnings.warn(why, stacklevel=2)
 
     def _warn_of_delay(self, moment: Moment) -> None:
         busy = self._under_way.snapshot if self._under_way is not None else None

@@ -39,10 +39,12 @@ from unisono.core.tree import Node, level_of, schedule
 __all__ = [
     "ROUNDED_NODES",
     "ROW_BYTES",
+    "SUM_DTYPE",
     "Extra",
     "FlatLayout",
     "Pool",
     "Rows",
+    "Sections",
     "Slot",
     "SlotEntry",
     "blocks",
@@ -101,6 +103,26 @@ class Piece:
     """Whether they are bfloat16 numbers in the nodes that the layout rounds."""
 
 
+@dataclass(frozen=True)
+class Sections:
+    """Cut of a layout into sections, of which a member may have some: the sections of a model that is cut into stages.
+
+    Every section begins with a row of its own, and a row has the same factor in the digest wherever it lies in a slot.
+    So the digests of members that together have all sections add up to that of a member that has all of them.
+    """
+
+    parameters: tuple[int, ...]
+    """By parameter, its section."""
+    buffers: tuple[int, ...]
+    here: frozenset[int]
+    """The sections of this member."""
+
+    @property
+    def answers(self) -> bool:
+        """Whether the rows that every member has (weight, loss, extras) count in the digest of this one."""
+        return max(self.parameters) in self.here
+
+
 class Extra(NamedTuple):
     """One tensor that the micro-batches add up besides gradients and buffers."""
 
@@ -119,6 +141,7 @@ class FlatLayout:
         extras: what else is summed.
         means: divide the gradients by the total weight.
         rounds: round the gradients' sums from a fixed level of the tree on.
+        sections: which of the parameters and buffers are here; None: all, and the layout is not cut.
     """
 
     def __init__(
@@ -129,46 +152,85 @@ class FlatLayout:
         *,
         means: bool = True,
         rounds: bool = False,
+        sections: Sections | None = None,
     ) -> None:
         self._pieces: list[Piece] = []
         self._row = 0
+        self._numbers: list[range] = []
+        """Of the rows here, in the layout of a member that has all sections."""
+        self._silent: list[range] = []
+        """The rows here that do not count in the digest."""
+        cut = sections or Sections((0,) * len(parameters), (0,) * len(buffers), frozenset({0}))
+        self._whole_row = 0
+        order = sorted({*cut.parameters, *cut.buffers}, reverse=True)
         self._rounds = rounds
         self.rounded_rows = range(0)
         """The rows of the sums that are rounded: half of their bytes say all."""
         gradients: dict[int, SlotEntry] = {}
         kinds = dict.fromkeys(SUM_DTYPE.get(tensor.dtype, tensor.dtype) for _, tensor in reversed(parameters))
         for sum_dtype in kinds:
-            group = [i for i, (_, t) in enumerate(parameters) if SUM_DTYPE.get(t.dtype, t.dtype) == sum_dtype]
-            group.reverse()
             first_row, rounded = self._row, rounds and sum_dtype == torch.float32
-            placed = self._append(sum_dtype, [parameters[i] for i in group], mean=means, rounded=rounded)
+            for section in order:
+                group = [
+                    i
+                    for i, (_, t) in enumerate(parameters)
+                    if SUM_DTYPE.get(t.dtype, t.dtype) == sum_dtype and cut.parameters[i] == section
+                ]
+                group.reverse()
+                named = [parameters[i] for i in group]
+                if section in cut.here:
+                    placed = self._append(sum_dtype, named, mean=means, rounded=rounded)
+                    gradients.update(zip(group, placed, strict=True))
+                else:
+                    self._pass_over(sum_dtype, named)
             if rounded:
                 self.rounded_rows = range(first_row, self._row)
-            gradients.update(zip(group, placed, strict=True))
-        self.gradients = [gradients[index] for index in range(len(parameters))]
+        self.gradients = [gradients[index] for index in sorted(gradients)]
         self.tail_row = self._row
         scalars = torch.empty(2)  # weight, and the sum of weight * loss
-        self.scalars = self._append(torch.float64, [("scalars", scalars)], mean=False)[0]
-        self.used = self._append(torch.int32, [("used", torch.empty(len(parameters)))], mean=False)[0]
+        answers = sections is None or cut.answers
+        self.scalars = self._append(torch.float64, [("scalars", scalars)], mean=False, counts=answers)[0]
+        used = torch.empty(len(gradients), device="meta")
+        # In sections it has other rows on each member; which parameters were used is in the other bits anyway.
+        is_whole = sections is None
+        self.used = self._append(torch.int32, [("used", used)], mean=False, counts=is_whole, is_placed=is_whole)[0]
         by_index: dict[int, SlotEntry] = {}
         for sum_dtype in (torch.int64, torch.float32, torch.float64):
-            group = [i for i, (_, t) in enumerate(buffers) if buffer_sum_dtype(t.dtype) == sum_dtype]
-            if group:
-                placed = self._append(sum_dtype, [buffers[i] for i in group], mean=sum_dtype.is_floating_point)
-                by_index.update(zip(group, placed, strict=True))
-        self.buffers = [by_index[index] for index in range(len(buffers))]
+            for section in order:
+                group = [
+                    i
+                    for i, (_, t) in enumerate(buffers)
+                    if buffer_sum_dtype(t.dtype) == sum_dtype and cut.buffers[i] == section
+                ]
+                if not group:
+                    continue
+                named = [buffers[i] for i in group]
+                if section in cut.here:
+                    placed = self._append(sum_dtype, named, mean=sum_dtype.is_floating_point)
+                    by_index.update(zip(group, placed, strict=True))
+                else:
+                    self._pass_over(sum_dtype, named)
+        self.buffers = [by_index[index] for index in sorted(by_index)]
         placed_extras: dict[int, SlotEntry] = {}
         for dtype in (torch.int64, torch.float64):
             group = [i for i, extra in enumerate(extras) if extra.dtype == dtype]
             if group:
                 named = [(extras[i].name, torch.empty(extras[i].shape, device="meta")) for i in group]
-                placed_extras.update(zip(group, self._append(dtype, named, mean=False), strict=True))
+                placed_extras.update(zip(group, self._append(dtype, named, mean=False, counts=answers), strict=True))
         self.extras = [placed_extras[index] for index in range(len(extras))]
         self.num_rows = self._row
 
     def _append(
-        self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]], *, mean: bool, rounded: bool = False
+        self,
+        dtype: torch.dtype,
+        named: Sequence[tuple[str, Tensor]],
+        *,
+        mean: bool,
+        rounded: bool = False,
+        counts: bool = True,
+        is_placed: bool = True,
     ) -> list[SlotEntry]:
+        first_row = self._row
         start = offset = self._row * ROW_BYTES // dtype.itemsize
         entries = []
         for name, tensor in named:
@@ -178,7 +240,17 @@ class FlatLayout:
         # Without the padding of the last row, which is never written, so it is zero in every slot and digest.
         if offset > start:
             self._pieces.append(Piece(dtype, start, offset, mean, rounded))
+        num_rows = self._row - first_row
+        self._numbers.append(range(self._whole_row, self._whole_row + num_rows))
+        if not counts:
+            self._silent.append(range(first_row, self._row))
+        if counts or is_placed:
+            self._whole_row += num_rows
         return entries
+
+    def _pass_over(self, dtype: torch.dtype, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Leave out what is not here."""
+        self._whole_row += -(-sum(tensor.numel() for _, tensor in named) * dtype.itemsize // ROW_BYTES)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FlatLayout):
@@ -211,12 +283,15 @@ class FlatLayout:
 
     @functools.cached_property
     def multipliers(self) -> Tensor:
-        """(num_rows,) int64, odd: the factor of each row in the digest."""
-        index = torch.arange(self.num_rows, dtype=torch.int64)
+        """(num_rows,) int64: the factor of each row in the digest, odd; 0 for a row that another member answers for."""
+        index = torch.cat([torch.arange(part.start, part.stop, dtype=torch.int64) for part in self._numbers])
         value = index * -7046029254386353131  # SplitMix64, in wrapping int64 arithmetic
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
             value = (value ^ ((value >> shift) & ((1 << (64 - shift)) - 1))) * factor
-        return value | 1
+        value |= 1
+        for rows in self._silent:
+            value[rows.start : rows.stop] = 0
+        return value
 
 
 def buffer_sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -355,7 +430,7 @@ def check_counting() -> None:
         raise UsageError(
             f"torch {torch.__version__} counts the tensors that use one memory in another way ({found} instead of "
             f"{expected}), so gradients that a script keeps would be written over: use a version of torch that "
-            "docs/releasing.md lists"
+            "docs/gpus.md lists"
         )
 
 

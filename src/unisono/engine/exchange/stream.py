@@ -11,7 +11,7 @@ members the pieces queue on the only way there is, and all of them may be under 
 sends all it has to all others at once leaves it to TCP which of them gets its part first; the others cannot add up the
 first pieces, and have nothing to send back. On a long way a window that is too small leaves the link empty until the
 answer comes. `WINDOW` is one number for all links: the one that came first or near it on each that was tried
-(docs/network.md has the figures).
+(docs/decisions.md has the figures).
 
 A member may code what it sends (`unisono.engine.exchange.coder`). What the sums need is the same, and so are all bits;
 all know of each member whether it does, from the ballot before. A coded message is shorter than its receive, which has

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from unisono.engine.rounds.taps import Place
 from unisono.engine.state.sums import Total, plain
 from unisono.system.process import Process
 
-__all__ = ["CommonRound", "Iteration", "Step", "StepState", "Steps", "numbers"]
+__all__ = ["CommonRound", "Iteration", "Step", "StepState", "Steps", "loss_and_weight", "numbers"]
 
 
 class StepState(enum.Enum):
@@ -230,6 +230,13 @@ class Iteration(ABC):
     @abstractmethod
     def _unused_error(self) -> StepError:
         """Return the error for a script that has not iterated over it."""
+
+
+def loss_and_weight(found: Any) -> tuple[Any, float | Tensor | None]:
+    """Return the loss and the weight that the function of `Step.compute` has returned."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    return found, None
 
 
 def numbers(
@@ -451,8 +458,8 @@ class Step(Iteration):
             current = yield from context.rounds.play_until_agreed(lambda: self._begin_round(turn))
             yield from current.find_not_finite()
             sums = current.sums()
-            if sums is not None:
-                yield from context.rounds.play(sums)
+            for more in [sums, *current.more()] if sums is not None else current.more():
+                yield from context.rounds.play(more)
         except GeneratorExit:
             self._is_left = True
             raise
@@ -473,10 +480,36 @@ class Step(Iteration):
         self._unused.finish_step(self.name)
 
     def _begin_round(self, turn: Pass) -> GradientRound:
-        self._round = GradientRound(self._context, self._position, self._context.folder(), turn)
+        self._round = self._make_round(turn)
         # Not earlier: a parameter whose .grad is set counts as one who holds it.
         self._context.rounds.members.release_results()
         return self._round
+
+    def _make_round(self, turn: Pass) -> GradientRound:
+        return GradientRound(self._context, self._position, self._context.folder(), turn)
+
+    def compute(self, loss_of: Callable[..., Any], *, reseed: bool = False) -> None:
+        """Compute all micro-batches of this worker by a function: the inner loop, in one call. Collective.
+
+        ::
+
+            step.compute(lambda images, labels: F.cross_entropy(model(images), labels))
+
+        does what ``for images, labels in step: F.cross_entropy(model(images), labels).backward()`` does. A model in
+        stages (`unisono.Stages`) is trained by it only. A second call is another pass over the global batch (`again`).
+
+        Args:
+            loss_of: gets a micro-batch, a tuple or list as its arguments; returns the loss as `backward` takes it, or
+                (loss, weight). It may call `add`.
+            reseed: as of `again`.
+
+        Raises:
+            LossError, StepError: as `backward`.
+        """
+        for batch in self if self.state is StepState.NEW else self.again(reseed=reseed):
+            found = loss_of(*batch) if isinstance(batch, (tuple, list)) else loss_of(batch)
+            loss, weight = loss_and_weight(found)
+            self.backward(loss, weight)
 
     def add(self, **values: float | Tensor) -> None:
         """Add numbers of the current micro-batch to sums over the global batch.

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from torch import nn
+
 from unisono.core.cursor import Cursor, Recipe
 from unisono.core.plan import Plan
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.loop.step import Iteration, Step
 from unisono.engine.microbatch.data import Request
-from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.microbatch.folding import Cut, GradientFolder
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.members import Members
+from unisono.engine.state.buffers import Buffers
 from unisono.system.process import Process
 
 __all__ = ["Strategy", "Upcoming"]
@@ -50,6 +53,10 @@ class Strategy:
 
     def round_of(self, number: int) -> range | None:
         """Return the global batches of iteration ``number``, where it is a round of several steps; None: it is one."""
+        return None
+
+    def cut(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> tuple[Cut, Buffers] | None:
+        """Return which parameters and buffers are on this worker, and the buffers that are; None: all are. Local."""
         return None
 
     def layout(self, folder: GradientFolder) -> FlatLayout:

@@ -19,7 +19,9 @@ micro-batch ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +38,7 @@ from unisono.engine.exchange.flat import (
     FlatLayout,
     Piece,
     Rows,
+    Sections,
     Slot,
     SlotEntry,
     digest_there,
@@ -53,7 +56,7 @@ from unisono.system import accelerators
 from unisono.system.faults import spoils
 from unisono.system.reading import read
 
-__all__ = ["Fingerprint", "GradientFolder", "gradient_of"]
+__all__ = ["Cut", "Fingerprint", "GradientFolder", "gradient_of"]
 
 PART = 1 << 17
 """Values that are rounded together."""
@@ -85,6 +88,15 @@ class Fingerprint(msgspec.Struct, frozen=True):
             return loss
         more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
         return f"{loss}; the first gradient or buffer that differs is that of {parts[0]!r}{more}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which parameters and buffers of a model that is cut into stages are on this worker."""
+
+    sections: Sections
+    buffers: Sequence[tuple[str, Tensor]]
+    """All of them; of those elsewhere, shape and dtype count."""
 
 
 class _Leaf:
@@ -154,6 +166,7 @@ class GradientFolder:
         extras: what else the micro-batches add up.
         means: the gradients of a step are means over its total weight; False: sums.
         rounds: the sums are rounded from a fixed level of the tree on.
+        cut: which of the parameters are here; ``buffers`` are those that are. None: all of them.
     """
 
     def __init__(
@@ -167,9 +180,21 @@ class GradientFolder:
         extras: Sequence[Extra] = (),
         means: bool = True,
         rounds: bool = False,
+        cut: Cut | None = None,
     ) -> None:
         self.buffers = buffers
-        self.layout = FlatLayout(parameters, buffers.named(), extras, means=means, rounds=rounds)
+        self.every = list(parameters)
+        """(name, parameter), those whose gradients the members sum together."""
+        self.sections: tuple[int, ...] = cut.sections.parameters if cut is not None else ()
+        """By parameter of these, its stage, in a model that is cut."""
+        named, sections = buffers.named(), None
+        if cut is not None:
+            named, sections = [*cut.buffers], cut.sections
+        self.layout = FlatLayout(parameters, named, extras, means=means, rounds=rounds, sections=sections)
+        if sections is not None:
+            parameters = [one for one, own in zip(parameters, sections.parameters, strict=True) if own in sections.here]
+        self.chain: Callable[[], None] = _nothing
+        """Called within a call of `backward`, after it: the backward of the earlier stages of a model that is cut."""
         self._is_rounded = [rounds and entry.sum_dtype == torch.float32 for entry in self.layout.gradients]
         self._extras = list(extras)
         self.trained = list(parameters)
@@ -204,8 +229,8 @@ class GradientFolder:
     ) -> bool:
         """Return whether the folder sums exactly these parameters, buffers and extras."""
         return (
-            len(parameters) == len(self._parameters)
-            and all(one is own for (_, one), own in zip(parameters, self._parameters, strict=True))
+            len(parameters) == len(self.every)
+            and all(one is own for (_, one), (_, own) in zip(parameters, self.every, strict=True))
             and buffers.owners == self.buffers.owners
             and list(extras) == self._extras
         )
@@ -325,6 +350,13 @@ class GradientFolder:
             seed: () on the device of the loss.
             is_left_out: () bool, whether the leaf does not count: its gradients are 0; None: it does.
         """
+        with self.calling(is_left_out):
+            loss.backward(gradient=seed.to(loss.dtype).view(loss.shape), retain_graph=retain_graph)
+            self.chain()
+
+    @contextmanager
+    def calling(self, is_left_out: Tensor | None = None) -> Iterator[None]:
+        """Return a context in which gradients of the current leaf are computed: one call of backward."""
         current = self._leaf
         assert current is not None
         current.num_calls += 1
@@ -340,7 +372,7 @@ class GradientFolder:
             )
         current.in_backward = True
         try:
-            loss.backward(gradient=seed.to(loss.dtype).view(loss.shape), retain_graph=retain_graph)
+            yield
         finally:
             current.in_backward = False
 
@@ -613,6 +645,10 @@ def _parts(tensor: Tensor) -> list[Any]:
 def _each(operation: Callable[[Tensor, Tensor], Tensor], targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for target, value in zip(targets, values, strict=True):
         operation(target, value)
+
+
+def _nothing() -> None:
+    pass
 
 
 def gradient_of(parameter: Tensor, mean: Tensor) -> Tensor:

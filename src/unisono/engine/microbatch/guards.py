@@ -35,7 +35,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler
 
 from unisono.cluster.worker import member as members
-from unisono.core.errors import StepError
+from unisono.core.errors import StepError, UsageError
 from unisono.engine.state.elsewhere import Elsewhere
 from unisono.engine.state.packing import digest_of_each, quick_digest
 from unisono.engine.state.tracked import Tracked
@@ -427,6 +427,11 @@ def watched_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
     def look(tensors: Any, *_: Any, **__: Any) -> None:
         if isinstance(tensors, Sequence) and not tensors:
             warn("clip_grad_norm_")
+        if isinstance(tensors, Sequence) and any(isinstance(one, Tensor) and one.is_meta for one in tensors):
+            raise UsageError(
+                "torch.nn.utils.clip_grad_norm_ got gradients that are on other workers, because the model is cut into "
+                "stages (unisono.Stages): call unisono.clip_grad_norm_ instead"
+            )
 
     def look_at_groups(groups: Sequence[Any], *_: Any, **__: Any) -> None:
         if not any(groups):

@@ -149,6 +149,10 @@ class Microbatch:
         finally:
             self.is_in_backward = False
 
+    def take_over(self, weight: float | Tensor, weighted_loss: float | Tensor) -> None:
+        """Take what another worker has found, which has computed its loss."""
+        self.weight, self.weighted_loss, self._has_loss = weight, weighted_loss, True
+
     def check(self, value: float, share: float, dtype: torch.dtype) -> None:
         """Check one of its losses.
 

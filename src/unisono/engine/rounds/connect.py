@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -13,15 +15,17 @@ from unisono.cluster.trust.secret import key_for
 from unisono.cluster.worker.member import Member
 from unisono.cluster.worker.store import HeadStore
 from unisono.core.coding_rules import Mode
-from unisono.core.errors import UsageError
+from unisono.core.errors import StateLost, UsageError
+from unisono.core.groups import groups_of, lanes_of
 from unisono.core.messages import Notice
 from unisono.engine.exchange import Exchange, host, network, two_level
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.context import Builder, Context
+from unisono.engine.exchange.lanes import LaneMemory, Lanes
 from unisono.engine.exchange.wire import Wire
 from unisono.engine.rounds.team import Part
 
-__all__ = ["AUTO", "EXCHANGES", "build_exchange", "build_part", "choose_kind", "hosts_of", "open_wire"]
+__all__ = ["AUTO", "EXCHANGES", "build_exchange", "build_lanes", "build_part", "choose_kind", "hosts_of", "open_wire"]
 
 AUTO = "auto"
 """The name of the fastest exchange for the members at hand."""
@@ -86,6 +90,39 @@ def build_exchange(
         return Alone(device)
     context = dataclasses.replace(_context(notice, rank, member, device, timeout_s), checks=checks)
     return EXCHANGES[choose_kind(notice, wanted, device)](context)
+
+
+def build_lanes(
+    notice: Notice,
+    rank: int,
+    *,
+    member: Member,
+    device: torch.device,
+    wanted: str,
+    timeout_s: float,
+    checks: bool = False,
+    memory: LaneMemory,
+) -> Exchange:
+    """Begin to connect this worker with the others of a generation, where each carries a part of the model.
+
+    Raises:
+        StateLost: no member is left that carries some part. UsageError: as `build_exchange`.
+    """
+    num_parts = member.spec.run.settings.parts
+    parts, ids = [info.part for info in notice.members], [info.worker_id for info in notice.members]
+    lanes = lanes_of(parts, num_parts)
+    if not all(lanes):
+        raise StateLost(f"no worker is left that carries part {lanes.index(())} of the {num_parts} parts of the model")
+    given: dict[str, Any] = {"member": member, "device": device, "timeout_s": timeout_s, "wanted": wanted}
+    group = next((group for group in groups_of(parts, ids, num_parts) if rank in group), ())
+
+    def connect(pages: Sequence[str]) -> Exchange:
+        part = Part(f"lane-{parts[rank]}", notice.generation, lanes[parts[rank]], memory.page, tuple(pages))
+        return build_part(notice, part, rank, **given)
+
+    context = _context(notice, rank, member, torch.device("cpu"), timeout_s)
+    link = context.open_wire(f"group-{group[0]}", group) if group else None
+    return Lanes(build_exchange(notice, rank, checks=checks, **given), lanes, connect, memory, link)
 
 
 def build_part(

@@ -37,7 +37,7 @@ from unisono.engine.microbatch.guards import Structure
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
-from unisono.engine.rounds.life import DISPUTE, Rounds
+from unisono.engine.rounds.life import DISPUTE, EVALUATION, Rounds
 from unisono.engine.rounds.members import Gathered, Undivided
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
@@ -62,15 +62,19 @@ class BatchSums:
         self.what, self.fills = what, fills
         self.batch: int | None = None
         """The batch in hand; None: there is none."""
-        self._totals: Totals = {}
+        self._totals: Totals | None = {}
 
     def begin(self, batch: int) -> None:
         self.batch, self._totals = batch, {}
 
-    def end(self) -> Totals:
-        """Return the totals of the batch in hand, which is done."""
+    def end(self) -> Totals | None:
+        """Return the totals of the batch in hand, which is done; None: another worker of the group has them."""
         self.batch = None
         return self._totals
+
+    def pass_on(self) -> None:
+        """Note that another worker of the group has the totals of the batch in hand."""
+        self._totals = None
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Add numbers of the batch in hand.
@@ -83,6 +87,7 @@ class BatchSums:
                 "numbers are added up within `for batch in run.batches(...)`; outside of that loop all workers would "
                 "add the same, and what is known there needs no sum"
             )
+        assert self._totals is not None
         for name, value in values.items():
             total = _total(value, name)
             self._totals[name] = self._totals[name] + total if name in self._totals else total
@@ -110,8 +115,8 @@ class Evaluator:
         """Return whether a batch comes from where others come; see `unisono.engine.microbatch.data.Loader.comes`."""
         return self._fetcher.comes(0, batch)
 
-    def play(self, batch: int) -> Generator[Any, None, Totals]:
-        """Yield one batch; returns its totals.
+    def play(self, batch: int) -> Generator[Any, None, Totals | None]:
+        """Yield one batch; returns its totals. None: another worker of the group has them.
 
         Raises:
             StepError: the script has made or replaced parameters.
@@ -144,7 +149,7 @@ class EvaluationRound(Undivided):
         number: evaluations of the run that are done.
     """
 
-    kind: Final = "evaluation"
+    kind: Final = EVALUATION
     unit: Final = "evaluation batch"
 
     def __init__(self, rounds: Rounds, evaluator: Evaluator, *, num_batches: int, rehearses: bool, number: int) -> None:
@@ -168,7 +173,8 @@ class EvaluationRound(Undivided):
     def compute(self, plan: Plan) -> Iterator[object]:
         for batch in plan.ranges[self._members.rank]:
             if batch not in self._have:
-                self._have[batch] = yield from self._evaluate(batch)
+                if (totals := (yield from self._evaluate(batch))) is not None:
+                    self._have[batch] = totals
                 point("in_evaluation", batch)
         for other in rehearsal(plan, self._members.rank, self._number).other if self._rehearses else ():
             if other not in self._have and self._evaluator.comes(other):
@@ -197,8 +203,13 @@ class EvaluationRound(Undivided):
             self.dispute = Dispute(own_digests | self._twice, digest_of_objects(digests))
         return Gathered(self._members, msgspec.msgpack.encode(_Part(to_bytes(self._have), digests, {})))
 
+    def first_plan(self) -> Plan:
+        return self._team.even_plan(self.num_leaves)
+
     def interrupt(self) -> Collection[Node]:
         self._rehearses, self._twice = False, {}
+        if self._team.num_parts > 1:  # the group of a batch may be another one now, and computes it together
+            self._have.clear()
         return [leaf(batch, self.num_leaves) for batch in self._have]
 
     def finish(self) -> None:
@@ -217,11 +228,11 @@ class EvaluationRound(Undivided):
         """Return the totals of all batches, once the round is over."""
         return _add_up(self._have, self._evaluator.sums)
 
-    def _evaluate(self, batch: int) -> Generator[Any, None, Totals]:
+    def _evaluate(self, batch: int) -> Generator[Any, None, Totals | None]:
         self._team.check()
         self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
         totals = yield from self._evaluator.play(batch)
-        if (bit := spoils("evaluation", batch)) is not None:
+        if totals is not None and (bit := spoils("evaluation", batch)) is not None:
             name = next(iter(totals))
             wrong = with_flipped_bit(torch.as_tensor(totals[name]), bit)
             totals[name] = wrong if wrong.dim() else wrong.item()
@@ -254,8 +265,9 @@ def evaluate(
         DivergenceError: the workers do not have the same models, or a batch has other totals on another worker.
     """
     size, rank = (rounds.members.size, rounds.members.rank) if rounds is not None else (1, 0)
-    rehearses = rehearses and size > 1 and is_rehearsed(number)
-    shares = even_plan(size, num_batches)
+    is_one_part = rounds is None or rounds.team.num_parts == 1
+    rehearses = rehearses and size > 1 and is_one_part and is_rehearsed(number)
+    shares = even_plan(1, num_batches) if rounds is None else rounds.team.even_plan(num_batches)
     mine = [*shares.ranges[rank], *(rehearsal(shares, rank, number).other if rehearses else ())]
     fetcher = make_fetcher(lambda: ((0, 0, batch) for batch in mine))
     before = Structure(tracked)
@@ -285,7 +297,9 @@ def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], 
     have = {}
     for batch in range(num_batches):
         at(batch)
-        have[batch] = yield from evaluator.play(batch)
+        totals = yield from evaluator.play(batch)
+        assert totals is not None
+        have[batch] = totals
         point("in_evaluation", batch)
     return _add_up(have, evaluator.sums)
 

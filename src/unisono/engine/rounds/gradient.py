@@ -29,12 +29,12 @@ from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import Guards
 from unisono.engine.microbatch.losses import Microbatch, Reduction, check_losses
 from unisono.engine.microbatch.randomness import seed_at
-from unisono.engine.rounds import Dispute
+from unisono.engine.rounds import Dispute, Round
 from unisono.engine.rounds.agreement import Agreement
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness, NotFinite
 from unisono.engine.rounds.gathering import SumsRound
-from unisono.engine.rounds.life import DISPUTE, Rounds
+from unisono.engine.rounds.life import DISPUTE, STEP, Rounds
 from unisono.engine.rounds.members import Helping, Members, Summed
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import LOST
@@ -156,7 +156,7 @@ class GradientRound:
         position: of the step within ``run.steps``.
     """
 
-    kind = "step"
+    kind = STEP
     unit: Final = "micro-batch"
 
     def __init__(
@@ -247,6 +247,10 @@ class GradientRound:
         if not _has_new_sums(summed):
             return None
         return SumsRound(self._members, self._sums, self.num_leaves, self._values, self._compute_again)
+
+    def more(self) -> Iterator[Round]:
+        """Yield the rounds that are to follow before the result is applied, beside that of `sums`."""
+        return iter(())
 
     @property
     def is_broken(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from unisono.core.cadence import Position
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StepError
+from unisono.core.groups import replan_groups
 from unisono.core.plan import Plan, replan
 from unisono.core.plan import plan as even_plan
 from unisono.core.tree import Node
@@ -35,7 +36,7 @@ from unisono.engine.rounds.team import LOST, Team
 from unisono.engine.rounds.transfer import share_state
 from unisono.engine.state.tracked import Tracked
 
-__all__ = ["CHECKPOINT", "DISPUTE", "EVALUATED", "MOVING", "Book", "Rounds"]
+__all__ = ["CHECKPOINT", "DISPUTE", "EVALUATED", "EVALUATION", "MOVING", "STEP", "Book", "Rounds"]
 
 MOVING = "moving"
 """The kind of the round in which states that are shared out move between members."""
@@ -43,6 +44,12 @@ EVALUATED = "evaluated"
 """The kind of the round in which members take the totals that evaluators have computed beside the training."""
 CHECKPOINT = "together"
 """The kind of the round in which all wait: for a checkpoint, and at the end of the run."""
+STEP = "step"
+"""The kind of the round that trains."""
+EVALUATION = "evaluation"
+"""The kind of the round in which batches are evaluated."""
+IN_GROUPS = frozenset({STEP, EVALUATION})
+"""The kinds of the rounds whose leaves are computed by groups, where the model has several parts."""
 DISPUTE = "dispute"
 """The kind of the rounds in which members find out who has computed a wrong value (`Tap.settle`)."""
 
@@ -263,13 +270,30 @@ class Rounds:
 
     def _plan(self, round_: Round, met: Standing) -> Plan:
         self._standing, self._have = met if met.is_behind else Standing(), ()
-        return _plan_of_missing(met.reports, self.number, round_.num_leaves, round_.kind)
+        return self._plan_of_missing(met.reports, self.number, round_.num_leaves, round_.kind)
+
+    def _plan_of_missing(self, reports: Sequence[Report], number: int, num_leaves: int, kind: str) -> Plan:
+        """Return the plan of the leaves of a round that no member has, by what all have reported. Local.
+
+        Args:
+            number: those that have finished the round of this number can compute nothing of it.
+            kind: of the round.
+        """
+        able = [report.round <= number for report in reports]
+        held = [report.open.get(kind, []) if able else [] for report, able in zip(reports, able, strict=True)]
+        in_groups = self.team.num_parts > 1 and kind in IN_GROUPS
+        if not any(held) and all(able):
+            return self.team.even_plan(num_leaves) if in_groups else even_plan(len(held), num_leaves)
+        nodes = [[Node(level, index) for level, index in each] for each in held]
+        if in_groups:
+            return replan_groups(nodes, able, num_leaves, self.team.complete_groups())
+        return replan(nodes, able, num_leaves)
 
     def plan_of_open(self, round_: Round) -> Plan:
         """Return the plan of what is missing of a round of the book, by what all have reported after a loss. Local."""
         if not self._heard:
-            return even_plan(self.members.size, round_.num_leaves)
-        return _plan_of_missing(self._heard, self.number, round_.num_leaves, round_.kind)
+            return self.team.even_plan(round_.num_leaves)
+        return self._plan_of_missing(self._heard, self.number, round_.num_leaves, round_.kind)
 
     def forget_heard(self) -> None:
         """Note that rounds of the book begin anew, of which nobody has anything. Local, and on all members alike."""
@@ -372,7 +396,7 @@ class Rounds:
                 f"internal error, please report it: another member is in round {behind.round}, and this one in "
                 f"{self.number}: more than one round apart"
             )
-        plan = _plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
+        plan = self._plan_of_missing(reports, behind.round, behind.num_leaves, behind.kind)
         with self.members.taking_part(self._finished_title, self.position.number):
             self._finished.stand_by(plan)
 
@@ -517,18 +541,3 @@ class Rounds:
 
 def _note_nothing(number: int, title: str) -> None:
     pass
-
-
-def _plan_of_missing(reports: Sequence[Report], number: int, num_leaves: int, kind: str) -> Plan:
-    """Return the plan of the leaves of a round that no member has, by what all have reported.
-
-    Args:
-        number: those that have finished the round of this number can compute nothing of it.
-        kind: of the round.
-    """
-    able = [report.round <= number for report in reports]
-    held = [report.open.get(kind, []) if able else [] for report, able in zip(reports, able, strict=True)]
-    if not any(held) and all(able):
-        return even_plan(len(held), num_leaves)
-    nodes = [[Node(level, index) for level, index in each] for each in held]
-    return replan(nodes, able, num_leaves)

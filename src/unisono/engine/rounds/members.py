@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from unisono.core.balance import Balance
+from unisono.core.groups import expand
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
 from unisono.core.small import OwnWork
@@ -128,16 +129,22 @@ class Balancing:
         Args:
             everybody: give each member at least one leaf, if there are enough.
         """
+        team, groups = self._team, self._team.complete_groups()
         if not self._is_known:
-            return even_plan(self._team.size, num_leaves), ""
+            return team.even_plan(num_leaves), ""
         chosen, change = self._balance.decide(num_leaves), self._balance.change
-        if everybody and num_leaves >= self._team.size and not all(chosen.ranges):
-            return even_plan(self._team.size, num_leaves), ""
-        return chosen, change.say(self._team.worker_ids) if change is not None else ""
+        if everybody and num_leaves >= len(groups) and not all(chosen.ranges):
+            return team.even_plan(num_leaves), ""
+        names = [team.worker_ids[group[0]] for group in groups]
+        return self._by_rank(chosen), change.say(names) if change is not None else ""
 
     def predicted(self, num_leaves: int) -> Plan:
         """Return the most likely plan of the coming steps. Local."""
-        return self._balance.peek(num_leaves) if self._is_known else even_plan(self._team.size, num_leaves)
+        return self._by_rank(self._balance.peek(num_leaves)) if self._is_known else self._team.even_plan(num_leaves)
+
+    def _by_rank(self, plan: Plan) -> Plan:
+        """Return a plan by rank from one by group."""
+        return plan if self._team.num_parts == 1 else expand(plan, self._team.groups, self._team.size)
 
     def helping(self, plan: Plan) -> Helping | None:
         """Begin to help and to be helped with a plan; None where members do not see each other's work."""
@@ -149,13 +156,20 @@ class Balancing:
 
     def observe(self, telemetry: Sequence[StepTelemetry], share: Share) -> None:
         """Record the telemetry of all members, by rank, after a combine."""
+        groups = self._team.groups
         if self.is_first_of_generation:
             self._generation = self._team.generation
-            self._balance = Balance(self._team.size, [each.first_of_host for each in telemetry])
-        self._balance.observe([each.leaves for each in telemetry], [each.data_s + each.compute_s for each in telemetry])
+            hosts = [each.first_of_host for each in telemetry]
+            self._balance = Balance(len(groups), hosts if self._team.num_parts == 1 else [*range(len(groups))])
+        if not any(share.plan):  # a vote that was repeated: nobody has computed anything
+            return
+        self._balance.observe(
+            [telemetry[group[0]].leaves for group in groups],
+            [max(telemetry[rank].data_s + telemetry[rank].compute_s for rank in group) for group in groups],
+        )
         # The last member to arrive has not waited: its time is the time of the exchange itself.
         last_seconds = min(each.last.exchange + each.last.network + each.last.waiting for each in telemetry)
-        self._balance.observe_exchange(last_seconds, share.plan, share.num_leaves)
+        self._balance.observe_exchange(last_seconds, [share.plan[group[0]] for group in groups], share.num_leaves)
 
     @property
     def _is_known(self) -> bool:

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from unisono.cluster.worker.member import Member
-from unisono.core.errors import DeadlineExceeded, PeerLost, RunStopped
+from unisono.core.errors import DeadlineExceeded, PeerLost, RunStopped, StateLost
+from unisono.core.groups import Groups, expand, groups_of
 from unisono.core.messages import Notice
 from unisono.core.ownership import MemberPlace
+from unisono.core.plan import Plan, plan
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.alone import Alone
 from unisono.engine.exchange.pages import WorkerPage
@@ -71,6 +73,12 @@ class Team:
     worker_ids: tuple[str, ...] = ("w0",)
     hosts: tuple[str, ...] = ("",)
     """By rank; members of one host share memory."""
+    num_parts = 1
+    """Of a model, each of which a worker of every group carries."""
+    parts: tuple[int, ...] = (0,)
+    """By rank, the part that the member carries."""
+    part = 0
+    """That of this worker."""
     reason = "the run begins"
     """Why there is this generation."""
     arithmetic = 0
@@ -80,6 +88,30 @@ class Team:
     def __init__(self, device: torch.device) -> None:
         self.exchange = Alone(device)
         self._device = device
+
+    @property
+    def groups(self) -> Groups:
+        """The groups that compute micro-batches; where a model has one part, each member is one."""
+        return groups_of(self.parts, self.worker_ids, self.num_parts)
+
+    def even_plan(self, num_leaves: int) -> Plan:
+        """Return the plan that shares leaves out over the groups evenly. Local.
+
+        Raises:
+            StateLost: no member is left that carries some part.
+        """
+        return expand(plan(len(self.complete_groups()), num_leaves), self.groups, self.size)
+
+    def complete_groups(self) -> Groups:
+        """Return the groups, of which there is one at least.
+
+        Raises:
+            StateLost: no member is left that carries some part.
+        """
+        if not (groups := self.groups):
+            lost = [part for part in range(self.num_parts) if part not in self.parts]
+            raise StateLost(f"no worker is left that carries part {lost[0]} of the {self.num_parts} parts of the model")
+        return groups
 
     def join(self, phase: int, report: Report) -> list[Report]:
         """Get into the run: wait to be admitted, and meet the others. Returns their reports, by rank."""
@@ -226,6 +258,8 @@ class HeadTeam(Team):
         self.rank, self.size = 0, 1
         self.worker_ids: tuple[str, ...] = ()
         self.hosts: tuple[str, ...] = ()
+        self.num_parts, self.part = member.spec.run.settings.parts, member.part
+        self.parts: tuple[int, ...] = ()
         self.reason = ""
         self.arithmetic = member.arithmetic
         self._warnings: dict[str, None] = {}
@@ -447,6 +481,7 @@ class HeadTeam(Team):
             self.rank, self.size, self.reason = self._rank_in(notice), len(notice.members), notice.reason
             self.worker_ids = tuple(info.worker_id for info in notice.members)
             self.hosts = tuple(info.host for info in notice.members)
+            self.parts = tuple(info.part for info in notice.members)
             self._warnings |= dict.fromkeys(notice.warnings)
             if not isinstance(self._alarm, RunStopped):
                 later = [held for held in self._notices.values() if held.immediate]

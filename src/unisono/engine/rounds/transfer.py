@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import torch
 
-from unisono.core.errors import PeerLost, UsageError
+from unisono.core.errors import PeerLost, StateLost, UsageError
+from unisono.core.groups import lane_of
 from unisono.engine.exchange import Exchange, Parcel
 from unisono.engine.rounds import Report
 from unisono.engine.rounds.members import Members
 from unisono.engine.rounds.team import Team
-from unisono.engine.state.packing import Packed, digest_of_each, pack, unpack
+from unisono.engine.state.packing import Packed, digest_of_each, pack_held, unpack
 from unisono.engine.state.tracked import Tracked
 from unisono.system.faults import point
 
@@ -82,10 +83,38 @@ def share_state(
     source = next(rank for rank, report in enumerate(reports) if not report.fresh)
     packed = None
     if team.rank == source:
-        packed = pack({**tracked.state(), "lines": unwritten_lines()}, "tracked")
+        packed = pack_held({**tracked.state(), "lines": unwritten_lines()}, "tracked")
     fresh = [rank for rank, report in enumerate(reports) if report.fresh]
     state = send_state(team.exchange, source, fresh, packed)
+    own = _share_apart(team, tracked, reports)
+    if state is not None:
+        state["objects"].update(own)
     return [reports[source] if report.fresh else report for report in reports], state
+
+
+def _share_apart(team: Team, tracked: Tracked, reports: Sequence[Report]) -> dict[str, Any]:
+    """Give every fresh member the states of the part of the model that it carries. Collective where there are parts.
+
+    Returns:
+        On a fresh member, its states by the name of the tracked object.
+
+    Raises:
+        StateLost: no member is left that carries some part.
+    """
+    found: dict[str, Any] = {}
+    for part in range(team.num_parts) if team.num_parts > 1 else ():
+        lane = lane_of(team.parts, part)
+        fresh = [rank for rank in lane if reports[rank].fresh]
+        holding = [rank for rank in lane if not reports[rank].fresh]
+        if not holding:
+            team.complete_groups()
+            raise StateLost(f"no worker is left that has the state of part {part} of the model")
+        packed = None
+        if team.rank == holding[0]:
+            packed = pack_held({name: one.state_dict() for name, one in tracked.spread_apart.items()}, "tracked")
+        if fresh and (got := send_state(team.exchange, holding[0], fresh, packed)) is not None:
+            found = got
+    return found
 
 
 def begin_alike(team: Team, tracked: Tracked) -> None:
@@ -94,12 +123,20 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
     Raises:
         UsageError: the members track tensors of other shapes.
     """
-    packed = pack(tracked.whole_state(), "tracked")  # nothing is shared out before the first training loop
+    packed = pack_held(tracked.whole_state(), "tracked")  # nothing is shared out before the first training loop
     own = StateHeader.of(packed, digests=True)
     payloads = team.exchange.all_gather(msgspec.msgpack.encode(own))
     headers = [msgspec.msgpack.decode(payload, type=StateHeader) for payload in payloads]
-    first = headers[0]
-    different = [rank for rank, other in enumerate(headers) if other != first]
+    for part in range(team.num_parts):
+        _make_alike(team, tracked, headers, lane_of(team.parts, part), packed)
+
+
+def _make_alike(
+    team: Team, tracked: Tracked, headers: Sequence[StateHeader], lane: Sequence[int], packed: Packed
+) -> None:
+    """Have members of one lane begin with the same state. Collective for all members."""
+    first, own = headers[lane[0]], headers[team.rank]
+    different = [rank for rank in lane if headers[rank] != first]
     if not different:
         return
     ids = team.worker_ids
@@ -107,18 +144,18 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
         if headers[rank].kinds != first.kinds:
             raise UsageError(
                 f"{ids[rank]} tracks {len(headers[rank].kinds)} tensors whose shapes are not those of the "
-                f"{len(first.kinds)} of {ids[0]}; "
+                f"{len(first.kinds)} of {ids[lane[0]]}; "
                 "all workers must build the same model"
             )
-    state = send_state(team.exchange, 0, different, packed)
+    state = send_state(team.exchange, lane[0], different, packed)
     if state is None:
         return
     changed = [index for index, (a, b) in enumerate(zip(own.digests, first.digests, strict=True)) if a != b]
     what = f"{len(changed)} tensors, the first is {packed.paths[changed[0]]}" if changed else "settings, no tensor"
     warnings.warn(
-        f"{ids[team.rank]} starts with another state than {ids[0]}, and uses the "
-        f"state of {ids[0]}: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
-        stacklevel=2,
+        f"{ids[team.rank]} starts with another state than {ids[lane[0]]}, and uses the "
+        f"state of {ids[lane[0]]}: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
+        stacklevel=3,
     )
     tracked.load(state)
 

@@ -33,6 +33,11 @@ class Buffers:
         self._start: list[Tensor] = []
         self._seen: list[tuple[Tensor, int]] = []
 
+    def only(self, numbers: Sequence[int]) -> Buffers:
+        """Return some of the buffers."""
+        named = [(self.names[number], *self.owners[number]) for number in numbers]
+        return Buffers(named, {new: self._shapes[old] for new, old in enumerate(numbers) if old in self._shapes})
+
     def tensors(self) -> list[Tensor]:
         return [self._tensor(index) for index in range(len(self.owners))]
 

@@ -7,6 +7,7 @@ the next step depends on them: buffers that are not persistent, and which parame
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -26,6 +27,13 @@ from unisono.engine.state.spread import Spread, digests_of_units, held_digests, 
 from unisono.engine.state.sums import Sums
 
 __all__ = ["Calls", "Tracked"]
+
+
+class Apart(Spread, Protocol):
+    """What stands for a tracked object of which each worker holds some units."""
+
+    def outlined(self, state: Any) -> Any:
+        """Return a state of the object with a meta tensor in the place of each tensor that not all workers hold."""
 
 
 class OwnPart(Protocol):
@@ -73,12 +81,27 @@ class Tracked:
         self.sums = Sums()
         self._own: dict[str, OwnPart] = {"sums": self.sums}
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
+        self._apart: dict[str, Apart] = {}
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
         self._own[name] = part
         if name in self._early:
             part.load_state_dict(self._early.pop(name))
+
+    def hold_apart(self, name: str, part: Apart) -> None:
+        """Note that each worker holds some units of a tracked object from now on."""
+        self._apart[name] = part
+
+    @property
+    def spread_names(self) -> Collection[str]:
+        """The names of the objects of `hold_apart`."""
+        return self._apart.keys()
+
+    @property
+    def spread_apart(self) -> Mapping[str, Apart]:
+        """The objects of `hold_apart`, by name: newcomers get their units from members of the same part."""
+        return self._apart
 
     def apart(self, without: str = "") -> Tracked:
         """Return the same objects, with sums of their own and no other part of the run's state.
@@ -132,8 +155,9 @@ class Tracked:
 
     @property
     def sharded(self) -> dict[str, Spread]:
-        """The optimizers of which each worker holds some states."""
-        return {name: value for name, value in self.optimizers.items() if isinstance(value, Spread)}
+        """The objects of which each worker holds some units."""
+        found = {name: value for name, value in self.optimizers.items() if isinstance(value, Spread)}
+        return {**found, **self._apart}
 
     @property
     def spread(self) -> dict[tuple[str, str], Spread]:
@@ -237,7 +261,7 @@ class Tracked:
                         "dataset"
                     )
         for name, parameter in trained:
-            if parameter.device.type != device.type:
+            if parameter.device.type != device.type and not parameter.is_meta:
                 raise UsageError(
                     f"parameter {name} is on {parameter.device}, and this worker computes on {device}; call "
                     "model.to(run.device) before you make the optimizer"
@@ -336,7 +360,7 @@ class Tracked:
 
     def _state(self, state_of: Callable[[Any], Any]) -> dict[str, Any]:
         return {
-            "objects": {name: state_of(value) for name, value in self._objects.items()},
+            "objects": {name: state_of(self._apart.get(name, value)) for name, value in self._objects.items()},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
@@ -367,8 +391,12 @@ class Tracked:
             parameter.requires_grad_(needed)
         for name, part in state["objects"].items():
             value = self._objects[name]
-            value.load_state_dict(part)
-            loaded = value.state_dict() if shards is None else _known_to_all(value)
+            if (apart := self._apart.get(name)) is not None:
+                apart.load_state_dict(part)
+                loaded, part = apart.outline(), apart.outlined(part)
+            else:
+                value.load_state_dict(part)
+                loaded = value.state_dict() if shards is None else _known_to_all(value)
             if isinstance(value, LRScheduler):  # another version of torch may keep other notes beside these
                 loaded = {key: loaded[key] for key in loaded if key in part}
             if not is_same_state(loaded, part):
@@ -401,7 +429,7 @@ class Tracked:
                     not isinstance(value, Tensor) or value.shape == ours[key].shape for key, value in part.items()
                 )
                 if same:  # otherwise the script changes the module before the later phase
-                    module.load_state_dict(part)
+                    self._apart.get(name, module).load_state_dict(part)
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
             if name in hidden and hidden[name].shape == buffer.shape:
@@ -436,7 +464,7 @@ class Tracked:
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
         return {
-            **{name: _known_to_all(value) for name, value in self._objects.items()},
+            **{name: _known_to_all(self._apart.get(name, value)) for name, value in self._objects.items()},
             "buffers that are not persistent": self._hidden_buffers(),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
@@ -453,7 +481,8 @@ class Tracked:
         found = {}
         for name, value in self._objects.items():
             try:
-                found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
+                state = self._apart.get(name, value).state_dict()
+                found[name] = f"{digest_of_state(state, held.get(name, {})):016x}"
             except KeyError:
                 raise StateLost(
                     f"all workers that held some states of {name} were lost in the last moment of the run, so its end "
@@ -463,7 +492,8 @@ class Tracked:
 
     def common_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
-        return {name: f"{digest_of_state(_known_to_all(value)):016x}" for name, value in self._objects.items()}
+        known = {name: _known_to_all(self._apart.get(name, value)) for name, value in self._objects.items()}
+        return {name: f"{digest_of_state(value, defaultdict(int)):016x}" for name, value in known.items()}
 
     def balance_of_copies(self, worker_id: str) -> int:
         """Return a worker's part of a sum that is 0, over all workers, where all copies of shared states are equal."""

@@ -94,6 +94,7 @@ class OverviewBuilder:
         self._reason = ""
         """Of the generation."""
         self._workers: dict[str, _Worker] = {}
+        self._parts = 1
         self._late: dict[str, WorkerLate] = {}
         self._machines: dict[str, MachineUsed] = {}
         self._agents: dict[str, str] = {}
@@ -129,8 +130,8 @@ class OverviewBuilder:
         self._total_s += step.means.total()
         if self._late:  # all members have taken part
             self._late.clear()
-        if step.checkpoint:
-            self._save(written(step.time, step.checkpoint))
+        if step.checkpoint and isinstance(event := written(step.time, step.checkpoint), CheckpointWritten):
+            self._save(event)  # one that was lost is told as an event of its own
         for warning in step.warnings:
             self._told.add(step.time, warning, "warning")
 
@@ -243,7 +244,8 @@ class OverviewBuilder:
 
     def _join(self, event: WorkerJoined) -> None:
         worker = self._workers.setdefault(event.worker_id, _Worker())
-        worker.host, worker.device, worker.how = event.host, event.device, ""
+        worker.host, worker.device, worker.part, worker.how = event.host, event.device, event.part, ""
+        self._parts = max(self._parts, event.part + 1)  # a run begins when every part has a worker
         self._told.joined(event)
 
     def _go(self, event: WorkerGone) -> None:
@@ -306,6 +308,7 @@ class OverviewBuilder:
             checkpoint=step_name(self._checkpoint.step) if self._checkpoint.step >= 0 else "",
             checkpoint_step=self._checkpoint.step,
             curve=self._curve.points(),
+            parts=self._parts,
             workers=self._workers_now(window, now, is_stalled=is_stalled),
             machines=[
                 self._machines[host]
@@ -365,6 +368,7 @@ class OverviewBuilder:
                     worker_id=worker_id,
                     host=worker.host or hosts.get(worker_id, ""),
                     device=worker.device,
+                    part=worker.part,
                     rank=ranks.get(worker_id),
                     state=self._worker_state(worker_id, worker, mean, waits=waits, is_member=worker_id in ranks),
                     share=mean.share,
@@ -406,6 +410,7 @@ class _Worker:
 
     host: str = ""
     device: str = ""
+    part: int = 0
     how: str = ""
     """It has gone; "": it has not."""
     gone_at: float = 0.0

@@ -58,6 +58,8 @@ class WorkerNow(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     host: str = ""
     device: str = ""
+    part: int = 0
+    """The part of the model that it has (`Overview.parts`)."""
     rank: int | None = None
     """None: it is no member of the current generation."""
     state: str = ""
@@ -124,6 +126,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """The newest one."""
     checkpoint_step: int = -1
     curve: list[CurvePoint] = []
+    parts: int = 1
+    """Workers of a group, each with one part of the model; 1: every worker has all of it."""
     workers: list[WorkerNow] = []
     """By rank, then those that are no members."""
     machines: list[MachineUsed] = []

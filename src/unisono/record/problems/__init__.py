@@ -1,1 +1,1 @@
-"""What went wrong: one sentence with the culprit, and a file with the evidence. See docs/problems.md."""
+"""What went wrong: one sentence with the culprit, and a file with the evidence. See docs/debugging.md."""

@@ -24,6 +24,8 @@ _NAMES: Final = (
 )
 _VALUE: Final = r"""(?:"[^"\n]*"|'[^'\n]*'|(?:bearer |basic )?[^\s,;"'&)\]}]+)"""
 _PATTERNS: Final = (
+    # The address of a webhook is all that one needs to write there.
+    (re.compile(r"(\bwebhook[=:]\s?)[^\s\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
     # A user and a password in an address, and whatever follows a "#" of an invitation.
     (re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,500}@", re.IGNORECASE), rf"\1{HIDDEN}@"),
     (re.compile(r"(\b(?:wss?|https?|unisono)://[^\s\"'#]{1,500}#)[^\s\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
@@ -35,7 +37,7 @@ _PATTERNS: Final = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
 )
 SHOWN: Final = re.compile(
-    r"UNISONO_(?!.*TOKEN)\w+|OMP_\w+|MKL_\w+|KMP_\w+|OPENBLAS_\w+|CUDA_\w+|CUBLAS_\w+|NCCL_\w+|GLOO_\w+"
+    r"UNISONO_(?!.*TOKEN|WEBHOOK)\w+|OMP_\w+|MKL_\w+|KMP_\w+|OPENBLAS_\w+|CUDA_\w+|CUBLAS_\w+|NCCL_\w+|GLOO_\w+"
     r"|TORCH_\w+|PYTORCH_\w+|NVIDIA_(?:TF32_OVERRIDE|VISIBLE_DEVICES)|ATEN_CPU_CAPABILITY|ONEDNN_\w+|DNNL_\w+|MALLOC_\w+|LD_PRELOAD"
     r"|PYTHON(?:HASHSEED|FAULTHANDLER|MALLOC|UNBUFFERED|OPTIMIZE)|LANG|LC_ALL|TZ"
 )

@@ -316,7 +316,12 @@ def make_audits(
         raise UsageError(f'audit_then is "go-back" or "go-on"; got {then!r}')
     if not share:
         return None
-
+    if settings.parts > 1:
+        raise UsageError(
+            "audits compare workers that have the whole model, and this run has groups of "
+            f"{settings.parts} processes (--workers Nx{settings.parts}), each of which carries a part of it: leave the "
+            "audit out, or start with --workers N"
+        )
     convict = member.convict if member is not None else None
     return Audits(share=share, then=then, seed=seed, convict=convict)
 

@@ -92,7 +92,7 @@ class Beside:
 
     def begin(self, rounds: Rounds, order: EvaluationOrder, request: EvaluationRequest) -> bool:
         """Leave an evaluation to the evaluators; False: there is none, or they have enough to do. Collective."""
-        if self._snapshots is None:
+        if self._snapshots is None or rounds.team.num_parts > 1:  # a worker has a part of the models only
             return False
         if len(self._begun.unsettled) > MOST_UNDER_WAY:
             if rounds.members.rank == 0 and not self._has_warned:

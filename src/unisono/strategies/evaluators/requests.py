@@ -22,20 +22,30 @@ from unisono.engine.state.tracked import Tracked
 
 __all__ = ["EvaluationRequest", "Requests", "drive"]
 
+from unisono.strategies.stages.flight import Away
+
 T = TypeVar("T")
 Function = Callable[[Any], Mapping[str, Any]]
 
 
 def drive(playing: Generator[Any, None, T], work: Callable[[Any], object]) -> T:
-    """Give all that a generator yields to ``work``, and return what it returns."""
+    """Give all that a generator yields to ``work``, and return what it returns.
+
+    An error of ``work`` goes to the generator, which may survive it: a worker of the group was lost.
+    """
     with closing(playing):
-        while True:
-            try:
-                item = next(playing)
-            except StopIteration as ended:
-                value: T = ended.value
-                return value
-            work(item)
+        try:
+            item = next(playing)
+            while True:
+                try:
+                    work(item)
+                except Exception as error:
+                    item = playing.throw(error)
+                else:
+                    item = next(playing)
+        except StopIteration as ended:
+            value: T = ended.value
+            return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +93,11 @@ class EvaluationRequest:
 
         def work(batch: Any) -> None:
             assert self.function is not None
-            totals = self.function(batch)
+            try:
+                totals = self.function(batch)
+            except Away:
+                sums.pass_on()
+                return
             if not isinstance(totals, Mapping):
                 raise UsageError(
                     "the function of run.evaluate must return totals by name, e.g. {'correct': 93, 'samples': 100}; "

@@ -14,6 +14,7 @@ from unisono.engine.rounds.members import Members
 from unisono.engine.state.elsewhere import Elsewhere
 from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.strategies.shard.sharding import loops_with
+from unisono.strategies.stages.strategy import loop_elsewhere
 from unisono.system.faults import point
 
 __all__ = ["NormsRound", "clip_grad_norm_", "clip_grad_value_"]
@@ -72,11 +73,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the norm of the gradients of some parameters as ``torch.nn.utils.clip_grad_norm_`` does: with the same bits.
 
-    For a training with ``unisono.shard(..., gradients="owners")``, where a worker does not have all gradients: each
+    For a training in which a worker does not have all gradients, by ``unisono.shard(..., gradients="owners")`` or
+    because it carries a part of the model (`unisono.Stages`): each
     worker takes the norms of those that it has, all of them get all norms, and the norm of these is the total norm.
     Elsewhere it is the function of torch. To be called after the inner loop and before ``optimizer.step()``.
 
-    Collective in a training loop with ``gradients="owners"``: all workers call it, with the same arguments.
+    Collective in such a training loop: all workers call it, with the same arguments.
 
     Args:
         parameters: those whose gradients are clipped; those without a gradient are left out.
@@ -93,11 +95,11 @@ def clip_grad_norm_(
         StateLost: all workers that had some gradient are lost.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    loop = loops_with(chosen)
+    loop = loops_with(chosen) or loop_elsewhere(chosen)
     if loop is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     gradients = [one.grad for one in chosen if one.grad is not None]
-    here = {number: one for number, one in enumerate(gradients) if not isinstance(one, Elsewhere)}
+    here = {number: one for number, one in enumerate(gradients) if _is_here(one)}
     # One by one: the norm of a single number is its absolute value, so the norms of parts have the norm of the whole.
     norms = {number: torch.nn.utils.get_total_norm([one], norm_type, False, foreach) for number, one in here.items()}
     with torch.no_grad():
@@ -105,11 +107,16 @@ def clip_grad_norm_(
         for _ in loop.play(round_):
             pass
         found = round_.norms
-        parts = [found[number].to(one.device).view(1) for number, one in enumerate(gradients)]
+        device = next((one.device for one in here.values()), torch.device("cpu"))
+        parts = [found[number].to(device).view(1) for number in range(len(gradients))]
         total = torch.nn.utils.get_total_norm(parts, norm_type, error_if_nonfinite, foreach)
-        clipped = [one for one in chosen if one.grad is not None and not isinstance(one.grad, Elsewhere)]
+        clipped = [one for one in chosen if one.grad is not None and _is_here(one.grad)]
         torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total, foreach)
     return total
+
+
+def _is_here(gradient: Tensor) -> bool:
+    return not isinstance(gradient, Elsewhere) and not gradient.is_meta
 
 
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
@@ -123,5 +130,5 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         foreach: the faster implementation of torch, or not; None: where there is one.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    here = [one for one in chosen if not isinstance(one.grad, Elsewhere)]
+    here = [one for one in chosen if one.grad is not None and _is_here(one.grad)]
     torch.nn.utils.clip_grad_value_(here, clip_value, foreach)

@@ -16,6 +16,7 @@ from typing import Final
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.record.journal import JOURNAL, read
+from unisono.system.extras import need
 from unisono.system.faults import ENVIRONMENT, Fault, encode
 from unisono.system.lifetime import NURSERY, started
 from unisono.system.process import tell
@@ -101,6 +102,7 @@ class Runner:
     _number: int = 0
 
     def __enter__(self) -> Runner:
+        need("torch", "a worker", "torch")
         return self
 
     def __exit__(self, *_: object) -> None:

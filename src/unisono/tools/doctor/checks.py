@@ -9,6 +9,7 @@ import msgspec
 
 from unisono.core.words import count
 from unisono.system.capacity import FILES_BESIDE, FILES_PER_WORKER
+from unisono.system.extras import install_words
 from unisono.tools.doctor.facts import MachineFacts, Scope
 
 __all__ = ["CHECKS", "Finding", "check", "size"]
@@ -56,7 +57,7 @@ def _say(seen: str, because: str = "", do: str = "") -> Finding:
 def _versions(facts: MachineFacts, asked: Scope) -> Finding:
     seen = ", ".join(f"{name} {version or 'missing'}" for name, version in facts.versions.items())
     if not facts.versions.get("torch"):
-        return _say(seen, "workers need torch", "install it in the environment that runs unisono")
+        return _say(seen, "workers need torch", f"in the environment that runs unisono: {install_words('torch')}")
     return _say(seen)
 
 

@@ -25,16 +25,16 @@ from unisono.tools.plan.wires import Traffic, seconds_of
 __all__ = ["STRATEGIES", "StrategyModel", "StrategyOptions", "WorkerMemory"]
 
 ROUNDING_S: Final = 2e-10
-"""For each parameter of a node that is rounded to bfloat16 and back (docs/network.md)."""
+"""For each parameter of a node that is rounded to bfloat16 and back (docs/benchmarks.md)."""
 ROUNDED_NODES: Final = 8
 """The lowest level of which nodes are rounded has so many at most."""
 LATE_SLOTS: Final = 10
-"""Gradients' worth of memory that a delay of one step takes besides, in a team (measured: docs/plan.md)."""
+"""Gradients' worth of memory that a delay of one step takes besides, in a team (measured: docs/benchmarks.md)."""
 ROUND: Final = 1.25
 """What the bytes of a round take, over what the link would take for them: they leave when the round is complete, and
-nothing is computed beside them (measured on 100 Mbit/s: docs/plan.md)."""
+nothing is computed beside them (measured on 100 Mbit/s: docs/benchmarks.md)."""
 LOCAL_SLOTS: Final = 5
-"""Gradients' worth of memory that local steps take besides, without the copies of states (measured: docs/plan.md)."""
+"""Gradients' worth of memory that local steps take besides, without copies of states (measured: docs/benchmarks.md)."""
 HANDING_OVER: Final = 0.5
 """Of what sums within a host take: copying them, without adding."""
 LATE_COPIES: Final = 2

@@ -1,6 +1,6 @@
 """How long the sums of a step are on their way between hosts, by what travels and over which link.
 
-The bytes are those of `docs/network.md`: with c nodes on the host that sends most, of ``nbytes`` each, and H hosts,
+The bytes are those of `docs/decisions.md`: with c nodes on the host that sends most, of ``nbytes`` each, and H hosts,
 
     sent = nbytes * (1 - 1/H) * (c + 1)
 

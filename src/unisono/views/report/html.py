@@ -19,6 +19,7 @@ from unisono.record.overview import Interrupted, Presence
 from unisono.record.problems.evidence import redacted
 from unisono.views import date
 from unisono.views.report.account import Account, WorkerAccount, words_of
+from unisono.views.report.runs_table import RunsTable
 
 __all__ = ["report"]
 
@@ -37,12 +38,13 @@ MOST_ROWS: Final = 64
 MOST_METRICS: Final = 24
 
 
-def report(accounts: Sequence[Account], made: float) -> str:
+def report(accounts: Sequence[Account], made: float, table: RunsTable | None = None) -> str:
     """Return the report as the text of an HTML file.
 
     Args:
         accounts: of one run, or of several that are shown side by side.
         made: when, in seconds since 1970.
+        table: of these runs, where there are several.
     """
     title = accounts[0].name if len(accounts) == 1 else " | ".join(each.name for each in accounts)
     charts = _charts(accounts)
@@ -51,6 +53,8 @@ def report(accounts: Sequence[Account], made: float) -> str:
         *(f'<p class="lead">{_marked(each, accounts)}{escape(each.sentence)}</p>' for each in accounts),
         "</header><main>",
     ]
+    if table is not None:
+        body += [_section("What the runs differ in", _runs(table))]
     if len(accounts) > 1:
         body += [_section("Side by side", _comparison(accounts))]
     body += (
@@ -109,6 +113,22 @@ def _result(account: Account) -> str:
     if found.checkpoint:
         rows.append(("Newest checkpoint", found.checkpoint))
     return _pairs(rows)
+
+
+def _runs(table: RunsTable) -> str:
+    """Return a table with a row for each run, and a body for each group."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
+    bodies = (
+        "".join(
+            f'<tr><th scope="row">{escape(row.name)}</th>'
+            + "".join(f"<td>{escape(cell)}</td>" for cell in (*row.values, *row.figures))
+            + "</tr>"
+            for row in group
+        )
+        for group in table.groups
+    )
+    body = "".join(f"<tbody>{each}</tbody>" for each in bodies)
+    return _scrolls(f'<table class="runs"><thead><tr>{head}</tr></thead>{body}</table>')
 
 
 def _comparison(accounts: Sequence[Account]) -> str:

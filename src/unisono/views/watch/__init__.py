@@ -13,7 +13,7 @@ from unisono.core.errors import UsageError
 from unisono.core.events import Event
 from unisono.views.watch.queued import print_error
 
-__all__ = ["SINKS", "EventStream", "Sink", "make", "named"]
+__all__ = ["SINKS", "EventStream", "Sink", "is_of_agents", "make", "named"]
 
 SINKS: Final = {
     "relay": "unisono.views.watch.relay:Relay",
@@ -23,11 +23,14 @@ SINKS: Final = {
     "opentelemetry": "unisono.views.watch.opentelemetry:OpenTelemetry",
     "tensorboard": "unisono.views.watch.tensorboard:TensorBoard",
     "wandb": "unisono.views.watch.wandb:WandB",
+    "webhook": "unisono.views.watch.webhook:Webhook",
 }
 """Name of a sink -> module and function that makes it, imported when it is asked for."""
 
 _OF_COMMANDS: Final = ("relay", "terminal")
-"""Sinks of ``unisono run`` and of agents; all others are for the worker that writes the journal."""
+"""Sinks of ``unisono run`` and of agents, which have no name on the command line."""
+_OF_AGENTS: Final = ("webhook",)
+"""Sinks that the agent of the machine with the head has; all others are for the worker that writes the journal."""
 
 
 @runtime_checkable
@@ -46,6 +49,11 @@ class Sink(Protocol):
 def make(name: str, *arguments: str) -> Sink:
     """Make the sink of that name in `SINKS`."""
     return cast("Sink", _load(SINKS[name])(*arguments))
+
+
+def is_of_agents(text: str) -> bool:
+    """Return whether agents have the sink that ``--sink NAME[=ARGUMENT]`` asks for, and workers have not."""
+    return text.partition("=")[0] in _OF_AGENTS
 
 
 def named(text: str, *, is_here: bool = True) -> Sink | None:

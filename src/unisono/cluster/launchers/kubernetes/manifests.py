@@ -6,7 +6,7 @@ The head is a Job of one pod, the workers are a Deployment::
          |                    |                          |
     Job NAME-head: unisono run --launcher none  <--Service NAME-head--  Deployment NAME-workers: unisono join
 
-docs/kubernetes.md says why these kinds, and what follows from each.
+docs/clusters.md says why these kinds, and what follows from each.
 """
 
 from __future__ import annotations

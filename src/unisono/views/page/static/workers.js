@@ -12,6 +12,8 @@ const TONES = { lost: "bad", failed: "bad", late: "warn", leaving: "warn", joini
 const ICONS = { training: "training", lost: "failed", failed: "failed", late: "warning", finished: "done", joining: "waiting", waiting: "waiting", leaving: "stopped", left: "stopped", ended: "stopped" };
 const BUSY = "busy";
 
+/** Which part of the model a worker has, where a run has groups of workers. */
+const partOf = (worker, overview) => (worker && overview.parts > 1 ? `, part ${whole(worker.part)} of ${whole(overview.parts)}` : "");
 const total = (parts) => sum(Object.values(parts));
 
 export class Workers {
@@ -59,7 +61,7 @@ export class Workers {
     const now = new Map(run.overview.workers.map((worker) => [worker.worker_id, worker]));
     if (byId("workers-of").value === "now") {
       return run.overview.workers.map((worker) => ({
-        id: worker.worker_id, host: worker.host, state: worker.state, rank: worker.rank, share: worker.share,
+        id: worker.worker_id, part: partOf(worker, run.overview), host: worker.host, state: worker.state, rank: worker.rank, share: worker.share,
         parts: worker.seconds, waitsFor: worker.waits_for, cores: worker.cores, memory: worker.memory_bytes }));
     }
     const { times } = run;
@@ -67,7 +69,7 @@ export class Workers {
     const parts = Object.keys(times.values).filter(isPart);
     const leaves = times.workers.map((_, at) => meanOf(times.values.leaves, at));
     return times.workers.map((id, at) => ({
-      id, host: now.get(id)?.host ?? "", state: now.get(id)?.state ?? "", rank: now.get(id)?.rank ?? null,
+      id, part: partOf(now.get(id), run.overview), host: now.get(id)?.host ?? "", state: now.get(id)?.state ?? "", rank: now.get(id)?.rank ?? null,
       share: sum(leaves) > 0 ? leaves[at] / sum(leaves) : 0,
       parts: Object.fromEntries(parts.map((part) => [part, meanOf(times.values[part], at)])),
       waitsFor: commonest((times.waits_for ?? []).map((point) => point?.[at])), cores: now.get(id)?.cores ?? 0, memory: now.get(id)?.memory_bytes ?? 0 }))
@@ -108,7 +110,7 @@ export class Workers {
     });
     const isThere = all > 0;
     return el("tr", {},
-      el("th", { scope: "row", class: "name", text: plain(row.id, 40) }),
+      el("th", { scope: "row", class: "name", text: plain(row.id, 40) + row.part }),
       el("td", { class: "less name soft", text: plain(row.host, 60) }),
       el("td", {}, el("span", { class: "state", "data-tone": TONES[row.state] ?? "" }, icon(ICONS[row.state] ?? "unknown"), el("span", { class: "words", text: plain(row.state || "–", 20) }))),
       el("td", { class: "num less", text: row.share ? percent(row.share) : "–" }),

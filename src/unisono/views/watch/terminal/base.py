@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,7 +12,10 @@ from unisono.core.events import Announcement, Event, Note, Problem, RunEnded, St
 from unisono.core.words import clock_duration, count, duration, evidence_words, number, progress
 from unisono.record.overview import Overview, OverviewBuilder
 
-__all__ = ["Terminal", "done", "left_words", "loss_words", "progress_line", "summary"]
+__all__ = ["Terminal", "done", "is_progress", "left_words", "loss_words", "progress_line", "summary"]
+
+
+_PROGRESS: Final = re.compile(r"\d+-\d\d-\d\d [\d:]+ unisono: [\d,]+ (of [\d,]+ )?[a-z-]+(, epoch \d+)?  loss \S")
 
 
 def summary(overview: Overview, ended: RunEnded, traceback: str = "") -> str:
@@ -124,6 +128,11 @@ def progress_line(overview: Overview) -> str:
         on_workers(overview),
     )
     return "  ".join(filter(None, parts))
+
+
+def is_progress(line: str) -> bool:
+    """Return whether a line of `PlainTerminal` is one of `progress_line`: the next of them says all that it says."""
+    return _PROGRESS.match(line) is not None
 
 
 def on_workers(overview: Overview) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.core.events import Seconds
-from unisono.core.words import clock_duration, count, harmless, shown_bytes
+from unisono.core.words import clock_duration, count, harmless, part_words, shown_bytes
 from unisono.record.overview import Overview, Recent, WorkerNow, mean_seconds
 from unisono.views.watch.terminal.base import done, left_words, loss_words, progress_line
 from unisono.views.watch.terminal.curve import draw_curve
@@ -190,7 +190,8 @@ def workers_rows(overview: Overview, columns: int, rows: int, *, unicode: bool) 
         workers = [*members, *[worker for worker in workers if worker.rank is None][: max(0, rows - 1 - len(members))]]
     several = len({worker.host for worker in workers if worker.host}) > 1
     shown, others = (workers, []) if len(workers) <= rows - 1 else _notable(workers, max(0, rows - 2))
-    style = _Row(columns, several, max((width(worker.worker_id) for worker in workers), default=2), unicode)
+    longest = max((width(worker.worker_id) for worker in workers), default=2)
+    style = _Row(columns, several, longest, unicode, overview.parts)
     lines = [style.legend(workers, len(members))]
     lines += [style.row(worker) for worker in shown]
     if others:
@@ -221,17 +222,19 @@ def _notable(workers: Sequence[WorkerNow], most: int) -> tuple[list[WorkerNow], 
 class _Row:
     """Columns of the rows of workers."""
 
-    def __init__(self, columns: int, several_hosts: bool, longest: int, unicode: bool) -> None:
+    def __init__(self, columns: int, several_hosts: bool, longest: int, unicode: bool, num_parts: int) -> None:
         self._unicode = unicode
         self._columns = columns
         self._is_narrow = columns < _NARROW
         self._id = min(8, max(3, longest))
+        self._num_parts = num_parts
+        self._part = 0 if self._is_narrow else len(part_words(num_parts - 1, num_parts))
         self._host = min(14, columns // 8) if several_hosts and not self._is_narrow else 0
         self._device = 0 if self._is_narrow or (self._host and columns < 100) else 7
         self._words = 0 if self._is_narrow else 18
         self._use = 0 if columns < 78 else _USE
         fixed = self._id + 1 + 8 + 1 + 5 + 1
-        for part in (self._host, self._device, self._words, self._use):
+        for part in (self._part, self._host, self._device, self._words, self._use):
             fixed += part + 1 if part else 0
         self._bar = max(4, columns - fixed)
 
@@ -251,6 +254,8 @@ class _Row:
 
     def row(self, worker: WorkerNow) -> Line:
         line: Line = [(filled(worker.worker_id, self._id) + " ", "bold")]
+        if self._part:
+            line.append((filled(part_words(worker.part, self._num_parts), self._part) + " ", ""))
         if self._host:
             line.append((filled(worker.host, self._host) + " ", ""))
         if self._device:
@@ -272,7 +277,7 @@ class _Row:
         for worker in workers:
             states[worker.state] = states.get(worker.state, 0) + 1
         words = ", ".join(f"{number} {state}" for state, number in states.items())
-        used = self._id + 1 + 8 + 1 + (self._host + 1 if self._host else 0) + (self._device + 1 if self._device else 0)
+        used = self._id + 1 + 8 + 1 + sum(each + 1 for each in (self._part, self._host, self._device) if each)
         share = sum(worker.share for worker in workers) / len(workers)
         head = f"{len(workers)} {'workers' if is_all else 'more'}"
         if not self._is_narrow:

@@ -1,0 +1,80 @@
+"""Groups: workers that carry one model together, each a part of it.
+
+With P parts, each worker has one part for its whole life. A **group** has one worker of each part, and computes
+micro-batches; the workers of one part are a **lane**, and sum the gradients of that part. Who is left over, because a
+worker of another part was lost, computes nothing until a replacement completes its group; it keeps its part up to date
+with its lane. Decisions without I/O: every member decides the same, from the parts and numbers of all members and from
+what all have reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.core.plan import Plan, replan
+from unisono.core.tree import Node
+
+__all__ = ["Groups", "expand", "groups_of", "lane_of", "lanes_of", "replan_groups"]
+
+Groups = tuple[tuple[int, ...], ...]
+"""The ranks of each group, in the order of the parts."""
+
+
+def groups_of(parts: Sequence[int], worker_ids: Sequence[str], num_parts: int) -> Groups:
+    """Return the groups among the members, in the order of their lowest ranks; those left over are in none.
+
+    Workers that were started next to each other, P at a time, come first: so a group stays together as long as it is
+    complete, and lies on one host where the host was given a whole group.
+
+    Args:
+        parts: by rank.
+    """
+    if num_parts == 1:
+        return tuple((rank,) for rank in range(len(parts)))
+    blocks: dict[int, dict[int, int]] = {}
+    for rank, (part, worker_id) in enumerate(zip(parts, worker_ids, strict=True)):
+        blocks.setdefault(int(worker_id[1:]) // num_parts, {}).setdefault(part, rank)
+    found = [tuple(block[part] for part in sorted(block)) for block in blocks.values() if len(block) == num_parts]
+    used = {rank for group in found for rank in group}
+    lanes = [[rank for rank in lane if rank not in used] for lane in lanes_of(parts, num_parts)]
+    return tuple(sorted([*found, *zip(*lanes, strict=False)], key=min))
+
+
+def lanes_of(parts: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
+    """Return by part the ranks of the members that carry it, ascending."""
+    return [lane_of(parts, part) for part in range(num_parts)]
+
+
+def lane_of(parts: Sequence[int], part: int) -> tuple[int, ...]:
+    """Return the ranks of the members that carry a part, ascending."""
+    return tuple(rank for rank, each in enumerate(parts) if each == part)
+
+
+def expand(plan: Plan, groups: Groups, size: int) -> Plan:
+    """Return the plan by rank, from one by group: all members of a group compute the same leaves.
+
+    Args:
+        size: number of members.
+    """
+    of = {rank: number for number, group in enumerate(groups) for rank in group}
+    ranges = tuple(plan.ranges[of[rank]] if rank in of else () for rank in range(size))
+    if not plan.kept:
+        return Plan(plan.num_leaves, ranges)
+    return Plan(plan.num_leaves, ranges, tuple(plan.kept[of[rank]] if rank in of else () for rank in range(size)))
+
+
+def replan_groups(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int, groups: Groups) -> Plan:
+    """Return the plan of the missing leaves of a step that lost members. A node counts if its whole group has it.
+
+    Where some members have finished the step, every other one has the sum of its lane
+    (`unisono.engine.exchange.lanes`), and nothing is missing: nobody computes or brings anything.
+
+    Args:
+        held: by rank, the nodes that each member has finished.
+        able: by rank; False: the member has finished the step.
+    """
+    size = len(held)
+    if not all(able):
+        return Plan(num_leaves, ((),) * size, ((),) * size)
+    common = [sorted(set[Node].intersection(*(set(held[rank]) for rank in group))) for group in groups]
+    return expand(replan(common, [True] * len(groups), num_leaves), groups, size)

@@ -1,0 +1,165 @@
+"""The parts of the state that belong to stages: each worker has those of its own stages.
+
+A unit is a stage (`unisono.engine.state.spread`): its parameters and buffers, and what optimizers keep of its
+parameters. It is held by all workers of the part that carries it. Tensors of other stages are meta tensors, everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.core.ownership import MemberPlace
+from unisono.engine.rounds.team import Team
+from unisono.strategies.stages.module import Stages
+
+__all__ = ["SpreadModule", "SpreadOptimizer", "drop_elsewhere"]
+
+
+class _OfStages:
+    """What both kinds have in common."""
+
+    is_spread = True
+
+    def __init__(self, stages: Stages, team: Team) -> None:
+        self._stages = stages
+        self._team = team
+
+    @property
+    def holders(self) -> tuple[tuple[str, ...], ...]:
+        """By stage: the ids of the members that hold it."""
+        members = list(zip(self._team.worker_ids, self._team.parts, strict=True))
+        return tuple(
+            tuple(worker for worker, part in members if part == self._stages.part_of(stage))
+            for stage in range(self._stages.num_stages)
+        )
+
+    def plan(self, members: Sequence[MemberPlace]) -> Mapping[int, tuple[str, ...]]:
+        """Return by stage the ids of those who are to hold it."""
+        ids = {one.worker_id for one in members}
+        return {stage: tuple(one for one in each if one in ids) for stage, each in enumerate(self.holders)}
+
+
+class SpreadModule(_OfStages):
+    """A tracked module that is, or contains, a `Stages`."""
+
+    def __init__(self, module: nn.Module, path: str, stages: Stages, team: Team) -> None:
+        super().__init__(stages, team)
+        self._module = module
+        self._path = path
+
+    def unit(self, path: str) -> int | None:
+        start = re.escape(f"{self._path}." if self._path else "")
+        found = re.match(rf"\['{start}(\d+)\.", path)
+        return self._stages.stage_of(int(found[1])) if found is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._module.state_dict()
+
+    def outline(self) -> dict[str, Any]:
+        return self.outlined(self.state_dict())
+
+    def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with meta tensors in the place of those that belong to stages."""
+        return type(state)((key, _meta(value) if self._is_apart(key) else value) for key, value in state.items())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self.state_dict()
+        self._module.load_state_dict(
+            {key: own[key] if _is_meta(value) or _is_meta(own.get(key)) else value for key, value in state.items()}
+        )
+
+    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
+        self.load_state_dict(state)
+
+    def _is_apart(self, key: str) -> bool:
+        return self.unit(f"[{key!r}]") is not None
+
+
+class SpreadOptimizer(_OfStages):
+    """A tracked optimizer of parameters of stages.
+
+    A parameter of another stage gets a gradient that is a meta tensor. With the first one the optimizer makes its
+    state, of meta tensors; then there is nothing to do for it (`drop_elsewhere`).
+    """
+
+    def __init__(self, optimizer: Optimizer, stage_of: Mapping[int, int], stages: Stages, team: Team) -> None:
+        """
+        Args:
+            stage_of: by id of a parameter.
+        """
+        super().__init__(stages, team)
+        self._optimizer = optimizer
+        self._stage_of = stage_of
+
+    def _parameters(self) -> list[Tensor]:
+        return [one for group in self._optimizer.param_groups for one in group["params"]]
+
+    def unit(self, path: str) -> int | None:
+        found = re.match(r"\['state'\]\[(\d+)\]\['(\w+)'\]", path)
+        if found is None:
+            return None
+        return self._stage_of.get(id(self._parameters()[int(found[1])]))
+
+    def state_dict(self) -> dict[str, Any]:
+        parameters, found = self._parameters(), self._optimizer.state_dict()
+        states = {
+            index: {key: _meta(value) for key, value in each.items()} if parameters[index].is_meta else each
+            for index, each in sorted(found["state"].items())
+        }
+        return {**found, "state": states}
+
+    def outline(self) -> dict[str, Any]:
+        return self.outlined(self.state_dict())
+
+    def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with meta tensors in the place of those that belong to stages."""
+        return {**state, "state": {index: self._outline(index, each) for index, each in state["state"].items()}}
+
+    def _outline(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: value if self.unit(f"['state'][{index}]['{key}']") is None else _meta(value)
+            for key, value in state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state. What is not in it and belongs here has arbitrary content until `load_shares`."""
+        parameters = self._parameters()
+        found = {
+            index: {key: _made(value, parameters[index]) for key, value in each.items()}
+            for index, each in state["state"].items()
+        }
+        self._optimizer.load_state_dict({**state, "state": found})
+
+    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
+        self.load_state_dict(state)
+
+
+def drop_elsewhere(optimizer: Optimizer, *_: Any) -> None:
+    """Drop the gradients of parameters that are on other workers, before an update, where there is nothing to do."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.is_meta and parameter.grad is not None:
+                state = optimizer.state.get(parameter)
+                if state and all(isinstance(value, Tensor) for value in state.values()):
+                    parameter.grad = None
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _made(value: Any, parameter: Tensor) -> Any:
+    """Return a value of a state for a parameter: with memory, if the parameter is here."""
+    if _is_meta(value) and not parameter.is_meta:
+        return torch.empty_like(value, device=parameter.device)
+    return value

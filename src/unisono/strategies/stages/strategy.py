@@ -1,0 +1,504 @@
+"""The strategy of ``run.steps`` for a model that is cut into stages (`unisono.Stages`): a pipeline with the same bits.
+
+The processes of a group pass each micro-batch from part to part, forward and back, in the order 1F1B
+(`unisono.strategies.stages.flight`). Each part is summed by those that carry it (`unisono.engine.exchange.lanes`). With
+the gradient of its input, a part sends the weight and the loss of the micro-batch and what the script has added up: so
+each lane has them, and divides by the same weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unisono.core.cursor import Recipe
+from unisono.core.errors import StateLost, StepError, UsageError
+from unisono.core.plan import Plan
+from unisono.engine.exchange.flat import SUM_DTYPE, Sections
+from unisono.engine.exchange.lanes import Lanes
+from unisono.engine.loop.step import Step, loss_and_weight
+from unisono.engine.loop.strategies import Strategy
+from unisono.engine.microbatch.folding import Cut, gradient_of
+from unisono.engine.microbatch.guards import UnusedGradients
+from unisono.engine.rounds import Round
+from unisono.engine.rounds.gradient import GradientRound, Pass, StepContext
+from unisono.engine.rounds.life import Rounds
+from unisono.engine.rounds.team import Team
+from unisono.engine.state.buffers import Buffers
+from unisono.engine.state.tracked import Tracked
+from unisono.strategies.stages.flight import Away, Flight, OwnBuffers, Pilot, one_forward_one_backward
+from unisono.strategies.stages.link import Link
+from unisono.strategies.stages.module import Stages, stages_in
+from unisono.strategies.stages.spreading import SpreadModule, SpreadOptimizer, drop_elsewhere
+from unisono.strategies.stages.tied import TiedRound
+from unisono.system.faults import point
+from unisono.system.process import Process
+
+__all__ = ["Staged", "evaluated", "find_stages", "loop_elsewhere"]
+
+
+def find_stages(tracked: Tracked) -> Stages | None:
+    """Return the `Stages` that is tracked; None: there is none.
+
+    Raises:
+        UsageError: there are several.
+    """
+    found = {id(each): each for module in tracked.modules.values() for _, each in stages_in(module)}
+    if len(found) > 1:
+        raise UsageError(f"{len(found)} unisono.Stages are tracked, and a run has one: put all modules into one")
+    return next(iter(found.values()), None)
+
+
+class Staged(Strategy):
+    """What an iteration is where the tracked model is cut into stages.
+
+    Args:
+        team: of the run.
+    """
+
+    def __init__(self, stages: Stages, tracked: Tracked, team: Team) -> None:
+        self.stages = stages
+        self._tracked = tracked
+        self._hooks: list[RemovableHandle] = []
+        stages.cut()
+        self.stage_of = _stages_by_id(stages)
+        """By id of a parameter."""
+        self._check()
+        if stages.num_parts > 1:
+            self._spread(team)
+
+    @property
+    def recipe(self) -> Recipe:
+        return {"stages": ",".join(map(str, self.stages.cuts))}
+
+    def cut(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> tuple[Cut, Buffers]:
+        stages, of = self.stages, self.stage_of
+        named, numbers = buffers.named(), []
+        of_buffers = tuple(_stage_of_owner(stages, module, of) for module, _ in buffers.owners)
+        numbers = [number for number, stage in enumerate(of_buffers) if stage in stages.own]
+        sections = Sections(tuple(of[id(one)] for _, one in trained), of_buffers, frozenset(stages.own))
+        return Cut(sections, named), buffers.only(numbers)
+
+    def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
+        return StagedStep(self, self._context, number, unused=unused, process=process)
+
+    def open(self, context: StepContext, first: int) -> None:
+        super().open(context, first)
+        _in_loops.append((self, context.rounds))
+        if self.stages.num_parts > 1:
+            optimizers = self._tracked.optimizers.values()
+            self._hooks = [one.register_step_pre_hook(drop_elsewhere) for one in optimizers]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        _in_loops[:] = [each for each in _in_loops if each[0] is not self]
+        self.stages.carry(None)
+
+    def _check(self) -> None:
+        """Raise UsageError where something is tracked that a model in stages cannot have."""
+        for name, optimizer in self._tracked.optimizers.items():
+            groups = enumerate(optimizer.param_groups)
+            group_of = {id(one): number for number, group in groups for one in group["params"]}
+            for tie in self.stages.ties:
+                if len({group_of.get(id(one)) for one in tie.values()}) > 1:
+                    raise UsageError(
+                        f"weights that are tied over stages {', '.join(map(str, tie))} of unisono.Stages are in "
+                        f"different parameter groups of {name!r}, which would update them differently: put them into "
+                        "one group"
+                    )
+        for name, parameter in self._tracked.parameters():
+            if id(parameter) not in self.stage_of:
+                raise UsageError(
+                    f"parameter {name} is tracked and is in no stage of unisono.Stages: put its module into it"
+                )
+        if self.stages.num_parts == 1:
+            return
+        for name, value in self._tracked.objects.items():
+            refused = ""
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                refused = "a GradScaler, which looks at all gradients: use bfloat16, which needs none"
+            elif isinstance(value, torch.optim.LBFGS):
+                refused = "an LBFGS, which computes with all parameters at once"
+            if refused:
+                raise UsageError(f"{name!r} is {refused}; or train with one process a group (--workers N)")
+        for names, what in ((self._tracked.sharded, "unisono.shard"), (self._tracked.carried, "unisono.Carried")):
+            for name in names:
+                if name not in self._tracked.spread_names:
+                    raise UsageError(
+                        f"{name!r} is of {what}, which cannot be combined with groups of {self.stages.num_parts} "
+                        "processes yet: leave it out, or train with one process a group (--workers N)"
+                    )
+
+    def _spread(self, team: Team) -> None:
+        """Note that each worker holds the state of its own stages only."""
+        stages, tracked = self.stages, self._tracked
+        for name, module in tracked.modules.items():
+            for path, found in stages_in(module):
+                tracked.hold_apart(name, SpreadModule(module, path, found, team))
+        for name, optimizer in tracked.optimizers.items():
+            tracked.hold_apart(name, SpreadOptimizer(optimizer, self.stage_of, stages, team))
+
+
+_in_loops: list[tuple[Staged, Rounds]] = []
+"""The training loops that are under way in this process."""
+
+
+def loop_elsewhere(parameters: Iterable[Tensor]) -> Rounds | None:
+    """Return the rounds of the training loop in which some of these parameters are on other workers; None: none is."""
+    wanted = list(parameters)
+    for strategy, rounds in _in_loops:
+        if strategy.stages.num_parts > 1 and any(id(one) in strategy.stage_of for one in wanted):
+            return rounds
+    return None
+
+
+def evaluated(stages: Stages, rounds: Rounds, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the function of an evaluation, for a model of which each worker has some stages: it raises `Away` where
+    the last stage is elsewhere.
+    """
+
+    def compute(batch: Any) -> Any:
+        if not stages.is_cut:
+            return function(batch)
+        exchange = rounds.members.exchange
+        assert isinstance(exchange, Lanes)
+        assert exchange.link is not None
+        link = Link(exchange.link, stages.device)
+        pilot = Pilot(
+            stages,
+            lambda leaf, stage: None,
+            lambda value: link.send(stages.part + 1, value),
+            lambda: link.receive(stages.part - 1),
+        )
+        pilot.flight = Flight(0)
+        stages.carry(pilot)
+        try:
+            return function(batch)
+        finally:
+            stages.carry(None)
+            with rounds.members.waiting():
+                link.finish()
+
+    return compute
+
+
+def _stages_by_id(stages: Stages) -> dict[int, int]:
+    """Return by id of a parameter its stage.
+
+    Raises:
+        UsageError: a parameter is in several stages.
+    """
+    found: dict[int, int] = {}
+    for stage in range(stages.num_stages):
+        for module in stages.modules_of(stage):
+            for name, parameter in module.named_parameters():
+                if found.setdefault(id(parameter), stage) != stage:
+                    raise UsageError(
+                        f"parameter {name!r} of stage {stage} of unisono.Stages is in stage {found[id(parameter)]} as "
+                        "well: tie weights before unisono.Stages gets the modules"
+                    )
+    return found
+
+
+def _meta_sum(parameter: Tensor) -> Tensor:
+    """Return a meta tensor like the sum of the gradients of a parameter."""
+    return torch.empty(parameter.shape, dtype=SUM_DTYPE.get(parameter.dtype, parameter.dtype), device="meta")
+
+
+def _stage_of_owner(stages: Stages, owner: nn.Module, of: dict[int, int]) -> int:
+    for stage in range(stages.num_stages):
+        if any(owner is each for module in stages.modules_of(stage) for each in module.modules()):
+            return stage
+    return stages.num_stages - 1
+
+
+class StagedStep(Step):
+    """A step whose micro-batches go through stages: `compute` is its inner loop."""
+
+    def __init__(
+        self, strategy: Staged, context: StepContext, number: int, *, unused: UnusedGradients, process: Process
+    ) -> None:
+        super().__init__(context, number, unused=unused, process=process)
+        self._strategy = strategy
+        self._loss_of: Callable[..., Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._loss_of is None:
+            raise _refused()
+        return super().__iter__()
+
+    def again(self, *, reseed: bool = False) -> Iterator[Any]:
+        if self._loss_of is None:
+            raise _refused()
+        return super().again(reseed=reseed)
+
+    def compute(self, loss_of: Callable[..., Any], *, reseed: bool = False) -> None:
+        def called(*batch: Any) -> Any:
+            found = loss_of(*batch)
+            assert isinstance(self._round, StagedRound)
+            self._round.check_called()
+            return found
+
+        self._loss_of = called
+        try:
+            super().compute(called, reseed=reseed)
+        finally:
+            self._loss_of = None
+            self._strategy.stages.carry(None)
+
+    def _make_round(self, turn: Pass) -> GradientRound:
+        assert self._loss_of is not None
+        return StagedRound(self._strategy.stages, self._loss_of, self._context, self._position, turn)
+
+
+def _refused() -> StepError:
+    return StepError(
+        "the model is a unisono.Stages, whose last stage may be on another process, so the inner loop is one call: "
+        "step.compute(lambda x, y: F.cross_entropy(model(x), y)) instead of `for x, y in step`"
+    )
+
+
+class StagedRound(GradientRound):
+    """The sum of a step's gradients, where each micro-batch goes through stages.
+
+    Args:
+        loss_of: the script's function, from a micro-batch to its loss.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        loss_of: Callable[..., Any],
+        context: StepContext,
+        position: Any,
+        turn: Pass,
+    ) -> None:
+        super().__init__(context, position, context.folder(), turn)
+        self._stages = stages
+        self._loss_of = loss_of
+        self._is_whole = stages.num_parts == 1
+        part = stages.part
+        self._pilot = Pilot(
+            stages,
+            lambda leaf, stage: self.turn.seed(context.seed, "stage", self.number, leaf, stage),
+            lambda value: self._link.send(part + 1, value),
+            lambda: self._received(part - 1),
+        )
+        self._link_of: tuple[Any, Link] | None = None
+        self._tied: TiedRound | None = None
+        self._buffers = OwnBuffers(self._folder.buffers.owners)
+        self._folder.chain = self._pilot.chain
+        stages.carry(self._pilot)
+
+    def check_called(self) -> None:
+        """Check that the script's function has called the model for the current micro-batch.
+
+        Raises:
+            StepError: it has not.
+        """
+        if self._pilot.flight is not None and not self._pilot.flight.has_run:
+            raise StepError(
+                "the function of step.compute has returned without a call of the model: call it for every micro-batch, "
+                "and return (loss, 0) to leave one out"
+            )
+
+    # -- one process with all stages ---------------------------------------------------------------------
+
+    def _fetch(self, leaf: int) -> Any:
+        batch = super()._fetch(leaf)
+        if self._is_whole:
+            self._pilot.flight = Flight(leaf, self.microbatch)
+        return batch
+
+    # -- several processes ------------------------------------------------------------------------------
+
+    @property
+    def is_broken(self) -> bool:
+        return self._is_whole and super().is_broken
+
+    def compute(self, plan: Plan) -> Iterator[Any]:
+        if self._is_whole:
+            yield from super().compute(plan)
+            return
+        nodes, members = self._members.slots.nodes, self._members
+        for node in [one for one in nodes if one not in (plan.kept[members.rank] if plan.kept else ())]:
+            members.release(nodes.pop(node))
+        self._context.note_plan(self.position.number, plan, (), self.turn.number)
+        todo = list(plan.ranges[members.rank])
+        flights: dict[int, Flight] = {}
+        for is_forward, leaf in one_forward_one_backward(todo, self._stages.num_parts - 1 - self._stages.part):
+            if is_forward:
+                flights[leaf] = self._forward(leaf)
+            else:
+                index = todo.index(leaf)
+                following = todo[index + 1] if index + 1 < len(todo) else None
+                self._backward(flights.pop(leaf), following, plan)
+        if todo:
+            self._link.finish()
+        self._clock.switch("exchange")
+
+    def interrupt(self) -> Any:
+        if self._link_of is not None:
+            self._link_of[1].let_go()
+            self._link_of = None
+        self._pilot.flight = self.microbatch = None
+        return super().interrupt()
+
+    def more(self) -> Iterator[Round]:
+        if self._is_whole or not self._ties:
+            return
+        of, means = self._stages.part_of, self._means
+        ties = [
+            {
+                part: {stage: means.get(id(one), _meta_sum(one)) for stage, one in tie.items() if of(stage) == part}
+                for part in dict.fromkeys(of(stage) for stage in tie)
+            }
+            for tie in self._ties
+        ]
+        self._tied = TiedRound(self._members, ties, self._stages.device)
+        yield self._tied
+
+    @property
+    def _means(self) -> dict[int, Tensor]:
+        """By id of a parameter that is here, the mean gradient. After the round."""
+        return dict(zip((id(one) for _, one in self._folder.trained), self.slot.gradients, strict=True))
+
+    def apply(self, totals: Any = None) -> None:
+        super().apply(totals)
+        self._show_tied()
+        if not self._is_whole:
+            self._show_elsewhere()
+
+    @property
+    def _ties(self) -> list[dict[int, nn.Parameter]]:
+        """The ties that are trained: by stage, the parameter."""
+        return [tie for tie in self._stages.ties if all(one.requires_grad for one in tie.values())]
+
+    def _show_tied(self) -> None:
+        """Make the sum of the gradients of tied weights the gradient of each of them that is here."""
+        for number, tie in enumerate(self._ties):
+            here = [one for one in tie.values() if not one.is_meta]
+            if not here or (self._is_whole and all(one.grad is None for one in here)):
+                continue
+            if self._tied is not None:
+                parts = [self._tied.found[number][stage] for stage in tie]
+            else:
+                parts = [self._means[id(one)] for one in tie.values()]
+            total = functools.reduce(torch.add, parts)
+            for one in here:
+                one.grad = gradient_of(one, total.clone())
+
+    def _show_elsewhere(self) -> None:
+        """Give the parameters of other stages gradients without content, where they have one."""
+        exchange = self._members.exchange
+        assert isinstance(exchange, Lanes)
+        numbers, used = dict.fromkeys(exchange.memory.used, 0), dict[int, bool]()
+        sections = self._folder.sections
+        for (_, parameter), stage in zip(self._folder.every, sections, strict=True):
+            part = self._stages.part_of(stage)
+            used[id(parameter)] = bool(exchange.memory.used[part][numbers[part]])
+            numbers[part] += 1
+        for tie in self._ties:  # a gradient of one is a gradient of all
+            is_used = any(used[id(one)] for one in tie.values())
+            used.update((id(one), is_used) for one in tie.values())
+        for _, parameter in self._folder.every:
+            if parameter.is_meta:
+                parameter.grad = torch.empty_like(parameter) if used[id(parameter)] else None
+            elif not used[id(parameter)]:
+                parameter.grad = None
+
+    @property
+    def _link(self) -> Link:
+        exchange = self._members.exchange
+        assert isinstance(exchange, Lanes)
+        if self._link_of is None or self._link_of[0] is not exchange.link:
+            assert exchange.link is not None
+            self._link_of = exchange.link, Link(exchange.link, self._stages.device)
+        return self._link_of[1]
+
+    def _received(self, part: int) -> Any:
+        self._clock.switch("exchange")
+        with self._members.waiting():
+            found = self._link.receive(part)
+        self._clock.switch("compute")
+        return found
+
+    def _forward(self, leaf: int) -> Flight:
+        self._clock.switch("data")
+        batch = self._fetch(leaf)
+        self._clock.switch("compute")
+        point("before_backward", leaf)
+        flight = self._pilot.flight = Flight(leaf, self.microbatch)
+        self._values.pop(leaf, None)  # of a forward before a loss
+        if not self._is_empty:
+            self._buffers.take_off()
+            try:
+                self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
+                flight.result = self._call(batch)
+            finally:
+                flight.buffers = self._buffers.land()
+        self._pilot.flight = self.microbatch = None
+        return flight
+
+    def _call(self, batch: Any) -> Any:
+        try:
+            return self._loss_of(*batch) if isinstance(batch, (tuple, list)) else self._loss_of(batch)
+        except Away:
+            return None
+
+    def _backward(self, flight: Flight, following: int | None, plan: Plan) -> None:
+        stages, microbatch, folder = self._stages, flight.microbatch, self._folder
+        assert microbatch is not None
+        gradients: list[Tensor | None] = []
+        is_last = stages.num_stages - 1 in stages.own
+        if not is_last and not microbatch.is_empty:
+            gradients, weight, weighted_loss, values = self._received(stages.part + 1)
+            microbatch.take_over(weight, weighted_loss)
+            self._values[flight.leaf] = values
+        self._clock.switch("compute")
+        self.microbatch, self._pilot.flight = microbatch, flight
+        folder.start_leaf(flight.leaf, self._members.new_slot, following)
+        if following is None:
+            self._offer_rows(plan)
+        if microbatch.is_empty:
+            pass
+        elif is_last:
+            self._backward_of(microbatch, flight.result)
+        elif microbatch.weight:
+            with folder.calling():
+                self._pilot.back(stages.own.stop - 1, gradients)
+        weight, weighted_loss = microbatch.weight, microbatch.weighted_loss
+        if not microbatch.is_empty:
+            self._buffers.board(flight.buffers)
+        try:
+            for slot in self._fold():
+                self._members.release(slot)
+        finally:
+            if not microbatch.is_empty:
+                self._buffers.land()
+        if stages.own.start > 0 and not microbatch.is_empty:
+            made = self._pilot.take_gradients() if weight else []
+            self._link.send(stages.part - 1, (made, weight, weighted_loss, self._values.get(flight.leaf, {})))
+        self._pilot.flight = None
+        self._computed.append(flight.leaf)
+        point("after_backward", flight.leaf)
+
+    def _backward_of(self, microbatch: Any, result: Any) -> None:
+        loss, weight = loss_and_weight(result)
+        microbatch.backward(loss, weight, None, retain_graph=False)
+
+    def _compute_again(self, leaf: int) -> Iterator[Any]:
+        if not self._is_whole:
+            raise StateLost(
+                f"all workers of the group that had computed micro-batch {leaf} of {self.name} were lost before the "
+                f"names of its sums were known to all: the run cannot go on from here. Go on from "
+                f"{self._members.newest()}"
+            )
+        yield from super()._compute_again(leaf)

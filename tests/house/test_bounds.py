@@ -1,0 +1,152 @@
+"""What a package keeps to itself may change with each of its releases: where this library uses such names, the package
+has an upper bound, and what is installed is below it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+from websockets.asyncio.messages import Assembler
+from websockets.asyncio.server import ServerConnection
+
+from tests.house.rooms import ROOT, imported_names, modules, parse
+from unisono.cluster.head.door import Caller
+
+ROOMS = {
+    "interop.lightning.metrics": "torchmetrics",
+    "interop.lightning": "lightning",
+    "interop.huggingface": "transformers",
+    "cluster.launchers.ray": "ray",
+    "cluster.head.door": "websockets",
+    "views.page.viewers": "websockets",
+    "": "torch",
+}
+"""Whose private names the modules of a room use; the first that fits."""
+
+BESIDE = {"websockets": "the methods that `Caller` overrides"}
+"""What is used of a package besides names with an underscore."""
+
+BY_NAME = {"_fields", "_version"}
+"""Of namedtuples, which are documented; asked for, of anybody's logger."""
+
+
+def package_of(module: str) -> str:
+    return next(package for room, package in ROOMS.items() if f"{module}.".startswith(f"{room}." if room else ""))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def own_names() -> frozenset[str]:
+    """Every name with an underscore that this library gives to something itself."""
+    found = set()
+    for path in modules().values():
+        for node in ast.walk(parse(path)):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                    found.add(name)
+    return frozenset(found)
+
+
+@functools.cache
+def foreign_names() -> tuple[tuple[str, str, str], ...]:
+    """Package, name and place of each private name of others: imported, taken from an object, or asked for by name."""
+    return tuple(_foreign_names(own_names()))
+
+
+def _foreign_names(own: frozenset[str]) -> Iterator[tuple[str, str, str]]:
+    for module, path in modules().items():
+        package = package_of(module)
+        for name in imported_names(module, path):
+            if not name.startswith("unisono.") and any(map(is_private, name.split("."))):
+                yield name.partition(".")[0], name, module
+        for node in ast.walk(parse(path)):
+            match node:
+                case ast.Attribute(value=ast.Name(id="os" | "sys" | "libc")):
+                    pass  # documented
+                case ast.Attribute(attr=name) if is_private(name) and name not in own:
+                    yield package, name, f"{module}:{node.lineno}"
+                case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                    if is_private(name) and name not in own | BY_NAME:
+                        yield package, name, f"{module}:{node.lineno}"
+
+
+def bounds() -> dict[str, Requirement]:
+    """What pyproject.toml asks for, of the packages that have an upper bound."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [
+        *project["dependencies"],
+        *(text for texts in project["optional-dependencies"].values() for text in texts),
+    ]
+    return {
+        found.name: found for found in map(Requirement, listed) if any(each.operator == "<" for each in found.specifier)
+    }
+
+
+def complaint(package: str, version: str) -> str:
+    """What to do about a version that is beyond the bound of its package; "" for one that is not."""
+    bound = bounds()[package]
+    if bound.specifier.contains(Version(version).base_version, prereleases=True):
+        return ""
+    used = sorted({f"{name} ({place})" for found, name, place in foreign_names() if found == package})
+    used += [BESIDE[package]] if package in BESIDE else []
+    return (
+        f"{package} {version} is installed, and pyproject.toml asks for {bound}: this library was read with no such "
+        "version. Look in it for what it does not promise to keep, run `make test` and `make test-more`, then change "
+        f"the bound: {', '.join(used)}"
+    )
+
+
+def test_a_package_whose_private_names_are_used_has_an_upper_bound() -> None:
+    found = {package for package, _, _ in foreign_names()} | set(BESIDE)
+    assert found == {"torch", "lightning", "torchmetrics", "transformers", "ray", "websockets"}, (
+        "ROOMS says whose they are"
+    )
+    assert found <= set(bounds())
+
+
+def _where_it_is_installed(package: str) -> object:
+    return pytest.param(package, marks=[] if package in ("torch", "websockets") else [pytest.mark.more])
+
+
+@pytest.mark.parametrize("package", [_where_it_is_installed(each) for each in dict.fromkeys(ROOMS.values())])
+def test_what_is_installed_was_read(package: str) -> None:
+    assert not (said := complaint(package, metadata.version(package))), said
+
+
+@pytest.mark.parametrize(
+    ("package", "beyond", "named"),
+    [
+        ("torch", "2.16.0+cu130", "_is_cached_tensor (engine.microbatch.folding:"),
+        ("lightning", "2.7.1", "_data_connector (interop.lightning.trainer_strategy:"),
+        ("torchmetrics", "2.0", "_forward_cache (interop.lightning.metrics:"),
+        ("transformers", "6.0.0", "_n_gpu (interop.huggingface.arguments:"),
+        ("ray", "2.61.0rc1", "_private (cluster.launchers.ray:"),
+        ("websockets", "18.0", "the methods that `Caller` overrides"),
+    ],
+)
+def test_a_version_beyond_its_bound_is_named_with_what_to_read_again(package: str, beyond: str, named: str) -> None:
+    said = complaint(package, beyond)
+    assert said.startswith(f"{package} {beyond} is installed, and pyproject.toml asks for {package}<")
+    assert named in said
+
+
+def test_what_the_head_overrides_is_there() -> None:
+    for name in ("data_received", "process_event", "handshake", "connection_made"):
+        assert name in vars(Caller)
+        assert hasattr(ServerConnection, name)
+    assert hasattr(Assembler, "paused") or "paused" in inspect.getsource(Assembler)
