@@ -111,6 +111,10 @@ class Lanes:
         assert self._lane is not None
         return self._lane
 
+    @property
+    def wants_earlier(self) -> bool:
+        return self.whole.wants_earlier
+
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         if self._lane is None:
             page = self.memory.page
