@@ -160,10 +160,6 @@ class Lanes:
     def deliver(self, parcels: Sequence[Parcel]) -> int:
         return self.whole.deliver(parcels)
 
-    @property
-    def wants_earlier(self) -> bool:
-        return self.whole.wants_earlier
-
     def interrupt(self, error: Exception) -> None:
         self._error = error
         for each in (self.whole, self._lane, self.link):
