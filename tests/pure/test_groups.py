@@ -178,24 +178,23 @@ def test_a_run_does_not_begin_without_a_part_though_it_may_begin_with_fewer_work
     assert sorted(told(story)) == [0, 0, 1]
 
 
-def test_a_run_pauses_without_a_part_until_its_replacement_is_there() -> None:
+def test_a_run_ends_with_the_last_worker_of_a_part() -> None:
+    """Nobody has the state of that part any more; as without groups, where the only worker is lost."""
     story = training(1, 4)
+    story.says("w0", step_done(3))
     story.exits("w2")
-    assert story.state.label == "paused"
-    assert "; paused: no worker has part 2 of 4;" in story.reason
-    story.hold()
-    story.arrive("w4")
-    assert (story.state.label, sorted(told(story))) == ("training", [0, 1, 2, 3])
+    assert story.state.ended is not None
+    assert story.state.ended.reason.endswith("no worker that holds the run's state of part 2 of the model is left")
 
 
-def test_a_run_pauses_without_a_part_though_there_are_more_workers_than_parts() -> None:
+def test_a_run_ends_with_the_last_worker_of_a_part_though_there_are_more_workers_than_parts() -> None:
     story = training(2, 2, max_restarts=0)
     story.exits("w1")
     assert story.state.label == "training"
     story.hold()
     story.exits("w3")
-    assert len(told(story)) == 2
-    assert "; paused: no worker has part 1 of 2;" in story.reason
+    assert story.state.ended is not None
+    assert story.state.ended.reason.endswith("no worker that holds the run's state of part 1 of the model is left")
 
 
 def test_a_spare_worker_of_another_part_does_not_keep_a_lost_one_from_being_replaced() -> None:
@@ -326,7 +325,7 @@ def test_the_workers_of_an_incomplete_group_stay() -> None:
     story.arrive(*story.agent(5))
     assert told(story) == [0, 1, 2, 3, 0]
     story.hold()
-    story.exits("w1")
+    story.exits("w0")
     story.hold()
     story.arrive("w5")
     assert sorted(told(story)) == [0, 0, 1, 2, 3]

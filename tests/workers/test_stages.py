@@ -346,8 +346,8 @@ def test_groups_come_and_go(unisono: Unisono, calm: Calm, tmp_path: Path) -> Non
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("exchange", "also", "expected"),
-    [("shared", "w4", "w5"), ("gloo", "", "w4"), ("gloo", "w3", "w4")],
-    ids=["and is lost as well", "over a network", "and who gives it the state is lost"],
+    [("shared", "w4", "w5"), ("gloo", "", "w4"), ("gloo", "w2", "w4")],
+    ids=["and is lost as well", "over a network", "and one of the other group is lost"],
 )
 def test_a_replacement_takes_the_part_of_a_lost_worker(
     exchange: str,

@@ -111,6 +111,10 @@ class Lanes:
         assert self._lane is not None
         return self._lane
 
+    @property
+    def wants_earlier(self) -> bool:
+        return self.whole.wants_earlier
+
     def prepare(self, layout: FlatLayout, slots: Sequence[Slot] = ()) -> list[Slot]:
         if self._lane is None:
             page = self.memory.page
@@ -155,10 +159,6 @@ class Lanes:
 
     def deliver(self, parcels: Sequence[Parcel]) -> int:
         return self.whole.deliver(parcels)
-
-    @property
-    def wants_earlier(self) -> bool:
-        return self.whole.wants_earlier
 
     def interrupt(self, error: Exception) -> None:
         self._error = error
