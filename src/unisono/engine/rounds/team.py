@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from unisono.cluster.worker.member import Member
 from unisono.core.errors import DeadlineExceeded, PeerLost, RunStopped, StateLost
-from unisono.core.groups import Groups, expand, groups_of
+from unisono.core.groups import Groups, expand, groups_of, lane_of
 from unisono.core.messages import Notice
 from unisono.core.ownership import MemberPlace
 from unisono.core.plan import Plan, plan
@@ -92,7 +92,13 @@ class Team:
     @property
     def groups(self) -> Groups:
         """The groups that compute micro-batches; where a model has one part, each member is one."""
+        if self.num_parts == 1:
+            return tuple((rank,) for rank in range(self.size))
         return groups_of(self.parts, self.worker_ids, self.num_parts)
+
+    def lane(self, part: int) -> tuple[int, ...]:
+        """Return the ranks of the members that carry a part; where a model has one part, all."""
+        return lane_of(self.parts, part) if self.num_parts > 1 else tuple(range(self.size))
 
     def even_plan(self, num_leaves: int) -> Plan:
         """Return the plan that shares leaves out over the groups evenly. Local.

@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from unisono.core.errors import PeerLost, StateLost, UsageError
-from unisono.core.groups import lane_of
 from unisono.engine.exchange import Exchange, Parcel
 from unisono.engine.rounds import Report
 from unisono.engine.rounds.members import Members
@@ -103,7 +102,7 @@ def _share_apart(team: Team, tracked: Tracked, reports: Sequence[Report]) -> dic
     """
     found: dict[str, Any] = {}
     for part in range(team.num_parts) if team.num_parts > 1 else ():
-        lane = lane_of(team.parts, part)
+        lane = team.lane(part)
         fresh = [rank for rank in lane if reports[rank].fresh]
         holding = [rank for rank in lane if not reports[rank].fresh]
         if not holding:
@@ -128,7 +127,7 @@ def begin_alike(team: Team, tracked: Tracked) -> None:
     payloads = team.exchange.all_gather(msgspec.msgpack.encode(own))
     headers = [msgspec.msgpack.decode(payload, type=StateHeader) for payload in payloads]
     for part in range(team.num_parts):
-        _make_alike(team, tracked, headers, lane_of(team.parts, part), packed)
+        _make_alike(team, tracked, headers, team.lane(part), packed)
 
 
 def _make_alike(

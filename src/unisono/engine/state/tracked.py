@@ -261,7 +261,7 @@ class Tracked:
                         "dataset"
                     )
         for name, parameter in trained:
-            if parameter.device.type != device.type and not parameter.is_meta:
+            if parameter.device.type != device.type and not (parameter.is_meta and self._apart):
                 raise UsageError(
                     f"parameter {name} is on {parameter.device}, and this worker computes on {device}; call "
                     "model.to(run.device) before you make the optimizer"
