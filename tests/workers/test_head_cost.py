@@ -48,7 +48,7 @@ def head_of(story: Story, heartbeat_s: float = 0.5) -> tuple[Head, asyncio.Queue
 
 
 def snapshots(said: asyncio.Queue[bytes]) -> list[HeadMemory]:
-    heard: list[Message] = [decode(said.get_nowait()) for _ in range(said.qsize())]
+    heard: list[Message] = [decode(unpack(said.get_nowait())) for _ in range(said.qsize())]
     return [HeadMemory.decode(message.state) for message in heard if isinstance(message, HeadSnapshot)]
 
 

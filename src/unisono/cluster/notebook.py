@@ -48,7 +48,7 @@ def with_cell_lines(traceback: str) -> str:
     """
     found: list[str] = []
     lines = traceback.splitlines()
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in zip(lines, [*lines, ""][1:], strict=True):
         frame = _FRAME.match(line)
         if frame is None or following.startswith("    "):
             found.append(line)
