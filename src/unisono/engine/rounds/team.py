@@ -106,6 +106,8 @@ class Team:
         Raises:
             StateLost: no member is left that carries some part.
         """
+        if self.num_parts == 1:
+            return plan(self.size, num_leaves)
         return expand(plan(len(self.complete_groups()), num_leaves), self.groups, self.size)
 
     def complete_groups(self) -> Groups:
