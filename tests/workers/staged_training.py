@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--kind", default="mlp")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--unbalanced", action="store_true", help="all groups compute as many micro-batches")
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--evaluate", action="store_true")
@@ -147,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     every = arguments.checkpoint_every
     checkpoint = unisono.Checkpoints(every_steps=every) if every else None
-    with unisono.Run(seed=3, checkpoint=checkpoint) as run:
+    with unisono.Run(seed=3, checkpoint=checkpoint, balance=not arguments.unbalanced) as run:
         modules, data = parts(arguments.kind, torch.Generator().manual_seed(1))
         model = unisono.Stages(*modules, cuts=arguments.stages)
         for index in arguments.frozen:

@@ -308,7 +308,7 @@ def test_a_kill_in_a_checkpoint_changes_no_bit(at: str, number: int, calm: Calm,
 # -- workers that come and go ------------------------------------------------------------------------
 
 MANY = 24
-EVERYTHING = ["--kind", "transformer", "--steps", str(MANY)]
+EVERYTHING = ["--kind", "transformer", "--steps", str(MANY), "--unbalanced"]
 
 
 def start(unisono: Unisono, run_dir: Path, gates: Gates, layout: str, *options: object) -> Command:

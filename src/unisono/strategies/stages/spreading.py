@@ -110,7 +110,7 @@ class SpreadOptimizer(_OfStages):
         parameters, found = self._parameters(), self._optimizer.state_dict()
         states = {
             index: {key: _meta(value) for key, value in each.items()} if parameters[index].is_meta else each
-            for index, each in sorted(found["state"].items())
+            for index, each in found["state"].items()
         }
         return {**found, "state": states}
 
