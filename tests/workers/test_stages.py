@@ -375,7 +375,6 @@ def test_a_replacement_takes_the_part_of_a_lost_worker(
         gates.open(5, command.generation("with 4 workers", after="with 3 workers"))
         gates.open(9, command.generation("with 4 workers", after=rf"{also or 'w1'} .*(killed|closed)"))
         computing = finish(command, run_dir, calm)
-    assert computing[4] == ["w2", "w3"], "w0 is left over"
     assert expected in computing[-1]
     assert len(computing[-1]) == 4
 
