@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unisono.core.errors import StateLost
 from unisono.core.plan import Plan, replan
 from unisono.core.tree import Node
 
-__all__ = ["Groups", "expand", "groups_of", "lane_of", "lanes_of", "replan_groups"]
+__all__ = ["Groups", "check_parts", "expand", "groups_of", "lane_of", "lanes_of", "replan_groups"]
 
 Groups = tuple[tuple[int, ...], ...]
 """The ranks of each group, in the order of the parts."""
@@ -43,6 +44,17 @@ def groups_of(parts: Sequence[int], worker_ids: Sequence[str], num_parts: int) -
 def lanes_of(parts: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
     """Return by part the ranks of the members that carry it, ascending."""
     return [lane_of(parts, part) for part in range(num_parts)]
+
+
+def check_parts(parts: Sequence[int], num_parts: int) -> None:
+    """Raise StateLost if no member is left that carries some part.
+
+    Args:
+        parts: by rank.
+    """
+    for part in range(num_parts):
+        if part not in parts:
+            raise StateLost(f"no worker is left that carries part {part} of the {num_parts} parts of the model")
 
 
 def lane_of(parts: Sequence[int], part: int) -> tuple[int, ...]:

@@ -322,8 +322,7 @@ class TrainingLoop:
     def _current_folder(self) -> GradientFolder:
         """Return the folder of the parameters that are trained now. Collective if these have changed."""
         trained, buffers, extras = self._tracked.trained(), self._tracked.buffers(), self._extras()
-        cut, here = self.strategy.cut(trained, buffers) or (None, buffers)
-        if self._folder is not None and self._folder.is_for(trained, here, extras):
+        if self._folder is not None and self._folder.is_for(trained, buffers, extras):
             return self._folder
         if self._folder is not None:
             self._folder.close()
@@ -335,14 +334,14 @@ class TrainingLoop:
                     frozen.append((name, parameter))
         self._folder = GradientFolder(
             trained,
-            here,
+            buffers,
             frozen,
             self._tracked.calls,
             self._rounds.slots,
             extras=extras,
             means=self._summing.reduction == "mean",
             rounds=self._summing.wire == "bf16",
-            cut=cut,
+            sections=self.strategy.sections(trained, buffers),
         )
         self._rounds.use_layout(self.strategy.layout(self._folder))
         return self._folder

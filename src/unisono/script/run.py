@@ -293,14 +293,22 @@ class Run:
         settings = member.spec.run.settings
         given: dict[str, Any] = {"member": member, "device": device, "timeout_s": settings.timeout_s}
         build = partial(build_exchange, wanted=settings.exchange, checks=checks, **given)
+        part = partial(build_part, wanted=settings.exchange, **given)
         if settings.parts > 1:
             memory = LaneMemory(WorkerPage() if member.page is not None else None)
-            build = partial(build_lanes, wanted=settings.exchange, checks=checks, memory=memory, **given)
+            build = partial(
+                build_lanes,
+                member=member,
+                timeout_s=settings.timeout_s,
+                memory=memory,
+                build=build,
+                build_part=part,
+            )
         return HeadTeam(
             member,
             build,
             partial(open_wire, **given),
-            partial(build_part, wanted=settings.exchange, **given),
+            part,
         )
 
     # -- what the script asks ------------------------------------------------------------------------

@@ -69,12 +69,6 @@ class LaneMemory:
         self.used: Mapping[int, bytes] = {}
         """By part, which of its parameters were used in the newest step."""
 
-    def close(self) -> None:
-        """Give the memory back. Local."""
-        if self.page is not None:
-            self.page.close()
-            self.page = None
-
 
 class Lanes:
     """The lanes of a generation.

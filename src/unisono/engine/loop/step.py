@@ -23,7 +23,7 @@ from unisono.engine.rounds.taps import Place
 from unisono.engine.state.sums import Total, plain
 from unisono.system.process import Process
 
-__all__ = ["CommonRound", "Iteration", "Step", "StepState", "Steps", "loss_and_weight", "numbers"]
+__all__ = ["CommonRound", "Iteration", "Step", "StepState", "Steps", "called_with", "loss_and_weight", "numbers"]
 
 
 class StepState(enum.Enum):
@@ -230,6 +230,11 @@ class Iteration(ABC):
     @abstractmethod
     def _unused_error(self) -> StepError:
         """Return the error for a script that has not iterated over it."""
+
+
+def called_with(loss_of: Callable[..., Any], batch: Any) -> Any:
+    """Return what the function of `Step.compute` returns for a micro-batch."""
+    return loss_of(*batch) if isinstance(batch, (tuple, list)) else loss_of(batch)
 
 
 def loss_and_weight(found: Any) -> tuple[Any, float | Tensor | None]:
@@ -507,9 +512,7 @@ class Step(Iteration):
             LossError, StepError: as `backward`.
         """
         for batch in self if self.state is StepState.NEW else self.again(reseed=reseed):
-            found = loss_of(*batch) if isinstance(batch, (tuple, list)) else loss_of(batch)
-            loss, weight = loss_and_weight(found)
-            self.backward(loss, weight)
+            self.backward(*loss_and_weight(called_with(loss_of, batch)))
 
     def add(self, **values: float | Tensor) -> None:
         """Add numbers of the current micro-batch to sums over the global batch.

@@ -14,10 +14,10 @@ from torch import nn
 
 from unisono.core.cursor import Cursor, Recipe
 from unisono.core.plan import Plan
-from unisono.engine.exchange.flat import FlatLayout
+from unisono.engine.exchange.flat import FlatLayout, Sections
 from unisono.engine.loop.step import Iteration, Step
 from unisono.engine.microbatch.data import Request
-from unisono.engine.microbatch.folding import Cut, GradientFolder
+from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.rounds.gradient import StepContext
 from unisono.engine.rounds.members import Members
@@ -55,8 +55,8 @@ class Strategy:
         """Return the global batches of iteration ``number``, where it is a round of several steps; None: it is one."""
         return None
 
-    def cut(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> tuple[Cut, Buffers] | None:
-        """Return which parameters and buffers are on this worker, and the buffers that are; None: all are. Local."""
+    def sections(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> Sections | None:
+        """Return which parameters and buffers are on this worker; None: all are. Local."""
         return None
 
     def layout(self, folder: GradientFolder) -> FlatLayout:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,7 @@ from unisono.system import accelerators
 from unisono.system.faults import spoils
 from unisono.system.reading import read
 
-__all__ = ["Cut", "Fingerprint", "GradientFolder", "gradient_of"]
+__all__ = ["Fingerprint", "GradientFolder", "gradient_of"]
 
 PART = 1 << 17
 """Values that are rounded together."""
@@ -88,15 +87,6 @@ class Fingerprint(msgspec.Struct, frozen=True):
             return loss
         more = f" (and {len(parts) - 1} more)" if len(parts) > 1 else ""
         return f"{loss}; the first gradient or buffer that differs is that of {parts[0]!r}{more}"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which parameters and buffers of a model that is cut into stages are on this worker."""
-
-    sections: Sections
-    buffers: Sequence[tuple[str, Tensor]]
-    """All of them; of those elsewhere, shape and dtype count."""
 
 
 class _Leaf:
@@ -166,7 +156,7 @@ class GradientFolder:
         extras: what else the micro-batches add up.
         means: the gradients of a step are means over its total weight; False: sums.
         rounds: the sums are rounded from a fixed level of the tree on.
-        cut: which of the parameters are here; ``buffers`` are those that are. None: all of them.
+        sections: which of the parameters and buffers are here; of the others shape and dtype count. None: all are.
     """
 
     def __init__(
@@ -180,19 +170,17 @@ class GradientFolder:
         extras: Sequence[Extra] = (),
         means: bool = True,
         rounds: bool = False,
-        cut: Cut | None = None,
+        sections: Sections | None = None,
     ) -> None:
-        self.buffers = buffers
+        self._owners = buffers.owners
+        self.layout = FlatLayout(parameters, buffers.named(), extras, means=means, rounds=rounds, sections=sections)
+        self.sections = sections
         self.every = list(parameters)
         """(name, parameter), those whose gradients the members sum together."""
-        self.sections: tuple[int, ...] = cut.sections.parameters if cut is not None else ()
-        """By parameter of these, its stage, in a model that is cut."""
-        named, sections = buffers.named(), None
-        if cut is not None:
-            named, sections = [*cut.buffers], cut.sections
-        self.layout = FlatLayout(parameters, named, extras, means=means, rounds=rounds, sections=sections)
         if sections is not None:
             parameters = [one for one, own in zip(parameters, sections.parameters, strict=True) if own in sections.here]
+            buffers = buffers.only([number for number, own in enumerate(sections.buffers) if own in sections.here])
+        self.buffers = buffers
         self.chain: Callable[[], None] = _nothing
         """Called within a call of `backward`, after it: the backward of the earlier stages of a model that is cut."""
         self._is_rounded = [rounds and entry.sum_dtype == torch.float32 for entry in self.layout.gradients]
@@ -231,7 +219,7 @@ class GradientFolder:
         return (
             len(parameters) == len(self.every)
             and all(one is own for (_, one), (_, own) in zip(parameters, self.every, strict=True))
-            and buffers.owners == self.buffers.owners
+            and buffers.owners == self._owners
             and list(extras) == self._extras
         )
 

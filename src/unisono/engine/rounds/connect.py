@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -15,8 +14,8 @@ from unisono.cluster.trust.secret import key_for
 from unisono.cluster.worker.member import Member
 from unisono.cluster.worker.store import HeadStore
 from unisono.core.coding_rules import Mode
-from unisono.core.errors import StateLost, UsageError
-from unisono.core.groups import groups_of, lanes_of
+from unisono.core.errors import UsageError
+from unisono.core.groups import check_parts, groups_of, lanes_of
 from unisono.core.messages import Notice
 from unisono.engine.exchange import Exchange, host, network, two_level
 from unisono.engine.exchange.alone import Alone
@@ -97,32 +96,31 @@ def build_lanes(
     rank: int,
     *,
     member: Member,
-    device: torch.device,
-    wanted: str,
     timeout_s: float,
-    checks: bool = False,
     memory: LaneMemory,
+    build: Callable[[Notice, int], Exchange],
+    build_part: Callable[[Notice, Part, int], Exchange],
 ) -> Exchange:
     """Begin to connect this worker with the others of a generation, where each carries a part of the model.
+
+    Args:
+        build: makes the exchange of all members; build_part: that of some.
 
     Raises:
         StateLost: no member is left that carries some part. UsageError: as `build_exchange`.
     """
     num_parts = member.spec.run.settings.parts
     parts, ids = [info.part for info in notice.members], [info.worker_id for info in notice.members]
+    check_parts(parts, num_parts)
     lanes = lanes_of(parts, num_parts)
-    if not all(lanes):
-        raise StateLost(f"no worker is left that carries part {lanes.index(())} of the {num_parts} parts of the model")
-    given: dict[str, Any] = {"member": member, "device": device, "timeout_s": timeout_s, "wanted": wanted}
-    group = next((group for group in groups_of(parts, ids, num_parts) if rank in group), ())
+    own, group = parts[rank], next((one for one in groups_of(parts, ids, num_parts) if rank in one), ())
 
     def connect(pages: Sequence[str]) -> Exchange:
-        part = Part(f"lane-{parts[rank]}", notice.generation, lanes[parts[rank]], memory.page, tuple(pages))
-        return build_part(notice, part, rank, **given)
+        return build_part(notice, Part(f"lane-{own}", notice.generation, lanes[own], memory.page, tuple(pages)), rank)
 
     context = _context(notice, rank, member, torch.device("cpu"), timeout_s)
     link = context.open_wire(f"group-{group[0]}", group) if group else None
-    return Lanes(build_exchange(notice, rank, checks=checks, **given), lanes, connect, memory, link)
+    return Lanes(build(notice, rank), lanes, connect, memory, link)
 
 
 def build_part(

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.cluster.worker.member import Member
-from unisono.core.errors import DeadlineExceeded, PeerLost, RunStopped, StateLost
-from unisono.core.groups import Groups, expand, groups_of, lane_of
+from unisono.core.errors import DeadlineExceeded, PeerLost, RunStopped
+from unisono.core.groups import Groups, check_parts, expand, groups_of, lane_of
 from unisono.core.messages import Notice
 from unisono.core.ownership import MemberPlace
 from unisono.core.plan import Plan, plan
@@ -116,10 +116,9 @@ class Team:
         Raises:
             StateLost: no member is left that carries some part.
         """
-        if not (groups := self.groups):
-            lost = [part for part in range(self.num_parts) if part not in self.parts]
-            raise StateLost(f"no worker is left that carries part {lost[0]} of the {self.num_parts} parts of the model")
-        return groups
+        if self.num_parts > 1:
+            check_parts(self.parts, self.num_parts)
+        return self.groups
 
     def join(self, phase: int, report: Report) -> list[Report]:
         """Get into the run: wait to be admitted, and meet the others. Returns their reports, by rank."""

@@ -106,7 +106,6 @@ def _share_apart(team: Team, tracked: Tracked, reports: Sequence[Report]) -> dic
         fresh = [rank for rank in lane if reports[rank].fresh]
         holding = [rank for rank in lane if not reports[rank].fresh]
         if not holding:
-            team.complete_groups()
             raise StateLost(f"no worker is left that has the state of part {part} of the model")
         packed = None
         if team.rank == holding[0]:

@@ -94,9 +94,9 @@ class Tracked:
         self._apart[name] = part
 
     @property
-    def spread_names(self) -> Collection[str]:
-        """The names of the objects of `hold_apart`."""
-        return self._apart.keys()
+    def _with_state(self) -> dict[str, Any]:
+        """By name of a tracked object, what has its state: itself, or what stands for it."""
+        return {**self._objects, **self._apart}
 
     @property
     def spread_apart(self) -> Mapping[str, Apart]:
@@ -360,7 +360,7 @@ class Tracked:
 
     def _state(self, state_of: Callable[[Any], Any]) -> dict[str, Any]:
         return {
-            "objects": {name: state_of(self._apart.get(name, value)) for name, value in self._objects.items()},
+            "objects": {name: state_of(value) for name, value in self._with_state.items()},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "calls": dict(self.calls.known),
@@ -429,7 +429,7 @@ class Tracked:
                     not isinstance(value, Tensor) or value.shape == ours[key].shape for key, value in part.items()
                 )
                 if same:  # otherwise the script changes the module before the later phase
-                    self._apart.get(name, module).load_state_dict(part)
+                    self._with_state[name].load_state_dict(part)
         hidden = self._hidden_buffers()
         for name, buffer in state["hidden"].items():
             if name in hidden and hidden[name].shape == buffer.shape:
@@ -464,7 +464,7 @@ class Tracked:
     def compared(self) -> dict[str, Any]:
         """Return everything that must be equal on all workers, by name."""
         return {
-            **{name: _known_to_all(self._apart.get(name, value)) for name, value in self._objects.items()},
+            **{name: _known_to_all(value) for name, value in self._with_state.items()},
             "buffers that are not persistent": self._hidden_buffers(),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
@@ -479,10 +479,9 @@ class Tracked:
             StateLost: no worker is left that holds some state.
         """
         found = {}
-        for name, value in self._objects.items():
+        for name, value in self._with_state.items():
             try:
-                state = self._apart.get(name, value).state_dict()
-                found[name] = f"{digest_of_state(state, held.get(name, {})):016x}"
+                found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
             except KeyError:
                 raise StateLost(
                     f"all workers that held some states of {name} were lost in the last moment of the run, so its end "
@@ -492,7 +491,7 @@ class Tracked:
 
     def common_digests(self) -> dict[str, str]:
         """Return a fingerprint of every tracked object, as far as it is on every worker, in hexadecimal."""
-        known = {name: _known_to_all(self._apart.get(name, value)) for name, value in self._objects.items()}
+        known = {name: _known_to_all(value) for name, value in self._with_state.items()}
         return {name: f"{digest_of_state(value, defaultdict(int)):016x}" for name, value in known.items()}
 
     def balance_of_copies(self, worker_id: str) -> int:

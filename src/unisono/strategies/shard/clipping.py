@@ -9,12 +9,11 @@ from torch import Tensor
 
 from unisono.core.errors import StateLost
 from unisono.core.plan import Plan
+from unisono.engine.rounds.apart import loop_with
 from unisono.engine.rounds.gathering import Gather
 from unisono.engine.rounds.members import Members
 from unisono.engine.state.elsewhere import Elsewhere
 from unisono.engine.state.packing import from_bytes, to_bytes
-from unisono.strategies.shard.sharding import loops_with
-from unisono.strategies.stages.strategy import loop_elsewhere
 from unisono.system.faults import point
 
 __all__ = ["NormsRound", "clip_grad_norm_", "clip_grad_value_"]
@@ -95,7 +94,7 @@ def clip_grad_norm_(
         StateLost: all workers that had some gradient are lost.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    loop = loops_with(chosen) or loop_elsewhere(chosen)
+    loop = loop_with(chosen)
     if loop is None:
         return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
     gradients = [one.grad for one in chosen if one.grad is not None]

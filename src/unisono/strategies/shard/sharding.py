@@ -24,11 +24,12 @@ from torch.optim import Optimizer
 
 from unisono.core.errors import UsageError
 from unisono.core.ownership import MemberPlace, Owners, owners
+from unisono.engine.rounds.apart import forget_loop, note_loop
 from unisono.engine.rounds.life import Rounds
 from unisono.strategies.shard.hosting import HostMemory
 from unisono.strategies.shard.separable import check_separable, is_plain, unhooked
 
-__all__ = ["Outline", "ShardedOptimizer", "Shares", "loops_with", "shard"]
+__all__ = ["Outline", "ShardedOptimizer", "Shares", "shard"]
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 Outline = dict[str, tuple[Any, ...]]
@@ -82,13 +83,13 @@ class Shares:
     def bind(self, play: Callable[[], None], rounds: Rounds) -> None:
         """Have ``play`` do the updates, in a training loop."""
         self._play, self.rounds = play, rounds
-        _in_loops.append(self)
+        if self.to_owners:
+            note_loop(self, rounds, lambda one: any(one is each for each in self.parameters()))
 
     def unbind(self) -> None:
         """Note that the training loop is over."""
         self._play = None
-        if self in _in_loops:
-            _in_loops.remove(self)
+        forget_loop(self)
         if self.memory is not None:
             self.memory.close()
 
@@ -444,19 +445,6 @@ def shard(
         to_owners=gradients == "owners",
     )
     return optimizer
-
-
-_in_loops: list[Shares] = []
-"""Of the optimizers of all training loops that are under way in this process."""
-
-
-def loops_with(parameters: Iterable[Tensor]) -> Rounds | None:
-    """Return the rounds of the training loop in which the gradients of some parameters go to owners; None: of none."""
-    wanted = set(map(id, parameters))
-    for shares in _in_loops:
-        if shares.to_owners and any(id(one) in wanted for one in shares.parameters()):
-            return shares.rounds
-    return None
 
 
 @functools.cache

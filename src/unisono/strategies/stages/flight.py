@@ -65,9 +65,9 @@ class Pilot:
         self._send = send
         self._receive = receive
 
-    def forward(self, stages: Stages, args: tuple[Any, ...]) -> Any:
+    def forward(self, args: tuple[Any, ...]) -> Any:
         """Return the output of the last stage; raise `Away` where that is elsewhere."""
-        flight = self.flight
+        flight, stages = self.flight, self._stages
         if flight is None or flight.has_run:
             raise StepError(
                 "unisono.Stages is called once for each micro-batch, within the function of step.compute; this call is "

@@ -19,7 +19,7 @@ __all__ = ["Carrier", "Stages", "parts_of", "stages_in"]
 class Carrier(Protocol):
     """Computes the stages that are on this worker within a training step."""
 
-    def forward(self, stages: Stages, args: tuple[Any, ...]) -> Any:
+    def forward(self, args: tuple[Any, ...]) -> Any:
         """Return the output of the last stage."""
 
 
@@ -127,7 +127,7 @@ class Stages(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         if self._carrier is not None:
-            return self._carrier.forward(self, args)
+            return self._carrier.forward(args)
         if self.is_cut:
             raise UsageError(
                 f"unisono.Stages was called outside of step.compute and run.evaluate(...).compute, and this process "

@@ -7,6 +7,7 @@ parameters. It is held by all workers of the part that carries it. Tensors of ot
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from unisono.strategies.stages.module import Stages
 __all__ = ["SpreadModule", "SpreadOptimizer", "drop_elsewhere"]
 
 
-class _OfStages:
+class _OfStages(ABC):
     """What both kinds have in common."""
 
     is_spread = True
@@ -44,6 +45,22 @@ class _OfStages:
         ids = {one.worker_id for one in members}
         return {stage: tuple(one for one in each if one in ids) for stage, each in enumerate(self.holders)}
 
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with meta tensors in the place of those that belong to stages."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def outline(self) -> dict[str, Any]:
+        return self.outlined(self.state_dict())
+
+    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
+        self.load_state_dict(state)
+
 
 class SpreadModule(_OfStages):
     """A tracked module that is, or contains, a `Stages`."""
@@ -61,9 +78,6 @@ class SpreadModule(_OfStages):
     def state_dict(self) -> dict[str, Any]:
         return self._module.state_dict()
 
-    def outline(self) -> dict[str, Any]:
-        return self.outlined(self.state_dict())
-
     def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with meta tensors in the place of those that belong to stages."""
         return type(state)((key, _meta(value) if self._is_apart(key) else value) for key, value in state.items())
@@ -73,9 +87,6 @@ class SpreadModule(_OfStages):
         self._module.load_state_dict(
             {key: own[key] if _is_meta(value) or _is_meta(own.get(key)) else value for key, value in state.items()}
         )
-
-    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
-        self.load_state_dict(state)
 
     def _is_apart(self, key: str) -> bool:
         return self.unit(f"[{key!r}]") is not None
@@ -114,9 +125,6 @@ class SpreadOptimizer(_OfStages):
         }
         return {**found, "state": states}
 
-    def outline(self) -> dict[str, Any]:
-        return self.outlined(self.state_dict())
-
     def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with meta tensors in the place of those that belong to stages."""
         return {**state, "state": {index: self._outline(index, each) for index, each in state["state"].items()}}
@@ -135,9 +143,6 @@ class SpreadOptimizer(_OfStages):
             for index, each in state["state"].items()
         }
         self._optimizer.load_state_dict({**state, "state": found})
-
-    def load_shares(self, state: dict[str, Any], holders: Mapping[int, tuple[str, ...]]) -> None:
-        self.load_state_dict(state)
 
 
 def drop_elsewhere(optimizer: Optimizer, *_: Any) -> None:

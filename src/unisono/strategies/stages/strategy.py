@@ -9,7 +9,7 @@ each lane has them, and divides by the same weight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from unisono.core.errors import StateLost, StepError, UsageError
 from unisono.core.plan import Plan
 from unisono.engine.exchange.flat import SUM_DTYPE, Sections
 from unisono.engine.exchange.lanes import Lanes
-from unisono.engine.loop.step import Step, loss_and_weight
+from unisono.engine.loop.step import Step, called_with, loss_and_weight
 from unisono.engine.loop.strategies import Strategy
-from unisono.engine.microbatch.folding import Cut, gradient_of
+from unisono.engine.microbatch.folding import gradient_of
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.rounds import Round
+from unisono.engine.rounds.apart import forget_loop, note_loop
 from unisono.engine.rounds.gradient import GradientRound, Pass, StepContext
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import Team
@@ -39,7 +40,7 @@ from unisono.strategies.stages.tied import TiedRound
 from unisono.system.faults import point
 from unisono.system.process import Process
 
-__all__ = ["Staged", "evaluated", "find_stages", "loop_elsewhere"]
+__all__ = ["Staged", "evaluated", "find_stages"]
 
 
 def find_stages(tracked: Tracked) -> Stages | None:
@@ -76,21 +77,27 @@ class Staged(Strategy):
     def recipe(self) -> Recipe:
         return {"stages": ",".join(map(str, self.stages.cuts))}
 
-    def cut(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> tuple[Cut, Buffers]:
-        stages, of = self.stages, self.stage_of
-        named, numbers = buffers.named(), []
-        of_buffers = tuple(_stage_of_owner(stages, module, of) for module, _ in buffers.owners)
-        numbers = [number for number, stage in enumerate(of_buffers) if stage in stages.own]
-        sections = Sections(tuple(of[id(one)] for _, one in trained), of_buffers, frozenset(stages.own))
-        return Cut(sections, named), buffers.only(numbers)
+    def sections(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> Sections:
+        stages = self.stages
+        of = {
+            id(module): stage
+            for stage in range(stages.num_stages)
+            for outer in stages.modules_of(stage)
+            for module in outer.modules()
+        }
+        return Sections(
+            tuple(self.stage_of[id(one)] for _, one in trained),
+            tuple(of.get(id(module), stages.num_stages - 1) for module, _ in buffers.owners),
+            frozenset(stages.own),
+        )
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
         return StagedStep(self, self._context, number, unused=unused, process=process)
 
     def open(self, context: StepContext, first: int) -> None:
         super().open(context, first)
-        _in_loops.append((self, context.rounds))
         if self.stages.num_parts > 1:
+            note_loop(self, context.rounds, lambda one: id(one) in self.stage_of)
             optimizers = self._tracked.optimizers.values()
             self._hooks = [one.register_step_pre_hook(drop_elsewhere) for one in optimizers]
 
@@ -98,7 +105,7 @@ class Staged(Strategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        _in_loops[:] = [each for each in _in_loops if each[0] is not self]
+        forget_loop(self)
         self.stages.carry(None)
 
     def _check(self) -> None:
@@ -132,7 +139,7 @@ class Staged(Strategy):
                 raise UsageError(f"{name!r} is {refused}; or train with one process a group (--workers N)")
         for names, what in ((self._tracked.sharded, "unisono.shard"), (self._tracked.carried, "unisono.Carried")):
             for name in names:
-                if name not in self._tracked.spread_names:
+                if name not in self._tracked.spread_apart:
                     raise UsageError(
                         f"{name!r} is of {what}, which cannot be combined with groups of {self.stages.num_parts} "
                         "processes yet: leave it out, or train with one process a group (--workers N)"
@@ -146,19 +153,6 @@ class Staged(Strategy):
                 tracked.hold_apart(name, SpreadModule(module, path, found, team))
         for name, optimizer in tracked.optimizers.items():
             tracked.hold_apart(name, SpreadOptimizer(optimizer, self.stage_of, stages, team))
-
-
-_in_loops: list[tuple[Staged, Rounds]] = []
-"""The training loops that are under way in this process."""
-
-
-def loop_elsewhere(parameters: Iterable[Tensor]) -> Rounds | None:
-    """Return the rounds of the training loop in which some of these parameters are on other workers; None: none is."""
-    wanted = list(parameters)
-    for strategy, rounds in _in_loops:
-        if strategy.stages.num_parts > 1 and any(id(one) in strategy.stage_of for one in wanted):
-            return rounds
-    return None
 
 
 def evaluated(stages: Stages, rounds: Rounds, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -212,13 +206,6 @@ def _stages_by_id(stages: Stages) -> dict[int, int]:
 def _meta_sum(parameter: Tensor) -> Tensor:
     """Return a meta tensor like the sum of the gradients of a parameter."""
     return torch.empty(parameter.shape, dtype=SUM_DTYPE.get(parameter.dtype, parameter.dtype), device="meta")
-
-
-def _stage_of_owner(stages: Stages, owner: nn.Module, of: dict[int, int]) -> int:
-    for stage in range(stages.num_stages):
-        if any(owner is each for module in stages.modules_of(stage) for each in module.modules()):
-            return stage
-    return stages.num_stages - 1
 
 
 class StagedStep(Step):
@@ -402,8 +389,8 @@ class StagedRound(GradientRound):
         exchange = self._members.exchange
         assert isinstance(exchange, Lanes)
         numbers, used = dict.fromkeys(exchange.memory.used, 0), dict[int, bool]()
-        sections = self._folder.sections
-        for (_, parameter), stage in zip(self._folder.every, sections, strict=True):
+        assert self._folder.sections is not None
+        for (_, parameter), stage in zip(self._folder.every, self._folder.sections.parameters, strict=True):
             part = self._stages.part_of(stage)
             used[id(parameter)] = bool(exchange.memory.used[part][numbers[part]])
             numbers[part] += 1
@@ -443,17 +430,13 @@ class StagedRound(GradientRound):
             self._buffers.take_off()
             try:
                 self.turn.seed(self._context.seed, "microbatch", self.number, leaf)
-                flight.result = self._call(batch)
+                flight.result = called_with(self._loss_of, batch)
+            except Away:
+                pass
             finally:
                 flight.buffers = self._buffers.land()
         self._pilot.flight = self.microbatch = None
         return flight
-
-    def _call(self, batch: Any) -> Any:
-        try:
-            return self._loss_of(*batch) if isinstance(batch, (tuple, list)) else self._loss_of(batch)
-        except Away:
-            return None
 
     def _backward(self, flight: Flight, following: int | None, plan: Plan) -> None:
         stages, microbatch, folder = self._stages, flight.microbatch, self._folder
@@ -472,7 +455,7 @@ class StagedRound(GradientRound):
         if microbatch.is_empty:
             pass
         elif is_last:
-            self._backward_of(microbatch, flight.result)
+            microbatch.backward(*loss_and_weight(flight.result), None, retain_graph=False)
         elif microbatch.weight:
             with folder.calling():
                 self._pilot.back(stages.own.stop - 1, gradients)
@@ -491,10 +474,6 @@ class StagedRound(GradientRound):
         self._pilot.flight = None
         self._computed.append(flight.leaf)
         point("after_backward", flight.leaf)
-
-    def _backward_of(self, microbatch: Any, result: Any) -> None:
-        loss, weight = loss_and_weight(result)
-        microbatch.backward(loss, weight, None, retain_graph=False)
 
     def _compute_again(self, leaf: int) -> Iterator[Any]:
         if not self._is_whole:
