@@ -20,6 +20,7 @@ from unisono.core.errors import ProtocolError, UsageError
 from unisono.core.events import MembershipChanged, WorkerJoined
 from unisono.core.messages import (
     Drain,
+    Failed,
     Hello,
     Left,
     Offer,
@@ -195,6 +196,18 @@ def test_a_run_ends_with_the_last_worker_of_a_part_though_there_are_more_workers
     story.exits("w3")
     assert story.state.ended is not None
     assert story.state.ended.reason.endswith("no worker that holds the run's state of part 1 of the model is left")
+
+
+@pytest.mark.parametrize(("groups", "is_tried_again"), [(1, False), (2, True)])
+def test_a_micro_batch_that_raises_is_tried_by_a_worker_of_the_same_part(groups: int, is_tried_again: bool) -> None:
+    story = training(groups, 2)
+    story.says("w1", Failed(error="ValueError: x", traceback="where", step=5, microbatch=2, retry=True))
+    if is_tried_again:
+        assert story.state.label == "training"
+        assert "another worker tries it" in story.reason
+    else:
+        assert story.state.ended is not None
+        assert story.state.ended.traceback == "where"
 
 
 def test_a_spare_worker_of_another_part_does_not_keep_a_lost_one_from_being_replaced() -> None:

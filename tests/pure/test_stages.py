@@ -66,6 +66,14 @@ def test_cuts_that_make_no_stages(num_modules: int, cuts: int | Sequence[int], m
         Stages(*linears(num_modules), cuts=cuts)
 
 
+def test_a_module_belongs_to_one_stage() -> None:
+    """Its weights may be those of another module; buffers could not be shared."""
+    shared = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"one Linear is in stages 0 and 1 .*b\.weight = a\.weight"):
+        Stages(shared, nn.Tanh(), shared, cuts=2)
+    assert Stages(nn.Tanh(), shared, shared, cuts=[1]).num_stages == 2
+
+
 @pytest.mark.parametrize("given_module", [lambda: 3, lambda: torch.relu])
 def test_what_makes_no_module(given_module: Any) -> None:
     with pytest.raises(UsageError, match=r"takes modules, or functions that make one; got a (int|builtin_function)"):

@@ -11,6 +11,7 @@ from unisono.core.words import listed
 from unisono.membership.draft import Draft
 from unisono.membership.ending import is_at_end, lose_early_leavers
 from unisono.membership.hangs import FIRST_STEP, BegunRound, Hang, Lateness, Limits, Waiting, judge
+from unisono.membership.parts import twins_of
 from unisono.membership.restarts import lose
 from unisono.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.membership.suspicion import MAX_TRIES, Suspicions
@@ -141,7 +142,7 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: 
             _say_hang(draft, worker, beat, "it is ended, and the others go on")
             why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
             _end_process(draft, worker, why, "evicted")
-        case Lateness.ASIDE if _has_twin(draft, worker):
+        case Lateness.ASIDE if twins_of(worker, draft.workers(_S.HOLDING)):
             _note_hang(draft, worker, beat)
             _say_hang(draft, worker, beat, "the others compute its micro-batches")
             why = (
@@ -157,11 +158,6 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: 
                 worker_id=worker.worker_id, step=beat.step, microbatch=beat.microbatch, seconds=beat.seconds_at
             )
             draft.send(worker.worker_id, late)
-
-
-def _has_twin(draft: Draft, worker: Worker) -> bool:
-    """Return whether others can compute what this worker computes: they have its part of the model."""
-    return any(other.part == worker.part for other in draft.workers(_S.HOLDING) if other is not worker)
 
 
 def _say_hang(draft: Draft, worker: Worker, beat: Beat, then: str, *, ends_run: bool = False) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from unisono.core.policy import Policy
 from unisono.membership.roster import ALIVE, State, Worker, WorkerState
 
-__all__ = ["bare_parts", "next_parts", "numbers_of", "part_of", "room_beside", "to_admit"]
+__all__ = ["bare_parts", "next_parts", "numbers_of", "part_of", "room_beside", "to_admit", "twins_of"]
 
 _COUNTS = ALIVE | {WorkerState.FINISHED}
 
@@ -51,6 +51,11 @@ def part_of(state: State, worker_id: str) -> int:
     """Return the part of a worker; for one that nobody has ordered, the part that it gets with its hello."""
     worker = state.workers.get(worker_id)
     return worker.part if worker is not None else next_parts(state, 1)[0]
+
+
+def twins_of(worker: Worker, workers: Iterable[Worker]) -> list[Worker]:
+    """Return those that can compute what a worker computes: the others that have its part."""
+    return [other for other in workers if other.part == worker.part and other.worker_id != worker.worker_id]
 
 
 def room_beside(staying: Sequence[Worker], policy: Policy) -> int:

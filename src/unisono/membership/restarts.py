@@ -8,7 +8,7 @@ from typing import Final
 from unisono.core.messages import Ended, Failed, Start, StepDone, WorkerExit
 from unisono.core.words import position_words, silent_exit_words
 from unisono.membership.draft import Draft
-from unisono.membership.parts import next_parts
+from unisono.membership.parts import next_parts, twins_of
 from unisono.membership.roster import ALIVE, How, Worker, WorkerState
 from unisono.record.problems.kinds import Trouble, kind_or_error
 
@@ -175,7 +175,7 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
     what = f"{worker.name} failed{' at ' if where else ''}{where}: {message.error}"
     others = [w for w in draft.workers(_S.HOLDING) if w.worker_id != worker.worker_id]
     before = ""
-    if message.retry and worker.state is _S.HOLDING and others:
+    if message.retry and worker.state is _S.HOLDING and twins_of(worker, others):
         first = draft.state.tried.get(key)
         if first is None or first[0] == worker.worker_id:
             draft.put(tried={**draft.state.tried, key: (worker.worker_id, message)})

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from unisono.core.errors import UsageError
 from unisono.core.plan import Plan
 from unisono.engine.exchange import Parcel
 from unisono.engine.rounds.members import Gathered, Members, Undivided
@@ -28,11 +29,22 @@ def untie(modules_of: Sequence[Sequence[nn.Module]]) -> list[dict[int, nn.Parame
 
     Args:
         modules_of: by stage.
+
+    Raises:
+        UsageError: a module itself is in several stages.
     """
+    stage_of: dict[int, int] = {}
     first: dict[int, tuple[int, nn.Parameter]] = {}
     found: dict[int, dict[int, nn.Parameter]] = {}
     for stage, modules in enumerate(modules_of):
         for module in (each for outer in modules for each in outer.modules()):
+            own = stage_of.setdefault(id(module), stage)
+            if own != stage and (module._parameters or module._buffers):
+                raise UsageError(
+                    f"one {type(module).__qualname__} is in stages {own} and {stage} of unisono.Stages, and a module "
+                    "belongs to one stage: make two modules, and give the second the weights of the first "
+                    "(b.weight = a.weight) if they are to be the same"
+                )
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
