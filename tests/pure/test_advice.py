@@ -55,6 +55,12 @@ def test_a_balanced_run_is_advised_nothing() -> None:
     assert advise(team([0.1, 0.1], 8), AdviceSetting(microbatches=8, batch_size=64)) == []
 
 
+def test_groups_are_advised_nothing_by_models_of_workers_that_compute_alone() -> None:
+    loads = team([0.1, 0.1, 0.1], 4)
+    assert advise(loads, AdviceSetting(microbatches=4, batch_size=48, parts=3)) == []
+    assert advise(loads, AdviceSetting(microbatches=4, batch_size=48)) != []
+
+
 def test_more_workers_than_microbatches_are_named() -> None:
     loads = team([0.1] * 4, 2)
     found = first(advise(loads, AdviceSetting(microbatches=2, batch_size=16)))

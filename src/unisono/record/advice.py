@@ -69,6 +69,8 @@ class AdviceSetting:
     """Cores of the busiest machine that nothing uses."""
     wire: str = "fp32"
     """As what sums of gradients travel."""
+    parts: int = 1
+    """Workers of a group. Those of one wait for each other within a micro-batch, which no model here foretells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +95,15 @@ def advise(loads: Sequence[Load], setting: AdviceSetting) -> list[Advice]:
     """
     if not loads or step_seconds(loads) <= 0.0 or not setting.microbatches:
         return []
-    found = [
-        *_idle_workers(loads, setting),
-        *_slow_workers(loads, setting),
-        *_uneven_shares(loads, setting),
-        *_loading(loads, setting),
-        *_network(loads, setting),
-        *_wire(loads, setting),
-        *_update(loads),
-        *_memory(loads),
-    ]
+    found = [*_loading(loads, setting), *_update(loads), *_memory(loads)]
+    if setting.parts == 1:
+        found += [
+            *_idle_workers(loads, setting),
+            *_slow_workers(loads, setting),
+            *_uneven_shares(loads, setting),
+            *_network(loads, setting),
+            *_wire(loads, setting),
+        ]
     worth = [each for each in found if each.loss_seconds >= LEAST * step_seconds(loads)]
     return sorted(worth, key=lambda each: (-each.gain, -each.loss_seconds))
 

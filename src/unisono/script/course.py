@@ -135,7 +135,7 @@ class Course:
             self._record(step, seconds, end + self.num_more if self.num_more is not None else 0)
         self.troubles.tell_memory(self.rounds, cursor)
         own_work, team = self.rounds.members.balancing.own_work, self.rounds.team
-        if team.rank == 0 and (words := own_work.advice(cursor.microbatches, team.size)):
+        if team.rank == 0 and (words := own_work.advice(cursor.microbatches, len(team.groups))):
             warnings.warn(words, stacklevel=6)
         if self._profiling is not None:
             self._profiling.step_ends(step.number, self.rounds, sees=self.keeper.reaches)

@@ -252,11 +252,12 @@ class Training:
             on_signal = -1 if code is None else code
             facts = json.dumps(read_facts(directory))
             member.send(RunDirectoryChosen(path=str(directory.resolve()), on_signal=on_signal, facts=facts))
-        size, microbatches = rounds.team.size, loop.cursor.microbatches
+        size, microbatches = len(rounds.team.groups), loop.cursor.microbatches
         if size > microbatches and rounds.team.rank == 0:
+            noun = "workers" if rounds.team.num_parts == 1 else "groups"
             warnings.warn(
-                f"{size} workers share {microbatches} micro-batches: {size - microbatches} of them "
-                "have nothing to compute; use more micro-batches or fewer workers",
+                f"{size} {noun} share {microbatches} micro-batches: {size - microbatches} of them "
+                f"have nothing to compute; use more micro-batches or fewer {noun}",
                 stacklevel=4,
             )
         if self._course.audits is not None and rounds.team.rank == 0 and (words := too_few(size)):

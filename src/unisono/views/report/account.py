@@ -119,7 +119,7 @@ def account(directory: Path) -> Account:
         since=min(times.get("step", ()), default=last + 1),
         presences=presences(past, end=overview.ended or overview.time),
         interruptions=past.interruptions,
-        advice=advise(_loads(times, last, hosts), _setting(history.facts(), history.use(POINTS)))
+        advice=advise(_loads(times, last, hosts), _setting(history.facts(), history.use(POINTS), overview.parts))
         if last - first >= LEAST_STEPS - 1
         else [],
         problems=list(history.every_event("problem")),
@@ -227,7 +227,7 @@ def _loads(times: Mapping[str, Any], last: int, hosts: Mapping[str, str]) -> lis
     return loads
 
 
-def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> AdviceSetting:
+def _setting(facts: Mapping[str, Any], use: Mapping[str, Any], parts: int) -> AdviceSetting:
     """Return how the run was set, as far as its description says it."""
     recipe = facts.get("recipe") or {}
     spare = [
@@ -240,6 +240,7 @@ def _setting(facts: Mapping[str, Any], use: Mapping[str, Any]) -> AdviceSetting:
         batch_size=_whole(recipe.get("batch_size")),
         spare_cores=max(0.0, min(spare)) if spare else math.inf,
         wire=str(recipe.get("wire", "fp32")),
+        parts=parts,
     )
 
 
