@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from unisono.engine.state.carried import Carried as Carried
     from unisono.script.run import Run as Run
     from unisono.strategies.local.localround import LocalRound as LocalRound
+    from unisono.strategies.parallel.parallelize import parallelize as parallelize
+    from unisono.strategies.parallel.value import whole as whole
     from unisono.strategies.shard.clipping import clip_grad_norm_ as clip_grad_norm_
     from unisono.strategies.shard.clipping import clip_grad_value_ as clip_grad_value_
     from unisono.strategies.shard.sharding import shard as shard
@@ -74,7 +76,9 @@ __all__ = [
     "clip_grad_value_",
     "launch",
     "load_weights",
+    "parallelize",
     "shard",
+    "whole",
 ]
 
 # The command line and the head import this package too, and have no use for torch.
@@ -92,7 +96,9 @@ _LATER = {
     "load_weights": "unisono.engine.checkpoint.loading",
     "clip_grad_norm_": "unisono.strategies.shard.clipping",
     "clip_grad_value_": "unisono.strategies.shard.clipping",
+    "parallelize": "unisono.strategies.parallel.parallelize",
     "shard": "unisono.strategies.shard.sharding",
+    "whole": "unisono.strategies.parallel.value",
 }
 
 

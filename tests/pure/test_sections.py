@@ -57,8 +57,13 @@ def digest(slot: Slot) -> int:
     return digest_rows(whole(slot), slot.layout.multipliers, 0, slot.layout.num_rows)
 
 
-def in_sections(trained: tuple[Named, list[int]], changed: tuple[Named, list[int]], here: frozenset[int]) -> Slot:
-    cut = Sections(tuple(trained[1]), tuple(changed[1]), here)
+def in_sections(
+    trained: tuple[Named, list[int]],
+    changed: tuple[Named, list[int]],
+    here: frozenset[int],
+    counted: frozenset[int] | None = None,
+) -> Slot:
+    cut = Sections(tuple(trained[1]), tuple(changed[1]), here, here if counted is None else counted)
     layout = FlatLayout(trained[0], changed[0], EXTRAS, sections=cut)
     own = [(i, one) for i, ((_, one), section) in enumerate(zip(*trained, strict=True)) if section in here]
     own_buffers = [(i, one) for i, ((_, one), section) in enumerate(zip(*changed, strict=True)) if section in here]
@@ -75,6 +80,19 @@ def test_digests_of_parts_add_up_to_that_of_the_whole(
     num_parts = data.draw(st.integers(1, sections))
     found = [digest(in_sections(trained, changed, frozenset(part))) for part in parts_of(sections, num_parts)]
     assert sum(found) % 2**64 == expected
+
+
+@settings(deadline=None)
+@given(parameters, buffers, num_sections, st.data())
+def test_sections_that_several_members_have_count_once(
+    trained: tuple[Named, list[int]], changed: tuple[Named, list[int]], sections: int, data: st.DataObject
+) -> None:
+    expected = digest(in_sections(trained, changed, frozenset(range(sections))))
+    found = 0
+    for section in range(sections):
+        also = frozenset(data.draw(st.lists(st.integers(0, sections - 1))))
+        found += digest(in_sections(trained, changed, also | {section}, frozenset({section})))
+    assert found % 2**64 == expected
 
 
 @settings(deadline=None)

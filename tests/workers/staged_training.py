@@ -95,6 +95,24 @@ def convolution(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
+BLOCK = {"*.qkv": "columns:3", "*.out": "rows", "*.mlp.0": "columns", "*.mlp.2": "rows", "*.words": "vocabulary"}
+PLANS = {
+    "mlp": {"0.0": "columns", "0.3": "rows"},
+    "cnn": {"4": "rows"},
+    "transformer": {**BLOCK, "3.1": "columns"},
+    "tied": {**BLOCK, "3": "vocabulary"},
+}
+"""How layers are cut into shards."""
+
+
+def cut_into_shards(kind: str, modules: list[Any], shards: int) -> list[Any]:
+    """Return the modules of a model with layers that are cut."""
+    made = [module if isinstance(module, nn.Module) else module() for module in modules]
+    if kind == "mlp":  # between two stages no tensor is in shards
+        made = [nn.Sequential(*made[:4]), *made[4:]]
+    return list(unisono.parallelize(nn.Sequential(*made), PLANS[kind], shards=shards))
+
+
 def parts(kind: str, draw: torch.Generator) -> tuple[list[Any], TensorDataset]:
     """Return the modules of a model, and its data."""
     labels = torch.randint(0, 3, (NUM_SAMPLES,), generator=draw)
@@ -112,13 +130,13 @@ def parts(kind: str, draw: torch.Generator) -> tuple[list[Any], TensorDataset]:
         layers = [convolution(1, 6), convolution(6, 6), convolution(6, 6), nn.Flatten(), nn.Linear(6 * 36, 3)]
         return layers, TensorDataset(torch.randn(NUM_SAMPLES, 1, 6, 6, generator=draw), labels)
     if kind == "tied":
-        first, last = Embedding(30, 10, 16), nn.Linear(16, 30, bias=False)
+        first, last = Embedding(32, 10, 16), nn.Linear(16, 32, bias=False)
         last.weight = first.words.weight
         layers = [first, Block(16, 4), Block(16, 4), last]
-        return layers, TensorDataset(*(torch.randint(0, 30, (NUM_SAMPLES, 10), generator=draw) for _ in range(2)))
-    words, nexts = (torch.randint(0, 30, (NUM_SAMPLES, 10), generator=draw) for _ in range(2))
-    made = [lambda: Embedding(30, 10, 16), lambda: Block(16, 4), lambda: Block(16, 4)]
-    return [*made, lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 30))], TensorDataset(words, nexts)
+        return layers, TensorDataset(*(torch.randint(0, 32, (NUM_SAMPLES, 10), generator=draw) for _ in range(2)))
+    words, nexts = (torch.randint(0, 32, (NUM_SAMPLES, 10), generator=draw) for _ in range(2))
+    made = [lambda: Embedding(32, 10, 16), lambda: Block(16, 4), lambda: Block(16, 4)]
+    return [*made, lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32))], TensorDataset(words, nexts)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -133,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", default="mlp")
     parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=1, help="into which layers are cut")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--unbalanced", action="store_true", help="all groups compute as many micro-batches")
     parser.add_argument("--clip", type=float, default=0.0)
@@ -150,6 +169,8 @@ def main() -> None:
     checkpoint = unisono.Checkpoints(every_steps=every) if every else None
     with unisono.Run(seed=3, checkpoint=checkpoint, balance=not arguments.unbalanced) as run:
         modules, data = parts(arguments.kind, torch.Generator().manual_seed(1))
+        if arguments.shards > 1:
+            modules = cut_into_shards(arguments.kind, modules, arguments.shards)
         model = unisono.Stages(*modules, cuts=arguments.stages)
         for index in arguments.frozen:
             model.get_submodule(str(index)).requires_grad_(False)
@@ -159,7 +180,7 @@ def main() -> None:
 
         def loss_of(inputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
             found = model(inputs)
-            step.add(right=(found.argmax(-1) == labels).sum())
+            step.add(right=(unisono.whole(found).argmax(-1) == labels).sum())
             weight = int(labels.sum()) % 4 if arguments.weighted else labels.numel()
             return F.cross_entropy(found.flatten(0, -2), labels.flatten()), weight
 

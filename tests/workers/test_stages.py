@@ -1,7 +1,7 @@
 """One digest for every layout: a model in stages on one process, on groups of several, and whoever is lost where.
 
-By default a sample that has each layout, each exchange, and each point at which a worker can be lost in each part.
-UNISONO_TEST_ALL runs the product.
+Some have layers in shards: ``transformer-1x4`` has one stage and four shards. By default a sample that has each layout,
+each exchange, and each point at which a worker can be lost in each part. UNISONO_TEST_ALL runs the product.
 """
 
 from __future__ import annotations
@@ -39,10 +39,20 @@ STEP = 3
 ALONE = [*PATIENT, "--max-restarts", "0"]
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
 KINDS = ["mlp", "skip", "cnn", "transformer", "tied"]
+IN_SHARDS = ["mlp-1x2", "cnn-1x2", "transformer-1x4", "transformer-2x2", "tied-2x4"]
 train = Training("staged_training.py", "--evaluate", "--clip", "0.5")
 
 STEP_POINTS = ["step_head", "before_backward", "after_backward", "before_combine", "published", "reduced"]
-STEP_POINTS += ["lanes.prepared", "committed", "stages.tied", "shard.norms", "after_step", "in_evaluation", "evaluated"]
+STEP_POINTS += [
+    "lanes.prepared",
+    "committed",
+    "stages.exchange",
+    "stages.tied",
+    "shard.norms",
+    "after_step",
+    "in_evaluation",
+    "evaluated",
+]
 CHECKPOINT_POINTS = [
     "checkpoint_copied",
     "checkpoint_part_written",
@@ -54,18 +64,36 @@ CHECKPOINT_POINTS = [
 Case = tuple[str, str, str, str, int]
 """Kind of model, layout, exchange, point, number of the worker: what is trained how, and who is killed where."""
 
+
+def recipe_of(kind: str) -> list[str]:
+    """Return the arguments of the script."""
+    name, _, cuts = kind.partition("-")
+    stages, _, shards = cuts.partition("x")
+    return ["--kind", name, *(["--stages", stages, "--shards", shards] if cuts else [])]
+
+
+def fits(kind: str, layout: str) -> bool:
+    """Return whether the processes of a group have stages and shards of their own."""
+    _, _, cuts = kind.partition("-")
+    stages, shards = (int(number) for number in (cuts or "4x1").split("x"))
+    processes = int(layout.partition("x")[2] or 1)
+    columns = max(number for number in range(1, stages + 1) if processes % number == 0)
+    return shards % (processes // columns) == 0
+
+
 CALM: list[tuple[str, str, str]] = [
     ("mlp", "1x4", "two-level"),
     ("skip", "1x2", "shared"),
     ("cnn", "1x3", "shared"),
-    ("transformer", "1x4", "gloo"),
-    ("tied", "2", "gloo"),
+    ("transformer-1x4", "1x4", "gloo"),
+    ("tied-2x4", "2", "gloo"),
+    ("tied-2x4", "1x4", "two-level"),
     ("tied", "2x3", "two-level"),
 ]
 KILLS: list[Case] = [
     ("mlp", "2x2", "gloo", "lanes.prepared", 0),
     ("cnn", "2x2", "gloo", "before_backward", 3),
-    ("transformer", "2x2", "two-level", "after_backward", 1),
+    ("transformer-1x4", "2x2", "two-level", "after_backward", 1),
     ("cnn", "3x2", "shared", "published", 4),
     ("transformer", "2x3", "gloo", "reduced", 5),
     ("cnn", "2x3", "shared", "committed", 2),
@@ -73,14 +101,28 @@ KILLS: list[Case] = [
     ("cnn", "2x2", "shared", "in_evaluation", 3),
     ("transformer", "3x2", "two-level", "shard.norms", 2),
     ("tied", "2x2", "gloo", "stages.tied", 3),
-    ("tied", "2x3", "shared", "stages.tied", 0),
+    ("tied-2x4", "2x4", "shared", "stages.tied", 0),
+    ("cnn-1x2", "2x2", "shared", "stages.exchange", 1),
 ]
+BACKWARD = [
+    # the same, and how many exchanges are passed by: a micro-batch of one stage has 9 forward, and 5 back
+    ("transformer-1x4", "2x2", "gloo", 10, 2),
+    ("transformer-1x4", "2x2", "shared", 9 + 14 + 3, 1),
+]
+"""Losses in the middle of a backward pass, of the first micro-batch and of one that is added to the first."""
 if ALL:  # what the samples below leave out, too
-    CALM = list(itertools.product(KINDS, ["1", "2", "1x2", "1x3", "1x4", "2x2", "3x2", "2x3"], EXCHANGES))
+    every = [*KINDS, *IN_SHARDS]
+    CALM = [
+        case
+        for case in itertools.product(every, ["1", "2", "1x2", "1x3", "1x4", "2x2", "3x2", "2x3"], EXCHANGES)
+        if fits(*case[:2])
+    ]
     KILLS = [
         (kind, layout, exchange, at, number)
-        for kind, layout, exchange, at in itertools.product(KINDS, ["2x2", "3x2", "2x3"], EXCHANGES, STEP_POINTS)
-        if at != "stages.tied" or kind == "tied"
+        for kind, layout, exchange, at in itertools.product(every, ["2x2", "3x2", "2x3"], EXCHANGES, STEP_POINTS)
+        if fits(kind, layout)
+        if at != "stages.tied" or kind.startswith("tied")
+        if at != "stages.exchange" or kind in ("mlp-1x2", "cnn-1x2", "transformer-1x4")
         for number in range({"2x2": 4, "3x2": 6, "2x3": 6}[layout])
     ]
 
@@ -146,7 +188,7 @@ def test_the_points_are_those_that_there_are() -> None:
 def test_every_layout_has_the_bits_of_one_process(
     kind: str, layout: str, exchange: str, calm: Calm, tmp_path: Path
 ) -> None:
-    arguments = ["--kind", kind]
+    arguments = recipe_of(kind)
     outcome = train(tmp_path / "run", layout, None, options(exchange), arguments)
     assert_same_bits(tmp_path / "run", outcome, calm(*arguments))
     assert set(outcome.generations) == {1}
@@ -156,12 +198,25 @@ def test_every_layout_has_the_bits_of_one_process(
 def test_a_kill_in_a_step_changes_no_bit(
     kind: str, layout: str, exchange: str, at: str, number: int, calm: Calm, tmp_path: Path
 ) -> None:
-    arguments = ["--kind", kind]
+    arguments = recipe_of(kind)
     faults = Faults().kill(f"w{number}", step=STEP, at=at)
     outcome = train(tmp_path / "run", layout, faults, options(exchange), arguments)
     assert f"w{number}" in ended_workers(outcome.output), outcome.output
     assert_same_bits(tmp_path / "run", outcome, calm(*arguments))
     assert max(outcome.generations) > 1
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("kind", "layout", "exchange", "passed", "number"), BACKWARD)
+def test_a_kill_within_a_backward_pass_changes_no_bit(
+    kind: str, layout: str, exchange: str, passed: int, number: int, calm: Calm, tmp_path: Path
+) -> None:
+    """Some gradients of a micro-batch are added to the sums by then: these sums are computed again."""
+    arguments = recipe_of(kind)
+    faults = Faults().kill(f"w{number}", step=STEP, at="stages.exchange", skip=passed)
+    outcome = train(tmp_path / "run", layout, faults, options(exchange), arguments)
+    assert f"w{number}" in ended_workers(outcome.output), outcome.output
+    assert_same_bits(tmp_path / "run", outcome, calm(*arguments))
 
 
 # -- more than one loss ------------------------------------------------------------------------------
@@ -259,15 +314,20 @@ def test_samples_that_are_left_out(layout: str, calm: Calm, tmp_path: Path) -> N
 RESUMED: list[tuple[str, str, list[str]]] = [
     ("2x2", "1", ["--kind", "cnn"]),
     ("1", "1x4", ["--kind", "transformer"]),
-    ("1x3", "2x2", ["--kind", "cnn", "--optimizer", "adagrad"]),
+    ("1x4", "2x2", [*recipe_of("tied-2x4"), "--optimizer", "adagrad"]),
     ("1x4", "1x2", ["--kind", "transformer"]),
     ("2", "2x2", ["--kind", "skip", "--optimizer", "momentum"]),
 ]
 CHECKPOINT_KILLS = [*zip(CHECKPOINT_POINTS[:4], (2, 3, 0, 0), strict=True)]
 if ALL:
     layouts = ["1", "2", "1x2", "1x3", "1x4", "2x2", "3x2", "2x3"]
-    kinds = (["--kind", "skip", "--optimizer", "rmsprop"], ["--kind", "transformer"])
-    RESUMED = [(*pair, kind) for pair in itertools.permutations(layouts, 2) for kind in kinds]
+    kinds = ("skip", "transformer", "tied-2x4", "transformer-1x4")
+    RESUMED = [
+        (*pair, recipe_of(kind))
+        for pair in itertools.permutations(layouts, 2)
+        for kind in kinds
+        if all(fits(kind, layout) for layout in pair)
+    ]
 else:
     RESUMED, CHECKPOINT_KILLS = RESUMED[:3], CHECKPOINT_KILLS[::2]
 

@@ -54,6 +54,7 @@ POINTS: Final[dict[str, str]] = {
     "shard.delivered": "it has the new values of all parameters, others perhaps not",
     "shard.committed": "it knows that all have the new values, others perhaps not",
     "lanes.prepared": "it has the sum of its part of the model, and does not know of the other parts",
+    "stages.exchange": "it is about to exchange a sum over shards with a worker of its group, forward or back",
     "stages.tied": "it has all gradients of weights that are tied over stages, others perhaps not",
     "states.moving": "states that not all hold are about to move, because workers leave, were lost or have come",
     "states.delivering": "such a state goes from a worker to others, also in a round of local steps",

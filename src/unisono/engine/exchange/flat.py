@@ -108,7 +108,8 @@ class Sections:
     """Cut of a layout into sections, of which a member may have some: the sections of a model that is cut into stages.
 
     Every section begins with a row of its own, and a row has the same factor in the digest wherever it lies in a slot.
-    So the digests of members that together have all sections add up to that of a member that has all of them.
+    So the digests of members that together have all sections add up to that of a member that has all of them: a section
+    that several members have counts for one of them.
     """
 
     parameters: tuple[int, ...]
@@ -116,11 +117,13 @@ class Sections:
     buffers: tuple[int, ...]
     here: frozenset[int]
     """The sections of this member."""
+    counted: frozenset[int]
+    """Those that count in its digest."""
 
     @property
     def answers(self) -> bool:
         """Whether the rows that every member has (weight, loss, extras) count in the digest of this one."""
-        return max(self.parameters) in self.here
+        return max(self.parameters) in self.counted
 
 
 class Extra(NamedTuple):
@@ -160,7 +163,7 @@ class FlatLayout:
         """Of the rows here, in the layout of a member that has all sections."""
         self._silent: list[range] = []
         """The rows here that do not count in the digest."""
-        cut = sections or Sections((0,) * len(parameters), (0,) * len(buffers), frozenset({0}))
+        cut = sections or Sections((0,) * len(parameters), (0,) * len(buffers), frozenset({0}), frozenset({0}))
         self._whole_row = 0
         order = sorted({*cut.parameters, *cut.buffers}, reverse=True)
         self._rounds = rounds
@@ -179,7 +182,7 @@ class FlatLayout:
                 group.reverse()
                 named = [parameters[i] for i in group]
                 if section in cut.here:
-                    placed = self._append(sum_dtype, named, mean=means, rounded=rounded)
+                    placed = self._append(sum_dtype, named, mean=means, rounded=rounded, counts=section in cut.counted)
                     gradients.update(zip(group, placed, strict=True))
                 else:
                     self._pass_over(sum_dtype, named)
@@ -206,7 +209,9 @@ class FlatLayout:
                     continue
                 named = [buffers[i] for i in group]
                 if section in cut.here:
-                    placed = self._append(sum_dtype, named, mean=sum_dtype.is_floating_point)
+                    placed = self._append(
+                        sum_dtype, named, mean=sum_dtype.is_floating_point, counts=section in cut.counted
+                    )
                     by_index.update(zip(group, placed, strict=True))
                 else:
                     self._pass_over(sum_dtype, named)

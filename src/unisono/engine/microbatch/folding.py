@@ -396,6 +396,20 @@ class GradientFolder:
         self._slots.nodes[node] = slot
         return freed
 
+    def abandon_leaf(self) -> list[Slot]:
+        """Forget the current leaf, if its backward has not ended, and the nodes that its gradients were added to: they
+        have some of them. Return their slots.
+        """
+        current, self._leaf = self._leaf, None
+        if current is None:
+            return []
+        slots = [slot for _, slot in current.chain]
+        if self._adopter in slots:
+            self._adopted, self._adopter = {}, None
+        for node, _ in current.chain:
+            self._slots.nodes.pop(node, None)
+        return slots
+
     def not_finite(self) -> list[str]:
         """Return the parameters whose gradients are not finite in the leaf that was finished last."""
         assert self._last is not None

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from unisono.core.errors import StepError
 from unisono.engine.microbatch.losses import Microbatch
+from unisono.strategies.parallel.place import Exchange
+from unisono.strategies.parallel.value import Sharded
 from unisono.strategies.stages.module import Stages
 
 __all__ = ["Away", "Flight", "OwnBuffers", "Pilot", "one_forward_one_backward"]
@@ -50,6 +52,7 @@ class Pilot:
     Args:
         seed: sets the generators for a stage of the current micro-batch.
         send: sends the output of the last stage here to the next part; receive: returns that of the part before.
+        exchange: sends a tensor to another part with the same stages, and returns what it has sent.
     """
 
     def __init__(
@@ -58,12 +61,19 @@ class Pilot:
         seed: Callable[[int, int], None],
         send: Callable[[Any], None] | None = None,
         receive: Callable[[], Any] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.flight: Flight | None = None
         self._stages = stages
         self._seed = seed
         self._send = send
         self._receive = receive
+        self._exchange = exchange
+
+    def exchange(self, shard_part: int, tensor: Tensor) -> Tensor:
+        """Send a tensor to the process of this column with that number, and return what it has sent."""
+        assert self._exchange is not None
+        return self._exchange(shard_part, tensor)
 
     def forward(self, args: tuple[Any, ...]) -> Any:
         """Return the output of the last stage; raise `Away` where that is elsewhere."""
@@ -133,6 +143,11 @@ def _checked(found: Any, stage: int) -> Tensors:
         kinds = ", ".join(type(each).__qualname__ for each in made)
         raise StepError(
             f"stage {stage} of unisono.Stages returned ({kinds}): between two stages go a tensor or a tuple of tensors"
+        )
+    if any(isinstance(each, Sharded) for each in made):
+        raise StepError(
+            f"stage {stage} of unisono.Stages returned a tensor in shards: between a layer that unisono.parallelize "
+            "has cut by columns and the one that is cut by rows there can be no cut of the stages"
         )
     return made
 

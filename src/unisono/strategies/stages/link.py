@@ -80,6 +80,20 @@ class Link:
         self._wire.await_job(job, job.is_completed)
         return found[0]
 
+    def exchange(self, partner: int, tensor: Tensor) -> Tensor:
+        """Send a tensor to a part, and return what it has sent: one of the same shape and dtype. Waits.
+
+        Raises:
+            PeerLost, DeadlineExceeded: a worker of the group was lost.
+        """
+        own = tensor.detach().cpu().contiguous()
+        found = torch.empty_like(own)
+        if own.numel():
+            self._send(partner, own.view(-1).view(torch.uint8))
+            job = self._wire.in_background(lambda: self._receive(partner, found.view(-1).view(torch.uint8)))
+            self._wire.await_job(job, job.is_completed)
+        return found.to(self._device)
+
     def finish(self) -> None:
         """Wait until all that was sent has left.
 

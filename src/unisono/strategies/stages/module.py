@@ -1,4 +1,11 @@
-"""`Stages`: a model that is cut into logical stages, of which a worker may have some."""
+"""`Stages`: a model that is cut into logical stages, of which a worker may have some.
+
+The processes of a group are a grid: those of a column have the same stages, and of the layers that are cut into shards
+(`unisono.parallelize`) each a part. Neighbours in a column have neighbouring numbers.
+
+What a process has is told in **sections**, which do not depend on the number of processes: of each stage a section for
+each shard, and one for the parameters that are not cut, which all processes with that stage have.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,8 @@ from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import UsageError
+from unisono.strategies.parallel.layers import layers_in
+from unisono.strategies.parallel.place import Place
 from unisono.strategies.stages.tied import untie
 
 __all__ = ["Carrier", "Stages", "parts_of", "stages_in"]
@@ -21,6 +30,9 @@ class Carrier(Protocol):
 
     def forward(self, args: tuple[Any, ...]) -> Any:
         """Return the output of the last stage."""
+
+    def exchange(self, shard_part: int, tensor: Tensor) -> Tensor:
+        """Send a tensor to the process of this column with that number, and return what it has sent."""
 
 
 class Stages(nn.Module):
@@ -47,13 +59,18 @@ class Stages(nn.Module):
     keeps its own, and the parameters of the others are meta tensors. A module may be given as a function without
     arguments that makes it: then a process never has more than one module of other stages at a time.
 
+    Modules may have layers that are cut into shards (`unisono.parallelize`). Of P processes of a group, as many as
+    possible carry stages of their own: p, the largest divisor of P that is not above S. The other factor t of P = p x t
+    divides the shards. ``cuts=1``: all processes have shards of one stage.
+
     Args:
         modules: at least one for each stage; modules or functions that make one.
         cuts: the number S of stages, which get equally many modules as far as that goes (the first ones one more); or
             the indices of the modules with which the second and each following stage begins.
 
     Raises:
-        UsageError: the cuts make no stages of these modules, or the run has more parts than there are stages.
+        UsageError: the cuts make no stages of these modules, or the run has more parts than there are stages and
+            shards.
     """
 
     def __init__(self, *modules: nn.Module | Callable[[], nn.Module], cuts: int | Sequence[int]) -> None:
@@ -62,12 +79,14 @@ class Stages(nn.Module):
         """By stage, the index of its first module."""
         member = members.current()
         self.num_parts = member.spec.run.settings.parts if member is not None else 1
+        """Processes of a group."""
         self.part = member.part if member is not None else 0
-        if self.num_parts > self.num_stages:
-            raise UsageError(
-                f"unisono.Stages has {self.num_stages} stages, and a group of this run has {self.num_parts} processes, "
-                f"each of which carries at least one: give more cuts, or start with --workers Nx{self.num_stages}"
-            )
+        self.num_stage_parts = max(
+            divisor for divisor in range(1, self.num_stages + 1) if self.num_parts % divisor == 0
+        )
+        self.num_shard_parts = self.num_parts // self.num_stage_parts
+        self.place = Place(1)
+        """The shards that are here, of layers that are cut."""
         self._carrier: Carrier | None = None
         self.is_cut = False
         """Whether this process has its own stages only."""
@@ -77,9 +96,18 @@ class Stages(nn.Module):
                 raise UsageError(
                     f"unisono.Stages takes modules, or functions that make one; got a {type(module).__qualname__}"
                 )
-            if not isinstance(given, nn.Module) and not self._is_here(index):
-                _empty(module)
             self.add_module(str(index), module)
+            self._put_in_place(module)
+            if not isinstance(given, nn.Module):
+                self._keep_own(index)
+        if self.place.num_shards % self.num_shard_parts:
+            shards = f"{self.place.num_shards} shards" if self.num_shards else "no layers cut into shards"
+            raise UsageError(
+                f"unisono.Stages has {self.num_stages} stages and {shards}, and a group of this run has "
+                f"{self.num_parts} processes ({self.num_stage_parts} x {self.num_shard_parts}), each of which carries "
+                "a stage or a shard of its own: give more cuts, cut layers by unisono.parallelize, or start with "
+                f"--workers Nx{self.num_stages}"
+            )
         self.ties = untie([[*self.modules_of(stage)] for stage in range(self.num_stages)])
         """Weights that are tied over stages: by stage, the parameter."""
 
@@ -88,18 +116,66 @@ class Stages(nn.Module):
         return len(self.cuts)
 
     @property
+    def num_shards(self) -> int:
+        """T of the layers that are cut into shards; 0: there are none."""
+        return self.place.num_shards if self.place.num_shards > 1 else 0
+
+    @property
     def of_parts(self) -> list[range]:
         """By part, the stages that it carries."""
-        return parts_of(self.num_stages, self.num_parts)
-
-    def part_of(self, stage: int) -> int:
-        """Return the part that carries a stage."""
-        return next(part for part, own in enumerate(self.of_parts) if stage in own)
+        return parts_of(self.num_stages, self.num_parts, self.num_shard_parts)
 
     @property
     def own(self) -> range:
         """The stages that this process carries."""
         return self.of_parts[self.part]
+
+    def beside(self, number: int) -> int:
+        """Return the part with the same stages as this process that has that number among them."""
+        return self.part - self.part % self.num_shard_parts + number
+
+    @property
+    def num_sections(self) -> int:
+        return self.num_stages * (self.num_shards + 1)
+
+    def section(self, stage: int, shard: int | None = None) -> int:
+        """Return the section of a shard of a stage; None: of what is not cut."""
+        return stage * (self.num_shards + 1) + (self.num_shards if shard is None else shard)
+
+    def parts_with(self, section: int) -> list[int]:
+        """Return the parts that carry a section."""
+        stage, shard = divmod(section, self.num_shards + 1)
+        with_stage = [part for part, own in enumerate(self.of_parts) if stage in own]
+        if shard == self.num_shards:
+            return with_stage
+        return [with_stage[shard * self.num_shard_parts // self.num_shards]]
+
+    @property
+    def sections_of(self) -> dict[int, int]:
+        """By id of a parameter, its section.
+
+        Raises:
+            UsageError: a parameter is in several stages.
+        """
+        found: dict[int, int] = {}
+        for stage in range(self.num_stages):
+            modules = list(self.modules_of(stage))
+            of_shard = {
+                id(one): shard
+                for module in modules
+                for layer in layers_in(module)
+                for pieces in layer.pieces()
+                for shard, one in enumerate(pieces)
+            }
+            for name, one in (each for module in modules for each in module.named_parameters()):
+                section = self.section(stage, of_shard.get(id(one)))
+                if found.setdefault(id(one), section) != section:
+                    raise UsageError(
+                        f"parameter {name!r} of stage {stage} of unisono.Stages is in stage "
+                        f"{found[id(one)] // (self.num_shards + 1)} as well: tie weights before unisono.Stages gets "
+                        "the modules"
+                    )
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -142,6 +218,7 @@ class Stages(nn.Module):
     def carry(self, carrier: Carrier | None) -> None:
         """Have calls of the model go through a carrier. Local."""
         self._carrier = carrier
+        self.place.exchange = carrier.exchange if carrier is not None else None
 
     def cut(self) -> None:
         """Keep the stages of this process only. Local; before the first training loop."""
@@ -149,9 +226,40 @@ class Stages(nn.Module):
             return
         self.is_cut = True
         for index in range(len(self._modules)):
-            module = self._modules[str(index)]
-            if module is not None and not self._is_here(index):
-                _empty(module)
+            self._keep_own(index)
+
+    def _put_in_place(self, module: nn.Module) -> None:
+        """Note which shards of the layers of a module are here.
+
+        Raises:
+            UsageError: they are cut into other numbers than those of another module.
+        """
+        for layer in layers_in(module):
+            if layer.place is self.place:
+                continue
+            if self.num_shards and layer.place.num_shards != self.num_shards:
+                raise UsageError(
+                    f"modules of unisono.Stages have layers in {self.num_shards} and in {layer.place.num_shards} "
+                    "shards: cut all of them into equally many"
+                )
+            if not self.num_shards:
+                self.place = Place(layer.place.num_shards)
+                if self.place.num_shards % self.num_shard_parts == 0:
+                    self.place.divide(self.part % self.num_shard_parts, self.num_shard_parts)
+            layer.place = self.place
+
+    def _keep_own(self, index: int) -> None:
+        """Make meta tensors of what a module has and other processes carry."""
+        module = self._modules[str(index)]
+        if module is None:
+            return
+        if not self._is_here(index):
+            _empty(module)
+        for layer in layers_in(module):
+            for pieces in layer.pieces():
+                for shard, one in enumerate(pieces):
+                    if shard not in self.place.own:
+                        _empty_parameter(one)
 
     def _is_here(self, index: int) -> bool:
         return self.stage_of(index) in self.own
@@ -173,10 +281,15 @@ def stages_in(module: nn.Module) -> list[tuple[str, Stages]]:
     return [(path, each) for path, each in module.named_modules() if isinstance(each, Stages)]
 
 
-def parts_of(num_stages: int, num_parts: int) -> list[range]:
-    """Return by part the stages that it carries: next to each other, and equally many as far as that goes."""
-    edges = [part * num_stages // num_parts for part in range(num_parts + 1)]
-    return [range(first, end) for first, end in itertools.pairwise(edges)]
+def parts_of(num_stages: int, num_parts: int, num_shard_parts: int = 1) -> list[range]:
+    """Return by part the stages that it carries: next to each other, and equally many as far as that goes.
+
+    Args:
+        num_shard_parts: so many neighbouring parts carry the same stages.
+    """
+    columns = num_parts // num_shard_parts
+    edges = [column * num_stages // columns for column in range(columns + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(edges) for _ in range(num_shard_parts)]
 
 
 def _starts(cuts: int | Sequence[int], num_modules: int) -> tuple[int, ...]:
@@ -199,9 +312,14 @@ def _empty(module: nn.Module) -> None:
     """Make meta tensors of the parameters and persistent buffers of a module. Whoever holds one holds it after that."""
     for owner in module.modules():
         for parameter in owner._parameters.values():
-            if parameter is not None and not parameter.is_meta:
-                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, empty)
+            if parameter is not None:
+                _empty_parameter(parameter)
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 owner._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+def _empty_parameter(parameter: Tensor) -> None:
+    if not parameter.is_meta:
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, empty)

@@ -1,7 +1,8 @@
 """The parts of the state that belong to stages: each worker has those of its own stages.
 
-A unit is a stage (`unisono.engine.state.spread`): its parameters and buffers, and what optimizers keep of its
-parameters. It is held by all workers of the part that carries it. Tensors of other stages are meta tensors, everywhere.
+A unit (`unisono.engine.state.spread`) is a section of `unisono.strategies.stages.module.Stages`: its parameters and
+buffers, and what optimizers keep of its parameters. It is held by all workers of the parts that carry it. Tensors of
+other sections are meta tensors, everywhere.
 """
 
 from __future__ import annotations
@@ -33,24 +34,22 @@ class _OfStages(ABC):
 
     @property
     def holders(self) -> tuple[tuple[str, ...], ...]:
-        """By stage: the ids of the members that hold it."""
+        """By section: the ids of the members that hold it."""
         members = list(zip(self._team.worker_ids, self._team.parts, strict=True))
-        return tuple(
-            tuple(worker for worker, part in members if part == self._stages.part_of(stage))
-            for stage in range(self._stages.num_stages)
-        )
+        parts_with = [self._stages.parts_with(section) for section in range(self._stages.num_sections)]
+        return tuple(tuple(worker for worker, part in members if part in parts) for parts in parts_with)
 
     def plan(self, members: Sequence[MemberPlace]) -> Mapping[int, tuple[str, ...]]:
-        """Return by stage the ids of those who are to hold it."""
+        """Return by section the ids of those who are to hold it."""
         ids = {one.worker_id for one in members}
-        return {stage: tuple(one for one in each if one in ids) for stage, each in enumerate(self.holders)}
+        return {section: tuple(one for one in each if one in ids) for section, each in enumerate(self.holders)}
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with meta tensors in the place of those that belong to stages."""
+        """Return a state with meta tensors in the place of those that belong to sections."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -68,18 +67,24 @@ class SpreadModule(_OfStages):
     def __init__(self, module: nn.Module, path: str, stages: Stages, team: Team) -> None:
         super().__init__(stages, team)
         self._module = module
-        self._path = path
+        self._start = f"{path}." if path else ""
+        sections = stages.sections_of
+        self._section_of = {
+            f"{self._start}{name}": sections[id(one)] for name, one in stages.named_parameters(remove_duplicate=False)
+        }
 
     def unit(self, path: str) -> int | None:
-        start = re.escape(f"{self._path}." if self._path else "")
-        found = re.match(rf"\['{start}(\d+)\.", path)
-        return self._stages.stage_of(int(found[1])) if found is not None else None
+        key = path[2:-2]  # of ['key']
+        if key in self._section_of:
+            return self._section_of[key]
+        found = re.match(rf"{re.escape(self._start)}(\d+)\.", key)
+        return self._stages.section(self._stages.stage_of(int(found[1]))) if found is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         return self._module.state_dict()
 
     def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with meta tensors in the place of those that belong to stages."""
+        """Return a state with meta tensors in the place of those that belong to sections."""
         return type(state)((key, _meta(value) if self._is_apart(key) else value) for key, value in state.items())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,18 +100,18 @@ class SpreadModule(_OfStages):
 class SpreadOptimizer(_OfStages):
     """A tracked optimizer of parameters of stages.
 
-    A parameter of another stage gets a gradient that is a meta tensor. With the first one the optimizer makes its
+    A parameter that is elsewhere gets a gradient that is a meta tensor. With the first one the optimizer makes its
     state, of meta tensors; then there is nothing to do for it (`drop_elsewhere`).
     """
 
-    def __init__(self, optimizer: Optimizer, stage_of: Mapping[int, int], stages: Stages, team: Team) -> None:
+    def __init__(self, optimizer: Optimizer, section_of: Mapping[int, int], stages: Stages, team: Team) -> None:
         """
         Args:
-            stage_of: by id of a parameter.
+            section_of: by id of a parameter.
         """
         super().__init__(stages, team)
         self._optimizer = optimizer
-        self._stage_of = stage_of
+        self._section_of = section_of
 
     def _parameters(self) -> list[Tensor]:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
@@ -115,7 +120,7 @@ class SpreadOptimizer(_OfStages):
         found = re.match(r"\['state'\]\[(\d+)\]\['(\w+)'\]", path)
         if found is None:
             return None
-        return self._stage_of.get(id(self._parameters()[int(found[1])]))
+        return self._section_of.get(id(self._parameters()[int(found[1])]))
 
     def state_dict(self) -> dict[str, Any]:
         parameters, found = self._parameters(), self._optimizer.state_dict()
@@ -126,7 +131,7 @@ class SpreadOptimizer(_OfStages):
         return {**found, "state": states}
 
     def outlined(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with meta tensors in the place of those that belong to stages."""
+        """Return a state with meta tensors in the place of those that belong to sections."""
         return {**state, "state": {index: self._outline(index, each) for index, each in state["state"].items()}}
 
     def _outline(self, index: int, state: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import Team
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.tracked import Tracked
+from unisono.strategies.parallel.layers import layers_in
 from unisono.strategies.stages.flight import Away, Flight, OwnBuffers, Pilot, one_forward_one_backward
 from unisono.strategies.stages.link import Link
 from unisono.strategies.stages.module import Stages, stages_in
@@ -47,12 +48,20 @@ def find_stages(tracked: Tracked) -> Stages | None:
     """Return the `Stages` that is tracked; None: there is none.
 
     Raises:
-        UsageError: there are several.
+        UsageError: there are several, or layers that are cut into shards are in none.
     """
     found = {id(each): each for module in tracked.modules.values() for _, each in stages_in(module)}
     if len(found) > 1:
         raise UsageError(f"{len(found)} unisono.Stages are tracked, and a run has one: put all modules into one")
-    return next(iter(found.values()), None)
+    stages = next(iter(found.values()), None)
+    placed = {id(layer) for layer in layers_in(stages)} if stages is not None else set()
+    for name, module in tracked.modules.items():
+        if any(id(layer) not in placed for layer in layers_in(module)):
+            raise UsageError(
+                f"{name!r} has layers that unisono.parallelize has cut, and they are in no unisono.Stages, which "
+                "trains them: model = unisono.Stages(model, cuts=1)"
+            )
+    return stages
 
 
 class Staged(Strategy):
@@ -67,7 +76,7 @@ class Staged(Strategy):
         self._tracked = tracked
         self._hooks: list[RemovableHandle] = []
         stages.cut()
-        self.stage_of = _stages_by_id(stages)
+        self.section_of = stages.sections_of
         """By id of a parameter."""
         self._check()
         if stages.num_parts > 1:
@@ -75,7 +84,9 @@ class Staged(Strategy):
 
     @property
     def recipe(self) -> Recipe:
-        return {"stages": ",".join(map(str, self.stages.cuts))}
+        stages = self.stages
+        cuts: Recipe = {"stages": ",".join(map(str, stages.cuts))}
+        return {**cuts, "shards": stages.num_shards} if stages.num_shards else cuts
 
     def sections(self, trained: Sequence[tuple[str, nn.Parameter]], buffers: Buffers) -> Sections:
         stages = self.stages
@@ -85,10 +96,13 @@ class Staged(Strategy):
             for outer in stages.modules_of(stage)
             for module in outer.modules()
         }
+        here = frozenset(one for one in range(stages.num_sections) if stages.part in stages.parts_with(one))
+        last = stages.num_stages - 1
         return Sections(
-            tuple(self.stage_of[id(one)] for _, one in trained),
-            tuple(of.get(id(module), stages.num_stages - 1) for module, _ in buffers.owners),
-            frozenset(stages.own),
+            tuple(self.section_of[id(one)] for _, one in trained),
+            tuple(stages.section(of.get(id(module), last)) for module, _ in buffers.owners),
+            here,
+            frozenset(one for one in here if stages.parts_with(one)[0] == stages.part),
         )
 
     def make_step(self, number: int, unused: UnusedGradients, process: Process) -> Step:
@@ -97,7 +111,7 @@ class Staged(Strategy):
     def open(self, context: StepContext, first: int) -> None:
         super().open(context, first)
         if self.stages.num_parts > 1:
-            note_loop(self, context.rounds, lambda one: id(one) in self.stage_of)
+            note_loop(self, context.rounds, lambda one: id(one) in self.section_of)
             optimizers = self._tracked.optimizers.values()
             self._hooks = [one.register_step_pre_hook(drop_elsewhere) for one in optimizers]
 
@@ -121,7 +135,7 @@ class Staged(Strategy):
                         "one group"
                     )
         for name, parameter in self._tracked.parameters():
-            if id(parameter) not in self.stage_of:
+            if id(parameter) not in self.section_of:
                 raise UsageError(
                     f"parameter {name} is tracked and is in no stage of unisono.Stages: put its module into it"
                 )
@@ -152,7 +166,7 @@ class Staged(Strategy):
             for path, found in stages_in(module):
                 tracked.hold_apart(name, SpreadModule(module, path, found, team))
         for name, optimizer in tracked.optimizers.items():
-            tracked.hold_apart(name, SpreadOptimizer(optimizer, self.stage_of, stages, team))
+            tracked.hold_apart(name, SpreadOptimizer(optimizer, self.section_of, stages, team))
 
 
 def evaluated(stages: Stages, rounds: Rounds, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -170,8 +184,9 @@ def evaluated(stages: Stages, rounds: Rounds, function: Callable[[Any], Any]) ->
         pilot = Pilot(
             stages,
             lambda leaf, stage: None,
-            lambda value: link.send(stages.part + 1, value),
-            lambda: link.receive(stages.part - 1),
+            lambda value: link.send(stages.part + stages.num_shard_parts, value),
+            lambda: link.receive(stages.part - stages.num_shard_parts),
+            lambda number, tensor: link.exchange(stages.beside(number), tensor),
         )
         pilot.flight = Flight(0)
         stages.carry(pilot)
@@ -183,24 +198,6 @@ def evaluated(stages: Stages, rounds: Rounds, function: Callable[[Any], Any]) ->
                 link.finish()
 
     return compute
-
-
-def _stages_by_id(stages: Stages) -> dict[int, int]:
-    """Return by id of a parameter its stage.
-
-    Raises:
-        UsageError: a parameter is in several stages.
-    """
-    found: dict[int, int] = {}
-    for stage in range(stages.num_stages):
-        for module in stages.modules_of(stage):
-            for name, parameter in module.named_parameters():
-                if found.setdefault(id(parameter), stage) != stage:
-                    raise UsageError(
-                        f"parameter {name!r} of stage {stage} of unisono.Stages is in stage {found[id(parameter)]} as "
-                        "well: tie weights before unisono.Stages gets the modules"
-                    )
-    return found
 
 
 def _meta_sum(parameter: Tensor) -> Tensor:
@@ -244,7 +241,7 @@ class StagedStep(Step):
 
     def _make_round(self, turn: Pass) -> GradientRound:
         assert self._loss_of is not None
-        return StagedRound(self._strategy.stages, self._loss_of, self._context, self._position, turn)
+        return StagedRound(self._strategy, self._loss_of, self._context, self._position, turn)
 
 
 def _refused() -> StepError:
@@ -263,22 +260,24 @@ class StagedRound(GradientRound):
 
     def __init__(
         self,
-        stages: Stages,
+        strategy: Staged,
         loss_of: Callable[..., Any],
         context: StepContext,
         position: Any,
         turn: Pass,
     ) -> None:
         super().__init__(context, position, context.folder(), turn)
-        self._stages = stages
+        self._stages = stages = strategy.stages
+        self._section_of = strategy.section_of
         self._loss_of = loss_of
         self._is_whole = stages.num_parts == 1
-        part = stages.part
+        self._following, self._preceding = stages.part + stages.num_shard_parts, stages.part - stages.num_shard_parts
         self._pilot = Pilot(
             stages,
             lambda leaf, stage: self.turn.seed(context.seed, "stage", self.number, leaf, stage),
-            lambda value: self._link.send(part + 1, value),
-            lambda: self._received(part - 1),
+            lambda value: self._link.send(self._following, value),
+            lambda: self._waited(lambda link: link.receive(self._preceding)),
+            self._exchange,
         )
         self._link_of: tuple[Any, Link] | None = None
         self._tied: TiedRound | None = None
@@ -322,7 +321,8 @@ class StagedRound(GradientRound):
         self._context.note_plan(self.position.number, plan, (), self.turn.number)
         todo = list(plan.ranges[members.rank])
         flights: dict[int, Flight] = {}
-        for is_forward, leaf in one_forward_one_backward(todo, self._stages.num_parts - 1 - self._stages.part):
+        ahead = (self._stages.num_parts - 1 - self._stages.part) // self._stages.num_shard_parts
+        for is_forward, leaf in one_forward_one_backward(todo, ahead):
             if is_forward:
                 flights[leaf] = self._forward(leaf)
             else:
@@ -338,16 +338,18 @@ class StagedRound(GradientRound):
             self._link_of[1].let_go()
             self._link_of = None
         self._pilot.flight = self.microbatch = None
+        for slot in self._folder.abandon_leaf():
+            self._members.release(slot)
         return super().interrupt()
 
     def more(self) -> Iterator[Round]:
         if self._is_whole or not self._ties:
             return
-        of, means = self._stages.part_of, self._means
+        parts_with, means = self._stages.parts_with, self._means
         ties = [
             {
-                part: {stage: means.get(id(one), _meta_sum(one)) for stage, one in tie.items() if of(stage) == part}
-                for part in dict.fromkeys(of(stage) for stage in tie)
+                stage: (parts_with(self._section_of[id(one)]), means.get(id(one), _meta_sum(one)))
+                for stage, one in tie.items()
             }
             for tie in self._ties
         ]
@@ -390,10 +392,10 @@ class StagedRound(GradientRound):
         assert isinstance(exchange, Lanes)
         numbers, used = dict.fromkeys(exchange.memory.used, 0), dict[int, bool]()
         assert self._folder.sections is not None
-        for (_, parameter), stage in zip(self._folder.every, self._folder.sections.parameters, strict=True):
-            part = self._stages.part_of(stage)
-            used[id(parameter)] = bool(exchange.memory.used[part][numbers[part]])
-            numbers[part] += 1
+        for (_, parameter), section in zip(self._folder.every, self._folder.sections.parameters, strict=True):
+            for part in self._stages.parts_with(section):
+                used[id(parameter)] = bool(exchange.memory.used[part][numbers[part]])
+                numbers[part] += 1
         for tie in self._ties:  # a gradient of one is a gradient of all
             is_used = any(used[id(one)] for one in tie.values())
             used.update((id(one), is_used) for one in tie.values())
@@ -412,10 +414,17 @@ class StagedRound(GradientRound):
             self._link_of = exchange.link, Link(exchange.link, self._stages.device)
         return self._link_of[1]
 
-    def _received(self, part: int) -> Any:
+    def _exchange(self, number: int, tensor: Tensor) -> Tensor:
+        """Exchange a tensor with another worker that has shards of the same stages, within forward or backward."""
+        point("stages.exchange")
+        found: Tensor = self._waited(lambda link: link.exchange(self._stages.beside(number), tensor))
+        return found
+
+    def _waited(self, call: Callable[[Link], Any]) -> Any:
+        """Return what another worker of the group has sent."""
         self._clock.switch("exchange")
         with self._members.waiting():
-            found = self._link.receive(part)
+            found = call(self._link)
         self._clock.switch("compute")
         return found
 
@@ -444,7 +453,7 @@ class StagedRound(GradientRound):
         gradients: list[Tensor | None] = []
         is_last = stages.num_stages - 1 in stages.own
         if not is_last and not microbatch.is_empty:
-            gradients, weight, weighted_loss, values = self._received(stages.part + 1)
+            gradients, weight, weighted_loss, values = self._waited(lambda link: link.receive(self._following))
             microbatch.take_over(weight, weighted_loss)
             self._values[flight.leaf] = values
         self._clock.switch("compute")
@@ -470,7 +479,7 @@ class StagedRound(GradientRound):
                 self._buffers.land()
         if stages.own.start > 0 and not microbatch.is_empty:
             made = self._pilot.take_gradients() if weight else []
-            self._link.send(stages.part - 1, (made, weight, weighted_loss, self._values.get(flight.leaf, {})))
+            self._link.send(self._preceding, (made, weight, weighted_loss, self._values.get(flight.leaf, {})))
         self._pilot.flight = None
         self._computed.append(flight.leaf)
         point("after_backward", flight.leaf)

@@ -65,16 +65,14 @@ class TiedRound(Undivided):
     It ends with an exchange in which each member says that it has all: who has passed it may change its gradients.
 
     Args:
-        ties: by tie, by part that carries one of its stages: the gradients by stage, of a part that is not this
-            member's as meta tensors.
-        lanes: by part, the ranks of the members that carry it.
+        ties: by tie, by stage: the parts that carry its weight, and the gradient; where it is elsewhere, a meta tensor.
     """
 
     kind: Final = "tied"
     title: Final = "the gradients of tied weights"
 
     def __init__(
-        self, members: Members, ties: Sequence[Mapping[int, Mapping[int, Tensor]]], device: torch.device
+        self, members: Members, ties: Sequence[Mapping[int, tuple[Sequence[int], Tensor]]], device: torch.device
     ) -> None:
         super().__init__(members)
         self._ties = ties
@@ -92,18 +90,17 @@ class TiedRound(Undivided):
             part, parts = members.team.part, members.team.parts
             for tie in self._ties:
                 own = dict[int, Tensor]()
-                targets_of = [rank for rank, each in enumerate(parts) if each in tie]
-                for source_part, gradients in tie.items():
-                    source = parts.index(source_part)
-                    targets = tuple(rank for rank in targets_of if parts[rank] != source_part)
-                    for stage, gradient in gradients.items():
-                        there = gradient
-                        if part in tie and part != source_part:
-                            there = torch.empty_like(gradient, device=self._device)
-                        if part in tie:
-                            own[stage] = there
-                        if targets:
-                            parcels.append(Parcel(source, targets, there))
+                carriers = {one for parts_with, _ in tie.values() for one in parts_with}
+                for stage, (holders, gradient) in tie.items():
+                    source = next(rank for rank, each in enumerate(parts) if each in holders)
+                    targets = tuple(rank for rank, each in enumerate(parts) if each in carriers and each not in holders)
+                    there = gradient
+                    if part in carriers and part not in holders:
+                        there = torch.empty_like(gradient, device=self._device)
+                    if part in carriers:
+                        own[stage] = there
+                    if targets:
+                        parcels.append(Parcel(source, targets, there))
                 found.append(own)
             members.deliver(parcels)
             self.found = found

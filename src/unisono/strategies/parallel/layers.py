@@ -1,0 +1,154 @@
+"""Layers that are cut into shards, in the place of layers of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unisono.core.errors import UsageError
+from unisono.strategies.parallel.place import Place, cut, join, part_of, spread
+from unisono.strategies.parallel.value import Sharded, refused
+
+__all__ = ["Columns", "CutLayer", "Pieces", "Rows", "Vocabulary", "layers_in"]
+
+_PIECES = "_unisono_pieces"
+"""Attribute of a parameter that was cut: weights that are tied are cut once."""
+
+
+class Pieces(nn.ParameterList):
+    """The pieces of a parameter that is cut, by shard; those on other workers are meta tensors.
+
+    Args:
+        parameter: that is cut into pieces, as long as it is no piece of another layer.
+        dim, blocks: as of `unisono.strategies.parallel.place.part_of`.
+    """
+
+    def __init__(self, parameter: Tensor, num_shards: int, dim: int, blocks: int = 1) -> None:
+        self.dim, self.blocks = dim, blocks
+        known = getattr(parameter, _PIECES, None)
+        if known is None:
+            pieces = [
+                nn.Parameter(part_of(parameter.detach(), shard, num_shards, dim, blocks), parameter.requires_grad)
+                for shard in range(num_shards)
+            ]
+            known = (num_shards, dim, blocks), pieces
+            setattr(parameter, _PIECES, known)
+        if known[0] != (num_shards, dim, blocks):
+            raise UsageError(
+                f"a weight of shape {tuple(parameter.shape)} is tied to that of another layer and would be cut in two "
+                "ways: cut both layers alike, an embedding by 'vocabulary' and the layer at the end by 'columns'"
+            )
+        super().__init__(known[1])
+
+    def own(self, place: Place) -> list[nn.Parameter]:
+        """Return the pieces of the shards here."""
+        return [self[shard] for shard in place.own]
+
+
+class CutLayer(nn.Module):
+    """A layer that is cut into shards.
+
+    Attributes:
+        place: which of them are here.
+    """
+
+    place: Place
+
+    def pieces(self) -> list[Pieces]:
+        return [one for one in self.children() if isinstance(one, Pieces)]
+
+
+class Columns(CutLayer):
+    """``nn.Linear``, of whose output each shard has a part.
+
+    Args:
+        blocks: of the output, each of which is cut: 3 for queries, keys and values of one layer.
+    """
+
+    def __init__(self, layer: nn.Linear, place: Place, blocks: int = 1) -> None:
+        super().__init__()
+        self.place, self.blocks = place, blocks
+        num = place.num_shards
+        _check_size(layer.out_features, num * blocks, f"the output of {layer}")
+        self.weight = Pieces(layer.weight, num, 0, blocks)
+        self.bias = Pieces(layer.bias, num, 0, blocks) if layer.bias is not None else None
+
+    def forward(self, given: Tensor) -> Tensor:
+        if isinstance(given, Sharded):
+            raise refused("a layer that is cut by columns", "needs all of its input, which is cut already")
+        values, weights = spread(self.place, given), self.weight.own(self.place)
+        biases = self.bias.own(self.place) if self.bias is not None else [None] * len(weights)
+        parts = [F.linear(*each) for each in zip(values, weights, biases, strict=True)]
+        return Sharded.of(parts, self.place, -1, self.blocks)
+
+    def extra_repr(self) -> str:
+        return f"shards={self.place.num_shards}, blocks={self.blocks}"
+
+
+class Rows(CutLayer):
+    """``nn.Linear``, whose input each shard has a part of: the output is the sum over all shards, and the bias."""
+
+    def __init__(self, layer: nn.Linear, place: Place) -> None:
+        super().__init__()
+        self.place = place
+        _check_size(layer.in_features, place.num_shards, f"the input of {layer}")
+        self.weight = Pieces(layer.weight, place.num_shards, 1)
+        self.bias = layer.bias
+
+    def forward(self, given: Tensor) -> Tensor:
+        parts: Sequence[Tensor]
+        if not isinstance(given, Sharded):
+            parts = cut(self.place, given, given.dim() - 1)
+        elif given.from_right != 1 or given.blocks != 1:
+            raise refused(
+                "a layer that is cut by rows",
+                f"needs a cut of the last dimension of {tuple(given.shape)}, and dimension {given.cut_dim} is cut into "
+                f"{given.blocks} x {self.place.num_shards} parts",
+            )
+        else:
+            parts = given.parts
+        weights = self.weight.own(self.place)
+        total = join(self.place, [F.linear(*each) for each in zip(parts, weights, strict=True)])
+        return total if self.bias is None else total + self.bias
+
+    def extra_repr(self) -> str:
+        return f"shards={self.place.num_shards}"
+
+
+class Vocabulary(CutLayer):
+    """``nn.Embedding``, of whose entries each shard has a part: the output is the sum over all shards."""
+
+    def __init__(self, layer: nn.Embedding, place: Place) -> None:
+        super().__init__()
+        if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+            raise UsageError(f"{layer} has max_norm, scale_grad_by_freq or sparse, and cannot be cut into shards")
+        _check_size(layer.num_embeddings, place.num_shards, f"the vocabulary of {layer}")
+        self.place = place
+        self.padding_idx = layer.padding_idx
+        self.weight = Pieces(layer.weight, place.num_shards, 0)
+
+    def forward(self, given: Tensor) -> Tensor:
+        parts = []
+        for shard, weight in zip(self.place.own, self.weight.own(self.place), strict=True):
+            index = given - shard * len(weight)
+            is_elsewhere = (index < 0) | (index >= len(weight))
+            padding = None if self.padding_idx is None else self.padding_idx - shard * len(weight)
+            is_here = padding is not None and 0 <= padding < len(weight)
+            found = F.embedding(index.masked_fill(is_elsewhere, 0), weight, padding if is_here else None)
+            parts.append(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+        return join(self.place, parts)
+
+    def extra_repr(self) -> str:
+        return f"shards={self.place.num_shards}"
+
+
+def layers_in(module: nn.Module) -> list[CutLayer]:
+    """Return the layers of a module that are cut."""
+    return [each for each in module.modules() if isinstance(each, CutLayer)]
+
+
+def _check_size(size: int, num: int, what: str) -> None:
+    if size % num:
+        raise UsageError(f"{what} has {size} values, which cannot be cut into {num} equal parts: take a multiple")
