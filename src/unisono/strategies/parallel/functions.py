@@ -43,13 +43,12 @@ def _views(func: Function, args: Args, kwargs: Named) -> Any:
     # Where the cut dimension comes to lie is seen by a tensor that is nowhere else larger than one element.
     probe = torch.empty_strided(value.shape, [int(at == value.cut_dim) for at in range(value.dim())], device="meta")
     seen = func(probe, *args[1:], **kwargs)
-    found = [func(part, *args[1:], **kwargs) for part in value.parts]
     if isinstance(seen, Tensor):
-        return value.like(found, _cut_dim_of(seen, value, func), value.blocks)
-    return tuple(
-        value.like([each[index] for each in found], _cut_dim_of(one, value, func), value.blocks)
-        for index, one in enumerate(seen)
-    )
+        dim = _cut_dim_of(seen, value, func)
+        return value.like([func(part, *args[1:], **kwargs) for part in value.parts], dim, value.blocks)
+    dims = [_cut_dim_of(one, value, func) for one in seen]
+    found = [func(part, *args[1:], **kwargs) for part in value.parts]
+    return tuple(value.like([each[at] for each in found], dim, value.blocks) for at, dim in enumerate(dims))
 
 
 def _iterate(func: Function, args: Args, kwargs: Named) -> Iterator[Any]:
@@ -251,7 +250,7 @@ def _cross_entropy(func: Function, args: Args, kwargs: Named) -> Any:
 
 
 register(
-    "abs neg add radd iadd sub rsub isub mul rmul imul div truediv rtruediv itruediv true_divide pow rpow square sqrt "
+    "abs neg add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv true_divide pow rpow square sqrt "
     "rsqrt reciprocal exp expm1 log log1p log2 sin cos tanh sigmoid relu relu6 gelu silu mish elu selu celu leaky_relu "
     "softplus softsign hardtanh hardswish hardsigmoid logsigmoid erf clamp clamp_min clamp_max minimum maximum where "
     "masked_fill lerp addcmul addcdiv nan_to_num float double half bfloat16 to type type_as contiguous clone detach "

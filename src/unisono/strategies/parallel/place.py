@@ -55,7 +55,7 @@ class Place:
         own = list(parts)
         while len(own) > 1:
             own = [left + right for left, right in zip(own[::2], own[1::2], strict=True)]
-        total = own[0]
+        total: Tensor = own[0]
         for distance in self._distances():
             other = self._exchanged(distance, total)
             total = other + total if self.number & distance else total + other
@@ -105,7 +105,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, place: Place, *parts: Tensor) -> Tensor:
         ctx.place = place
         total = place.total(parts)
-        return total.view_as(total) if len(parts) == 1 else total
+        return total.view_as(total)  # it may be the only part
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,7 +132,8 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, place: Place, dim: int, blocks: int, *parts: Tensor) -> Tensor:
         ctx.place, ctx.dim, ctx.blocks = place, dim, blocks
         stacked = place.gathered(parts).unflatten(dim + 1, (blocks, -1))  # (T, ..., blocks, part, ...)
-        return stacked.movedim(0, dim + 1).flatten(dim, dim + 2)
+        found: Tensor = stacked.movedim(0, dim + 1).flatten(dim, dim + 2)
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +147,7 @@ def part_of(value: Tensor, shard: int, num_shards: int, dim: int, blocks: int = 
         dim: that is cut; not negative.
         blocks: lie in this dimension one behind the other, and each is cut.
     """
-    cut = value.unflatten(dim, (blocks, num_shards, -1)).select(dim + 1, shard)
+    cut: Tensor = value.unflatten(dim, (blocks, num_shards, -1)).select(dim + 1, shard)
     return cut.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
 
 
