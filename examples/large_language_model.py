@@ -3,11 +3,13 @@
     python examples/large_language_model.py                           # alone: all stages in one process
     unisono run examples/large_language_model.py --workers 1x4        # four processes, a fourth of the stages each
     unisono run examples/large_language_model.py --workers 2x4        # two such groups: the same bits
+    unisono run examples/large_language_model.py --workers 1x4 -- --stages 1 --shards 4    # a fourth of each layer
 
 It learns Python, byte by byte, from the modules of Python's own standard library, so nothing has to be fetched. For P
 parameters in float32 a training holds 4 P bytes of parameters, 8 P of AdamW's states, and 4 P for each sum of gradients
 that is under way. With ``--workers AxS`` a process has a part of all that, and activations of its own stages only.
-``--recompute`` keeps the inputs of the blocks instead of all that they compute.
+``--recompute`` keeps the inputs of the blocks instead of all that they compute. Stages and shards are part of the
+recipe: other ones give other bits; how many processes carry them does not.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sysconfig
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -87,12 +90,25 @@ def head(width: int) -> nn.Module:
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256, bias=False))
 
 
+PLANS: dict[Callable[..., nn.Module], dict[str, str]] = {
+    Embedding: {"bytes": "vocabulary"},
+    Block: {"queries_keys_values": "columns:3", "attended": "rows", "mlp.0": "columns", "mlp.2": "rows"},
+    head: {"1": "columns"},
+}
+
+
+def in_shards(shards: int, make: Callable[..., nn.Module], *arguments: int) -> nn.Module:
+    """A module, with layers that are cut into shards."""
+    return unisono.parallelize(make(*arguments), PLANS[make], shards=shards)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=32, help="windows")
     parser.add_argument("--microbatches", type=int, default=16, help="cuts of a batch: more than stages, or many wait")
     parser.add_argument("--stages", type=int, default=4, help="cuts of the model: the most processes a group can have")
+    parser.add_argument("--shards", type=int, default=1, help="cuts of the layers: a power of two")
     parser.add_argument("--lr", type=float, default=3e-4, help="at its highest")
     parser.add_argument("--modules", type=int, default=100, help="read the first so many modules")
     parser.add_argument("--test-windows", type=int, default=256, help="test on the first so many windows")
@@ -109,17 +125,18 @@ def main() -> None:
 
     with unisono.Run(arguments.run_dir, seed=7, overwrite=arguments.overwrite) as run:
         # Functions that make modules: a process never has more than one module of the other stages.
+        made = partial(partial, in_shards, arguments.shards)
         model = unisono.Stages(
-            partial(Embedding, arguments.length, arguments.width),
-            *[partial(Block, arguments.width, arguments.recompute)] * arguments.depth,
-            partial(head, arguments.width),
+            made(Embedding, arguments.length, arguments.width),
+            *[made(Block, arguments.width, arguments.recompute)] * arguments.depth,
+            made(head, arguments.width),
             cuts=arguments.stages,
         ).to(run.device)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, arguments.lr, arguments.steps, pct_start=0.1)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         if run.is_main:
-            print(f"{sum(one.numel() for one in model.parameters()):,} parameters in {arguments.stages} stages")
+            print(f"{sum(one.numel() for one in model.parameters()):,} parameters, {arguments.stages} stages")
 
         def loss_of(text: Tensor, following: Tensor) -> Tensor:
             return F.cross_entropy(model(text).flatten(0, 1), following.flatten())

@@ -64,6 +64,23 @@ def more_parts(run: unisono.Run) -> None:
     Training(run, cuts=1)
 
 
+def in_no_stages(run: unisono.Run) -> None:
+    run.track(model=unisono.parallelize(nn.Sequential(nn.Linear(6, 4)), {"0": "columns"}, shards=2))
+    Training(run).train()
+
+
+def in_shards(run: unisono.Run) -> None:
+    """Between two stages a tensor is in shards."""
+    middle = unisono.parallelize(nn.Sequential(nn.Linear(6, 6)), {"0": "columns"}, shards=2)
+    training = Training(run, middle=middle)
+    training.track()
+    training.train()
+
+
+def few_shards(run: unisono.Run) -> None:
+    Training(run, middle=unisono.parallelize(nn.Sequential(nn.Linear(6, 6)), {"0": "rows"}, shards=2), cuts=1)
+
+
 def plain_loop(run: unisono.Run) -> None:
     training = Training(run)
     training.track()
@@ -201,7 +218,21 @@ TRAININGS: dict[str, Callable[[unisono.Run], None]] = {
     each.__name__: each
     for each in (
         *(no_stages, two_models, outside_of_stages, more_parts, plain_loop, another_pass, no_call, two_calls, no_loss),
-        *(not_finite, no_tensor, scaler, lbfgs, shard, carried, delay, local_steps, batches, evaluation_beside),
+        *(
+            in_no_stages,
+            in_shards,
+            few_shards,
+            not_finite,
+            no_tensor,
+            scaler,
+            lbfgs,
+            shard,
+            carried,
+            delay,
+            local_steps,
+            batches,
+            evaluation_beside,
+        ),
         *(called_outside, torch_clipping, wrong_evaluation, whole),
     )
 }

@@ -25,6 +25,8 @@ ALONE: list[tuple[str, type[UnisonoError], str]] = [
     ("no_loss", LossError, "loss"),
     ("not_finite", LossError, "is inf"),
     ("no_tensor", StepError, r"stage 1 of unisono.Stages returned \(dict\): between two stages go a tensor or a tuple"),
+    ("in_no_stages", UsageError, r"'model' has layers that unisono.parallelize has cut.*model = unisono.Stages\(model"),
+    ("in_shards", StepError, "stage 1 of unisono.Stages returned a tensor in shards: between a layer"),
     ("delay", UsageError, r"run\.steps\(delay=\.\.\.\) is for models that are not cut"),
     ("local_steps", UsageError, r"run\.local_steps trains replicas of a whole model, and not of one that is cut"),
 ]
@@ -46,7 +48,11 @@ def test_allowed_on_one_process(name: str) -> None:
 
 GROUPS: list[tuple[str, str]] = [
     ("no_stages", r"has groups of 2 processes \(--workers Nx2\).* no unisono.Stages is tracked: cut the model"),
-    ("more_parts", r"unisono.Stages has 1 stages, and a group of this run has 2 processes.* --workers Nx1"),
+    (
+        "more_parts",
+        r"unisono.Stages has 1 stage and no layers that are cut into shards.* 2 processes \(1 x 2\).* --workers Nx1",
+    ),
+    ("in_shards", "stage 1 of unisono.Stages returned a tensor in shards: between a layer"),
     ("plain_loop", "the inner loop is one call: step.compute"),
     ("no_call", "has returned without a call of the model"),
     ("two_calls", "called once for each micro-batch.*the second one"),
@@ -86,6 +92,14 @@ def test_an_evaluation_that_need_not_be_waited_for_is_computed_by_the_groups(tmp
     assert found[0].evaluations == found[1].evaluations
     assert len(found[0].evaluations) == 4
     assert found[0].final == found[1].final
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("nursery")
+def test_more_processes_than_shards_are_refused(tmp_path: Path) -> None:
+    outcome = train(tmp_path / "run", "1x4", None, PATIENT, ["few_shards"])
+    assert outcome.exit_code not in (0, None), outcome.output
+    assert "1 stage and layers in 2 shards, and a group of this run has 4 processes (1 x 4)" in outcome.output
 
 
 OPTIONS: list[tuple[list[str], str]] = [

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import UsageError
+from unisono.core.words import count
 from unisono.strategies.parallel.layers import layers_in
 from unisono.strategies.parallel.place import Place
 from unisono.strategies.stages.tied import untie
@@ -101,11 +102,11 @@ class Stages(nn.Module):
             if not isinstance(given, nn.Module):
                 self._keep_own(index)
         if self.place.num_shards % self.num_shard_parts:
-            shards = f"{self.place.num_shards} shards" if self.num_shards else "no layers cut into shards"
+            cut = f"layers in {self.num_shards} shards" if self.num_shards else "no layers that are cut into shards"
             raise UsageError(
-                f"unisono.Stages has {self.num_stages} stages and {shards}, and a group of this run has "
+                f"unisono.Stages has {count(self.num_stages, 'stage')} and {cut}, and a group of this run has "
                 f"{self.num_parts} processes ({self.num_stage_parts} x {self.num_shard_parts}), each of which carries "
-                "a stage or a shard of its own: give more cuts, cut layers by unisono.parallelize, or start with "
+                "stages or shards of its own: give more cuts, cut layers by unisono.parallelize, or start with "
                 f"--workers Nx{self.num_stages}"
             )
         self.ties = untie([[*self.modules_of(stage)] for stage in range(self.num_stages)])
