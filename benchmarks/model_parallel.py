@@ -5,11 +5,13 @@ python -m benchmarks.model_parallel --quick --width 256 --depth 6
 python -m benchmarks.model_parallel --sides 1,1x4,1f1b
 
 The sides: `unisono.Stages` in one process (``1``), in a group of two and of four (``1x2``, ``1x4``), and in two groups
-of two (``2x2``); ``torch.distributed.pipelining`` with its schedule 1F1B (``1f1b``), and FSDP2 (``fsdp2``), on four
-processes each. All compute the same modules on the same micro-batches on CPUs of one host, torch's sides over gloo,
-with AdamW (not fused: torch refuses that where some parameters are elsewhere) and one thread a process. They take
-turns, a block of steps each, so each ratio to ``1`` is taken between neighbours in time. FSDP2 computes several
-micro-batches side by side, each with the whole model, of which it gathers block by block.
+of two (``2x2``); `unisono.parallelize` with four shards in one stage, in one process (``1s``), in a group of two and of
+four (``1x2s``, ``1x4s``); ``torch.distributed.pipelining`` with its schedule 1F1B (``1f1b``), FSDP2 (``fsdp2``), and
+tensor parallelism by DTensor (``dtensor``), on four processes each. All compute the same modules on the same
+micro-batches on CPUs of one host, torch's sides over gloo, with AdamW (not fused: torch refuses that where some
+parameters are elsewhere) and one thread a process. They take turns, a block of steps each, so each ratio to ``1`` is
+taken between neighbours in time. FSDP2 computes several micro-batches side by side, each with the whole model, of which
+it gathers block by block.
 
 Memory is the kernel's own peak (VmHWM, set back before the last turn) without pages of files, and without what the
 process had before it made its model: Python, torch and the library. Of shared memory a page that n processes have
@@ -60,7 +62,7 @@ def _commands(side: str, shape: Shape, held: str, folder: Path) -> list[list[str
     shared = [side, *shape.options, "--held", held, "--control", str(folder / f"{side}.socket")]
     module = "benchmarks.model_parallel_sides"
     if side in UNISONO:
-        head = [sys.executable, "-m", "unisono", "run", "-m", module, "--workers", side]
+        head = [sys.executable, "-m", "unisono", "run", "-m", module, "--workers", side.removesuffix("s")]
         return [[*head, "--run-dir", str(folder / f"run-{side}"), "--", *shared]]
     this = [sys.executable, "-m", module, *shared, "--meeting", str(folder / f"meeting-{side}")]
     return [[*this, "--rank", str(rank)] for rank in range(SIDES[side])]
@@ -101,13 +103,17 @@ def measure(team: Team) -> tuple[list[int], list[float]]:
 
 def expected(shape: Shape, side: str) -> list[int]:
     """Return by part the bytes that the code says, of a process of Unisono."""
-    groups, num_parts = map(int, side.split("x")) if "x" in side else (1, 1)
-    parameters, activations = parameters_of(shape), activation_bytes(shape)
+    layout, num_stages = side.removesuffix("s"), STAGES
+    groups, num_parts = map(int, layout.split("x")) if "x" in layout else (1, 1)
+    is_in_group, num_shard_parts = num_parts > 1, 0
+    if side.endswith("s"):  # all parts of a group are alike
+        num_stages, num_shard_parts, num_parts = 1, num_parts, 1
+    parameters, activations = parameters_of(shape, num_shard_parts), activation_bytes(shape, num_shard_parts)
     num_nodes = max(1, math.ceil(math.log2(shape.microbatches / groups)))
     found = []
     for part in range(num_parts):
-        own = range(part * STAGES // num_parts, (part + 1) * STAGES // num_parts)
-        copies = 1 + 2 + num_nodes + 1 + (num_parts > 1)
+        own = range(part * num_stages // num_parts, (part + 1) * num_stages // num_parts)
+        copies = 1 + 2 + num_nodes + 1 + is_in_group
         under_way = min(num_parts - part, shape.microbatches)
         found.append(
             copies * sum(parameters[each] for each in own) + under_way * sum(activations[each] for each in own)

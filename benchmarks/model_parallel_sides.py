@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -27,15 +28,17 @@ import unisono
 from benchmarks.sharding_sides import synchronised
 from benchmarks.sides import BATCHES, Control, _batches, _prepare
 from unisono.engine.loop.process_settings import keep_freed_memory
+from unisono.strategies.parallel.layers import layers_in
 from unisono.system.lifetime import bind_to_parent
 
 __all__ = ["PEERS", "SIDES", "UNISONO", "Shape", "activation_bytes", "parameters_of"]
 
-UNISONO = {"1": 1, "1x2": 2, "1x4": 4, "2x2": 4}
-"""By value of ``--workers``, the number of processes."""
-PEERS = {"1f1b": 4, "fsdp2": 4}
+UNISONO = {"1": 1, "1x2": 2, "1x4": 4, "2x2": 4, "1s": 1, "1x2s": 2, "1x4s": 4}
+"""By value of ``--workers``, the number of processes; with an s behind it: one stage, and layers in shards."""
+PEERS = {"1f1b": 4, "fsdp2": 4, "dtensor": 4}
 SIDES = {**UNISONO, **PEERS}
 STAGES = 4
+SHARDS = 4
 WORDS = 256
 
 
@@ -53,7 +56,7 @@ class Shape:
 
     def modules(self) -> list[Callable[[], nn.Module]]:
         """Functions that make the modules."""
-        blocks = [partial(_Block, self.width, 4, 4 * self.width, 0.0, batch_first=True, norm_first=True)] * self.depth
+        blocks = [partial(_Block, self.width)] * self.depth
         return [partial(_Embedding, self.length, self.width), *blocks, partial(nn.Linear, self.width, WORDS)]
 
     def data(self, num_samples: int) -> TensorDataset:
@@ -72,10 +75,36 @@ class _Embedding(nn.Module):
         return found
 
 
-class _Block(nn.TransformerEncoderLayer):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return super().forward(x, mask, is_causal=True)
+class _Block(nn.Module):
+    HEADS = 4
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries, self.keys, self.values, self.mixed = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head_width = width // self.HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.before_attention(x)
+        queries, keys, values = (
+            layer(seen).view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.mixed(found.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.down(F.gelu(self.up(self.before_mlp(x))))
+        return result
+
+
+COLUMNS, ROWS = ("queries", "keys", "values", "up"), ("mixed", "down")
+"""Layers of a block, by how they are cut into shards."""
+
+
+def in_shards(model: nn.Sequential) -> nn.Sequential:
+    """Return the model with layers that are cut; those at its ends are whole."""
+    how = dict.fromkeys(COLUMNS, "columns") | dict.fromkeys(ROWS, "rows")
+    return unisono.parallelize(model, {f"*.{name}": each for name, each in how.items()}, shards=SHARDS)
 
 
 def ranges(num_modules: int, num_stages: int = STAGES) -> list[range]:
@@ -85,19 +114,34 @@ def ranges(num_modules: int, num_stages: int = STAGES) -> list[range]:
     return [range(first, end) for first, end in itertools.pairwise(starts)]
 
 
-def parameters_of(shape: Shape) -> list[int]:
-    """Return by stage the bytes of its parameters."""
+def parameters_of(shape: Shape, num_shard_parts: int = 0) -> list[int]:
+    """Return by stage the bytes of its parameters; with shards there is one stage, and a part has some of them."""
     with torch.device("meta"):
+        if num_shard_parts:
+            named = [one for make in shape.modules() for one in make().named_parameters()]
+            # Biases of rows are whole.
+            cut = {f"{name}.weight" for name in (*COLUMNS, *ROWS)} | {f"{name}.bias" for name in COLUMNS}
+            return [sum(one.nbytes // (num_shard_parts if name in cut else 1) for name, one in named)]
         sizes = [sum(one.nbytes for one in make().parameters()) for make in shape.modules()]
     return [sum(sizes[index] for index in each) for each in ranges(len(sizes))]
 
 
-def activation_bytes(shape: Shape) -> list[int]:
-    """Return by stage the bytes that autograd keeps of one micro-batch, parameters not counted."""
+def activation_bytes(shape: Shape, num_shard_parts: int = 0) -> list[int]:
+    """Return by stage the bytes that autograd keeps of one micro-batch, parameters not counted.
+
+    Args:
+        num_shard_parts: with shards, into so many parts; 0: there are no shards.
+    """
     torch.manual_seed(1)
     found, made = [], [make() for make in shape.modules()]
+    parts = ranges(len(made))
+    if num_shard_parts:
+        made, parts = [in_shards(nn.Sequential(*made))], [range(1)]
+        place = layers_in(made[0])[0].place
+        place.divide(0, num_shard_parts)
+        place.exchange = lambda number, tensor: tensor.clone()  # of the same size
     value = shape.data(shape.microbatch_size).tensors[0]
-    for each in ranges(len(made)):
+    for each in parts:
         own = {one.untyped_storage().data_ptr() for index in each for one in made[index].parameters()}
         kept: dict[int, int] = {}
 
@@ -125,10 +169,13 @@ def loss_of(found: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(found.flatten(0, 1), following.flatten())
 
 
-def with_unisono(shape: Shape, control: Control, processes: int) -> None:
+def with_unisono(shape: Shape, control: Control, processes: int, *, has_shards: bool) -> None:
     """The library as its users use it."""
     with unisono.Run(seed=1) as run:
-        model = unisono.Stages(*shape.modules(), cuts=STAGES)
+        if has_shards:
+            model = unisono.Stages(in_shards(nn.Sequential(*(make() for make in shape.modules()))), cuts=1)
+        else:
+            model = unisono.Stages(*shape.modules(), cuts=STAGES)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         run.track(model=model, optimizer=optimizer)
         batch_size, has_begun = shape.microbatch_size * shape.microbatches, False
@@ -191,6 +238,26 @@ def with_fsdp(shape: Shape, control: Control, rank: int, processes: int) -> None
         optimizer.step()
 
 
+def with_dtensor(shape: Shape, control: Control, rank: int, processes: int) -> None:
+    """Tensor parallelism by DTensor: every process computes all micro-batches, with a part of each layer."""
+    model = nn.Sequential(*(make() for make in shape.modules()))
+    mesh = init_device_mesh("cpu", (processes,))
+    plan: dict[str, ParallelStyle] = {
+        **{f"*.{name}": ColwiseParallel() for name in COLUMNS},
+        **{f"*.{name}": RowwiseParallel() for name in ROWS},
+    }
+    parallelize_module(model, mesh, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batches = _batches(shape.data(shape.microbatch_size * shape.microbatches * BATCHES), shape.microbatch_size)
+    control.hello(rank)
+    while control.go_on():
+        optimizer.zero_grad()
+        for _ in range(shape.microbatches):
+            tokens, following = next(batches)()
+            (loss_of(model(tokens), following) / shape.microbatches).backward()
+        optimizer.step()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="one process of a measurement; started by benchmarks.model_parallel")
     parser.add_argument("side", choices=SIDES)
@@ -206,13 +273,13 @@ def main() -> None:
     shape, processes = Shape(*arguments.shape), SIDES[arguments.side]
     control = Control(arguments.control)
     if arguments.side in UNISONO:
-        with_unisono(shape, control, processes)
+        with_unisono(shape, control, processes, has_shards=arguments.side.endswith("s"))
     else:
         _prepare()
         store = dist.FileStore(arguments.meeting, processes)
         dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=processes)
-        peer = with_pipelining if arguments.side == "1f1b" else with_fsdp
-        peer(shape, control, arguments.rank, processes)
+        peers = {"1f1b": with_pipelining, "fsdp2": with_fsdp, "dtensor": with_dtensor}
+        peers[arguments.side](shape, control, arguments.rank, processes)
         dist.destroy_process_group()
     Path(arguments.held, f"{arguments.side}-{os.getpid()}").write_text(str(program))
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unisono.engine.state.carried import Carried as Carried
     from unisono.script.run import Run as Run
     from unisono.strategies.local.localround import LocalRound as LocalRound
+    from unisono.strategies.parallel.parallelize import assemble as assemble
     from unisono.strategies.parallel.parallelize import parallelize as parallelize
     from unisono.strategies.parallel.value import whole as whole
     from unisono.strategies.shard.clipping import clip_grad_norm_ as clip_grad_norm_
@@ -72,6 +73,7 @@ __all__ = [
     "TarShards",
     "UnisonoError",
     "UsageError",
+    "assemble",
     "clip_grad_norm_",
     "clip_grad_value_",
     "launch",
@@ -96,6 +98,7 @@ _LATER = {
     "load_weights": "unisono.engine.checkpoint.loading",
     "clip_grad_norm_": "unisono.strategies.shard.clipping",
     "clip_grad_value_": "unisono.strategies.shard.clipping",
+    "assemble": "unisono.strategies.parallel.parallelize",
     "parallelize": "unisono.strategies.parallel.parallelize",
     "shard": "unisono.strategies.shard.sharding",
     "whole": "unisono.strategies.parallel.value",

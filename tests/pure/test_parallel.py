@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unisono
-from unisono import UsageError, parallelize, whole
+from unisono import UsageError, assemble, parallelize, whole
 from unisono.strategies.parallel.layers import layers_in
-from unisono.strategies.parallel.place import Place, cut, join, part_of
+from unisono.strategies.parallel.place import Place, assembled, cut, join, part_of
 from unisono.strategies.parallel.value import Sharded
 
 SHARDS = 4
@@ -112,10 +112,9 @@ def gradients(model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
         owner, _, attribute = name.rpartition(".")
         one = getattr(model.get_submodule(owner), attribute)
         if isinstance(one, nn.ParameterList):
-            layer: Any = one
+            pieces: Any = one
             parts = torch.stack([each.grad for each in one if each.grad is not None])
-            stacked = parts.unflatten(layer.dim + 1, (layer.blocks, -1)).movedim(0, layer.dim + 1)
-            found[name] = stacked.flatten(layer.dim, layer.dim + 2)
+            found[name] = assembled(parts, pieces.dim, pieces.blocks)
         else:
             found[name] = one.grad
         assert found[name].shape == parameter.shape
@@ -351,6 +350,29 @@ def test_an_embedding_with_padding() -> None:
     model(words).sum().backward()
     assert not model.get_parameter("0.weight.2").grad[1].any()  # type: ignore[index]
     assert model.get_parameter("0.weight.3").grad[1].all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("attention", [Written, Fused])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_is_assembled_again(attention: type[nn.Module], is_tied: bool) -> None:
+    before, model = made(attention, tied=is_tied)
+    assert assemble(model.eval()) is model
+    assert not layers_in(model)
+    assert not any(module.training for module in model.modules())
+    assert str(model) == str(before)
+    expected, found = before.state_dict(), model.state_dict()
+    assert {name: one.numpy().tobytes() for name, one in expected.items()} == {
+        name: one.numpy().tobytes() for name, one in found.items()
+    }
+    assert (model.head.weight is model.words.weight) == is_tied
+    assert torch.equal(model(batch()[0]), before(batch()[0]))
+
+
+def test_a_model_with_shards_elsewhere_is_not_assembled() -> None:
+    _, model = made()
+    torch.utils.swap_tensors(model.get_parameter("head.weight.1"), nn.Parameter(torch.empty(8, WIDTH, device="meta")))
+    with pytest.raises(UsageError, match=r"unisono\.assemble: head has shards on other processes"):
+        assemble(model)
 
 
 WRONG: list[tuple[nn.Module, dict[str, str], int, str]] = [

@@ -23,6 +23,8 @@ UNISONO = [sys.executable, "-m", "unisono"]
 FEW = ["--steps", "2", "--batch-size", "8", "--microbatches", "8", "--length", "16", "--test-windows", "8"]
 FEW += ["--modules", "12"]
 SMALL = [*FEW, "--width", "64", "--depth", "6"]
+IN_SHARDS = ["--recompute", "--stages", "2", "--shards", "2"]
+"""Two parts of the layers, for each of two parts of the processes."""
 LARGE = [*FEW, "--width", "384", "--depth", "10"]
 """17.9 million parameters."""
 SLOT_BYTES = 4 * 17_900_000
@@ -81,7 +83,7 @@ def test_four_processes_train_what_one_cannot_hold(groups: Path, tmp_path: Path)
     assert "ran out of memory" in one.stdout + one.stderr
 
 
-@pytest.mark.parametrize("more", [[], ["--recompute"]], ids=["plain", "recompute"])
+@pytest.mark.parametrize("more", [[], IN_SHARDS], ids=["plain", "shards"])
 def test_one_process_and_four_have_the_same_bits(more: Sequence[str], tmp_path: Path) -> None:
     for workers in ("1", "1x4"):
         directory = tmp_path / workers

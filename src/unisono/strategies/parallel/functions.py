@@ -251,10 +251,10 @@ def _cross_entropy(func: Function, args: Args, kwargs: Named) -> Any:
 
 register(
     "abs neg add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv true_divide pow rpow square "
-    "sqrt rsqrt reciprocal exp expm1 log log1p log2 sin cos tanh sigmoid relu relu6 gelu silu mish elu selu celu leaky_relu "
-    "softplus softsign hardtanh hardswish hardsigmoid logsigmoid erf clamp clamp_min clamp_max minimum maximum where "
-    "masked_fill lerp addcmul addcdiv nan_to_num float double half bfloat16 to type type_as contiguous clone detach "
-    "zeros_like ones_like lt le gt ge eq ne logical_not logical_and logical_or",
+    "sqrt rsqrt reciprocal exp expm1 log log1p log2 sin cos tanh sigmoid relu relu6 gelu silu mish elu selu celu "
+    "leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid erf clamp clamp_min clamp_max minimum "
+    "maximum where masked_fill lerp addcmul addcdiv nan_to_num float double half bfloat16 to type type_as "
+    "contiguous clone detach zeros_like ones_like lt le gt ge eq ne logical_not logical_and logical_or",
     _each_value,
 )
 register("dropout", _random)

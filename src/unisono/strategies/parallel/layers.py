@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.core.errors import UsageError
-from unisono.strategies.parallel.place import Place, cut, join, part_of, spread
+from unisono.strategies.parallel.place import Place, assembled, cut, join, part_of, spread
 from unisono.strategies.parallel.value import Sharded, refused
 
 __all__ = ["Columns", "CutLayer", "Pieces", "Rows", "Vocabulary", "layers_in"]
@@ -42,6 +43,18 @@ class Pieces(nn.ParameterList):
             )
         super().__init__(known[1])
 
+    def assembled(self, known: dict[int, nn.Parameter]) -> nn.Parameter:
+        """Return the parameter that has these pieces.
+
+        Args:
+            known: by id of the first piece, parameters that were made before: weights that are tied stay so.
+        """
+        first = self[0]
+        if id(first) not in known:
+            value = assembled(torch.stack([one.detach() for one in self]), self.dim, self.blocks)
+            known[id(first)] = nn.Parameter(value, first.requires_grad)
+        return known[id(first)]
+
     def own(self, place: Place) -> list[nn.Parameter]:
         """Return the pieces of the shards here."""
         return [self[shard] for shard in place.own]
@@ -55,6 +68,14 @@ class CutLayer(nn.Module):
     """
 
     place: Place
+
+    def assembled(self, known: dict[int, nn.Parameter]) -> nn.Module:
+        """Return the layer of torch that it stands for.
+
+        Args:
+            known: as of `Pieces.assembled`.
+        """
+        raise NotImplementedError
 
     def pieces(self) -> list[Pieces]:
         return [one for one in self.children() if isinstance(one, Pieces)]
@@ -82,6 +103,9 @@ class Columns(CutLayer):
         biases = self.bias.own(self.place) if self.bias is not None else [None] * len(weights)
         parts = [F.linear(*each) for each in zip(values, weights, biases, strict=True)]
         return Sharded.of(parts, self.place, -1, self.blocks)
+
+    def assembled(self, known: dict[int, nn.Parameter]) -> nn.Module:
+        return _linear(self.weight.assembled(known), self.bias.assembled(known) if self.bias is not None else None)
 
     def extra_repr(self) -> str:
         return f"shards={self.place.num_shards}, blocks={self.blocks}"
@@ -113,6 +137,9 @@ class Rows(CutLayer):
         total = join(self.place, [F.linear(*each) for each in zip(parts, weights, strict=True)])
         return total if self.bias is None else total + self.bias
 
+    def assembled(self, known: dict[int, nn.Parameter]) -> nn.Module:
+        return _linear(self.weight.assembled(known), self.bias)
+
     def extra_repr(self) -> str:
         return f"shards={self.place.num_shards}"
 
@@ -140,6 +167,12 @@ class Vocabulary(CutLayer):
             parts.append(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
         return join(self.place, parts)
 
+    def assembled(self, known: dict[int, nn.Parameter]) -> nn.Module:
+        weight = self.weight.assembled(known)
+        layer = nn.Embedding(weight.shape[0], weight.shape[1], self.padding_idx, device="meta")
+        layer.weight = weight
+        return layer
+
     def extra_repr(self) -> str:
         return f"shards={self.place.num_shards}"
 
@@ -147,6 +180,12 @@ class Vocabulary(CutLayer):
 def layers_in(module: nn.Module) -> list[CutLayer]:
     """Return the layers of a module that are cut."""
     return [each for each in module.modules() if isinstance(each, CutLayer)]
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
+    return layer
 
 
 def _check_size(size: int, num: int, what: str) -> None:

@@ -14,7 +14,7 @@ from unisono.strategies.parallel import functions as functions
 from unisono.strategies.parallel.layers import Columns, CutLayer, Rows, Vocabulary, layers_in
 from unisono.strategies.parallel.place import Place
 
-__all__ = ["parallelize"]
+__all__ = ["assemble", "parallelize"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -89,9 +89,41 @@ def parallelize(model: Model, plan: Mapping[str, str], *, shards: int) -> Model:
     place = Place(shards)
     layers = {name: _cut(name, names[name], how, place) for name, how in chosen.items()}
     for name, layer in layers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, layer.train(names[name].training))
+        _replace(model, name, layer.train(names[name].training))
     return model
+
+
+def assemble(model: Model) -> Model:
+    """Make ordinary layers of those that `parallelize` has cut, with the weights that they have now. Local.
+
+    For a trained model that other programs are to use: make the model as for the training, load the weights of a
+    checkpoint (`unisono.load_weights`), and assemble it on one process.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: some shards are on other processes.
+    """
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, CutLayer)}
+    for name, layer in layers.items():
+        if any(one.is_meta for one in layer.parameters()):
+            raise UsageError(
+                f"unisono.assemble: {name} has shards on other processes of the group: assemble the model of a "
+                "checkpoint, in a program of one process"
+            )
+    known: dict[int, nn.Parameter] = {}
+    for name, layer in layers.items():
+        _replace(model, name, layer.assembled(known).train(layer.training))
+    return model
+
+
+def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, layer)
 
 
 def _cut(name: str, module: nn.Module, how: str, place: Place) -> CutLayer:

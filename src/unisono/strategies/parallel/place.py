@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Exchange", "Place", "cut", "join", "part_of", "spread", "whole"]
+__all__ = ["Exchange", "Place", "assembled", "cut", "join", "part_of", "spread", "whole"]
 
 Exchange = Callable[[int, Tensor], Tensor]
 """Sends a tensor to another worker that has shards, by number, and returns its tensor of the same shape. Waits."""
@@ -131,9 +131,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, place: Place, dim: int, blocks: int, *parts: Tensor) -> Tensor:
         ctx.place, ctx.dim, ctx.blocks = place, dim, blocks
-        stacked = place.gathered(parts).unflatten(dim + 1, (blocks, -1))  # (T, ..., blocks, part, ...)
-        found: Tensor = stacked.movedim(0, dim + 1).flatten(dim, dim + 2)
-        return found
+        return assembled(place.gathered(parts), dim, blocks)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,6 +147,17 @@ def part_of(value: Tensor, shard: int, num_shards: int, dim: int, blocks: int = 
     """
     cut: Tensor = value.unflatten(dim, (blocks, num_shards, -1)).select(dim + 1, shard)
     return cut.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
+
+
+def assembled(parts: Tensor, dim: int, blocks: int = 1) -> Tensor:
+    """Return the tensor that has these parts.
+
+    Args:
+        parts: (T, ...).
+        dim, blocks: as of `part_of`.
+    """
+    blockwise: Tensor = parts.unflatten(dim + 1, (blocks, -1))  # (T, ..., blocks, part, ...)
+    return blockwise.movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def spread(place: Place, value: Tensor) -> Sequence[Tensor]:
