@@ -100,7 +100,8 @@ def cross_entropy(
     chosen = torch.where(counts, target.flatten(), 0)
     parts = [part.movedim(dim, -1).reshape(-1, part.size(dim)) for part in input.parts]
     found: Tensor = _Nats.apply(input.place, chosen, *parts)  # type: ignore[no-untyped-call]
-    nats = torch.where(counts, found, 0.0).to(input.dtype)
+    is_mixed = torch.is_autocast_enabled(input.device.type)  # then torch computes losses in float32
+    nats = torch.where(counts, found, 0.0).to(torch.float32 if is_mixed else input.dtype)
     if reduction == "mean":
         return nats.sum() / counts.sum()
     return nats.sum() if reduction == "sum" else nats.view(target.shape)

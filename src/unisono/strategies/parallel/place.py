@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.core.errors import UsageError
+
 __all__ = ["Exchange", "Place", "assembled", "cut", "join", "part_of", "spread", "whole"]
 
 Exchange = Callable[[int, Tensor], Tensor]
@@ -78,7 +80,11 @@ class Place:
         return [1 << level for level in range(self.size.bit_length() - 1)]
 
     def _exchanged(self, distance: int, own: Tensor) -> Tensor:
-        assert self.exchange is not None, "shards are on other workers, and no step is under way"
+        if self.exchange is None:
+            raise UsageError(
+                "a layer that is cut into shards was called outside of step.compute and run.evaluate(...), and some of "
+                "its shards are on other processes of the group: call the model there"
+            )
         return self.exchange(self.number ^ distance, own.contiguous())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
