@@ -371,6 +371,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.device(source.device if device is None else device).type == NAME:
             moved = aten._to_copy.default(_unwrap(source), **kwargs)
             return Emulated(moved.clone() if moved is _unwrap(source) else moved)
+        if torch.device(device).type == "meta":
+            return aten._to_copy.default(source._inner, device=device, **kwargs)  # nothing is read
         _wait()
         _note(source.nbytes)  # new memory of the host is not pinned: it waits
         return aten._to_copy.default(source._inner, **kwargs).clone()

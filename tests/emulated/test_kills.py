@@ -34,7 +34,7 @@ class Strategy:
     alone: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     """On several workers, which have equal shares: a worker that is to be killed in a micro-batch has one."""
-    workers: int = 2
+    workers: int | str = 2
     options: tuple[str, ...] = ()
     points: str = ""
     """How the names of its own points begin."""
@@ -61,6 +61,14 @@ STRATEGIES = {
         alone=("--copies", "0"),
         arguments=("--copies", "2", "--unbalanced"),
         points="shard.",
+    ),
+    "groups": Strategy(
+        script="staged_training",
+        at="stages.exchange",
+        alone=("--stages", "1", "--shards", "2"),
+        arguments=("--stages", "1", "--shards", "2", "--unbalanced"),
+        workers="2x2",
+        points="lanes.",
     ),
     "audits": Strategy(
         script="small_training", at="committed", arguments=("--even",), workers=3, options=("--audit", "0.5")

@@ -171,7 +171,7 @@ def main() -> None:
         modules, data = parts(arguments.kind, torch.Generator().manual_seed(1))
         if arguments.shards > 1:
             modules = cut_into_shards(arguments.kind, modules, arguments.shards)
-        model = unisono.Stages(*modules, cuts=arguments.stages)
+        model = unisono.Stages(*modules, cuts=arguments.stages).to(run.device)
         for index in arguments.frozen:
             model.get_submodule(str(index)).requires_grad_(False)
         optimizer = OPTIMIZERS[arguments.optimizer](model.parameters())
