@@ -199,7 +199,7 @@ def test_the_command_renders_what_it_was_asked_for(tmp_path: Path, monkeypatch: 
         ),
         (
             ["--set", "kubernetes.image=i", "--set", "kubernetes.pvc=a:/a", "--workers", "2", "--set", "port=5"],
-            "--set port is given by the launcher kubernetes itself",
+            "--set port is set by the launcher kubernetes itself",
         ),
         (
             [

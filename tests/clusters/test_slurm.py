@@ -270,7 +270,7 @@ def test_a_job_that_slurm_refuses_is_an_error_in_slurms_words(
 ) -> None:
     refused = unisono("slurm", SMALL, "--partition", "nowhere")
     assert refused.wait() == 2
-    refused.line("unisono: Slurm refuses the job: ", pattern="invalid partition")
+    refused.line("unisono: Slurm rejects the job: ", pattern="invalid partition")
     assert subprocess.run(["squeue", "--noheader"], capture_output=True, check=True).stdout == b""
 
 

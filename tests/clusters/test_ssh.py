@@ -405,7 +405,7 @@ def test_a_folder_is_sent_to_the_machines_that_lack_it(
     other.write_text("# edited\n")
     refused = train("no")
     assert refused.wait() == 2
-    assert f"  {island.name}: train.py has another text there (checksum " in refused.err[1]
+    assert f"  {island.name}: train.py differs there (checksum " in refused.err[1]
     for name in ("first", "second"):
         command = train(name, "--ship")
         assert command.wait() == 0, command.err
@@ -466,9 +466,8 @@ def test_with_strict_a_machine_that_may_compute_other_bits_is_refused_before_the
         assert command.wait() == 2
         assert command.err[0].endswith(" hosts is not ready, so nothing was started:")
         assert command.err[1:] == [
-            "  odd: it may compute other bits (--strict): "
-            f"ATEN_CPU_CAPABILITY is default there, and not set {where}; "
-            f"MKL_CBWR is COMPATIBLE there, and not set {where}"
+            "  odd: it may compute different bits (--strict): ATEN_CPU_CAPABILITY is default there, and not set "
+            f"{where}; MKL_CBWR is COMPATIBLE there, and not set {where}"
         ]
     assert not sshd.machines["odd"].processes()
 

@@ -62,7 +62,7 @@ def test_a_shell_can_read_the_script(name: str) -> None:
     ("words", "why"),
     [
         (["missing.py"], "there is no script missing.py"),
-        (["train.py", "--nodes", "many"], "--nodes is a number, or A-B, got 'many'"),
+        (["train.py", "--nodes", "many"], "--nodes must be a number, or A-B; got 'many'"),
         (["train.py", "--join", "runs/a"], "runs the script of the run; give no other"),
         ([], "which script?"),
         (["train.py", "--sbatch", "constraint=a100"], "--sbatch takes an option of sbatch"),

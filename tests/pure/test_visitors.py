@@ -192,7 +192,7 @@ def test_who_wants_to_do_more_than_look_is_told_to_the_user() -> None:
     gate = Gate()
     gate.ask("/", {**SOCKET, **bearer(READER)})
     gate.ask("/watch", {**from_page("https://evil.example"), **cookie(READER)})
-    assert gate.refused == ["with a token for looking, to do more", "from a page of another site"]
+    assert gate.refused == ["with a token for watching, to do more", "from a page of another site"]
 
 
 def test_the_proof_for_those_who_look_is_made_with_their_token() -> None:

@@ -214,7 +214,7 @@ def test_two_workers_that_differ_in_an_evaluation_blame_nobody(tmp_path: Path) -
     found = train(tmp_path / "run", 2, "--audit", "0.2", script=CHECKPOINTED, steps=24, faults=faults)
     assert found.exit_code != 0
     assert "with two workers nobody can say who is wrong" in found.output
-    assert "may hold wrong values; to go on from before that: unisono run --resume" in found.output
+    assert "may hold wrong values; to resume from before that: unisono run --resume" in found.output
     assert "every checkpoint may hold wrong values" not in found.output
 
 
@@ -234,7 +234,7 @@ def test_two_workers_that_differ_name_the_checkpoint_from_before_what_is_to_be_d
     found = train(tmp_path / "run", 2, "--audit", "0.001", script=CHECKPOINTED, steps=18, faults=faults)
     assert found.exit_code != 0
     assert re.search(r"what they have computed in (step \d+|the steps \d+ to \d+) is to be doubted", found.output)
-    assert "may hold wrong values; to go on from before that: unisono run --resume" in found.output
+    assert "may hold wrong values; to resume from before that: unisono run --resume" in found.output
     (place,) = {Path(one) for one in re.findall(r"unisono run --resume (\S+)", found.output)}
     assert place.name <= "step-0000000010"
     again = train(

@@ -962,7 +962,7 @@ def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> No
     assert steps(tmp_path) == []
     members.step()
     members = Members(tmp_path, reaches=(False, False), policy=unisono.Checkpoints(must_succeed=True))
-    with pytest.raises(CheckpointError, match=r"no worker that is left sees that directory.* The run ends because"):
+    with pytest.raises(CheckpointError, match=r"no remaining worker sees that directory.* The run ends because"):
         members.save_last()
 
 
@@ -1312,7 +1312,7 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
     verified = unisono("checkpoints", "run", "check")
     assert verified.wait() == 1
     assert "broken: step-0000000006 has no manifest.json" in verified.out[-1]
-    assert verified.out[0].endswith("every byte is right")
+    assert verified.out[0].endswith("every byte is correct")
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ BEGIN = """
         (["run", "here.py", "--run-dir", "\udcff"], r"the run directory is not UTF-8: b'\xff'"),
         (["run", "here.py", "--run-dir", "here.py"], "here.py is not a directory"),
         (["run", "here.py", "--run-dir", "here.py/run"], "here.py is not a directory"),
-        (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
+        (["run", "here.py", "--max-restarts", "-1"], "max_restarts must be at least 0, got -1"),
         (["run", "--resume", "odd-word"], "odd-word does not say which script it was made with; give the script"),
         (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),
         (["watch", "--once", "missing"], "there is no run directory missing"),
@@ -105,8 +105,8 @@ BEGIN = """
         ),
         (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
         (["compare", "nothing", "nothing"], "nothing holds no journal"),
-        (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
-        (["scale", ".", "-1"], "a run has at least 1 worker, got -1"),
+        (["scale", ".", "0"], "a run needs at least 1 worker, got 0"),
+        (["scale", ".", "-1"], "a run needs at least 1 worker, got -1"),
         (["scale", ".", "2"], "no run is going in ."),
         (["stop", "."], "no run is going in .; a run that has just begun can be reached after some seconds"),
         (["join", "over"], "the run in over is not going any more; `unisono watch --once over` shows how it has ended"),
@@ -177,7 +177,7 @@ def test_a_task_of_mpiexec_does_not_ignore_the_machines_that_it_is_given(
     monkeypatch.setattr(sys, "argv", ["unisono", "run", "here.py", "--hosts", "a,b"])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
-    words = "unisono: --hosts and --set hostfile are for `unisono run` by itself; "
+    words = "unisono: --hosts and --set hostfile are for `unisono run` on its own; "
     assert (leaving.value.code, capsys.readouterr().err[: len(words)]) == (2, words)
 
 
@@ -191,7 +191,7 @@ def test_a_working_directory_that_has_gone_is_named(
     monkeypatch.setattr(sys, "argv", ["unisono", "run", str(tmp_path / "here.py"), "--run-dir", "run"])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
-    words = "unisono: the working directory has been removed; go to another one (cd)\n"
+    words = "unisono: the working directory has been removed; change to another one (cd)\n"
     assert (leaving.value.code, capsys.readouterr().err) == (2, words)
 
 
@@ -835,7 +835,7 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
         launch(main, 1, callable="x")
     with pytest.raises(LaunchError, match=r"main with the 2 arguments given: too many positional arguments$"):
         launch(main, 1, 2)
-    with pytest.raises(LaunchError, match="launch calls a function, got 3"):
+    with pytest.raises(LaunchError, match="launch takes a function, got 3"):
         launch(3)  # type: ignore[arg-type]
 
 

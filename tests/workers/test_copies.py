@@ -182,7 +182,7 @@ def test_the_command_resumes_a_copy_with_the_scripts_own_command_and_lists_copie
     listed = unisono("checkpoints", f"file://{tmp_path}/disk", "check")
     assert listed.wait() == 0, listed.err
     assert listed.out[-1].startswith(files.step_name(4))
-    assert listed.out[-1].endswith("every byte is right")
+    assert listed.out[-1].endswith("every byte is correct")
     unknown = unisono("run", "--copies-to", "nothing://x", SCRIPT)
     assert unknown.wait() == 2
     unknown.line("copies of checkpoints cannot go to nothing://x: Protocol not known")
@@ -273,7 +273,7 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_used(hurt: str, tmp_path:
     train(tmp_path / "c", num_steps=7)
     assert compare(tmp_path / "b", tmp_path / "c").startswith("identical: 7 steps")
     shutil.rmtree(place / files.FOLDER)
-    with pytest.raises(CheckpointError, match="holds no whole copy of a checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete copy of a checkpoint"):
         train(tmp_path / "d", resume=str(place))
 
 

@@ -84,7 +84,7 @@ def test_without_an_evaluator_the_members_compute_it_at_once(size: int) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("run", SCRIPT, "--evaluators", "-1"), "a run has 0 or more evaluators, got --evaluators -1"),
+        (("run", SCRIPT, "--evaluators", "-1"), "--evaluators must be 0 or more, got --evaluators -1"),
         (("evaluate", "."), "there is no run.json in it"),
     ],
 )

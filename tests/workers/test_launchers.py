@@ -172,7 +172,7 @@ def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch
         return said
 
     said = asyncio.run(asyncio.wait_for(work(), WAIT_S))
-    assert said[0] == "no machine can be got or given back: RuntimeError: the cluster does not answer"
+    assert said[0] == "no machine can be requested or released: RuntimeError: the cluster does not answer"
     assert said[1] == "[more] [w3] hello"
     assert said[2].startswith("lost: no machine is left: the agent of left ended with exit code 0")
     assert growing.commands["more"].words[-2:] == ("--workers", "1")

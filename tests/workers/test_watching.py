@@ -312,7 +312,7 @@ def test_a_finished_run_fills_a_terminal_until_the_user_quits(tmp_path: Path, te
     [
         (["missing"], "there is no run directory missing"),
         (["."], "there is no run in ."),
-        (["one", "two"], "one run fits a terminal, got 2; --web shows several over each other"),
+        (["one", "two"], "one run fits a terminal, got 2; --web overlays several"),
         (["ws://127.0.0.1:1"], "the invitation has no token"),
         (["http://127.0.0.1:1/"], "the invitation has no token: ws://127.0.0.1:1 is where the head listens"),
         (["ws://x@127.0.0.1:1"], "no head answers at ws://127.0.0.1:1"),
@@ -447,7 +447,7 @@ def test_a_head_of_a_newer_version_is_shown_as_far_as_it_is_known(heads: Callabl
     seen = list(look("ws://token@127.0.0.1:1", sleep=lambda seconds: None))
     assert seen[0].overview is not None
     assert seen[0].overview.step == 4
-    assert seen[0].note == "the head is of a newer version (schema 9, this one knows 1)"
+    assert seen[0].note == "the head has a newer version (schema 9, this one knows 1)"
     assert "in a way that this version does not know" in seen[1].note
     assert seen[1].overview == seen[0].overview
 

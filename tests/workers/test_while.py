@@ -126,7 +126,7 @@ def test_a_machine_joins_while_the_command_holds_and_leaves_within_a_step(unison
         lent = ("--while", f"if test -e {shlex.quote(str(used))}; then echo somebody uses it; exit 1; fi; echo free")
         guest = unisono("join", url, "--token-file", run_dir / "token", "-n", 1, *lent)
         command.line("joins, and offers workers only at times (--while)")
-        guest.line("this machine's workers wait: somebody uses it")
+        guest.line("this machine's workers are waiting: somebody uses it")
         used.unlink()
         command.line("offers 1 worker: ")
         gates.open(3, command.generation("w1 joins"))

@@ -25,9 +25,9 @@ WIDTH: Final = 38
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "module", metavar="MODULE", help="Check a module instead of a script.")
-@click.option("--steps", default=4, show_default=True, metavar="N", help="How many steps are computed.")
+@click.option("--steps", default=4, show_default=True, metavar="N", help="How many steps to compute.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of a worker.")
-@seconds("--timeout", "5m", "How long one trial may take.")
+@seconds("--timeout", "5m", "Time limit for one trial.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def check(
     script: str | None,
@@ -86,7 +86,7 @@ def _conclude(verdict: CheckVerdict) -> None:
     for each in verdict.unchecked:
         say(f"not checked: {each}")
     microbatches = f"{verdict.microbatches:,} micro-batch{'es' if verdict.microbatches != 1 else ''}"
-    what = f"{count(verdict.steps, 'step')}, {microbatches}; what comes later was not looked at"
+    what = f"{count(verdict.steps, 'step')}, {microbatches}; later steps were not checked"
     say(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
 
 

@@ -23,15 +23,20 @@ __all__ = ["compare"]
 @click.argument("run_a", required=False)
 @click.argument("run_b", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--explain", is_flag=True, help="Compute the first step that differs again, in both runs: name the "
-              "parameter, the micro-batch and the module that differ first, and the probable cause.")  # fmt: skip
-@click.option("--bisect", nargs=2, metavar="GOOD BAD", help="Find the commit since which a script has other bits, by "
-              "git bisect between two commits: compare --bisect GOOD BAD SCRIPT [-- ARGUMENTS].")  # fmt: skip
+@click.option("--explain", is_flag=True, help=(
+    "Recompute the first step that differs, in both runs; name the parameter, micro-batch and module that differ "
+    "first, and the probable cause."
+))  # fmt: skip
+@click.option("--bisect", nargs=2, metavar="GOOD BAD", help=(
+    "Find the commit that changed a script's bits, by git bisect between two commits: compare --bisect GOOD BAD "
+    "SCRIPT [-- ARGUMENTS]."
+))  # fmt: skip
 @click.option("--steps", default=20, show_default=True, metavar="N", type=click.IntRange(min=2),
               help="With --bisect: how many steps each commit computes.")  # fmt: skip
-@click.option("--link", multiple=True, metavar="PATH", help="With --bisect: a file or folder that git does not have, "
-              "e.g. data, and that each commit gets as a link.")  # fmt: skip
-@seconds("--timeout", "10m", "With --bisect: how long one commit may take.")
+@click.option("--link", multiple=True, metavar="PATH", help=(
+    "With --bisect: a file or folder that is not in git, e.g. data, to link into each commit's worktree."
+))  # fmt: skip
+@seconds("--timeout", "10m", "With --bisect: time limit for one commit.")
 def compare(
     run_a: str | None,
     run_b: str | None,

@@ -24,7 +24,7 @@ def scale(run: str, workers: int) -> int:
     from unisono.cli.join import spec_of
 
     if workers < 1:
-        raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop` ends it")
+        raise UsageError(f"a run needs at least 1 worker, got {workers}; `unisono stop` ends it")
     address = find(run)
     status = ask_status(address)
     number = workers * spec_of(status).settings.parts

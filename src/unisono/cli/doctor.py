@@ -31,12 +31,12 @@ FAR_HEAD_S = 0.2
     "names",
     default="",
     metavar="A,B,...",
-    help="Machines, as ssh knows them, each with Unisono in the same place; default: this one.",
+    help="Machines, by their ssh names, each with Unisono at the same path. Default: this one.",
 )
-@click.option("--ssh", default="ssh", metavar="COMMAND", help="How they are reached.")
-@click.option("--run-dir", default=".", metavar="DIR", help="Where the run's journal and checkpoints would be.")
-@click.option("--ports", default="", metavar="A:B", help="The ports that a firewall lets through.")
-@click.option("--ipv6", is_flag=True, help="Measure by IPv6 between machines.")
+@click.option("--ssh", default="ssh", metavar="COMMAND", help="How to reach them.")
+@click.option("--run-dir", default=".", metavar="DIR", help="Where the run's journal and checkpoints would go.")
+@click.option("--ports", default="", metavar="A:B", help="The ports that a firewall allows.")
+@click.option("--ipv6", is_flag=True, help="Measure over IPv6 between machines.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool, as_json: bool) -> int:
     """Say what of these machines will hurt a run, why, and what to do. Exit code 1 if anything will.

@@ -50,7 +50,7 @@ def evaluate(run: Path, script: tuple[str, ...]) -> int:
     bind_to_parent(signal.SIGKILL)
     with past_run(run, script) as (past, folder):
         if not is_going(past.run):
-            raise UsageError(f"no run is going in {run}, so there is nothing to evaluate for it")
+            raise UsageError(f"no run is active in {run}, so there is nothing to evaluate")
         os.chdir(past.folder)
         _check_script(past)
         return _follow(past, Path(folder))
@@ -61,8 +61,8 @@ def _check_script(past: PastRun) -> None:
     match past.facts.get("environment"):
         case {"script": str(known)} if known != script_checksum(past.arguments):
             raise UsageError(
-                f"the script {past.arguments[0]} is not the one that the run has begun with: its text has changed, so "
-                "its totals may be others. Put back that text"
+                f"the script {past.arguments[0]} is not the one that the run started with: its text has changed, so "
+                "its totals may differ. Restore the original text"
             )
 
 
@@ -74,7 +74,7 @@ def _follow(past: PastRun, folder: Path) -> int:
             attended.enter_context(snapshots.attended())
         except OSError as error:
             raise UsageError(f"{past.run} cannot be used by an evaluator: {error.strerror or error}") from error
-        say(f"unisono: evaluates for the run in {past.run}", err=True)
+        say(f"unisono: evaluating for the run in {past.run}", err=True)
         alive_at = time.monotonic()
         while holder(past.run) == run_id:
             if is_going(past.run):

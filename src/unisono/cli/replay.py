@@ -27,15 +27,16 @@ NUMBER = click.IntRange(min=0)
 @click.command()
 @argument("run", type=click.Path(path_type=Path))
 @argument("script", nargs=-1, type=click.UNPROCESSED)
-@option("--step", type=NUMBER, metavar="S", help="The last step; of local steps, the round.")
+@option("--step", type=NUMBER, metavar="S", help="The last step to compute; for local steps, the round.")
 @option("--micro-batch", "microbatch", type=NUMBER, metavar="M", help="Show this micro-batch of the step.")
-@option("--pass", "turn", type=NUMBER, default=0, metavar="N", help="Which pass over the batch, after step.again.")
-@option("--replica", type=NUMBER, metavar="R", help="Of local steps: which replica.")
-@option("--inner-step", type=NUMBER, metavar="I", help="Of local steps: which step of the replica in its round.")
-@option("--from-beginning", is_flag=True, help="Begin with step 0, and not at a checkpoint.")
-@option("--with", "words", multiple=True, metavar="WHAT", help="anomaly: name the operation that gives a NaN.  "
-        "debugger: stop in the script before the micro-batch.  save=DIR: write the micro-batch, the models before it "
-        "and its gradients.")  # fmt: skip
+@option("--pass", "turn", type=NUMBER, default=0, metavar="N", help="Which pass over the batch, with step.again.")
+@option("--replica", type=NUMBER, metavar="R", help="For local steps: which replica.")
+@option("--inner-step", type=NUMBER, metavar="I", help="For local steps: which step of the replica in its round.")
+@option("--from-beginning", is_flag=True, help="Begin with step 0 instead of a checkpoint.")
+@option("--with", "words", multiple=True, metavar="WHAT", help=(
+    "anomaly: name the operation that produces a NaN.  debugger: stop in the script before the micro-batch.  "
+    "save=DIR: write the micro-batch, the models before it and its gradients."
+))  # fmt: skip
 @option("--without", type=click.Path(), metavar="FILE", help="Compute the run as it would have been without the "
         "samples that FILE names: one index a line, or a range such as 100-199.")  # fmt: skip
 @option("--into", type=click.Path(), metavar="DIR", help="With --without: the directory of the new run.")
@@ -77,17 +78,17 @@ def replay(
     if without is not None:
         if into is None or (step, microbatch, turn, replica, inner_step, words) != (None, None, 0, None, None, ()):
             raise UsageError(
-                "--without computes all steps that follow, into a directory of their own: give --into DIR with it, and "
-                "no --step and nothing that looks into a step"
+                "--without computes all steps that follow, into a directory of their own: give --into DIR, and neither "
+                "--step nor an option that inspects a step"
             )
         return leave_out(PastRun(run, script), without, into, workers=workers or "1", from_beginning=from_beginning)
     if into or workers:
-        raise UsageError("--into and --workers are for --without: all else is computed alone, and writes no run")
+        raise UsageError("--into and --workers are for --without: any other replay uses one worker, and writes no run")
     if step is None:
         raise UsageError("which step? --step S, by its number in the journal")
     given = with_words(words)
     if given.get("debugger") and not sys.stdin.isatty():
-        raise UsageError("--with debugger asks at the terminal, and standard input is none")
+        raise UsageError("--with debugger needs a terminal, and standard input is not one")
     if given.get("save"):
         given["save"] = _checked_folder(given["save"])
     wanted: dict[str, Any] = {"leaf": microbatch, "replica": replica, "inner": inner_step}
@@ -97,7 +98,7 @@ def replay(
             found.check_step(step)
         start = None if from_beginning else found.start(step)
         if start is None and not from_beginning:
-            say("unisono: begins at the beginning of the run: there is no checkpoint before", err=True)
+            say("unisono: starting from the beginning of the run: there is no checkpoint before", err=True)
         wish = Replay(
             run=str(found.run),
             step=step,

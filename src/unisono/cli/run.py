@@ -166,13 +166,13 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     try:
         check_text("the working directory", os.getcwd())
     except FileNotFoundError:
-        raise UsageError("the working directory has been removed; go to another one (cd)") from None
+        raise UsageError("the working directory has been removed; change to another one (cd)") from None
     check_text("the run directory", options.run_dir, options.resume)
     before = Resumed(options.run_dir, "", {})
     if options.resume:
         before = resumed(options.resume, options.run_dir, overwrite=options.overwrite)
     elif options.resume_anyway:
-        raise UsageError("--set resume-anyway says what may differ when a run goes on; give --resume DIR as well")
+        raise UsageError("--set resume-anyway says what may differ when a run resumes; give --resume DIR as well")
     run_dir = str(Path(before.run_dir).resolve()) if before.run_dir else ""
     if run_dir:
         check_directory(Path(run_dir), resumes=bool(options.resume))

@@ -588,7 +588,7 @@ class Foreign(Message):
 
 
 class Moved(Message):
-    """Head to agent: the head gives way to the one at this address, which all machines are to join as new ones."""
+    """Head to agent: the head yields to the one at this address, which all machines are to join as new ones."""
 
     url: str
 

@@ -252,7 +252,7 @@ def scale(draft: Draft, num_workers: int) -> None:
     """Change the number of workers; with parts, by whole groups."""
     policy = draft.state.policy
     if num_workers < 1:
-        raise ProtocolError(f"a run has at least 1 worker, got {num_workers}; `unisono stop` ends it")
+        raise ProtocolError(f"a run needs at least 1 worker, got {num_workers}; `unisono stop` ends it")
     if num_workers % policy.parts:
         raise ProtocolError(f"a group has {policy.parts} workers, and {num_workers} workers are no number of groups")
     minimum = min(policy.minimum, num_workers)

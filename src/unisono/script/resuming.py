@@ -261,8 +261,8 @@ class Resumption:
         loaded = newest(source, self._tracked.apart_in, most=None if is_named else sound)
         if loaded is None and sound is not None and files.complete(folder):
             raise CheckpointError(
-                f"every checkpoint in {run} may hold wrong values (its journal says why the run has ended): begin "
-                "anew (--overwrite), or, if you know one of them to be right, go on from it: unisono run --resume "
+                f"every checkpoint in {run} may hold wrong values (its journal says why the run has ended): start over "
+                "(--overwrite), or, if you know that one of them is right, resume from it: unisono run --resume "
                 f"{shlex.quote(str(folder))}/STEP"
             )
         if loaded is None:
@@ -336,7 +336,7 @@ class Resumption:
         )
         if broken:
             raise CheckpointError(f"no copy in {where} can be used: {'; '.join(broken)}")
-        raise CheckpointError(f"{where} holds no whole copy of a checkpoint")
+        raise CheckpointError(f"{where} has no complete copy of a checkpoint")
 
     def _take_in(self, copy: Copy, fetched: Path, directory: Path) -> Path:
         """Make a copy that was fetched a checkpoint of the directory, and its journal the directory's."""
@@ -481,7 +481,7 @@ def sound_ones(found: Sequence[tuple[Store, Copy]], directory: Path, *, says: bo
     if says and found and not left:
         raise CheckpointError(
             f"every copy may hold wrong values: {directory} says that checkpoints of more than {count(sound, 'step')} "
-            "do. Begin anew (--overwrite), or, if you know a copy to be right, go on from it in another --run-dir"
+            "do. Start over (--overwrite), or, if you know that a copy is right, resume from it in another --run-dir"
         )
     if says and len(left) < len(found):
         tell(f"unisono: copies of more than {count(sound, 'step')} may hold wrong values, and are not used")

@@ -123,7 +123,7 @@ class Run:
         checkpoint: when checkpoints are written, and which are kept; None: only when `save` is called.
         resume: "auto": go on with the run that the directory holds, if it holds one, else begin. A path: go on from
             that run or checkpoint, which may lie elsewhere, also a URL of copies. ``--resume`` wins over it.
-        resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. It changes the
+        resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. Changes the
             bits.
         overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
         sinks: objects with ``emit(event)`` and ``close()`` (`unisono.views.watch.Sink`) that get the run's events. One

@@ -32,7 +32,7 @@ from unisono.record.rundir import RunDirectory
 
 __all__ = ["Saver", "Wish"]
 
-UNSEEN: Final = "no worker that is left sees that directory, which all machines must share"
+UNSEEN: Final = "no remaining worker sees that directory, which all machines must share"
 SLOW_S = 1.0
 """A checkpoint that takes longer than this, and is not done when the next one is due, causes a warning."""
 

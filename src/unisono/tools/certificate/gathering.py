@@ -119,7 +119,7 @@ def gathered(run: Path, *, words: Collection[str] = ()) -> Statement:
         check_regular(run, name)
     facts = read_facts(run)
     if not run.is_dir() or not facts:
-        raise UsageError(f"{run} holds no run: there is no {RUN_FILE} in it")
+        raise UsageError(f"there is no run in {run}: it has no {RUN_FILE}")
     check_schema(run)
     if is_going(run):
         raise UsageError(f"the run in {run} goes on; certify it when it has ended or was stopped")
