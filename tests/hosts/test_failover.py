@@ -154,7 +154,7 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
     said = " ".join(survivors[0].err)
     assert "this machine has the next head" in said
     assert "m0-" in said
-    assert "is out of reach, with the head: the run goes on without w0" in said
+    assert "is out of reach, with the head: the run continues without w0" in said
 
 
 def test_a_machine_that_alone_saw_the_directory_dies(lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_newcomer_that_lacks_a_file_could_not_join() -> None:
     story.says(newcomer, Failed(error="FileNotFoundError: data.npy", traceback="..."))
     (trouble,) = alarms(story)
     assert sentence(trouble) == (
-        f"{newcomer} on host guest could not join the run: FileNotFoundError: data.npy; the others go on"
+        f"{newcomer} on host guest could not join the run: FileNotFoundError: data.npy; the others continue"
     )
     assert story.ended is None
 

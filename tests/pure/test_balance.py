@@ -224,12 +224,12 @@ def test_a_change_without_a_slow_member_says_the_shares() -> None:
     change = ShareChange((4, 4, 4), (0.9, 1.0, 1.15), frozenset(), for_network=True)
     assert (
         change.say(["w0", "w1", "w2"])
-        == "the 12 micro-batches follow the workers' paces and the network: w0 4, w1 4, w2 4"
+        == "the 12 micro-batches follow the workers' speeds and the network: w0 4, w1 4, w2 4"
     )
     change = ShareChange((0, 4), (1.0, 1.0), frozenset({0}), for_network=True)
     assert change.say(["w0", "w1"]) == (
-        "w0 is as fast as the others again: it gets 0 of 4 now; "
-        "shares that fit the paces better would take longer to send"
+        "w0 is as fast as the others again: it gets 0 of 4 now; shares that match the speeds better would take longer "
+        "to send"
     )
 
 

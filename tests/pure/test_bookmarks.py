@@ -213,7 +213,9 @@ def test_an_error_is_no_reason_to_use_no_states_any_more() -> None:
     wanted = [at.wanted(step, 0) for step in range(90)]
     samples, bookmarks = read(data, wanted)
     reader = Reader(data, 1, marks=True)
-    with pytest.warns(UserWarning, match="is read from its beginning, as its state was of no use now: OSError: no ans"):
+    with pytest.warns(
+        UserWarning, match=("is read from its beginning, because its state could not be used: OSError: no ans")
+    ):
         assert reader.read(wanted[60], bookmarks[0]) == samples[60]
     assert reader.news().able
     reader.close(0)

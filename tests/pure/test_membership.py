@@ -616,7 +616,7 @@ def test_a_run_that_decides_by_itself_gets_machines_while_the_next_worker_is_wor
     launch(story, 1)
     steps(story, MEASURED, rate=20)
     assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [3]
-    assert story.reason == ("scaled to 3 workers, from 2: to measure what another one adds (--set efficiency=0.7)")
+    assert story.reason == ("scaled to 3 workers, from 2: to measure what one more adds (--set efficiency=0.7)")
     launch(story, 2)
     assert of_machines(story) == {AGENT: 0, "agent1": 2, "agent2": 1}, "not both of its workers"
     steps(story, MEASURED, rate=22)
@@ -675,7 +675,7 @@ def desktop(start: int = 1) -> Story:
     """A run with a machine that has joined, and offers nothing yet."""
     story = training(start)
     assert story.agent(0, "agent1", primary=False, host="desk") == []
-    assert story.reason == "desk joins, and offers workers only at times (--while)"
+    assert story.reason == "desk joins, and offers workers only at certain times (--while)"
     return story
 
 
@@ -1218,7 +1218,7 @@ def test_who_was_dismissed_while_it_was_starting_cannot_come_either() -> None:
     story.says("", Scale(num_workers=2))
     assert story.worker("w2").state is WorkerState.LEFT
     actions = story.says("w2", Hello(info=info("w2"), fingerprint={}))
-    assert actions == [Hangup("w2", "the run goes on without worker w2: it was sent away")]
+    assert actions == [Hangup("w2", "the run continues without worker w2: it was sent away")]
 
 
 def test_a_slow_first_step_is_no_hang() -> None:
@@ -1432,8 +1432,8 @@ def test_a_micro_batch_that_hangs_on_a_second_worker_ends_the_run() -> None:
     assert not story.ended.ok
     assert story.ended.worker_id == "w1"
     assert (
-        "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2 (samples 17, 3), where "
-        "worker w0 (pid 1000) has hung as well (for 11 s)" in story.ended.reason
+        "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2 (samples 17, 3), where worker w0 (pid "
+        "1000) hung as well (for 11 s)" in story.ended.reason
     )
 
 
@@ -1607,7 +1607,7 @@ def test_an_exchange_that_breaks_on_every_member_by_itself_ends_the_run() -> Non
             story.says(worker_id, Suspect(generation=story.state.generation, reason="File too large"))
         story.tick(story.now + story.state.policy.suspect_s)
     assert story.ended is not None
-    assert "3 exchanges in a row broke, and no member is to blame: " in story.ended.reason
+    assert "3 exchanges in a row broke, and no single member is to blame: " in story.ended.reason
     assert "File too large" in story.ended.reason
 
 
@@ -1626,7 +1626,7 @@ def test_newcomers_that_the_others_cannot_exchange_with_are_sent_away() -> None:
     assert story.state.members == ("w0", "w1", "w2")
     cannot_exchange(story, by=("w0", "w1", "w2"))
     assert story.state.members == ("w0", "w1")
-    assert "the others go on without w2" in story.reason
+    assert "the others continue without w2" in story.reason
     story.hold()
     story.says("w0", step_done(0))
     assert story.state.members == ("w0", "w1", "w2"), "another attempt"
@@ -2182,7 +2182,7 @@ def test_another_text_of_the_script_is_refused() -> None:
     story.state = msgspec.structs.replace(story.state, script="aaaa")
     says_hello(story, "w1", "bbbb")
     assert story.worker("w1").state is WorkerState.LEFT
-    assert "has another text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
+    assert "has a different text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
     assert "--set allow-different-script=yes" in story.reason
     assert story.ended is None
     assert story.state.members == ("w0",)

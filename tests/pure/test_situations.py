@@ -290,7 +290,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
         (of(2, hang_s=60.0), beat("w0", waiting=True), beat("w1", seconds_at=61.0),
          Then("w0", evicts="w1", starts="w2",
               says="w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2")),
-    "the others go on without a worker that hangs and may wake up, and it is told":
+    "the others continue without a worker that hangs and may wake up, and it is told":
         (of(3, **AT_ONCE), beat("w0", waiting=True), beat("w1", seconds_at=11.0),
          Then("w0 w2", generation=2, states={"w1": ASIDE}, evicts="", told="w0 w1 w2",
               says="w1 (pid 1001) makes no progress for 11 s at step 4, micro-batch 2 and is left aside")),

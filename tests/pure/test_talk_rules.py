@@ -201,9 +201,7 @@ def test_a_worker_that_goes_on_without_a_call_is_not_waited_for(waits_first: boo
     for step in steps if waits_first else reversed(steps):
         answers = step()
     assert set(answers) == {"w0"}
-    assert (
-        "worker w1 (pid 1001) has reached the training loop, or its end, without the first call" in answers["w0"].error
-    )
+    assert "worker w1 (pid 1001) reached the training loop, or its end, without the first call" in answers["w0"].error
     assert talk.tells("w1", Ready(phase=0)) == {}, "told once"
 
 

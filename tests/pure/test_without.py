@@ -80,7 +80,7 @@ def test_a_shard_stands_for_its_samples() -> None:
         range(5, 9),
     ]
     assert ranges_in("shard nobody knows yet", "gone.txt") == [range(0)]
-    with pytest.raises(UsageError, match=r"gone.txt, line 2: the data set has no shard 'd': it has a b, c\. A Concat"):
+    with pytest.raises(UsageError, match=r"gone.txt, line 2: the dataset has no shard 'd': it has a b, c\. A Concat"):
         ranges_in("3\nshard d", "gone.txt", 10, shards)
     with pytest.raises(UsageError, match="it names no shards"):
         ranges_in("shard d", "gone.txt", 10)

@@ -241,7 +241,7 @@ def test_another_pass_begins_when_the_last_one_is_complete() -> None:
                 step.backward(F.cross_entropy(model(x), y))
             with pytest.raises(StepError, match=r"For another pass over the same global batch: .*step.again"):
                 iter(step)
-        with pytest.raises(StepError, match="the outer loop has gone on"):
+        with pytest.raises(StepError, match="the outer loop has moved on"):
             step.again()
 
 
@@ -258,7 +258,7 @@ def test_passes_are_not_interleaved_and_end_with_their_step() -> None:
         stale = None
         for step in run.steps(vectors(), batch_size=24, microbatches=M, max_steps=2):
             if stale is not None:
-                with pytest.raises(StepError, match="a pass over step 0 cannot begin: the outer loop has gone on"):
+                with pytest.raises(StepError, match="a pass over step 0 cannot begin: the outer loop has moved on"):
                     next(stale)
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))

@@ -172,7 +172,7 @@ def test_tracking_within_the_loop(loop: Loop) -> None:
 
 def test_evaluating_within_the_inner_loop(loop: Loop) -> None:
     """Each worker is at another micro-batch, and all would wait for each other."""
-    with pytest.raises(UsageError, match="inside of `for batch in step`"):
+    with pytest.raises(UsageError, match="inside `for batch in step`"):
         loop.train(lambda step, batch: loop.run.evaluate(vectors(), lambda batch: {"n": torch.ones(())}, batch_size=4))
 
 
@@ -572,7 +572,7 @@ def test_the_loss_of_a_step_before_its_end(loop: Loop) -> None:
 
 
 def test_loops_within_loops(loop: Loop) -> None:
-    with pytest.raises(UsageError, match=says("run.steps was called inside of another run.steps")):
+    with pytest.raises(UsageError, match=says("run.steps was called inside another run.steps")):
         for _ in loop.steps():
             for _ in loop.steps():
                 pass

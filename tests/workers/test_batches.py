@@ -193,7 +193,7 @@ def _calls(call: Callable[[unisono.Run, Any], Any]) -> None:
     ],
 )
 def test_what_has_no_place_in_the_loop_is_refused(call: Callable[[unisono.Run, Any], Any]) -> None:
-    with pytest.raises(unisono.StepError, match=r"inside of `for batch in run\.batches"):
+    with pytest.raises(unisono.StepError, match=r"inside `for batch in run\.batches"):
         _calls(call)
 
 
@@ -207,7 +207,7 @@ def _inner_loop_within() -> None:
 
 
 def test_an_inner_loop_within_it_is_refused() -> None:
-    words = "a step of 4 micro-batches was begun inside of an evaluation of 6 batches"
+    words = "a step of 4 micro-batches was begun inside an evaluation of 6 batches"
     with pytest.raises(unisono.StepError, match=words):
         _inner_loop_within()
 
@@ -230,7 +230,7 @@ def test_other_misuse_is_refused() -> None:
                 n += len(y)
                 with pytest.raises(unisono.StepError, match="known after the inner loop"):
                     float(n)
-                with pytest.raises(unisono.UsageError, match=r"run\.batches was called inside of `for batch in step`"):
+                with pytest.raises(unisono.UsageError, match=r"run\.batches was called inside `for batch in step`"):
                     next(iter(run.batches(vectors(), batch_size=4)))
         for x, _ in batches:
             with pytest.raises(unisono.UsageError, match="in the training and in an evaluation"):

@@ -241,7 +241,7 @@ def test_a_run_grows_by_itself_to_measure_another_worker(
     """``--workers 1:2 --efficiency 0.7`` begins with one, although there is room for two. The bits are the same."""
     with Gates(tmp_path / "gates", (SKIPPED + SETTLED + 1,)) as gates:
         command = start(unisono, run_dir, gates, "1:2", "--set", "efficiency=0.7", before=on_two_cores())
-        command.line("scaled to 2 workers, from 1: to measure what another one adds (--set efficiency=0.7)")
+        command.line("scaled to 2 workers, from 1: to measure what one more adds (--set efficiency=0.7)")
         gates.open(SKIPPED + SETTLED + 1, command.generation("w1 joins"))
         finish(command, run_dir, calm)
     assert set(sizes(run_dir)[: SKIPPED + SETTLED]) == {1}

@@ -235,7 +235,7 @@ def test_an_evaluator_that_was_started_by_hand_leaves_and_holds_nobody_back(
         gates.wait(EVALUATORS)
         guest.process.send_signal(signal.SIGINT)
         assert guest.wait() == 130, guest.err
-        command.line("the workers compute the evaluation of step 1: there is no evaluator any more")
+        command.line("the workers compute the evaluation of step 1: there is no evaluator any longer")
         gates.wait(5)
         unisono("scale", run_dir, 2).wait()
         gates.open(5, command.generation("w1 joins"))

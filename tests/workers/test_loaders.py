@@ -157,7 +157,7 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (DataLoader(Stream(), batch_size=2), "data that can only be iterated, whose length nobody knows"),
+        (DataLoader(Stream(), batch_size=2), "data that can only be iterated over, whose length nobody knows"),
         (DataLoader(Draws(), batch_size=None), "the DataLoader has batch_size=None"),
         (OwnIteration(Draws(), batch_size=8), "the loader is a OwnIteration, .*overrides __iter__.*the dataset itself"),
         (

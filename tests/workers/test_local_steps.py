@@ -606,9 +606,9 @@ MISTAKES: dict[str, tuple[Mistake, type[Exception], str]] = {
     "evaluate": (
         lambda run, model, tracked: run.evaluate(vectors(), lambda batch: {"n": len(batch[0])}, batch_size=8),
         UsageError,
-        "inside of `for step in round`",
+        "inside `for step in round`",
     ),
-    "barrier": (lambda run, model, tracked: run.barrier(), UsageError, "inside of `for step in round`"),
+    "barrier": (lambda run, model, tracked: run.barrier(), UsageError, "inside `for step in round`"),
     "journal": (lambda run, model, tracked: tracked["step"].log(x=1.0), StepError, "round.log"),
 }
 

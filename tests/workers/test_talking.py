@@ -87,7 +87,7 @@ def test_nobody_talks_within_the_inner_loop(what: str) -> None:
     with AloneRun() as run:
         for step in steps_of(run):
             for x, _ in step:
-                with pytest.raises(UsageError, match=f"{what} was called inside of `for batch in step`"):
+                with pytest.raises(UsageError, match=f"{what} was called inside `for batch in step`"):
                     TALK[what](run)
                 step.backward(run._tracked.modules["model"](x).sum())
 
@@ -95,7 +95,7 @@ def test_nobody_talks_within_the_inner_loop(what: str) -> None:
 @pytest.mark.parametrize("what", TALK)
 def test_nobody_talks_while_others_wait_for_a_block(what: str) -> None:
     with AloneRun() as run:
-        with pytest.raises(UsageError, match=f"{what} was called inside of `with run.main_first"), run.main_first():
+        with pytest.raises(UsageError, match=f"{what} was called inside `with run.main_first"), run.main_first():
             TALK[what](run)
         run.barrier()
 
@@ -485,7 +485,7 @@ with unisono.Run(seed=3) as run:
     )
     outcome = run_workers(script, 2, directory=tmp_path / "run", timeout_s=WAIT_S)
     assert outcome.exit_code == 1
-    assert "has reached the training loop, or its end, without the first call before run.steps" in outcome.output
+    assert "reached the training loop, or its end, without the first call before run.steps" in outcome.output
 
 
 @pytest.mark.usefixtures("nursery")

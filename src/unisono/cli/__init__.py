@@ -17,11 +17,11 @@ from unisono.system.extras import check_platform, needs_torch
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final = {
-    "run": ("unisono.cli.run:run", "Train on this machine, others, or a cluster; more may join."),
-    "join": ("unisono.cli.join:join", "Add this machine's workers to a running run."),
+    "run": ("unisono.cli.run:run", "Train on this machine, others, or a cluster; more can join."),
+    "join": ("unisono.cli.join:join", "Add this machine's workers to an active run."),
     "evaluate": ("unisono.cli.evaluate:evaluate", "Compute a run's evaluations beside its training."),
     "slurm": ("unisono.cli.slurm:slurm", "Train in a Slurm job: submit it and follow it."),
-    "watch": ("unisono.cli.watch:watch", "Look at a run, live or finished, in this terminal or a browser."),
+    "watch": ("unisono.cli.watch:watch", "Watch a run, live or finished, in this terminal or a browser."),
     "report": ("unisono.cli.report:report", "Write an HTML report of one run, or of several side by side."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
     "stop": ("unisono.cli.control:stop", "Stop a run at the end of its current step."),

@@ -46,7 +46,7 @@ def checkpoints(place: str, action: str, file: Path | None, step: int | None, na
         unisono checkpoints runs/digits export model.safetensors
         unisono checkpoints runs/digits export optimizer.pt --name optimizer --step 500
 
-    DIR may also be the place of copies (s3://bucket/runs/digits): list and check.
+    DIR may also be a place of copies (s3://bucket/runs/digits), for list and check.
     """
     if is_copy(absolute(place)):
         if action == "export":

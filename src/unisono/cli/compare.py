@@ -47,11 +47,11 @@ def compare(
     link: tuple[str, ...],
     timeout: float,
 ) -> int:
-    """Say whether RUN_A and RUN_B (directories, or their journals) are identical; else the first step that differs,
-    and in what. Lines that one of them lacks (its disk was full) are named and not compared.
+    """Tell whether RUN_A and RUN_B (directories, or their journals) are identical; if not, which step differs first,
+    and how. Lines that one of them lacks (its disk was full) are named but not compared.
 
-    With --bisect, name the commit since which a script has other bits. Each commit runs on one worker, in a worktree
-    of its own, which is removed; nothing of the checkout is touched. A commit that cannot run is skipped.
+    With --bisect, name the commit that changed a script's bits. Each commit runs on one worker, in a temporary worktree
+    of its own; the checkout is not touched. A commit that cannot run is skipped.
 
     Exit code: 0 identical, 1 different, 2 one of them cannot be read, or run.
     """

@@ -69,10 +69,10 @@ def join(
     no_head: bool,
     launched: str,
 ) -> int:
-    """Add this machine's workers to a running run.
+    """Add this machine's workers to an active run.
 
-    They run the script that the run was started with, as you. Ctrl-C takes them away again, at the end of the step.
-    The line that `unisono watch --once` shows keeps the invitation out of the list of processes:
+    They run the run's script, as you. Ctrl-C removes them again, at the end of the step. The line that `unisono watch
+    --once` shows keeps the invitation out of the process list:
 
         unisono join - <<< 'wss://...'
     """

@@ -143,14 +143,14 @@ def plan(
     find: str,
     as_json: bool,
 ) -> int:
-    """Say how long a step will take on more workers, and what they need, from the first steps of SCRIPT.
+    """Predict from the first steps of SCRIPT how long a step takes on more workers, and what they need.
 
-    The script is run for some steps, alone and with several workers of this machine, in directories that are removed
-    afterwards. Nothing of it is kept, but the script does what it does outside of its training as well.
+    The script runs for some steps, alone and with several workers of this machine, in temporary directories. Nothing is
+    kept, but whatever else the script does beside training happens too.
 
         unisono plan train.py --workers 1:16 --link 1gbit --price 2.5 -- --lr 0.01
 
-    Of the directory of a RUN: compare what was planned with what came; with --workers, plan from the steps of the run.
+    Given the directory of a RUN: compare the plan with what happened; with --workers, plan from the run's steps.
     """
     if not 0.0 <= price < math.inf:
         raise UsageError(f"--price is the price of one worker per hour, at least 0; got {price}")

@@ -55,8 +55,8 @@ def replay(
     into: str | None,
     workers: str | None,
 ) -> int:
-    """Compute RUN (a directory) again from its newest checkpoint before a step, on one worker, and compare each step
-    with the journal. Nothing is written into RUN.
+    """Recompute RUN (a directory) from its newest checkpoint before a step, on one worker, and compare each step with
+    the journal. Nothing is written into RUN.
 
     \b
         unisono replay runs/digits --step 350
@@ -65,14 +65,14 @@ def replay(
         unisono replay runs/digits --step 350 --micro-batch 3 --with save=found
         unisono replay runs/digits --without deleted.txt --into runs/digits2
 
-    The script is the one that the run was made with, in the same folder; another one may stand after the options. It
-    gets the arguments of the run, unless others stand after it. The digest of a micro-batch is compared with the one
-    that the run has audited (unisono run --audit), where the journal has one.
+    The script is the run's own, in the same folder, unless you give one after the options. It gets the run's arguments
+    unless you give others. The digest of a micro-batch is compared with the audited one (unisono run --audit), where
+    the journal has one.
 
-    With --without it is a run of its own in DIR: begun at the newest checkpoint before the first of the samples was
-    used, with the same order of all others, and computed to its end.
+    With --without, the result is a run of its own in DIR: it starts from the newest checkpoint before the first of the
+    samples was used, keeps the order of all other samples, and is computed to the end.
 
-    Exit code: 0 all as in the journal, 1 a step is not, or the script has failed, 2 it cannot be replayed, 3 the
+    Exit code: 0 all steps match the journal, 1 one does not, or the script failed, 2 the run cannot be replayed, 3 the
     debugger was left before the step was over.
     """
     if without is not None:

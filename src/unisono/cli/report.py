@@ -29,11 +29,11 @@ DEFAULT = "report.html"
     "a file only with -o."
 ))  # fmt: skip
 def report(runs: tuple[Path, ...], output: Path | None, as_table: bool) -> int:
-    """Write a report of one run, or of several RUNS side by side, as one HTML file that needs nothing else. A folder
-    of runs stands for all of them.
+    """Write a report of one run, or of several RUNS side by side, as one self-contained HTML file. A folder of runs
+    stands for all runs in it.
 
     It shows the result, the curves, where the workers' time went, every interruption and its cost, and what would make
-    the run faster. It can be written while the run goes on.
+    the run faster. It can be written while the run is active.
     """
     runs = tuple(each for run in runs for each in _in(run))
     for run in runs:

@@ -82,13 +82,13 @@ def run_options(command: Callable[..., int]) -> Callable[..., int]:
 @click.command(cls=_Command)
 @run_options
 def run(**given: Any) -> int:
-    """Train SCRIPT on the workers of this machine, or of --hosts, with the same bits at any number of them.
+    """Train SCRIPT on workers of this machine, or of --hosts, with the same bits at any number of workers.
 
-    What stands after -- are the script's own arguments:
+    Whatever follows -- is passed to the script:
 
         unisono run train.py --workers 4 -- --lr 0.01
 
-    Settings that you use often may stand in a file unisono.toml beside the script.
+    Settings that you use often can go into a file unisono.toml beside the script.
     """
     options = options_of(given)
     if options.dry_run and options.launcher != "kubernetes":

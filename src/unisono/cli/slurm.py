@@ -76,13 +76,13 @@ OVER: Final = GOES_ON | {"CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF
 @click.option("--dry-run", is_flag=True, help="Print the batch script without submitting it.")
 @click.option("--detach", is_flag=True, help="Submit the job and print its number, without following it.")
 def slurm(dry_run: bool, detach: bool, **given: Any) -> int:
-    """Train SCRIPT in a job of Slurm. What stands after -- are the script's own arguments:
+    """Train SCRIPT in a Slurm job. Whatever follows -- is passed to the script:
 
         unisono slurm train.py --nodes 4 --time 2:00:00 -- --lr 0.01
 
-    The job's output is shown until it is over; Ctrl-C leaves the job to itself. At its time limit, or when it is
-    preempted, the run writes a checkpoint, and goes on in the next turn with the same bits (the script says how often
-    it writes checkpoints: unisono.Checkpoints).
+    The job's output is shown until it is over; Ctrl-C stops showing it and leaves the job running. At its time limit,
+    or when it is preempted, the run writes a checkpoint and resumes in the job's next turn with the same bits
+    (unisono.Checkpoints in the script sets how often checkpoints are written).
     """
     name, text = _script(**given)
     if dry_run:

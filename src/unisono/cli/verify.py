@@ -73,18 +73,18 @@ def verify(
     signers: tuple[str, ...],
     any_signer: bool,
 ) -> int:
-    """Check CERTIFICATE: its signature, and what else is given of its run. With --segments or --all, stretches of the
-    run are computed again on this machine, and have to end with the certified bits.
+    """Check CERTIFICATE: its signature, and whatever else of its run is given. With --segments or --all, stretches of
+    the run are recomputed on this machine and must end with the certified bits.
 
     \b
         unisono verify digits.json --signer lab.key.pub --model model.safetensors
         unisono verify digits.json --signer lab.key.pub --run runs/digits --segments 3 digits.py
         unisono verify digits.json --signer SHA256:fzG... --all digits.py -- --epochs 5
 
-    Nothing that the certificate or the run's directory names is executed: the script is the one that is given after the
-    options, or else the terminal is asked.
+    Nothing named by the certificate or the run's directory is executed unasked: give the script after the options, or
+    confirm it at the terminal.
 
-    Exit code: 0 all that was checked is right, and the signer was named; 1 something is wrong; 2 it cannot be checked.
+    Exit code: 0 everything checked is correct, by the named signer; 1 something is wrong; 2 it cannot be checked.
     """
     from unisono.tools.certificate.checking import check_models, check_run
     from unisono.tools.certificate.keys import check_signature, fingerprint_of, is_named

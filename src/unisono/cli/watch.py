@@ -58,13 +58,13 @@ HELP: Final = (
     help="For programs: everything that is shown, as a line of JSON a second; with --once, the state.",
 )
 def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool) -> int:
-    """Look at a run, live or finished: loss, speed, workers, where their time goes, what has happened.
+    """Watch a run, live or finished: loss, speed, workers, where their time goes, what happened.
 
-    Ends with the run, with exit code 1 if that has failed; the run does not notice who looks. Of a folder with several
-    runs, each has a line.
+    Ends with the run, with exit code 1 if the run failed; watching does not affect the run. For a folder with several
+    runs, each gets a line.
 
-    --once also shows whoever has started the run the line with which other machines join it. Keep that line to
-    yourself: whoever has it can run programs as you. The lines for watching are for those who look only.
+    --once also shows the person who started the run the line with which other machines join it. Keep that line
+    to yourself: whoever has it can run programs as you. The lines for watching allow watching only.
     """
     if web:
         return _web(runs, port)

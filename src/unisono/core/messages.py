@@ -509,7 +509,7 @@ class AgentHello(Message):
     branch: str = ""
     """The branch of the run's history that the agent has followed; "": none yet."""
     fresh: bool = False
-    """The agent went on under another head, and has ended the workers that it had there."""
+    """The agent continued under another head, and has ended the workers that it had there."""
     run_id: str = ""
     """The run that it takes part in, if it knows that already."""
     protocol: int = PROTOCOL

@@ -346,8 +346,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     head_away_s: Annotated[float, Setting(
         "How long machines wait for a head that they cannot reach.", "network")] = 20.0
     when_cut: Annotated[Partition, Setting(
-        "What machines that have the run's state do when head-away has passed: end; continue if they are "
-        "more than half of the machines; or continue in any case (both sides compute the same bits).", "network")] = "go-on"
+        "What machines with the run's state do when head-away has passed: end; continue if they are more than half "
+        "of all machines; or continue in any case (both sides compute the same bits).", "network")] = "go-on"
 
     run_dir: Annotated[str, Setting(
         "Directory for the journal and checkpoints. Overrides the script's.", "keeping", option="--run-dir",

@@ -216,9 +216,11 @@ def _uneven_shares(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Ad
         return
     number = min(number for number, gain in gains.items() if gain >= ENOUGH * best)
     yield Advice(
-        text=f"{_waits(waiting, step)}: {_few(loads, setting)}. microbatches={number} would bring "
-        f"{_percent(gains[number])} of the step's time. (Another number of micro-batches is another recipe: its "
-        "results differ from those of this run.)",
+        text=(
+            f"{_waits(waiting, step)}: {_few(loads, setting)}. microbatches={number} would save "
+            f"{_percent(gains[number])} of the step's time. (A different number of micro-batches is a different "
+            "recipe: the results differ from this run's.)"
+        ),
         loss_seconds=waiting.seconds.waiting,
         gain=gains[number],
         change=f"microbatches={number}",
@@ -237,7 +239,8 @@ def _idle_workers(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Adv
     what = f": {idle} of them {'has' if idle == 1 else 'have'} nothing to compute. "
     if gain >= LEAST:
         what += (
-            f"microbatches={number} would bring {_percent(gain)} of the step's time (another recipe: other results)."
+            f"microbatches={number} would save {_percent(gain)} of the step's time (a different recipe: different "
+            "results)."
         )
     else:
         what += f"{setting.microbatches} workers would be as fast."
@@ -261,10 +264,12 @@ def _slow_workers(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Adv
         gain = max(0.0, now - then) / step
         waits = max(one.seconds.waiting for one in loads if one is not load)
         yield Advice(
-            text=f"{_named(load)} takes {load.pace / usual:.1f}x as long for a micro-batch as the others "
-            f"({short_duration(load.pace)}, the others {short_duration(usual)}): look for what else runs there, for "
-            "its power limit and temperature, and for threads that share cores. As fast as the others, it would save "
-            f"{_percent(gain)} of the step's time.",
+            text=(
+                f"{_named(load)} takes {load.pace / usual:.1f}x as long for a micro-batch as the others "
+                f"({short_duration(load.pace)}, the others {short_duration(usual)}): check what else runs there, "
+                "its power limit and temperature, and whether threads share cores. As fast as the others, it "
+                f"would save {_percent(gain)} of the step's time."
+            ),
             loss_seconds=max(waits, now - then),
             gain=gain,
         )
@@ -300,8 +305,10 @@ def _loading(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
         return
     gain = max(0.0, step - max(rest, work / can)) / step
     yield Advice(
-        text=f"{says}: loader_workers={can} (now {setting.loader_workers}) would load while it computes, and bring "
-        f"{_percent(gain)} of the step's time.",
+        text=(
+            f"{says}: loader_workers={can} (now {setting.loader_workers}) would load while it computes, and save "
+            f"{_percent(gain)} of the step's time."
+        ),
         loss_seconds=data,
         gain=gain,
         change=f"loader_workers={can}",
@@ -315,14 +322,16 @@ def _network(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     network = slowest.seconds.network
     if network < LEAST * step:
         return
-    says = f"Bytes on their way take {_percent(network / step)} of each step."
+    says = f"Transfers take {_percent(network / step)} of each step."
     hosts, nodes = len(_hosts(loads)), _num_nodes(loads, _measured(loads, setting))
     fewest = [number for number in _candidates(loads, setting) if _is_ring(number, hosts) and number >= len(loads)]
     gain = _saved(loads, setting, number := fewest[0]) / step if nodes > 1 and fewest else 0.0
     if gain >= LEAST:
         yield Advice(
-            text=f"{says} microbatches={number} (hosts x 2^k) makes each host send the least, and would bring "
-            f"{_percent(gain)} of the step's time.",
+            text=(
+                f"{says} microbatches={number} (hosts x 2^k) makes each host send the least, and would save "
+                f"{_percent(gain)} of the step's time."
+            ),
             loss_seconds=network,
             gain=gain,
             change=f"microbatches={number}",
@@ -333,7 +342,7 @@ def _network(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     gain = 1 - (step + work) / (2 * step)
     batch = f"batch_size={2 * setting.batch_size}" if setting.batch_size else "a batch twice as large"
     yield Advice(
-        text=f"{says} A larger batch sends no more: {batch} would bring {_percent(gain)} of the time for each sample.",
+        text=f"{says} A larger batch sends no more: {batch} would save {_percent(gain)} of the time per sample.",
         loss_seconds=network,
         gain=gain,
         change=f"batch_size={2 * setting.batch_size}" if setting.batch_size else "",

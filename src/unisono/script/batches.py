@@ -98,7 +98,7 @@ class Batches:
             )
         if self._has_begun and self._totals is None:
             raise StepError(
-                f"{what} inside of `for batch in run.batches(...)`, where each worker is at another batch: do it after "
+                f"{what} inside `for batch in run.batches(...)`, where each worker is at another batch: do it after "
                 "that loop"
             )
 

@@ -370,7 +370,7 @@ class TrainingLoop:
         """Raise StepError if the script calls step() of an optimizer within the inner loop."""
         if self.step is not None and self.is_in_microbatch():
             raise StepError(
-                f"{name}.step() was called inside of `for batch in step` (micro-batch {self.step.microbatch}), where "
+                f"{name}.step() was called inside `for batch in step` (micro-batch {self.step.microbatch}), where "
                 "parameters have no gradient yet: call it after that loop"
             )
         self._unused.before_update(name)
@@ -379,6 +379,6 @@ class TrainingLoop:
         """Raise StepError if the script calls step() of a scheduler within the inner loop."""
         if self.is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
             raise StepError(
-                "the step() of a learning rate scheduler was called inside of `for batch in step`, where each worker "
+                "the step() of a learning rate scheduler was called inside `for batch in step`, where each worker "
                 "computes different micro-batches, so it would count different steps on each: call it after that loop"
             )

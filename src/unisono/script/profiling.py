@@ -63,7 +63,7 @@ class Profiling:
 
     def __init__(self, steps: range, directory: Path | None, device: torch.device) -> None:
         if not 0 <= steps.start < steps.stop or steps.step != 1:
-            raise UsageError(f"steps to profile are A:B, from step A up to but without step B; got {steps}")
+            raise UsageError(f"steps to profile are A:B, from step A up to, but not including, step B; got {steps}")
         if directory is None:
             raise UsageError("a profile needs the directory of the run: unisono.Run(directory), or --run-dir")
         self._steps = steps

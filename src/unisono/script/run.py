@@ -431,7 +431,7 @@ class Run:
         """
         self._process.check("run.track")
         if self._training.is_open:
-            raise UsageError("run.track was called inside of run.steps; track everything before the loop")
+            raise UsageError("run.track was called inside run.steps; track everything before the loop")
         self._tracked.add(objects)
         for name, value in objects.items():
             if (
@@ -741,7 +741,7 @@ class Run:
             raise UsageError("run.play needs the members of a training; call it inside of run.steps, or after it")
         if self._training.is_apart():
             raise UsageError(
-                "run.play was called inside of a loop in which each worker is elsewhere: call it after that loop"
+                "run.play was called inside a loop in which each worker is elsewhere: call it after that loop"
             )
         round_ = make(self._rounds)
         for _ in self._rounds.play(round_):

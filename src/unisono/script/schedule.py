@@ -436,9 +436,9 @@ def _stream_cursor(
     lengths = source.data.lengths(microbatches)
     if lengths is None and (max_steps is None or epochs != 1):
         raise RecipeError(
-            f"{caller} got data that can only be iterated, whose length nobody knows, and so no epoch has an end: say "
-            f"{caller}(..., max_steps=...) (without epochs), or unisono.Streams(..., lengths=[...]) with the samples "
-            f"of each of the {microbatches} streams (unisono.TarShards counts them)"
+            f"{caller} got data that can only be iterated over, whose length is unknown, and so no epoch has an end: "
+            f"say {caller}(..., max_steps=...) (without epochs), or unisono.Streams(..., lengths=[...]) with the "
+            f"samples of each of the {microbatches} streams (unisono.TarShards counts them)"
         )
     first_sample = 0 if lengths is not None else asked.of(source.given, microbatches)
     if lengths is not None:

@@ -200,8 +200,8 @@ class Talk:
         """Count a call."""
         if self._is_in_block:
             raise UsageError(
-                f"{kind} was called inside of `with run.main_first()`, where the other workers wait: call it after "
-                "that block"
+                f"{kind} was called inside `with run.main_first()`, where the other workers wait: call it after that "
+                "block"
             )
         where = (place.phases, place.step)
         if where != self._where:

@@ -266,8 +266,8 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if (now := self.trainer.accumulate_grad_batches) != self._accumulates:
             raise UsageError(
                 f"UnisonoStrategy: accumulate_grad_batches was {self._accumulates} when the training began, and is "
-                f"{now} at step {step.number}: the steps of a training have global batches of one size; for another "
-                "call trainer.fit again"
+                f"{now} at step {step.number}: all steps of a training have global batches of one size; for another "
+                "size call trainer.fit again"
             )
         self._follow_rank()
 

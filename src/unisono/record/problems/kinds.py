@@ -216,8 +216,8 @@ def what_to_do(trouble: Trouble) -> str:
     match trouble.kind:
         case "hang":
             return (
-                f"The stack of {who} in the evidence shows the line to look at; if the script may take so long there, "
-                "raise --set kill-after=TIME"
+                f"The stack of {who} in the evidence shows the line to look at; if the script may take that long "
+                "there, raise --set kill-after=TIME"
             )
         case "unreachable":
             return "Look at the network between the machines: `unisono doctor` measures it"

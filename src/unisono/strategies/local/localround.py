@@ -283,7 +283,7 @@ class LocalRound(Iteration):
         self.check_not_left()
         if self.state is StepState.INSIDE:
             raise StepError(
-                "round.log was called inside of `for step in round`, where each worker is at another replica: call it "
+                "round.log was called inside `for step in round`, where each worker is at another replica: call it "
                 "after that loop"
             )
         self._log(values, named)

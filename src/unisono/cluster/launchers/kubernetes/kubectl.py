@@ -51,7 +51,7 @@ class Cluster:
         try:
             if self._call("get", job_name, "--ignore-not-found", "--output=name"):
                 raise UsageError(
-                    f"a run {name} exists in namespace {self._namespace}; choose another name with --set "
+                    f"a run {name} exists in namespace {self._namespace}; choose a different name with --set "
                     f"kubernetes.name=NAME, or remove that run with `kubectl -n {self._namespace} delete {job_name}`"
                 )
             uid = self._make([job], "--output=jsonpath={.metadata.uid}")
