@@ -38,7 +38,7 @@ def test_workers_that_wait_because_of_unequal_shares_are_advised_more_microbatch
     assert found.gain == pytest.approx(1 - 2 / 3, abs=0.02)
     assert found.loss_seconds == pytest.approx(0.1)
     assert "waits 50 % of each step for w" in found.text
-    assert "4 micro-batches cannot be shared out equally over 3 workers" in found.text
+    assert "4 micro-batches cannot be divided equally over 3 workers" in found.text
     assert "microbatches=6 would bring" in found.text
 
 

@@ -45,5 +45,5 @@ def test_a_partial_batch_is_shared_out_only_if_each_part_has_a_sample() -> None:
 
 
 def test_micro_batches_that_are_no_multiple_are_refused() -> None:
-    with pytest.raises(RecipeError, match="8 micro-batches cannot be shared out equally to 3 replicas"):
+    with pytest.raises(RecipeError, match="8 micro-batches cannot be divided equally to 3 replicas"):
         PartOfCursor.of(cursor(), 0, 3)

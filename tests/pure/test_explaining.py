@@ -49,7 +49,7 @@ def with_leaf(number: int, **values: Any) -> Dissected:
         (with_leaf(0, modules=[("model.0", "a"), ("head", "b")]), "calls model.1 in one run and head in the other"),
         (
             with_leaf(0, changed={"model['0.weight']": "a tensor (3,) with digest 2"}, loss="2"),
-            "micro-batch 0 of step 7 is the first that differs: the state before the step was equal in both runs, and "
+            "micro-batch 0 of step 7 is the first that differs: the state before the step was equal in both runs, but "
             "when the micro-batch begins it is not: the first tensor is model['0.weight']. So something changes it",
         ),
         (with_leaf(0, loss="2"), "all modules give the same, and the loss is 1.5 in a and 2 in b"),
@@ -71,7 +71,7 @@ def with_leaf(number: int, **values: Any) -> Dissected:
             msgspec.structs.replace(B, state={"model['0.weight']": A.state["model['0.weight']"]}),
             "only a has optimizer['param_groups'][0]['lr']",
         ),
-        (msgspec.structs.replace(B, failure="it is gone"), "b cannot be computed again here: it is gone"),
+        (msgspec.structs.replace(B, failure="it is gone"), "b cannot be recomputed here: it is gone"),
     ],
 )
 def test_the_first_thing_that_differs_is_named(other: Dissected, said: str) -> None:
@@ -81,7 +81,7 @@ def test_the_first_thing_that_differs_is_named(other: Dissected, said: str) -> N
 def test_of_a_step_that_has_failed_in_one_run_what_both_have_of_it_is_compared() -> None:
     failed = msgspec.structs.replace(B, digest="", failure="its script ended", leaves=[LEAF])
     first, more = parting(A, failed, ("d", ""))
-    assert first == "b cannot be computed again here: its script ended"
+    assert first == "b cannot be recomputed here: its script ended"
     assert more.startswith("the state before step 7 is equal in both runs")
     other = msgspec.structs.replace(failed, leaves=[msgspec.structs.replace(LEAF, loss="2")])
     assert parting(A, other, ("d", ""))[1].startswith("micro-batch 0 of step 7 is the first that differs")
@@ -113,7 +113,7 @@ def test_runs_that_begin_differently_are_said_to() -> None:
 def test_a_run_that_does_not_give_its_own_journal_is_said_first() -> None:
     drifted = msgspec.structs.replace(A, drift="step 7 is not as in the journal")
     said = parting(drifted, B, ("c", "d"))
-    assert said[0].startswith("a, computed again here, does not give its own journal: step 7 is not as in the journal")
+    assert said[0].startswith("a, recomputed here, does not match its own journal: step 7 is not as in the journal")
     assert said[0].endswith("Its step 7 is now that of b")
     (why,) = causes(drifted, B, FACTS, FACTS)
     assert why.startswith("a is not repeated with the same arithmetic: its script or its data have changed")
@@ -135,7 +135,7 @@ def test_a_run_that_is_itself_only_from_the_beginning_has_a_state_that_is_not_tr
     [
         ({"recipe": {"seed": 2}}, "the recipes differ: seed is 1 and 2"),
         ({"fingerprint": {"torch": "2.12"}}, "the arithmetic differs: torch is 2.13 and 2.12"),
-        ({"environment": {"script": "y"}}, "the script was not the same text in the two runs"),
+        ({"environment": {"script": "y"}}, "the script's text was different in the two runs"),
         ({"environment": {"script": "x", "hash seed": "0", "numpy": "2"}}, "the versions differ: numpy is none and 2"),
         (
             {"command": {"arguments": ["t.py", "--lr", "1"]}},

@@ -40,8 +40,10 @@ GOLDEN = GoldenBits(
         ({"digests": ["a", "x", "y"]}, "step 1 is the first that differs: its gradient has the digest x, and the "
          "golden b"),
         ({"digests": ["a", "b"]}, "there are 2 steps, and 3 golden ones"),
-        ({"state": {"model": "m", "optimizer": "p"}}, "all gradients of the 3 steps are the golden ones, and after "
-         "them optimizer is another. So the updates differ, or what is done between the steps"),
+        ({"state": {"model": "m", "optimizer": "p"}}, (
+            "all gradients of the 3 steps are the golden ones, and after them optimizer is another. So the updates "
+            "differ, or something done between the steps"
+        )),
     ],
 )  # fmt: skip
 def test_the_first_difference_is_named(changed: dict[str, object], said: str) -> None:

@@ -275,7 +275,7 @@ def test_without_an_index_a_journal_is_read_by_and_by(tmp_path: Path, monkeypatc
     write(tmp_path, [some_step(number) for number in range(10 * STEPS)])
     history = History(tmp_path)
     assert history.overview().step == 10 * STEPS - 1
-    assert any("of it is not read yet" in note for note in history.notes)
+    assert any("of it has not been read yet" in note for note in history.notes)
     history.complete()
     assert not any("not read yet" in note for note in history.notes)
     check(tmp_path, history)
@@ -410,7 +410,7 @@ def test_what_a_newer_version_has_written_is_shown_as_far_as_it_is_understood(
     ("data", "said"),
     [
         (b"", "is empty: no step is finished"),
-        (b'{"line": 0, "ki', 'has no whole line yet: it begins with \'{"line": 0, "ki\''),
+        (b'{"line": 0, "ki', 'has no complete line yet: it begins with \'{"line": 0, "ki\''),
         (b"dear diary,\ntoday\n", "is not a journal: it begins with 'dear diary,'"),
         (b"\x00\x01\xff\xfe" * 999, "is not a journal: it begins with"),
         (b"\x00\x01\n\xff\xfe" * 999, "is not a journal: it begins with"),

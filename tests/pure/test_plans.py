@@ -137,7 +137,7 @@ def test_no_micro_batches_of_one_sample_are_advised() -> None:
 def test_a_strategy_without_a_row_has_a_reason() -> None:
     said = shown_missing(facts(), roster_of(3, 4, None))
     assert "bf16 (there is only one host)" in said
-    assert "8 micro-batches cannot be shared out evenly among 3 replicas" in said
+    assert "8 micro-batches cannot be divided evenly among 3 replicas" in said
     assert shown_missing(facts(), roster_of(4, 1, NetworkLink(bits_per_s=1e9))) == ""
 
 

@@ -71,11 +71,11 @@ HANG = Trouble(
                 worker_id="w3",
                 host="a",
                 where="step 7",
-                killed_for="the kernel has killed it because the memory of its control group was used up",
+                killed_for="the kernel killed it because its control group ran out of memory",
                 peak_bytes=3_200_000_000,
             ),
-            "w3 on host a ran out of memory in step 7: the kernel has killed it because the memory of its control "
-            "group was used up when it had 3.2 GB",
+            "w3 on host a ran out of memory in step 7: the kernel killed it because its control group ran out of "
+            "memory when it had 3.2 GB",
         ),
         (
             Trouble(kind="failed-join", worker_id="w5", host="c", error="FileNotFoundError: no file 'data.npy'"),

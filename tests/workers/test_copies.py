@@ -382,7 +382,7 @@ def test_where_copies_cannot_be_read_a_run_does_not_begin_again(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="cannot be read"):
         train(tmp_path / "a", checkpoint=broken, resume="auto")
     train(tmp_path / "b", num_steps=2, checkpoint=policy(tmp_path / "disk"))
-    with pytest.warns(UserWarning, match="cannot be read.*; the run goes on from"):
+    with pytest.warns(UserWarning, match="cannot be read.*; the run continues from"):
         train(tmp_path / "b", num_steps=4, checkpoint=broken, resume="auto")
 
 

@@ -167,7 +167,7 @@ def test_a_machine_whose_workers_were_sent_away_leaves_at_the_first_signal(
 
 
 def test_the_machine_that_joined_is_gone(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
-    """`kill -9` of the joined command takes its workers with it; the run goes on with its own."""
+    """`kill -9` of the joined command takes its workers with it; the run continues with its own."""
     with Gates(tmp_path / "gates", (3, 20)) as gates:
         command, guest = start_with_guest(unisono, run_dir, gates)
         guest.process.kill()

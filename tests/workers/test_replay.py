@@ -501,7 +501,7 @@ def test_two_runs_that_differ_are_explained_by_computing_both_again(tmp_path: Pa
     assert where[0].startswith("where: micro-batch 0 of step 4 is the first that differs, with the same data and the")
     assert "the first module whose output differs, in the order of the forward pass, is model.3." in where[0]
     assert where[1].startswith("where: 4 of the 4 micro-batches of the step differ")
-    assert "why: the script was not the same text in the two runs" in ended.stdout
+    assert "why: the script's text was different in the two runs" in ended.stdout
 
 
 def test_a_weight_that_is_changed_before_the_inner_loop_is_named(tmp_path: Path) -> None:
@@ -523,9 +523,9 @@ def test_a_script_that_was_changed_between_two_runs_is_named(tmp_path: Path) -> 
     ended = compared(tmp_path / "first", second)
     assert ended.returncode == 1, ended.stderr
     assert "different: step 0 is the first to differ" in ended.stdout
-    assert "first, computed again here, does not give its own journal: step 0 is the first" in ended.stdout
+    assert "first, recomputed here, does not match its own journal: step 0 is the first" in ended.stdout
     assert "Its step 0 is now that of " in ended.stdout
-    assert "why: the script was not the same text in the two runs" in ended.stdout
+    assert "why: the script's text was different in the two runs" in ended.stdout
 
 
 def compared(run: Path, other: Path) -> subprocess.CompletedProcess[str]:

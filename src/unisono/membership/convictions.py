@@ -1,5 +1,4 @@
-"""Workers that compute wrong values, as the others have found: they are ended; the run continues without them, or
-back"""
+"""Workers that the others have found to compute wrong values are ended; the run continues without them or goes back."""
 
 from __future__ import annotations
 

@@ -374,9 +374,11 @@ def _update(loads: Sequence[Load]) -> Iterable[Advice]:
     update = max(load.seconds.update for load in loads)
     if update >= 0.1 * step:
         yield Advice(
-            text=f"What the script does after the gradient is there (optimizer, logging, printing) takes "
-            f"{_percent(update / step)} of each step, on every worker: try the fused or foreach form of the optimizer, "
-            "and log less often.",
+            text=(
+                "What the script does with the gradient (optimizer, logging, printing) takes "
+                f"{_percent(update / step)} of each step, on every worker: try the fused or foreach form of the "
+                "optimizer, and log less often."
+            ),
             loss_seconds=update,
         )
 
@@ -387,9 +389,11 @@ def _memory(loads: Sequence[Load]) -> Iterable[Advice]:
     worst = max(loads, key=lambda load: load.page_faults)
     if worst.page_faults >= FAULTS:
         yield Advice(
-            text=f"{_named(worst)} reads memory from a disk {worst.page_faults:.0f} times a step (page faults): its "
-            "machine is short of memory, or data lies in mapped files that do not fit. Fewer workers there, or more "
-            "memory, would end that.",
+            text=(
+                f"{_named(worst)} reads memory from a disk {worst.page_faults:.0f} times a step (page faults): its "
+                "machine is short of memory, or data lies in mapped files that do not fit. Fewer workers there, "
+                "or more memory, would avoid that."
+            ),
             loss_seconds=LEAST * step,
         )
 
@@ -406,10 +410,10 @@ def _waits(load: Load, step_s: float) -> str:
 
 def _few(loads: Sequence[Load], setting: AdviceSetting) -> str:
     if setting.microbatches % len(loads) and setting.microbatches < 4 * len(loads):
-        return f"{setting.microbatches} micro-batches cannot be shared out equally over {len(loads)} workers"
+        return f"{setting.microbatches} micro-batches cannot be divided equally among {len(loads)} workers"
     if not setting.balance:
-        return "all get equal shares (balance=False), and are not equally fast"
-    return f"{setting.microbatches} micro-batches are too few for shares that fit the workers' paces"
+        return "all get equal shares (balance=False), but are not equally fast"
+    return f"{setting.microbatches} micro-batches are too few for shares that match the workers' speeds"
 
 
 def _named(load: Load) -> str:

@@ -184,7 +184,7 @@ class Profiling:
                 size = scratch.stat().st_size
                 return (scratch.read_bytes() if size <= MOST_BYTES else b""), size
         except OSError as error:
-            tell(f"unisono: the profile of this worker could not be written: {error}; the run goes on")
+            tell(f"unisono: the profile of this worker could not be written: {error}; the run continues")
             return b"", 0
 
     def _meet(self, rounds: Rounds) -> Iterator[Meeting]:
@@ -212,7 +212,7 @@ class Profiling:
             command = [sys.executable, "-P", "-m", "unisono.record.traces", os.fspath(folder), os.fspath(target)]
             self._merging = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         except OSError as error:
-            tell(f"unisono: the profile could not be written: {error}; the run goes on")
+            tell(f"unisono: the profile could not be written: {error}; the run continues")
 
 
 def _parts(received: list[_Sent]) -> list[TracePart]:

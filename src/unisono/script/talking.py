@@ -96,7 +96,7 @@ class _Log:
         if kind != call.kind:
             raise StepError(
                 f"this worker's script is at {call.title}, where the run has called {kind}: all workers, and a script "
-                "that goes on from a checkpoint, must make the same calls"
+                "that resumes from a checkpoint, must make the same calls"
             )
         return result
 
@@ -227,7 +227,7 @@ class Talk:
         if known is None:
             raise StepError(
                 f"this worker's script is at {call.title}, and the run has made no such call there: all workers, and a "
-                "script that goes on from a checkpoint, must make the same calls"
+                "script that resumes from a checkpoint, must make the same calls"
             )
         found: list[bytes] = from_bytes(known)
         return found

@@ -213,8 +213,8 @@ class Training:
         if self.is_open:
             raise UsageError(
                 "run.steps was called inside another run.steps, which is not finished. For another pass over the same "
-                "global batch: `for batch in step.again()`. For two data sets in one loop: one run.steps over a data "
-                "set that gives a sample of each, e.g. torch.utils.data.StackDataset(a, b)"
+                "global batch: `for batch in step.again()`. For two datasets in one loop: one run.steps over a dataset "
+                "that gives a sample of each, e.g. torch.utils.data.StackDataset(a, b)"
             )
         if self.loop is not None and self.loop.step is not None:
             self.loop.leave()

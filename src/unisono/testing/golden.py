@@ -67,7 +67,7 @@ def golden_difference(golden: GoldenBits, now: GoldenBits) -> str:
         return ""
     return (
         f"all gradients of the {steps} are the golden ones, and after them {paths[0]} is another. So the updates "
-        "differ, or what is done between the steps"
+        "differ, or something done between the steps"
     )
 
 

@@ -78,7 +78,7 @@ class Refusals:
         self._last = where
         if self._since is None:
             self._since = self._clock()
-            self._tell(f"the head rejected a connection {why}, from {where}; the run goes on")
+            self._tell(f"the head rejected a connection {why}, from {where}; the run continues")
             self._later(EVERY_S, self._tell_number)
             return True
         self._untold[why] += 1

@@ -412,8 +412,8 @@ class Step(Iteration):
             )
         if self.state is not StepState.NEW:
             raise StepError(
-                f"{self.name} was iterated before; `for ... in step` can run only once per step. For another pass over "
-                "the same global batch: `for ... in step.again()`"
+                f"{self.name} was already iterated over; `for ... in step` can run only once per step. For another "
+                "pass over the same global batch: `for ... in step.again()`"
             )
         return self._run()
 
@@ -596,7 +596,9 @@ class Step(Iteration):
         )
 
     def _unused_error(self) -> StepError:
-        return StepError(f"{self.name} was not iterated: write `for batch in step:` with step.backward(loss) in it")
+        return StepError(
+            f"{self.name} was not iterated over: write `for batch in step:` with step.backward(loss) in it"
+        )
 
 
 def _digest(round_: GradientRound) -> int:

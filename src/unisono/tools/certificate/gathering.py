@@ -47,7 +47,7 @@ class Chained:
     """By number of lines, the chain up to the last of them, for those that were asked for."""
     steps: int = 0
     end: Line | None = None
-    """The line with which the script has come to its end."""
+    """The line with which the script has reached its end."""
     wrong: str = ""
     """The first line that is not as it was written, or is missing without a word, in a sentence; "": there is none."""
 

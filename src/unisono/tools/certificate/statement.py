@@ -257,7 +257,7 @@ def _misformed(statement: Statement) -> str:
     if statement.subject != subjects(said):
         return "its subjects are not those of its predicate"
     if said.run.has_ended != (said.end is not None):
-        return "it does not say whether the script has come to its end"
+        return "it does not say whether the script has reached its end"
     ranges = sorted([(part.first, part.last) for part in said.chain] + [(gap.first, gap.last) for gap in said.gaps])
     if any(first > last for first, last in ranges):
         return "a part of the chain, or a gap, ends before it begins"

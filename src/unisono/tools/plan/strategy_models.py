@@ -107,7 +107,7 @@ class StrategyModel:
         if self.name == "local" and facts.is_rounded:
             return 'the script has wire="bf16"'
         if self.name == "local" and facts.microbatches % roster.workers != 0:
-            return f"{facts.microbatches} micro-batches cannot be shared out evenly among {roster.workers} replicas"
+            return f"{facts.microbatches} micro-batches cannot be divided evenly among {roster.workers} replicas"
         return ""
 
 

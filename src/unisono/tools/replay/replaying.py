@@ -300,7 +300,7 @@ class Replaying(Inspector):
     def at_end(self) -> None:
         end = self._loop.steps.stop if self._loop is not None else 0
         raise StopInspection(
-            f"the script has come to its end, and has not done step {self._asked.step}"
+            f"the script has reached its end, and has not done step {self._asked.step}"
             + (f": its steps are 0 to {end - 1}" if end else ": it has called no run.steps"),
             NOT_THERE,
         )

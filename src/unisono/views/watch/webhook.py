@@ -151,5 +151,5 @@ class _Client:
                 break
         tries = "once" if number == 1 else f"{number} times"
         self._report(
-            f"the webhook at {self._name} was not told {message['event']!r}, tried {tries}: {why}; the run goes on"
+            f"the webhook at {self._name} was not told {message['event']!r}, tried {tries}: {why}; the run continues"
         )
