@@ -453,7 +453,7 @@ def test_a_run_is_as_it_was_certified_or_the_first_thing_that_is_not_is_named(tm
         shutil.copytree(run, tmp_path / name)
         (tmp_path / name / name).unlink()
         os.mkfifo(tmp_path / name / name)
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             check_run(tmp_path / name, found)
 
 

@@ -129,7 +129,7 @@ def world(trained: World, tmp_path: Path) -> World:
 
 def test_what_two_and_three_workers_have_trained_is_right_alone(trained: World) -> None:
     said = trained.verify("--run", trained.run, "--model", trained.folder / "model.safetensors")
-    assert "right: the journal: 12 steps in a chain that is as certified" in said
+    assert "right: the journal: 12 steps in a chain that matches the certificate" in said
     assert "right: 4 checkpoints of 4" in said
     assert "no step was computed again" in said
     said = trained.recomputed("--segments", 2)
@@ -284,7 +284,7 @@ def test_an_edited_journal_that_was_certified_anew_is_found_by_computing(world: 
     world.certify()
     assert "no step was computed again" in world.verify("--run", world.run)
     said = world.recomputed("--all", status=1)
-    assert "is the first that is not as in the journal: loss is" in said
+    assert "is the first that does not match the journal: loss is" in said
 
 
 def test_a_swapped_checkpoint_is_named(world: World) -> None:

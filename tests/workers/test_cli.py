@@ -67,7 +67,7 @@ BEGIN = """
         (["run", "-m", "no.such.module"], "there is no module 'no.such.module'"),
         (
             ["run", "here.py", "--workers", "0"],
-            "--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got '0'",
+            "--workers must be a number from 1, 'auto', or A:B with 1 <= A <= B; got '0'",
         ),
         (["run", "here.py", "--workers", "many"], "got 'many'"),
         (["run", "here.py", "--workers", "4:2"], "got '4:2'"),

@@ -553,7 +553,7 @@ def test_what_has_no_meaning_in_rounds_is_refused_before_training() -> None:
     )
     refused(match="drop_last=True", error=RecipeError, data=34)
     refused(match="inner_state is", inner_state="lost")
-    refused(match=r"local steps have no delay any more.*more inner_steps=.*run\.steps\(delay=1\)", delay=1)
+    refused(match=r"local steps no longer have a delay.*more inner_steps=.*run\.steps\(delay=1\)", delay=1)
     refused(match="a unisono.Carried", tracked=lambda _: {"hidden": unisono.Carried(torch.zeros(4, 2))})
     refused(match="a GradScaler", tracked=lambda _: {"scaler": torch.amp.GradScaler("cpu")})
     refused(match="outer is an optimizer", outer="sgd")

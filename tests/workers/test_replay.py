@@ -158,7 +158,7 @@ def test_a_value_of_the_journal_that_is_wrong_is_found(name: str, value: object,
     altered(tmp_path / "run", 9, **{name: value})
     ended = replayed(train, tmp_path / "run", 9)
     assert ended.code == 1
-    assert f"step 9 is the first that is not as in the journal: {name} is " in str(ended)
+    assert f"step 9 is the first that does not match the journal: {name} is " in str(ended)
     assert f"and {value} there" in str(ended)
 
 
@@ -169,7 +169,7 @@ def test_a_step_that_differs_counts_where_the_last_one_has_no_line_to_compare(tm
     ended = replayed(train, tmp_path / "run", 9, leaf=1)
     assert ended.code == 1
     assert str(ended).startswith("step 9: loss ")
-    assert "step 8 is the first that is not as in the journal: digest is " in str(ended)
+    assert "step 8 is the first that does not match the journal: digest is " in str(ended)
 
 
 def test_a_micro_batch_is_compared_with_what_the_run_has_audited(

@@ -238,9 +238,9 @@ def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[in
     try:
         low, high = int(first), int(last if colon else first)
     except ValueError:
-        raise UsageError(f"--workers is a number from 1, or A:B with 1 <= A <= B, got {text!r}") from None
+        raise UsageError(f"--workers must be a number from 1, or A:B with 1 <= A <= B; got {text!r}") from None
     if not 1 <= low <= high:
-        raise UsageError(f"--workers is a number from 1, or A:B with 1 <= A <= B, got {text!r}")
+        raise UsageError(f"--workers must be a number from 1, or A:B with 1 <= A <= B; got {text!r}")
     if high > MOST:
         raise UsageError(f"plans go up to {MOST} workers, the most for which the model was tested; got {text!r}")
     if high > own and not has_link:

@@ -339,7 +339,7 @@ def _left_out(cursor: Cursor, epoch: int, positions: range) -> frozenset[int]:
 
 
 def check_parts(microbatches: int, num_parts: int) -> None:
-    """Raise RecipeError unless micro-batches can be shared out equally to replicas."""
+    """Raise RecipeError unless micro-batches can be distributed equally to replicas."""
     if num_parts < 1 or microbatches % num_parts:
         raise RecipeError(
             f"{microbatches} micro-batches cannot be divided equally among {num_parts} replicas; microbatches= counts "

@@ -213,7 +213,7 @@ class StreamPart(StreamCursor):
         """Return one part of a cursor.
 
         Raises:
-            RecipeError: the streams cannot be shared out so.
+            RecipeError: the streams cannot be distributed so.
         """
         known = {field.name: getattr(cursor, field.name) for field in dataclasses.fields(cursor)}
         return cls(**known, part=part, num_parts=num_parts)

@@ -66,7 +66,7 @@ def _say_silent(draft: Draft, worker: Worker, seconds: float) -> None:
             ),
             then="it is ended",
             advice="The evidence has the state of its process as the kernel sees it: T is stopped, D waits for a disk "
-            "or the network; where it computes (R), native code does not let Python go on",
+            "or the network; where it computes (R), native code does not let Python continue",
         )
     )
 

@@ -207,7 +207,7 @@ def _candidates(loads: Sequence[Load], setting: AdviceSetting) -> list[int]:
 
 
 def _uneven_shares(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
-    """Workers wait because the micro-batches cannot be shared out well: with more and smaller ones they can."""
+    """Workers wait because the micro-batches cannot be distributed well: with more and smaller ones they can."""
     step = step_seconds(loads)
     waiting = max(loads, key=lambda load: load.seconds.waiting)
     gains = {number: _saved(loads, setting, number) / step for number in _candidates(loads, setting)}
@@ -355,8 +355,8 @@ def _wire(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     if setting.wire == "bf16":
         return
     yield Advice(
-        text=f'wire="bf16" sends gradients in half the bytes, which take {_percent(network / step)} of each step '
-        f"on their way now, and would bring {_percent(network / 2 / step)}. It rounds sums: see how the loss takes it.",
+        text=f'wire="bf16" sends gradients in half the bytes, which now take {_percent(network / step)} of each step, '
+        f"and would save {_percent(network / 2 / step)}. It rounds sums: check the effect on the loss.",
         loss_seconds=network,
         gain=network / 2 / step,
         change='wire="bf16"',

@@ -23,7 +23,7 @@ def read_ranges(path: str, num_samples: int | None = None, shards: Shards = NO_S
     """Return the samples that a file names; see `unisono.core.without.ranges_in`.
 
     Raises:
-        UsageError: it cannot be read, is no regular file, is too large, or names no samples.
+        UsageError: it cannot be read, is not a regular file, is too large, or names no samples.
     """
     what = f"the list of samples to leave out, {path},"
     try:

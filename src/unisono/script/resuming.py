@@ -412,8 +412,8 @@ class Resumption:
             return ""
         if strategy := sorted(names - RECIPE):
             return (
-                f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for another "
-                "strategy. To train the model on with another one, begin a new run with its weights: "
+                f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for a different "
+                "strategy. To continue training the model with a different one, start a new run with its weights: "
                 f'unisono.load_weights("{path}", model)'
             )
         allowed = sorted(names)
@@ -460,8 +460,9 @@ def _refuse_delayed_rounds(path: Path, recipe: Recipe) -> None:
     if "replicas" in recipe and recipe.get("delay"):
         raise RecipeError(
             f"{path} was made by run.local_steps(delay={recipe['delay']}), and holds a change of a round that is not "
-            "applied yet. This version has no delay for local steps: version 0.2.0 goes on with such a run "
-            "(pip install unisono==0.2.0). To train the model on with this version, begin a new run with its weights: "
+            "applied yet. This version has no delay for local steps: version 0.2.0 can resume such a run "
+            "(pip install unisono==0.2.0). To continue training the model with this version, start a new run with its "
+            "weights: "
             f'unisono.load_weights("{path}", model)'
         )
 

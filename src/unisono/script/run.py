@@ -121,7 +121,7 @@ class Run:
             is not promised.
         balance: give faster workers more micro-batches. Changes no bit.
         checkpoint: when checkpoints are written, and which are kept; None: only when `save` is called.
-        resume: "auto": go on with the run that the directory holds, if it holds one, else begin. A path: go on from
+        resume: "auto": resume the run in the directory if there is one, else begin. A path: resume from
             that run or checkpoint, which may lie elsewhere, also a URL of copies. ``--resume`` wins over it.
         resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. Changes the
             bits.

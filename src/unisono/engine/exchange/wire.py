@@ -518,7 +518,7 @@ def _choose_library(store: dist.Store, size: int, device: torch.device, names: S
             [f"{name} on {kind}" for name, (kind, _) in zip(names or map(str, range(size)), found, strict=True)]
         )
         raise UsageError(
-            f"the workers of a run compute on one kind of device, and these do not: {there}; use the same kind of "
+            f"all workers of a run must use the same kind of device, and these do not: {there}; use the same kind of "
             'machine for all, or unisono.Run(device="cpu")'
         )
     cards = Counter(card for _, cards in found for card in cards)

@@ -185,7 +185,7 @@ counted once in a training. Datasets need no hash.
 
 
 def _agreed_length(dataset: Any, run: Run) -> int | None:
-    """Return the samples of a dataset; None: it cannot be shared out. Collective.
+    """Return the samples of a dataset; None: it cannot be distributed. Collective.
 
     Raises:
         UsageError: workers have other numbers of samples.

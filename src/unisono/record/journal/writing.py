@@ -185,7 +185,7 @@ class Journal:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"the journal {self._path} cannot be written: {error}; training goes on, and the last "
+                f"the journal {self._path} cannot be written: {error}; training continues, and the last "
                 f"{MOST_KEPT_LINES:,} lines are kept until it can be written again",
                 stacklevel=3,
             )

@@ -54,11 +54,11 @@ def check_options(given: Mapping[str, object], known: Collection[str]) -> None:
     """
     if "delay" in given:
         raise UsageError(
-            f"run.local_steps(delay={given['delay']!r}): local steps have no delay any more. In version 0.2.0 delay=1 "
-            "applied the mean change of a round at the end of the next one, and sent it meanwhile. Leave delay= out, "
-            "and give more inner_steps=, so that the workers exchange less often; or train with run.steps(delay=1), "
-            "which sends gradients while the next step is computed. Version 0.2.0 (pip install unisono==0.2.0) can "
-            "resume a run that was started with delay=1"
+            f"run.local_steps(delay={given['delay']!r}): local steps no longer have a delay. In version 0.2.0 delay=1 "
+            "applied the mean change of a round at the end of the next one, and sent it in the meantime. Leave delay= "
+            "out, and give more inner_steps=, so that the workers exchange less often; or train with "
+            "run.steps(delay=1), which sends gradients while the next step is computed. Version 0.2.0 (pip install "
+            "unisono==0.2.0) can resume a run that was started with delay=1"
         )
     if "wire" in given:
         raise UsageError(
@@ -163,8 +163,8 @@ class InnerStep(Step):
             StepError: always.
         """
         raise StepError(
-            "step.log was called in a step of a replica, which only one worker computes: after `for step in round` "
-            "call round.log (round.loss is the mean loss then, and step.add gives exact sums in round.totals)"
+            "step.log was called in a step of a replica, which only one worker computes: call round.log after `for "
+            "step in round` (round.loss is the mean loss then, and step.add gives exact sums in round.totals)"
         )
 
     def _unused_error(self) -> StepError:
@@ -302,8 +302,8 @@ class LocalRound(Iteration):
         self._process.check("for step in round")
         if self.state is not StepState.NEW:
             raise StepError(
-                f"round {self.number} was already iterated over, or its loop is over; `for step in round` can be run "
-                "once for each round"
+                f"round {self.number} was already iterated over, or its loop is over; `for step in round` can run only "
+                "once per round"
             )
         return self._run()
 

@@ -190,12 +190,14 @@ STRATEGIES: Final = {
         ),
         StrategyModel(name="bf16", how='run.steps(..., wire="bf16")', learns="nearly the same", parts=_bf16,
                  memory=_plain_memory),
-        StrategyModel(name="delay", how="run.steps(..., delay=1)", learns="a little less from each step", parts=_delay,
+        StrategyModel(name="delay", how="run.steps(..., delay=1)", learns=(
+            "slightly less progress per step"
+        ), parts=_delay,
                  memory=_delay_memory),
         StrategyModel(
             name="local",
             how="run.local_steps(..., replicas={workers}, inner_steps={inner_steps})",
-            learns="less from each sample, the more replicas the less",
+            learns="less progress per sample, the more replicas the less",
             parts=_local,
             memory=_local_memory,
         ),
