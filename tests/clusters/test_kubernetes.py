@@ -567,7 +567,7 @@ def test_after_the_loss_of_the_head_its_job_goes_on_from_the_checkpoint(
             os.kill(worker.pid, signal.SIGCONT)
         for worker in workers:
             assert worker.wait() == 1
-            worker.line("is that of run ")
+            worker.line("is for run ")
         gates.open(5)
         workers = [pods.worker(), pods.worker()]
         assert again.wait() == 0, again.err

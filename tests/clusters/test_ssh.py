@@ -322,7 +322,7 @@ def test_a_machine_that_dies_in_the_middle_costs_no_bit(
         gates.wait(2, workers=3)
         island.kill()
         generation = command.generation("with 1 worker")
-        command.line(f"the agent of {island.name} is out of reach by ssh")
+        command.line(f"the agent of {island.name} is out of reach over ssh")
         gates.open(2, generation)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")

@@ -143,7 +143,7 @@ def test_a_worker_with_another_script_could_not_join() -> None:
     story.says(newcomer, Hello(info=info(newcomer, "guest"), fingerprint={"torch": "2"}, script="bb"))
     (trouble,) = alarms(story)
     assert (trouble.kind, trouble.worker_id, trouble.host) == ("failed-join", newcomer, "guest")
-    assert "another text of the script" in sentence(trouble)
+    assert "a different text of the script" in sentence(trouble)
 
 
 def test_a_worker_that_leaves_the_loop_alone_has_diverged() -> None:

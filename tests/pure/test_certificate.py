@@ -222,7 +222,7 @@ def test_a_statement_is_read_as_it_was_written() -> None:
     ],
 )
 def test_a_statement_with_impossible_values_is_refused(changes: Any) -> None:
-    with pytest.raises(UsageError, match="this is no certificate of a run"):
+    with pytest.raises(UsageError, match="this is not the certificate of a run"):
         parse_statement(msgspec.json.encode(statement(**changes)))
 
 
@@ -234,7 +234,7 @@ def test_a_statement_about_something_else_than_it_says_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"payload": 3}', b"[" * 100_000, b" " * (MOST_BYTES + 1)])
 def test_what_is_no_certificate_is_refused(data: bytes) -> None:
-    with pytest.raises(UsageError, match=r"this is no certificate|more than 64 MiB"):
+    with pytest.raises(UsageError, match=r"this is not a certificate|more than 64 MiB"):
         parse_envelope(data)
 
 
@@ -394,7 +394,7 @@ def test_a_checkpoint_that_names_files_elsewhere_is_refused(tmp_path: Path) -> N
             read_state(folder)
     (folder / files.MANIFEST).unlink()
     os.mkfifo(folder / files.MANIFEST)
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_state(folder)
 
 

@@ -55,7 +55,7 @@ def test_worker_machine_device_and_what_is_to_be_doubted_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_lasting", "words"), [(True, "each time that it computed it"), (False, "it comes and goes")]
+    ("is_lasting", "words"), [(True, "each time that it computed it"), (False, "the fault is intermittent")]
 )
 def test_it_is_said_whether_the_fault_is_always_there(is_lasting: bool, words: str) -> None:
     story = training(3)

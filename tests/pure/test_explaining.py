@@ -197,4 +197,4 @@ def test_the_lines_that_differ_of_two_scripts_are_named() -> None:
     (said,) = causes(A, B, first, {**FACTS, **other}, (texts[0], texts[0] + "\nmore"))
     assert said.endswith("1 place differs: line 4 is `more` in b.py only")
     (said,) = causes(A, B, first, {**first, "environment": {"script": "y"}}, ("", ""))
-    assert "it was edited in between, and both runs were computed again with the text that is there now" in said
+    assert "it was edited in between, and both runs were recomputed with the current text" in said

@@ -551,7 +551,7 @@ def test_a_run_whose_processes_were_all_killed_is_not_said_to_wait(tmp_path: Pat
     run = make_long_run(tmp_path / "run", steps=300, workers=2, ended=False)
     overview = History(run).overview()
     assert (overview.state, overview.step, overview.left_s) == ("unknown", 299, None)
-    assert "the run was killed, or goes on where this is not seen" in overview.reason
+    assert "the run was killed, or continues where it cannot be seen from here" in overview.reason
     assert account(run).sentence.startswith("Ended after 300 steps")
     lock = Lock()
     lock.take(run, "long")

@@ -119,7 +119,7 @@ def test_what_belongs_to_another_user_is_believed_by_no_command(
     name: str, trap: Trap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_away(trap.folder / name, monkeypatch)
-    with pytest.raises(UsageError, match=r"of .*uid \d+.*, and this command runs as .*uid \d+"):
+    with pytest.raises(UsageError, match=r"belongs to .*uid \d+.*, but this command runs as .*uid \d+"):
         find(str(trap.folder))
 
 

@@ -411,7 +411,7 @@ def test_a_broken_line_at_the_end_does_not_end_a_training(tmp_path: Path) -> Non
 def test_a_journal_that_cannot_be_read_does_not_end_a_training(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).mkdir()
     journal = Journal(tmp_path / JOURNAL)
-    with pytest.warns(UserWarning, match="cannot be written: .*; training goes on"):
+    with pytest.warns(UserWarning, match="cannot be written: .*; training continues"):
         journal.start(writer=True)
     journal.emit(step(0))
     assert journal.number == 1

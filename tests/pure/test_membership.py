@@ -2230,7 +2230,7 @@ def test_who_is_admitted_with_a_warning_is_named_once_in_its_first_generation() 
     assert "no longer hold" in story.reason
     story.says("w1", Ready(phase=0))
     assert story.notices()["w0"].warnings == [story.worker("w1").warning]
-    assert "has another text of the script" in story.worker("w1").warning
+    assert "has a different text of the script" in story.worker("w1").warning
     story.hold()
     story.says("", Scale(num_workers=3))
     story.arrive("w2")

@@ -314,7 +314,7 @@ def test_a_kill_for_memory_is_known_by_the_counter_of_the_control_group(tmp_path
     assert kills.new() == ""
     machine(tmp_path, version=version, kills=3)
     said = kills.new()
-    assert "memory of its control group was used up" in said
+    assert "its control group ran out of memory" in said
     assert "(1 kB of its control group's memory)" in said
     assert kills.new() == "", "that was the one before"
 
@@ -322,7 +322,7 @@ def test_a_kill_for_memory_is_known_by_the_counter_of_the_control_group(tmp_path
 def test_a_kill_for_memory_is_known_by_the_counter_of_the_machine(tmp_path: Path) -> None:
     kills = Kills(machine(tmp_path, version=2, kills=0))
     machine(tmp_path, version=2, kills=0, vmstat=1)
-    assert "a process of this machine for memory" in kills.new()
+    assert "a process of this machine for lack of memory" in kills.new()
 
 
 def test_a_group_at_its_limit_is_said(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
     "after the first step the run ends with the only one who is known to have the state":
         (arrived(2), hold("w0"), step(0), exits("w0"), Then(ended="badly")),
     "a run whose only worker is killed before the first step begins again":
-        (of(1), exits("w0"), Then("", says="no step was done, so the run begins again"),
+        (of(1), exits("w0"), Then("", says="no step was done, so the run starts again"),
          arrive("w1"), Then("w1", immediate=False), hold(), Then(states={"w1": HOLDING})),
     "it does not begin again without anybody":
         (of(1, max_restarts=0), exits("w0"), Then(ended="badly")),

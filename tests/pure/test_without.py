@@ -98,7 +98,7 @@ def test_a_file_that_is_no_list_is_refused_and_never_waited_for(tmp_path: Path) 
     for name, words in {
         "pipe": "is no file, or has more than 64 MiB",
         "large": "is no file, or has more than 64 MiB",
-        "bytes": "is no text",
+        "bytes": "is not text",
         "absent": "cannot be read: No such file",
         ".": "cannot be read: Is a directory",
     }.items():

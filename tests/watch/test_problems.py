@@ -236,7 +236,7 @@ def test_a_process_that_somebody_has_killed(unisono: Unisono, script: Script, tm
     content = evidence(tmp_path)[0]
     assert said(content).startswith(f"{worker} on host")
     assert "was killed by signal 9 (SIGKILL) in step 1, micro-batch 2 (samples 30, 31, 32)" in said(content)
-    assert "Nothing on the machine says that it was for memory" in content
+    assert "Nothing on the machine suggests that memory was the reason" in content
     whole(content)
 
 

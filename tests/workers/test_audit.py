@@ -222,7 +222,9 @@ def test_without_audits_an_evaluation_that_differs_blames_nobody_and_doubts_no_c
     faults = Faults().corrupt("w1", "evaluation", step=14, lasting=True)
     found = train(tmp_path / "run", 3, script=CHECKPOINTED, steps=24, faults=faults)
     assert found.exit_code != 0
-    assert "Either the script computes other totals on another worker, or one of the two machines" in found.output
+    assert (
+        "Either the script computes different totals on different workers, or one of the two machines" in found.output
+    )
     assert "may hold wrong values" not in found.output
     assert "the newest checkpoint is step-00000000" in found.output
 

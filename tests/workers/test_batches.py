@@ -220,7 +220,7 @@ def test_other_misuse_is_refused() -> None:
         with pytest.raises(unisono.StepError, match="outside of the loops"):
             n += 1
         batches = run.batches(vectors(), batch_size=4)
-        with pytest.raises(unisono.StepError, match="are known after"):
+        with pytest.raises(unisono.StepError, match="are known only after"):
             _ = batches.totals
         with pytest.raises(unisono.StepError, match=r"within `for batch in run\.batches"):
             batches.add(n=1)
@@ -228,7 +228,7 @@ def test_other_misuse_is_refused() -> None:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))
                 n += len(y)
-                with pytest.raises(unisono.StepError, match="known after the inner loop"):
+                with pytest.raises(unisono.StepError, match="known only after the inner loop"):
                     float(n)
                 with pytest.raises(unisono.UsageError, match=r"run\.batches was called inside `for batch in step`"):
                     next(iter(run.batches(vectors(), batch_size=4)))

@@ -449,7 +449,7 @@ def test_broken_checkpoints_do_not_stand_in_the_way_of_new_ones(tmp_path: Path) 
     assert began == [3, 4]
 
 
-@pytest.mark.filterwarnings("ignore:the run goes on with another recipe")
+@pytest.mark.filterwarnings("ignore:the run continues with a different recipe")
 def test_going_back_to_an_older_checkpoint_leaves_the_newer_ones_behind(tmp_path: Path) -> None:
     """They are there until the run has written one, and then it is what the next one goes on from."""
     folder, seen = tmp_path / files.FOLDER, []
@@ -535,7 +535,7 @@ def test_a_run_that_has_lost_all_its_workers_does_not_begin_again_after_a_step(k
     if kind == "evaluation":
         assert begin() is None
     else:
-        with pytest.raises(CheckpointError, match=f"does not begin again; .*--resume {tmp_path}"):
+        with pytest.raises(CheckpointError, match=f"does not start again; .*--resume {tmp_path}"):
             begin()
 
 
@@ -575,7 +575,7 @@ def test_another_number_of_microbatches_by_explicit_word(tmp_path: Path) -> None
     ):
         train(tmp_path / "a", num_steps=4, microbatches=8, resume="auto", resume_anyway={"microbatches"})
     assert len([line for line in read(tmp_path / "a") if line["kind"] == "step"]) == 4
-    with pytest.raises(UsageError, match="does not fit into another model"):
+    with pytest.raises(UsageError, match="does not fit a different model"):
         unisono.Run(tmp_path / "a", resume="auto", resume_anyway={"parameters"})
     with pytest.raises(UsageError, match="a set of names"):
         unisono.Run(tmp_path / "a", resume="auto", resume_anyway="microbatches")
@@ -1115,7 +1115,7 @@ def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path: Path) -> No
             warnings.simplefilter("always")
             _, seen = train(tmp_path, num_steps=12, width=200, checkpoint=EVERY, resume="auto", wait=True)
         assert seen.samples > 0
-        full = [str(w.message) for w in said if "No space left on device; the training goes on" in str(w.message)]
+        full = [str(w.message) for w in said if "No space left on device; training continues" in str(w.message)]
         assert len(full) >= 2, "each that was due was tried"
         assert names(tmp_path) == [files.step_name(step) for step in steps(tmp_path)], "what failed needs no room"
         check_readable(tmp_path)
@@ -1133,7 +1133,7 @@ def test_a_failed_write_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     with small_disk(tmp_path / files.FOLDER, "1m"):
         make_read_only(tmp_path / files.FOLDER)
-        with pytest.warns(UserWarning, match=r"was not written into .*: Read-only file system; the training goes on"):
+        with pytest.warns(UserWarning, match=r"was not written into .*: Read-only file system; training continues"):
             train(tmp_path, num_steps=6, checkpoint=EVERY, wait=True)
     assert len([line for line in read(tmp_path) if line["kind"] == "step"]) == 6
 
@@ -1282,8 +1282,8 @@ def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, t
     assert unisono("run", *options, before=there).wait() == 1
     again = unisono("run", "--resume", "run", "-n", 1)
     assert again.wait() == 0, again.err
-    again.line(f"goes on with train.py 4 in {tmp_path / 'work'}")
-    again.line("goes on at step ")
+    again.line(f"resuming train.py 4 in {tmp_path / 'work'}")
+    again.line("resuming at step ")
     options[options.index("../run")] = "../calm"
     assert unisono("run", *options, before=there).wait() == 0
     assert compare(tmp_path / "run", tmp_path / "calm").startswith("identical: 200 steps")
@@ -1292,7 +1292,7 @@ def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, t
     other.line("resume_anyway={'microbatches'} or --set resume-anyway=microbatches")
     asked_for = unisono("run", "--resume", "run", "--set", "resume-anyway=microbatches", "work/train.py", "--", 8)
     assert asked_for.wait() == 0, asked_for.err
-    asked_for.line("another recipe, which resume_anyway allows")
+    asked_for.line("a different recipe, which resume_anyway allows")
 
 
 def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ BEGIN = """
         (["run", "here.py", "--threads", "0"], "at least 1 thread, got --threads 0"),
         (["run", "here.py", "--set", "port=70000"], "got --set port=70000"),
         (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
-        (["run", "here.py", "--bind", ""], "--bind is an address of this machine"),
+        (["run", "here.py", "--bind", ""], "--bind takes an address of this machine"),
         (["run", "here.py", "--bind", "ä..b"], "cannot listen on ä..b port 0: encoding of hostname failed"),
         (
             ["run", "here.py", "--set", "heartbeat=9s"],
@@ -125,13 +125,13 @@ BEGIN = """
         (["watch", "--once", "wss://x@127.0.0.1:1"], "no head answers at wss://127.0.0.1:1"),
         (
             ["run", "here.py", "--set", "certificate=x.pem"],
-            "--set certificate and --set private-key are given together",
+            "give --set certificate and --set private-key together",
         ),
         (
             ["run", "here.py", "--set", "certificate=x.pem", "--set", "private-key=x.key"],
             "the certificate x.pem cannot be read",
         ),
-        (["run", "here.py", "--set", "advertise=lab:4000"], "--set advertise is an address or the name of a host"),
+        (["run", "here.py", "--set", "advertise=lab:4000"], "--set advertise takes an address or a host name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "-",
 )
@@ -233,7 +233,9 @@ def test_a_run_that_this_user_cannot_reach_is_not_shown_as_stopped(unreadable: s
     (tmp_path / "head.json").write_text(json.dumps({"url": "ws://127.0.0.1:1"}))
     (tmp_path / unreadable).unlink(missing_ok=True)
     (tmp_path / unreadable).mkdir()
-    with pytest.raises(UsageError, match=f"{unreadable} is no file of that directory alone: it is a pipe, a directory"):
+    with pytest.raises(
+        UsageError, match=f"{unreadable} is not a plain file of that directory: it is a pipe, a directory"
+    ):
         CliRunner().invoke(
             cli._group, ["watch", "--once", str(tmp_path)], standalone_mode=False, catch_exceptions=False
         )
@@ -840,7 +842,7 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
 
 
 def test_launch_refuses_what_the_command_refuses() -> None:
-    with pytest.raises(LaunchError, match="--workers is a number from 1"):
+    with pytest.raises(LaunchError, match="--workers must be a number from 1"):
         launch(print, workers=0)
 
 

@@ -109,7 +109,7 @@ def test_a_run_whose_directory_is_lost_goes_on_from_a_copy_with_the_same_bits(
     assert same(model, other)
     assert seen.samples == expected.samples
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 9 steps")
-    assert "goes on at step 6" in capsys.readouterr().err
+    assert "resuming at step 6" in capsys.readouterr().err
     assert copied(place)[-1] == 9
     for path in files.complete(tmp_path / "a" / files.FOLDER):
         files.verify(path)
@@ -161,7 +161,7 @@ def test_a_run_that_is_killed_with_its_machine_goes_on_elsewhere_with_other_work
     total = ["--steps", str(newest + 3)]
     again = run_workers(SCRIPT, 3, directory=tmp_path / "b", options=["--resume", place], arguments=total)
     assert again.exit_code == 0, again.output
-    assert f"goes on at step {newest}" in again.output
+    assert f"resuming at step {newest}" in again.output
     calm = run_workers(SCRIPT, 1, directory=tmp_path / "calm", arguments=total)
     assert (again.digests, again.final) == (calm.digests, calm.final)
     assert compare(tmp_path / "b", tmp_path / "calm").startswith(f"identical: {newest + 3} steps")
@@ -177,7 +177,7 @@ def test_the_command_resumes_a_copy_with_the_scripts_own_command_and_lists_copie
     shutil.rmtree(tmp_path / "a")
     again = unisono("run", "--resume", "disk", "--run-dir", "b", "--workers", 1)
     assert again.wait() == 0, again.err
-    again.line(f"goes on with {SCRIPT} --steps 4 --every 2")
+    again.line(f"resuming {SCRIPT} --steps 4 --every 2")
     again.line("nothing is left to do: 4 of 4 steps are done")
     listed = unisono("checkpoints", f"file://{tmp_path}/disk", "check")
     assert listed.wait() == 0, listed.err

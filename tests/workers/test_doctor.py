@@ -167,7 +167,7 @@ def test_machines_are_named_as_in_a_run(unisono: Unisono, tmp_path: Path) -> Non
     assert not any("cannot be started" in line for line in here.out + here.err)
     refused = unisono("doctor", "--hosts", "-oProxyCommand=touch x,b")
     assert refused.wait() == 2
-    refused.line("is no name of a machine")
+    refused.line("is not the name of a machine")
     away = unisono("doctor", "--hosts", "[fe80::1]:2", "--ssh", "false")
     assert away.wait() == 1
     away.line("fe80::1:")

@@ -138,7 +138,7 @@ def saved(run_dir: Path) -> list[int]:
     return [files.step_of(path) for path in files.complete(run_dir / files.FOLDER)]
 
 
-EVALUATES = "evaluates for the run in"
+EVALUATES = "evaluating for the run in"
 
 
 def killed_evaluator(run_dir: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_snapshot_of_a_killed_evaluator_is_evaluated_by_another_or_by_the_work
         gates.wait(EVALUATORS)
         gates.wait(3, workers=2)
         killed_evaluator(run_dir)
-        command.line("was killed, and is started again")
+        command.line("was killed, and is being restarted")
         gates.open(EVALUATORS)
         gates.open(3)
         finish(command, run_dir, alone[2])
@@ -273,7 +273,7 @@ def test_a_script_that_has_changed_is_refused(
         gates.wait(0)
         guest = unisono("evaluate", run_dir, other)
         assert guest.wait() == 2
-        guest.line("is not the one that the run has begun with")
+        guest.line("is not the one that the run started with")
         gates.open(0)
         finish(command, run_dir, alone[2])
 

@@ -234,7 +234,7 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
     assert "another one takes over" in output
     assert "begins again" not in output
     assert "no worker that holds the run's state is left" in output
-    assert "the newest checkpoint is step-0000000002; to go on from it: unisono run --resume" in output
+    assert "the newest checkpoint is step-0000000002; to resume from it: unisono run --resume" in output
 
 
 @pytest.mark.usefixtures("nursery")

@@ -271,7 +271,7 @@ def test_a_cell_that_is_run_twice_ends_its_first_run_and_says_what_was_wrong(tmp
             step.backward(model(batch).mean())
             break
         break
-    with pytest.warns(UserWarning, match="the run before this one was still open.*the inner loop of step 0 was left"):
+    with pytest.warns(UserWarning, match="the previous run was still open.*the inner loop of step 0 was left"):
         AloneRun().close()
 
 

@@ -131,7 +131,7 @@ def test_a_loader_means_what_its_arguments_say(of_loader: dict[str, Any], of_ste
     [({"batch_size": 8}, "batch_size="), ({"shuffle": False}, "shuffle="), ({"collate": as_list}, "collate=")],
 )
 def test_what_the_loader_says_cannot_be_said_again(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(RecipeError, match=f"run.steps got a DataLoader and {named}: a DataLoader has these itself"):
+    with pytest.raises(RecipeError, match=f"run.steps got a DataLoader and {named}: a DataLoader has its own"):
         rows(DataLoader(Draws(), batch_size=8), **options)
 
 
@@ -438,7 +438,7 @@ def test_a_kill_a_newcomer_and_a_resume_in_the_middle_of_an_epoch(
     options = ["--resume", str(again)]
     end = run_workers(script, 3, directory=again, arguments=[*arguments, "-1"], options=options)
     assert end.exit_code == 0, end.output
-    assert "goes on at step 6" in end.output
+    assert "resuming at step 6" in end.output
     assert compare(calm, again).startswith("identical: 12 steps")
 
 

@@ -552,7 +552,7 @@ def test_what_has_no_meaning_in_rounds_is_refused_before_training() -> None:
         match="not be shared out equally to 3 replicas|cannot be divided equally to 3", error=RecipeError, replicas=3
     )
     refused(match="drop_last=True", error=RecipeError, data=34)
-    refused(match="inner_state is", inner_state="lost")
+    refused(match="inner_state must be", inner_state="lost")
     refused(match=r"local steps no longer have a delay.*more inner_steps=.*run\.steps\(delay=1\)", delay=1)
     refused(match="a unisono.Carried", tracked=lambda _: {"hidden": unisono.Carried(torch.zeros(4, 2))})
     refused(match="a GradScaler", tracked=lambda _: {"scaler": torch.amp.GradScaler("cpu")})

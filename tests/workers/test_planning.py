@@ -176,7 +176,7 @@ def test_a_script_that_trains_with_local_steps_is_refused_by_name(tmp_path: Path
     ("arguments", "words"),
     [
         (("--workers", "4:2"), "A:B with 1 <= A <= B"),
-        (("--workers", "1:999"), "say what lies between them, e.g. --link 1gbit"),
+        (("--workers", "1:999"), "give the link between them, e.g. --link 1gbit"),
         (("--link", "fast"), "--link is a rate"),
         (("--steps", "2"), "at least 15 steps"),
         (("--inner-steps", "0"), "--inner-steps"),

@@ -148,7 +148,7 @@ def test_every_strategy_is_replayed_from_a_checkpoint(
     assert "as in the journal" in str(ended)
     out, err = capfd.readouterr()
     assert f"of {'round' if inner else 'step'} {step}: loss " in out
-    assert "goes on at step" in err, "it begins from a checkpoint"
+    assert "resuming at step" in err, "it begins from a checkpoint"
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
 
 
@@ -335,7 +335,7 @@ def test_another_script_gets_the_arguments_of_the_run_unless_it_has_its_own(
     assert PastRun(tmp_path, (str(SCRIPT),)).arguments == [str(SCRIPT), "--lr", "1"]
     assert "gets the arguments of the run: --lr 1" in capsys.readouterr().err
     assert PastRun(tmp_path, (str(SCRIPT), "--lr", "2")).arguments == [str(SCRIPT), "--lr", "2"]
-    with pytest.raises(UsageError, match=r"there is no script gone\.py .* Another script may be given"):
+    with pytest.raises(UsageError, match=r"there is no script gone\.py .* A different script may be given"):
         PastRun(tmp_path)
 
 

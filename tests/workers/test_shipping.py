@@ -197,7 +197,7 @@ EVIL = {
     "a path that comes back": ([member("a/../../evil", data=b"x")], "a path outside"),
     "an absolute path": ([member("/tmp/evil", data=b"x")], "a path outside of the folder: '/tmp/evil'"),
     "a link outside": ([member("a", tarfile.SYMTYPE, "../../..")], "a link that leaves the folder: 'a' -> '../../..'"),
-    "an absolute link": ([member("a", tarfile.SYMTYPE, "/etc")], "a link that leaves the folder"),
+    "an absolute link": ([member("a", tarfile.SYMTYPE, "/etc")], "a link that points outside the folder"),
     "links that leave together": (
         [member("a/b/c", tarfile.SYMTYPE, "../.."), member("x", tarfile.SYMTYPE, "a/b/c/../secret")],
         "a link that leaves the folder: 'x'",

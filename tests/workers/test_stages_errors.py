@@ -26,7 +26,7 @@ ALONE: list[tuple[str, type[UnisonoError], str]] = [
     ("not_finite", LossError, "is inf"),
     ("no_tensor", StepError, r"stage 1 of unisono.Stages returned \(dict\): between two stages go a tensor or a tuple"),
     ("delay", UsageError, r"run\.steps\(delay=\.\.\.\) is for models that are not cut"),
-    ("local_steps", UsageError, r"run\.local_steps trains replicas of a whole model, and not of one that is cut"),
+    ("local_steps", UsageError, r"run\.local_steps trains replicas of a whole model, not of one that is cut"),
 ]
 
 

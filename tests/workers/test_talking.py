@@ -653,7 +653,7 @@ def test_a_run_that_is_resumed_has_the_results_of_the_calls_before(where: str, t
     before = json.loads((tmp_path / "found").read_text())
     again = phases(tmp_path, "run", "", "saves", workers=3, options=["--resume", str(tmp_path / "run")])
     assert again.exit_code == 0, again.output
-    assert f"goes on at step {10 if where == 'step 2 3' else 12}" in again.output
+    assert f"resuming at step {10 if where == 'step 2 3' else 12}" in again.output
     for found in found_in(again.output):
         assert found[2:6] == before[2:6], "with the pids of processes that are gone"
     assert len(found_in(again.output)) == 3

@@ -409,7 +409,7 @@ def test_questions_do_not_pile_up(serve: Callable[..., Served], run_dir: str) ->
         return await asyncio.gather(*asked)
 
     answers = [json.loads(a) for a in asyncio.run_coroutine_threadsafe(work(), served.loop).result(WAIT_S)]
-    assert sum("questions wait already" in each.get("error", "") for each in answers) == 20
+    assert sum("questions are waiting already" in each.get("error", "") for each in answers) == 20
 
 
 # -- those who mean harm -----------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def test_questions_do_not_pile_up(serve: Callable[..., Served], run_dir: str) ->
 def test_the_token_for_looking_opens_nothing_else(serve: Callable[..., Served]) -> None:
     served = serve()
     looking = served.invitation.for_looking
-    with pytest.raises(Refused, match="for looking at the run only"):
+    with pytest.raises(Refused, match="only for watching the run"):
         Link.dial(looking.url, looking.token, WAIT_S)
     with pytest.raises(InvalidStatus, match="401"):
         connect(f"{served.url.place}/watch", additional_headers={"Authorization": "Bearer wrong"}, proxy=None)

@@ -295,7 +295,7 @@ def test_a_finished_run_fills_a_terminal_until_the_user_quits(tmp_path: Path, te
         os.write(terminal.ours, b"\t")
         terminal.until("[workers]")
         os.write(terminal.ours, b"?")
-        terminal.until("the run goes on")
+        terminal.until("the run continues")
         os.write(terminal.ours, b"xq")
         assert process.wait(WAIT_S) == 0
     finally:
@@ -317,7 +317,7 @@ def test_a_finished_run_fills_a_terminal_until_the_user_quits(tmp_path: Path, te
         (["http://127.0.0.1:1/"], "the invitation has no token: ws://127.0.0.1:1 is where the head listens"),
         (["ws://x@127.0.0.1:1"], "no head answers at ws://127.0.0.1:1"),
         (["--web", "missing"], "there is no run directory missing"),
-        (["--web", ".", "ws://x@127.0.0.1:1"], "several runs are shown over each other from their directories"),
+        (["--web", ".", "ws://x@127.0.0.1:1"], "several runs are overlaid from their directories"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "-",
 )
@@ -448,7 +448,7 @@ def test_a_head_of_a_newer_version_is_shown_as_far_as_it_is_known(heads: Callabl
     assert seen[0].overview is not None
     assert seen[0].overview.step == 4
     assert seen[0].note == "the head has a newer version (schema 9, this one knows 1)"
-    assert "in a way that this version does not know" in seen[1].note
+    assert "this version does not understand" in seen[1].note
     assert seen[1].overview == seen[0].overview
 
 

@@ -85,8 +85,8 @@ def check_begun(before: str, *, threads: int, num_workers: int, deterministic: b
     if deterministic and num_workers > 1 and (found := _measuring()) != "none":
         raise UsageError(
             f"torch.compile chooses kernels by measuring ({found}), so each of the {num_workers} workers may choose "
-            'different ones, and get different bits. Compile without mode="max-autotune" and without these options, or use a '
-            "version of torch whose compiler has a deterministic mode (torch._inductor.config.deterministic)"
+            'different ones, and get different bits. Compile without mode="max-autotune" and without these options, or '
+            "use a version of torch whose compiler has a deterministic mode (torch._inductor.config.deterministic)"
         )
     if (now := floating_point()) != before:
         raise UsageError(

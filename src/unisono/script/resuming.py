@@ -412,8 +412,9 @@ class Resumption:
             return ""
         if strategy := sorted(names - RECIPE):
             return (
-                f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for a different "
-                "strategy. To continue training the model with a different one, start a new run with its weights: "
+                f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for a "
+                "different strategy. To continue training the model with a different one, start a new run with its "
+                "weights: "
                 f'unisono.load_weights("{path}", model)'
             )
         allowed = sorted(names)

@@ -445,7 +445,7 @@ class Run:
         member = members.current()
         if member is None or member.worker_id == "w0":  # once for all workers
             warnings.warn(
-                f"{name!r} was created before `unisono.Run(...)`, so neither the run's seed nor its number of threads "
+                f"{name!r} was made before `unisono.Run(...)`, so neither the run's seed nor its number of threads "
                 "was in effect: its initial values may differ between one worker and several. Create models, "
                 "optimizers and random data after `unisono.Run(...)` (a model whose weights come from a file is the "
                 "same wherever it is made)",
