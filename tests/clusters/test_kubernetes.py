@@ -586,4 +586,4 @@ def test_a_token_that_can_be_guessed_is_refused(unisono: Unisono, script: Callab
     (tmp_path / "token").write_text("secret")
     run = unisono("run", script("print()"), "--set", "token-file=token")
     assert run.wait() == 2
-    run.line("has 6 characters; 20 or more cannot be guessed")
+    run.line("has 6 characters; it needs at least 20")

@@ -242,7 +242,7 @@ def test_a_lost_machine_comes_back_and_nothing_stays_of_what_ran_there(
         gates.wait(4)
         command.line(f"the agent of {how} ")
         assert f"machine {how}: its agent has ended" in "\n".join(status(unisono, tmp_path / "run"))
-        command.line(f"{how} is lost: its agent is started again, after 5 s")
+        command.line(f"{how} is lost: restarting its agent after 5 s")
         gates.open(4, command.generation("w2 joins"))
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")

@@ -57,7 +57,7 @@ def with_leaf(number: int, **values: Any) -> Dissected:
         (with_leaf(0, weight="3.0"), "weighs 2.0 in a and 3.0 in b"),
         (with_leaf(1, batch={**LEAF.batch, "batch[1]": "5"}), "its data do: batch[1] is 4 in a and 5 in b"),
         (msgspec.structs.replace(B, leaves=[LEAF], digest="e"), "cut step 7 differently: into 2 and 1 micro-batches"),
-        (msgspec.structs.replace(B, digest="e"), "all micro-batches of step 7 are equal, and their sums are not"),
+        (msgspec.structs.replace(B, digest="e"), "all micro-batches of step 7 are equal, but their sums are not"),
         (B, "everything about step 7 is equal in both runs"),
         (
             msgspec.structs.replace(B, state={**B.state, "optimizer['param_groups'][0]['lr']": "0.2"}),
@@ -116,18 +116,16 @@ def test_a_run_that_does_not_give_its_own_journal_is_said_first() -> None:
     assert said[0].startswith("a, recomputed here, does not match its own journal: step 7 is not as in the journal")
     assert said[0].endswith("Its step 7 is now that of b")
     (why,) = causes(drifted, B, FACTS, FACTS)
-    assert why.startswith("a is not repeated with the same arithmetic: its script or its data have changed")
+    assert why.startswith("a does not reproduce with the same arithmetic: its script or its data have changed")
     (why,) = causes(
         drifted, B, {**FACTS, "fingerprint": {"torch": "2.12"}}, {**FACTS, "fingerprint": {"torch": "2.12"}}
     )
-    assert why.startswith("a was computed with other arithmetic than this machine has")
+    assert why.startswith("a was computed with arithmetic that differs from this machine's")
 
 
 def test_a_run_that_is_itself_only_from_the_beginning_has_a_state_that_is_not_tracked() -> None:
     (why,) = causes(msgspec.structs.replace(A, untracked=5), B, FACTS, FACTS)
-    assert why.startswith(
-        "the script of a has a state that is not tracked: computed again from the checkpoint of step 5"
-    )
+    assert why.startswith("the script of a has state that is not tracked: recomputed from the checkpoint of step 5")
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_run_ends_with_the_last_worker_of_a_part() -> None:
     story.says("w0", step_done(3))
     story.exits("w2")
     assert story.state.ended is not None
-    assert story.state.ended.reason.endswith("no worker that holds the run's state of part 2 of the model is left")
+    assert story.state.ended.reason.endswith("no worker with the run's state of part 2 of the model is left")
 
 
 def test_a_run_ends_with_the_last_worker_of_a_part_though_there_are_more_workers_than_parts() -> None:
@@ -195,7 +195,7 @@ def test_a_run_ends_with_the_last_worker_of_a_part_though_there_are_more_workers
     story.hold()
     story.exits("w3")
     assert story.state.ended is not None
-    assert story.state.ended.reason.endswith("no worker that holds the run's state of part 1 of the model is left")
+    assert story.state.ended.reason.endswith("no worker with the run's state of part 1 of the model is left")
 
 
 @pytest.mark.parametrize(("groups", "is_tried_again"), [(1, False), (2, True)])

@@ -403,7 +403,7 @@ def test_what_a_newer_version_has_written_is_shown_as_far_as_it_is_understood(
     assert history.overview().step == 9
     notes = " ".join(history.notes)
     assert "run.json was written by a newer version (schema 7, this one knows 1)" in notes
-    assert "events.jsonl is no event: 'nonsense'" in notes
+    assert "events.jsonl is not an event: 'nonsense'" in notes
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_what_is_written_otherwise_than_a_run_writes_it_stops_nobody_who_looks_b
     assert good == len((run / EVENTS_FILE).read_text().splitlines()) - len(STRANGE["events"])
     found = account(run)
     assert (found.overview.state, found.last) == ("finished", 299)
-    assert any("is no event" in note for note in found.notes)
+    assert any("is not an event" in note for note in found.notes)
     assert report([found], 0.0).startswith("<!doctype html>")
     shown = CliRunner().invoke(cli._group, ["watch", "--once", str(run)], standalone_mode=False)
     assert shown.exception is None

@@ -334,7 +334,7 @@ def test_no_command_executes_what_a_strangers_directory_names(
         main()
     out, err = capfd.readouterr()
     assert not (tmp_path / "executed").exists()
-    assert "is not executed as you without a word of yours; give the script" in " ".join((out + err).split())
+    assert "is not executed as you without your consent; give the script" in " ".join((out + err).split())
     assert ended.value.code == code
 
 

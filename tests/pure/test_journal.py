@@ -550,7 +550,7 @@ def test_runs_that_tracked_nothing_have_ended(tmp_path: Path) -> None:
 def test_what_holds_no_line_is_no_journal(text: str, tmp_path: Path) -> None:
     a, b = run_with(tmp_path / "a", step(0)), tmp_path / "b"
     b.write_text(text)
-    with pytest.raises(ValueError, match="b holds no journal"):
+    with pytest.raises(ValueError, match="b is not a journal"):
         compare(a, b)
 
 

@@ -331,7 +331,7 @@ def test_a_machine_has_one_agent_that_a_launcher_has_started() -> None:
     story.says("agent4", hello)
     (ended,) = story.sent("agent4", Ended)
     assert (ended.ok, ended.exit_code) == (True, 0)
-    assert ended.reason == "left has another agent already, agent3, which was started when this one was out of reach"
+    assert ended.reason == "left already has another agent, agent3, which was started while this one was out of reach"
     assert story.sent("agent4", Start) == []
 
 
@@ -760,13 +760,13 @@ def test_a_run_waits_for_workers_of_other_machines_and_says_how_many_are_there()
     story.arrive("w0")
     assert story.reason == "", "w1 is on its way"
     story.arrive("w1")
-    assert story.reason == "2 of 6 workers are there; the run begins when all 6 are"
+    assert story.reason == "2 of 6 workers are there; the run starts when all 6 are"
     assert invitations(story) == 1
     story.says("", Tick())
     assert (story.reason, invitations(story)) == ("", 0), "said once"
     story.agent(3, "agent1", primary=False, host="shed")
     story.arrive("w2", "w3", "w4", host="shed")
-    assert story.reason == "5 of 6 workers are there; the run begins when all 6 are"
+    assert story.reason == "5 of 6 workers are there; the run starts when all 6 are"
     assert story.state.notice is None
     story.agent(3, "agent2", primary=False, host="attic")
     story.arrive("w5", host="attic")
@@ -1004,7 +1004,7 @@ def test_a_machine_that_died_while_the_head_was_away_is_gone() -> None:
     assert story.state.members == ("w0", "w1")
     assert set(story.state.agents) == {AGENT}
     assert story.state.policy.maximum == 2
-    assert story.reason == "the agent of lab is gone; w3 does not come"
+    assert story.reason == "the agent of lab is gone; w3 will not come"
     assert story.worker("w3").state is WorkerState.LEFT, "it was to replace the worker that died with its machine"
     assert not story.state.workers.keys() - {"w0", "w1", "w2", "w3"}
 
@@ -1198,7 +1198,7 @@ def test_another_process_cannot_take_a_name() -> None:
     story = training(2)
     before = story.state
     stranger = MemberInfo(worker_id="w1", host="lab", pid=4, device="cpu")
-    with pytest.raises(ProtocolError, match="pid 4 has taken its name"):
+    with pytest.raises(ProtocolError, match="pid 4 uses its name"):
         story.says("w1", Hello(info=stranger, fingerprint={}))
     assert story.state is before
 
@@ -1686,8 +1686,8 @@ def test_a_worker_that_leaves_the_loop_alone_ends_the_run() -> None:
     assert not story.ended.ok
     assert story.ended.worker_id == "w1"
     assert story.ended.reason.startswith(
-        "worker w1 (pid 1001) has left the training loop before step 5 (by a break or a return that only it reached?), "
-        "and worker w2 (pid 1002) has begun step 5. "
+        "worker w1 (pid 1001) left the training loop before step 5 (by a break or a return that only it reached?), "
+        "but worker w2 (pid 1002) has begun step 5. "
     )
 
 
@@ -1723,7 +1723,7 @@ def test_a_script_that_ends_in_the_middle_is_a_loss_when_others_miss_it() -> Non
     assert story.state.members == ("w0", "w1", "w2"), "perhaps the others are about to"
     story.says("w0", Suspect(generation=1, reason="worker w1 has left", peers=["w1"]))
     assert story.state.members == ("w0", "w2")
-    assert "w1 (pid 1001) has left the training loop at step 4 and ended with exit code 0" in story.reason
+    assert "w1 (pid 1001) left the training loop at step 4 and ended with exit code 0" in story.reason
     assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
     story.hold()
     story.arrive("w3")
@@ -2168,7 +2168,7 @@ def test_other_results_in_the_probe_are_refused_and_other_names_are_not() -> Non
     assert "processor is 'new' and not 'old'" in story.reason
     assert "the same bits in a probe" in story.reason
     story.says("w2", Hello(info=info("w2"), fingerprint={**probed, "results": "product=aa, sums=b0"}))
-    assert "gets other bits in sums (processor is 'unknown' and not 'old')" in story.reason
+    assert "gets different bits in sums (processor is 'unknown' and not 'old')" in story.reason
     assert [story.worker(f"w{number}").state for number in (1, 2)] == [WorkerState.STARTING, WorkerState.LEFT]
 
 

@@ -29,7 +29,7 @@ def test_a_thousand_attempts_are_two_lines() -> None:
     assert told == ["the head rejected a connection without the run's token, from 10.0.0.7; the run continues"]
     minute()
     assert told[1:] == [
-        "the head has refused 1000 more connections in 60 s (899 without the run's token and 101 that used a different "
+        "the head rejected 1000 more connections in 60 s (899 without the run's token and 101 that used a different "
         "protocol), the last from 10.0.0.8"
     ]
     minute()

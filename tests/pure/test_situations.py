@@ -198,7 +198,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
         (of(3), exits("w1"), exits("w0"), Then("w2", generation=3)),
     "down to the last worker and then the end":
         (of(3, max_restarts=0), exits("w0"), exits("w1"), Then("w2"), exits("w2"),
-         Then(ended="badly", because="no worker that holds the run's state is left")),
+         Then(ended="badly", because="no worker with the run's state is left")),
     "the end comes although newcomers are there":
         (of(1), step(0), exits("w0"), Then(ended="badly")),
     "a newcomer is no survivor: its state is under way, so it goes back and is planned again":
@@ -320,7 +320,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
         (of(2), says("w1", Leaving(phase=1, step=5)), beat("w0", step=100), Then(ended="no")),
     "a worker that leaves one loop alone for another ends the run: steps of two loops would be summed":
         (of(2), says("w1", Leaving(phase=0, step=5, goes_on=True)), beat("w0", step=5),
-         Then(ended="badly", because="w1 (pid 1001) has left the training loop before step 5")),
+         Then(ended="badly", because="w1 (pid 1001) left the training loop before step 5")),
     "a script that ends in the middle is a loss as well when a member is seen further on":
         (of(3), says("w1", Finished(phase=0, step=5)), beat("w0", step=5), Then("w0 w2")),
     "it is a loss as well when they missed it before it was heard of":
@@ -340,7 +340,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
          Then(ended="well")),
     "one script that ends in the middle makes no success of the loss of all others":
         (of(3, max_restarts=0), step(4), says("w0", Finished(phase=0, step=5)), exits("w1"), exits("w2"),
-         Then(ended="badly", because="no worker that holds the run's state is left")),
+         Then(ended="badly", because="no worker with the run's state is left")),
 }  # fmt: skip
 
 

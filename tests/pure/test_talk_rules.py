@@ -229,7 +229,7 @@ def test_values_have_a_limit_together() -> None:
 
 def test_a_worker_cannot_leave_out_a_call() -> None:
     talk = Talk(1)
-    with pytest.raises(ProtocolError, match="makes call 1 and knows the results of 0"):
+    with pytest.raises(ProtocolError, match="makes call 1 but has the results of 0"):
         talk.calls("w0", BARRIER, number=1)
 
 

@@ -724,7 +724,7 @@ def test_workers_that_start_with_other_parameters() -> None:
         assert [bits for _, bits in by_rank] == [right] * 3
         assert [len(told) for told, _ in by_rank] == [0, 1, 0]
         (told,) = by_rank[1][0]
-        assert "w1 starts with another state than w0, and uses the state of w0" in told
+        assert "w1 starts with a different state from w0's, and uses that of w0" in told
         assert "2 tensors, the first is tracked['objects']['model']['first.bias']" in told
         assert "Set the seed" in told
 

@@ -291,7 +291,7 @@ def test_a_swapped_checkpoint_is_named(world: World) -> None:
     other = world.run / files.FOLDER / files.step_name(6)
     shutil.rmtree(other)
     shutil.copytree(world.run / files.FOLDER / files.step_name(3), other)
-    assert "WRONG: the checkpoint of step 6 is another" in world.verify("--run", world.run, status=1)
+    assert "WRONG: the checkpoint of step 6 differs" in world.verify("--run", world.run, status=1)
 
 
 def change_weight(run: Path, step: int) -> None:
@@ -310,7 +310,7 @@ def change_weight(run: Path, step: int) -> None:
 def test_one_bit_of_a_checkpoint_is_named(world: World) -> None:
     change_weight(world.run, 6)
     unisono("checkpoints", world.run, "check")
-    assert "WRONG: the checkpoint of step 6 is another" in world.verify("--run", world.run, status=1)
+    assert "WRONG: the checkpoint of step 6 differs" in world.verify("--run", world.run, status=1)
 
 
 def test_one_bit_of_a_checkpoint_that_was_certified_anew_is_found_by_computing(world: World) -> None:
@@ -340,7 +340,7 @@ def test_another_learning_rate_in_the_middle_is_found(world: World, tmp_path: Pa
     world.certify()
     said = world.verify("--segments", 4, "--run", world.run, script, "--", *ARGUMENTS, status=1)
     assert said.count("computed again\n") == 2, said
-    assert "step 8 is the first that is not as in the journal" in said
+    assert "step 8 is the first that does not match the journal" in said
 
 
 def test_a_certificate_of_somebody_else_is_no_success(world: World) -> None:
@@ -358,8 +358,8 @@ def test_a_changed_certificate_is_no_success(world: World) -> None:
     envelope = json.loads(world.certificate.read_text())
     content = base64.b64decode(envelope["payload"]).replace(b'"batch_size":24', b'"batch_size":25')
     world.certificate.write_text(json.dumps({**envelope, "payload": base64.b64encode(content).decode()}))
-    assert "WRONG: its signature is not right" in world.verify(status=1)
-    assert "WRONG: its signature is not right" in unisono("verify", world.certificate, "--any-signer", status=1)
+    assert "WRONG: its signature is wrong" in world.verify(status=1)
+    assert "WRONG: its signature is wrong" in unisono("verify", world.certificate, "--any-signer", status=1)
 
 
 def test_a_model_that_was_tuned_afterwards_is_named(world: World) -> None:
@@ -370,7 +370,7 @@ def test_a_model_that_was_tuned_afterwards_is_named(world: World) -> None:
     state[name] = state[name] + 1e-6
     save_file(state, world.folder / "tuned.safetensors")
     said = world.verify("--model", world.folder / "tuned.safetensors", status=1)
-    assert "tuned.safetensors does not hold a model that is certified" in said
+    assert "tuned.safetensors does not hold a certified model" in said
     words = ("certify", world.run, "--model", world.folder / "tuned.safetensors")
     assert "does not hold a certified model" in unisono(*words, status=2)
 
@@ -379,7 +379,7 @@ def test_a_certificate_of_another_run_is_named(world: World, tmp_path: Path) -> 
     other = run_workers(CHECKPOINTED, 1, directory=tmp_path / "other", arguments=("--steps", "3"))
     assert other.exit_code == 0, other.output
     said = world.verify("--run", tmp_path / "other", status=1)
-    assert "WRONG: the certificate is that of run" in said
+    assert "WRONG: the certificate is for run" in said
 
 
 def train_between(directory: Path) -> None:
@@ -517,7 +517,7 @@ def test_another_arithmetic_is_refused_before_anything_is_computed(world: World)
 
 def test_no_script_is_executed_that_nobody_has_named(world: World, tmp_path: Path) -> None:
     said = world.verify("--run", world.run, "--all", status=2)
-    assert "is not executed unasked; give the script" in said
+    assert "is not executed without asking; give the script" in said
     assert "only a script that you have named is executed" in world.verify("--all", status=2)
     (tmp_path / "other.py").write_text("raise SystemExit('executed')")
     said = world.verify("--run", world.run, "--all", tmp_path / "other.py", status=2)

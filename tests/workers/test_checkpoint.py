@@ -571,7 +571,7 @@ def test_another_strategy_is_refused_with_what_can_be_done(tmp_path: Path) -> No
 def test_another_number_of_microbatches_by_explicit_word(tmp_path: Path) -> None:
     train(tmp_path / "a", num_steps=2, checkpoint=EVERY)
     with pytest.warns(
-        UserWarning, match=r"another recipe, which resume_anyway allows:\s+checkpoint +script\s+microbatches +4 +8"
+        UserWarning, match=r"a different recipe, which resume_anyway allows:\s+checkpoint +script\s+microbatches +4 +8"
     ):
         train(tmp_path / "a", num_steps=4, microbatches=8, resume="auto", resume_anyway={"microbatches"})
     assert len([line for line in read(tmp_path / "a") if line["kind"] == "step"]) == 4
@@ -953,9 +953,7 @@ def test_who_is_left_knows_who_sees_the_directory(tmp_path: Path) -> None:
 def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> None:
     members = Members(tmp_path, reaches=(False, False))
     members.step(3)
-    with pytest.warns(
-        UserWarning, match=r"the checkpoint of step 3 was not written into .*: no worker that is left sees"
-    ):
+    with pytest.warns(UserWarning, match=r"the checkpoint of step 3 was not written into .*: no remaining worker sees"):
         members.save_last()
     with warnings.catch_warnings(action="error"):
         members.save_last()  # once: the end of the run comes after the end of its loop
@@ -1081,7 +1079,9 @@ def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
         if step.number == 8:
             open_again.set()
 
-    with pytest.warns(UserWarning, match=r"the checkpoint of step 4 waits: that of step 2 has been written for"):
+    with pytest.warns(
+        UserWarning, match=r"the checkpoint of step 4 is waiting: that of step 2 has been in progress for"
+    ):
         train(tmp_path, num_steps=10, checkpoint=EVERY, at_step=watch)
     assert done == list(range(10)), "no step waited for the disk"
     check_readable(tmp_path)
@@ -1224,7 +1224,7 @@ def test_two_runs_cannot_go_on_in_one_directory(tmp_path: Path, monkeypatch: pyt
     train(tmp_path, num_steps=1, at_step=second)
     assert len(refused) == 2
     for text in refused:
-        assert f"a run is going in {tmp_path} (" in text
+        assert f"a run is active in {tmp_path} (" in text
         assert f"pid {os.getpid()} on" in text
     train(tmp_path, num_steps=2, resume="auto")  # it is free again
 
@@ -1238,10 +1238,10 @@ def test_workers_cannot_take_the_directory_of_a_run_that_is_going(unisono: Uniso
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert second.returncode == 1
-    assert "a run is going in" in second.stderr
+    assert "a run is active in" in second.stderr
     third = unisono("run", "--workers", 1, "--resume", tmp_path / "run", SCRIPT)
     assert third.wait() == 2
-    assert "a run is going in" in third.line("a run is going in")
+    assert "a run is active in" in third.line("a run is active in")
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait() == 75
 

@@ -144,7 +144,7 @@ def test_this_machine_alone_and_a_run_that_is_not_going(unisono: Unisono, tmp_pa
     (tmp_path / "run").mkdir()
     command = unisono("doctor", "run")
     assert command.wait() == 1
-    assert "no run is going in run" in command.line("will hurt  run: ")
+    assert "no run is active in run" in command.line("will hurt  run: ")
     assert command.line("here:")
 
 

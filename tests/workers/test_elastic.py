@@ -219,7 +219,7 @@ def test_stop_ends_the_run_at_the_end_of_a_step(unisono: Unisono, run_dir: Path,
 def test_one_here_wait_for_two(unisono: Unisono, run_dir: Path, calm: Path) -> None:
     """``--workers 1 --wait-for 2``: not a step before the second machine is there, and the first line to paste."""
     command = start(unisono, run_dir, None, 1, "--wait-for", 2)
-    command.line("1 of 2 workers are there; the run begins when all 2 are")
+    command.line("1 of 2 workers are there; the run starts when all 2 are")
     assert "the line that `unisono watch --once " in command.line("more workers can join, on this machine")
     assert ask_status(find(str(run_dir)))["state"] == "waiting"
     guest = join(unisono, run_dir, 1)

@@ -120,7 +120,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
         return said
 
     left = "the agent of left ended with exit code 255: no route to host"
-    again = "; it is started again after 5 s"
+    again = "; restarting it after 5 s"
     right = "the agent of right was killed by signal 9 (SIGKILL)"
     assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == [
         "[left] [w0] hello",
@@ -262,9 +262,9 @@ def test_the_agent_of_a_lost_machine_is_started_again(monkeypatch: pytest.Monkey
 
     assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == [
         "the agent of left ended with exit code 255",
-        "left is lost: its agent is started again, after 0 s",
+        "left is lost: restarting its agent after 0 s",
         "[left] [w3] hello",
-        "the agent of left ended with exit code 1: [w3] hello; it is started again after 1 s",
+        "the agent of left ended with exit code 1: [w3] hello; restarting it after 1 s",
     ]
 
 

@@ -157,12 +157,12 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (DataLoader(Stream(), batch_size=2), "data that can only be iterated over, whose length nobody knows"),
+        (DataLoader(Stream(), batch_size=2), "data that can only be iterated over, whose length is unknown"),
         (DataLoader(Draws(), batch_size=None), "the DataLoader has batch_size=None"),
         (OwnIteration(Draws(), batch_size=8), "the loader is a OwnIteration, .*overrides __iter__.*the dataset itself"),
         (
             DataLoader(Draws(), batch_sampler=OwnBatches(range(21), 8, False)),
-            r"batch_sampler of a kind of its own \(OwnBatches\).*unisono.BucketSampler",
+            r"batch_sampler of an unknown kind \(OwnBatches\).*unisono.BucketSampler",
         ),
     ],
 )

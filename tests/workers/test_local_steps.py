@@ -549,7 +549,7 @@ def test_what_has_no_meaning_in_rounds_is_refused_before_training() -> None:
     refused(match=r"inner_steps must be a whole number, got 2\.5", inner_steps=2.5)
     refused(match="copies must be a whole number, got True", copies=True)
     refused(
-        match="not be shared out equally to 3 replicas|cannot be divided equally to 3", error=RecipeError, replicas=3
+        match="not be divided equally among 3 replicas|cannot be divided equally among 3", error=RecipeError, replicas=3
     )
     refused(match="drop_last=True", error=RecipeError, data=34)
     refused(match="inner_state must be", inner_state="lost")

@@ -275,7 +275,7 @@ def test_the_first_module_whose_output_is_not_finite_is_named(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"step": 50}, "has not done step 50: its steps are 0 to 9"),
+        ({"step": 50}, "without doing step 50: its steps are 0 to 9"),
         ({"step": 8, "leaf": 4}, "the micro-batches of step 8 are 0 to 3; got 4"),
         ({"step": 8, "leaf": 1, "turn": 1}, "step 8 has no pass 1"),
         ({"step": 8, "leaf": 1, "replica": 0}, "step 8 is no round of local steps"),

@@ -252,7 +252,7 @@ def test_that_there_is_no_room_for_a_connection_is_one_line(
     while not told or told[-1] != "the last":
         told += announced(decode(agent.recv(WAIT_S, decode=False)))
     assert len(told) == 2
-    assert "cannot take another connection (Too many open files)" in told[0]
+    assert "cannot accept another connection (Too many open files)" in told[0]
     assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]
 
 

@@ -495,7 +495,7 @@ def test_when_as_many_watch_as_can_the_next_one_is_told_so_and_members_come_in(s
     served = serve()
     served.asked(lambda: setattr(served.head._viewing, "_most", 2))
     with Watching(served.invitation), Watching(served.invitation):
-        with pytest.raises(Refused, match="2 watch this run already"):
+        with pytest.raises(Refused, match="2 are watching this run already"):
             Watching(served.invitation)
         served.is_served()
     deadline = time.monotonic() + WAIT_S

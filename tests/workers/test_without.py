@@ -222,7 +222,7 @@ def test_what_no_index_can_name_is_refused(tmp_path: Path) -> None:
     run, model = begun(tmp_path / "large")
     with run:
         run.track(model=model)
-        with pytest.raises(UsageError, match=r"gone.txt, line 2: there is no sample 96: the data set has 96 samples"):
+        with pytest.raises(UsageError, match=r"gone.txt, line 2: there is no sample 96: the dataset has 96 samples"):
             run.steps(Few(), batch_size=12, microbatches=4)
 
 
@@ -305,7 +305,7 @@ def test_replay_computes_the_rest_of_a_run_without_some_samples(tmp_path: Path, 
     assert "SIGKILL" in killed.output
     replay = unisono("replay", "all", "--without", without, "--into", "new", "--workers", "2")
     assert replay.wait() == 0, (replay.out, replay.err)
-    replay.line("leaves out 4 samples, the first of which step 2 has used; begins at step 2, from ")
+    replay.line("leaving out 4 samples, the first of which was used in step 2; begins at step 2, from ")
     replay.line("2 steps as in ")
     replay.line("of the 6 steps from step 2 on, 6 have another digest. The last loss is ")
     beginning = unisono("replay", "all", "--without", without, "--into", "anew", "--from-beginning")

@@ -50,7 +50,7 @@ def again(back: RunGoesBack, workers: Workers, machines: Sequence[Machine]) -> A
     dropped = frozenset(name for label in back.hosts if (name := _name_of(label, machines)) is not None)
     hint = f"start it again without that machine: {_command(checkpoint)}"
     if len(dropped) < len(back.hosts):
-        raise UsageError(f"{back}. Which of the machines {listed(list(back.hosts))} is is not known; {hint}")
+        raise UsageError(f"{back}. It is not known which machine {listed(list(back.hosts))} is; {hint}")
     left = [machine for machine in machines if machine.name not in dropped]
     if left:
         say(f"unisono: goes back to {checkpoint.name}, without {listed(list(back.hosts))}", err=True)
