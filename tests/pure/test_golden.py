@@ -37,8 +37,8 @@ GOLDEN = GoldenBits(
     [
         ({}, ""),
         ({"arithmetic": {}, "steps": 4, "script": []}, ""),
-        ({"digests": ["a", "x", "y"]}, "step 1 is the first that differs: its gradient has the digest x, and the "
-         "golden b"),
+        ({"digests": ["a", "x", "y"]}, "step 1 is the first that differs: its gradient has the digest x, the "
+         "golden one b"),
         ({"digests": ["a", "b"]}, "there are 2 steps, and 3 golden ones"),
         ({"state": {"model": "m", "optimizer": "p"}}, (
             "all gradients of the 3 steps are the golden ones, but optimizer differs after them. So the updates "

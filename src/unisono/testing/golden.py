@@ -66,7 +66,7 @@ def golden_difference(golden: GoldenBits, now: GoldenBits) -> str:
     if not (paths := unequal(golden.state, now.state)):
         return ""
     return (
-        f"all gradients of the {steps} are the golden ones, and after them {paths[0]} is another. So the updates "
+        f"all gradients of the {steps} are the golden ones, but {paths[0]} differs after them. So the updates "
         "differ, or something done between the steps"
     )
 
