@@ -160,12 +160,12 @@ def test_what_is_tracked_needs_a_state(thing: Any) -> None:
 
 def test_a_name_is_tracked_once(loop: Loop) -> None:
     loop.run.track(model=loop.model)  # again, the same: a cell of a notebook was run twice
-    with pytest.raises(UsageError, match=says("run.track(model=...)", "a different object", "another name")):
+    with pytest.raises(UsageError, match=says("run.track(model=...)", "a different object", "a different name")):
         loop.run.track(model=Mlp())
 
 
 def test_tracking_within_the_loop(loop: Loop) -> None:
-    with pytest.raises(UsageError, match=says("run.track", "inside of run.steps", "before the loop")):
+    with pytest.raises(UsageError, match=says("run.track", "inside run.steps", "before the loop")):
         for _ in loop.steps():
             loop.run.track(other=Mlp())
 
@@ -415,7 +415,7 @@ def test_leaving_the_outer_loop_at_the_head_of_a_step(tmp_path: Path) -> None:
 
 
 def test_iterating_a_step_twice(loop: Loop) -> None:
-    with pytest.raises(StepError, match=says("step 0 was iterated before", "only once per step")):
+    with pytest.raises(StepError, match=says("step 0 was already iterated over", "only once per step")):
         for step in loop.steps():
             for _ in range(2):
                 for batch in step:
@@ -442,7 +442,7 @@ def test_a_batch_that_is_unpacked_from_the_step(loop: Loop) -> None:
 
 def test_a_step_that_is_taken_for_a_batch(loop: Loop) -> None:
     for step in loop.steps():
-        with pytest.raises(TypeError, match=says("step 0", "is no batch", "for batch in step:")):
+        with pytest.raises(TypeError, match=says("step 0", "is not a batch", "for batch in step:")):
             step[0]
         break
 

@@ -238,7 +238,7 @@ def test_other_misuse_is_refused() -> None:
             for wrong in ("text", torch.ones(2, dtype=torch.complex64)):
                 with pytest.raises(unisono.UsageError, match="can add up numbers"):
                     batches.add(s=wrong)
-        with pytest.raises(unisono.StepError, match="was iterated before"):
+        with pytest.raises(unisono.StepError, match="was already iterated over"):
             iter(batches)
 
 

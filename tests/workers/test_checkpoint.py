@@ -602,7 +602,7 @@ def test_save_writes_whatever_the_policy_says(tmp_path: Path) -> None:
     train(tmp_path, wait=True, at_step=save)
     (saved,) = steps(tmp_path)
     assert saved in (2, 3)
-    with unisono.Run(tmp_path, resume="auto") as run, pytest.raises(UsageError, match=r"inside of run\.steps"):
+    with unisono.Run(tmp_path, resume="auto") as run, pytest.raises(UsageError, match=r"inside run\.steps"):
         run.save()
 
 

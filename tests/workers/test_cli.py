@@ -120,7 +120,7 @@ BEGIN = """
             "the address of a run is ws://HOST:PORT or wss://HOST:PORT#FINGERPRINT, got 'ws://x:99999'",
         ),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--wait", "nans"], "--wait is a time"),
-        (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing holds no token"),
+        (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing has no token"),
         (["join", "ws://127.0.0.1:1", "--token-file", "missing"], "there is no --token-file missing"),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py"], "no head answers at ws://127.0.0.1:1"),
         (["join", "-"], "there is no invitation on standard input"),

@@ -309,7 +309,7 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_run_without_its_script_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="there is no run in"):
         PastRun(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"run_id": "1"}))
     with pytest.raises(UsageError, match="does not say which script it was made with; give the script"):

@@ -117,7 +117,7 @@ def test_large_values_do_not_go_through_the_head() -> None:
 
 def test_a_group_is_for_workers_that_take_part() -> None:
     with AloneRun() as run:
-        with pytest.raises(UsageError, match="call it inside of run"):
+        with pytest.raises(UsageError, match="call it inside run"):
             run.process_group()
 
 

@@ -143,7 +143,7 @@ def _web(runs: tuple[str, ...], port: int) -> int:
         _show_page(address)
         return 0
     if wrong := [run for run in runs if run == "-" or is_invitation(run)]:
-        raise UsageError(f"several runs are overlaid from their directories; {wrong[0]!r} is none")
+        raise UsageError(f"several runs are overlaid from their directories; {wrong[0]!r} is not one")
     if missing := [run for run in runs if not Path(run).exists()]:
         raise UsageError(f"there is no run directory {missing[0]}")
     from unisono.views.page.directory_server import run as serve

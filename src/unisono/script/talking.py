@@ -168,7 +168,7 @@ class Talk:
         call = self._call("run.process_group", place)
         if place.step is None:
             raise UsageError(
-                "run.process_group connects the workers that take part in the training; call it inside of run.steps, "
+                "run.process_group connects the workers that take part in the training; call it inside run.steps, "
                 "before or after `for batch in step`"
             )
         round_ = GroupRound(place.rounds, call.title)
