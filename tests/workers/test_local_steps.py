@@ -476,7 +476,7 @@ def test_a_state_that_is_lost_with_its_only_worker_ends_the_run(tmp_path: Path) 
     hurt = run(tmp_path / "run", 3, faults, arguments=["--copies", 1])
     assert hurt.exit_code == 1, hurt.output
     assert "the state of replica 1 was held by w1, and all of them are lost" in hurt.output
-    assert "Go on from " in hurt.output
+    assert "Resume from " in hurt.output
 
 
 def _hold(seat: Seat, place: Place) -> list[int]:
@@ -679,7 +679,7 @@ def test_a_round_that_is_not_run_is_an_error() -> None:
             model = mlp()
             run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
             for round_ in run.local_steps(vectors(), batch_size=8, microbatches=4, replicas=2, inner_steps=2):
-                with pytest.raises(StepError, match=r"round.loss of round 0 is known after"):
+                with pytest.raises(StepError, match=r"round.loss of round 0 is known only after"):
                     _ = round_.loss
 
     with pytest.raises(StepError, match="round 0 was not iterated"):
