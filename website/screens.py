@@ -1,6 +1,6 @@
 """Takes the pictures of the terminal view and of a report: docs/assets/terminal.svg and docs/assets/report.png.
 
-python -m website.screens        # needs Chromium, chromedriver and the package selenium
+python -m website.screens        # needs Chromium, chromedriver and the packages selenium and pillow
 
 Both show one real run of examples/digits.py on three workers, of which one is killed.
 """
@@ -8,6 +8,7 @@ Both show one real run of examples/digits.py on three workers, of which one is k
 from __future__ import annotations
 
 import base64
+import io
 import os
 import re
 import signal
@@ -37,15 +38,17 @@ ROWS: Final = 22
 CHARACTER: Final = 8.4
 """Width of a character in pixels."""
 LINE: Final = 18
-EPOCHS: Final = 40
-KILLED_AT: Final = 120
-DRAWN_AT: Final = 300
+EPOCHS: Final = 30
+KILLED_AT: Final = 90
+DRAWN_AT: Final = 230
 WORDS: Final = re.compile(r"[\u2800-\u28ff]+|[^\s\u2800-\u28ff]+(?: [^\s\u2800-\u28ff]+)*")
 """Dots of a curve, and words with single spaces between them: SVG drops all others."""
 TOP_OF: Final = (
     "return [...document.querySelectorAll('h2')].find((each) => each.textContent.includes(arguments[0]))"
     ".getBoundingClientRect().top + scrollY"
 )
+HOST: Final = re.compile(re.escape(socket.gethostname()) + r"(-[0-9a-f]{8,})?")
+"""This machine, whose name is nobody's business."""
 COLOURS: Final = {
     "good": "#3fb950",
     "green": "#3fb950",
@@ -122,21 +125,19 @@ def _trained(directory: Path) -> Overview:
             break
     if command.wait() or found is None:
         raise SystemExit("the run has failed, or was over before a picture was taken")
-    words_here = {socket.gethostname(): "lab", str(directory): "runs/digits"}
-    text = msgspec.json.encode(found).decode()
-    for here, shown in words_here.items():
-        text = text.replace(here, shown)
+    text = HOST.sub("lab", msgspec.json.encode(found).decode()).replace(str(directory), "runs/digits")
     return msgspec.json.decode(text, type=Overview)
 
 
 def _report(directory: Path, file: Path) -> None:
     """Photograph the part of a report that lies below its curves."""
+    from PIL import Image
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     page = directory / "report.html"
     subprocess.run([sys.executable, "-m", "unisono", "report", str(directory), "-o", str(page)], check=True)
-    page.write_text(page.read_text().replace(socket.gethostname(), "lab"))
+    page.write_text(HOST.sub("lab", page.read_text()))
     options = webdriver.ChromeOptions()
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(flag)
@@ -145,10 +146,11 @@ def _report(directory: Path, file: Path) -> None:
         metrics = {"width": 960, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         driver.get(page.as_uri())
-        top, end = (driver.execute_script(TOP_OF, title) - 20 for title in ("Result", "Recipe and environment"))
-        clip = {"x": 0, "y": top, "width": 940, "height": end - top - 30, "scale": 1}
+        top, end = (driver.execute_script(TOP_OF, title) - 20 for title in ("Result", "Who was there"))
+        clip = {"x": 0, "y": top, "width": 960, "height": end - top - 30, "scale": 1}
         found = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
-        file.write_bytes(base64.b64decode(found["data"]))
+        picture = Image.open(io.BytesIO(base64.b64decode(found["data"])))
+        picture.convert("RGB").quantize(64).save(file, optimize=True)
     finally:
         driver.quit()
 

@@ -235,7 +235,7 @@ def test_two_workers_that_differ_name_the_checkpoint_from_before_what_is_to_be_d
     faults = Faults().corrupt("w1", "gradient", step=10, lasting=True)
     found = train(tmp_path / "run", 2, "--audit", "0.001", script=CHECKPOINTED, steps=18, faults=faults)
     assert found.exit_code != 0
-    assert re.search(r"what they computed in (step \d+|the steps \d+ to \d+) is doubtful", found.output)
+    assert re.search(r"what they have computed in (step \d+|the steps \d+ to \d+) is to be doubted", found.output)
     assert "may hold wrong values; to resume from before that: unisono run --resume" in found.output
     (place,) = {Path(one) for one in re.findall(r"unisono run --resume (\S+)", found.output)}
     assert place.name <= "step-0000000010"
