@@ -305,7 +305,7 @@ def test_replay_computes_the_rest_of_a_run_without_some_samples(tmp_path: Path, 
     assert "SIGKILL" in killed.output
     replay = unisono("replay", "all", "--without", without, "--into", "new", "--workers", "2")
     assert replay.wait() == 0, (replay.out, replay.err)
-    replay.line("leaving out 4 samples, the first of which was used in step 2; starting at step 2, from ")
+    replay.line("leaving out 4 samples, first used in step 2; starting at step 2, from ")
     replay.line("2 steps as in ")
     replay.line("of the 6 steps from step 2 on, 6 have another digest. The last loss is ")
     beginning = unisono("replay", "all", "--without", without, "--into", "anew", "--from-beginning")

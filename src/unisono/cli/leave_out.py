@@ -45,7 +45,7 @@ def leave_out(found: PastRun, file: str, into: str, *, workers: str, from_beginn
     before = _steps(found.run)
     first, number = _first(found, file, before)
     begin = None if from_beginning else found.start(first)
-    what = f"leaving out {count(number, 'sample')}, the first of which was used in step {first}"
+    what = f"leaving out {count(number, 'sample')}, first used in step {first}"
     where = f"at step {begin.step}, from {begin.path}" if begin is not None else "at the beginning"
     say(f"unisono: {what}; starting {where}; the new run is written into {new}", err=True)
     at = begin.step if begin is not None else 0
