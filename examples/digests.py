@@ -33,7 +33,7 @@ def look(run: Path) -> tuple[str, dict[str, str], str]:
     except (OSError, ValueError, IndexError) as error:
         sys.exit(f"{run} is no run's directory: {error}")
     if end.get("kind") != "end" or not end.get("ok"):
-        sys.exit(f"{run} has not finished, so it has no digest; go on with it: unisono run --resume {run}")
+        sys.exit(f"{run} has not finished, so it has no digest; resume it: unisono run --resume {run}")
     script, *words = facts["command"]["arguments"]
     if "--run-dir" in words:
         del words[words.index("--run-dir") :][:2]

@@ -47,6 +47,8 @@ FIRST: Final = "## Try it"
 NOTEBOOK: Final = re.compile(r"<!-- cells of (\S+\.ipynb) -->")
 PICTURE: Final = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*(assets/[\w.-]+\.svg)" ?/>')
 CODE: Final = re.compile(r"<code>[^<]*</code>")
+OPTION: Final = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+"""Of a command: the browser may not cut a line at its hyphens."""
 NAMED: Final = re.compile(r"\[(docs/)?([\w]+\.md)\]\(\2")
 """A link whose text is the name of the page."""
 OUTSIDE: Final = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
@@ -102,7 +104,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put pictures into the page itself, and end the sentences of docstrings that lead to an example."""
     html = PICTURE.sub(lambda match: (ROOT / "docs" / match[1]).read_text(), html).replace("::</p>", ":</p>")
-    return CODE.sub(lambda match: match[0].replace("\\|", "|"), html)  # which only GitHub does in a table
+    return CODE.sub(_code, html)
+
+
+def _code(found: re.Match[str]) -> str:
+    text = found[0].replace("\\|", "|")  # which only GitHub does in a table
+    return OPTION.sub(r'<span class="option">\g<0></span>', text)
 
 
 def _title(name: str, files: Files) -> str:

@@ -199,7 +199,7 @@ def test_the_command_renders_what_it_was_asked_for(tmp_path: Path, monkeypatch: 
         ),
         (
             ["--set", "kubernetes.image=i", "--set", "kubernetes.pvc=a:/a", "--workers", "2", "--set", "port=5"],
-            "--set port is given by the launcher kubernetes itself",
+            "--set port is set by the launcher kubernetes itself",
         ),
         (
             [
@@ -567,7 +567,7 @@ def test_after_the_loss_of_the_head_its_job_goes_on_from_the_checkpoint(
             os.kill(worker.pid, signal.SIGCONT)
         for worker in workers:
             assert worker.wait() == 1
-            worker.line("is that of run ")
+            worker.line("is for run ")
         gates.open(5)
         workers = [pods.worker(), pods.worker()]
         assert again.wait() == 0, again.err
@@ -586,4 +586,4 @@ def test_a_token_that_can_be_guessed_is_refused(unisono: Unisono, script: Callab
     (tmp_path / "token").write_text("secret")
     run = unisono("run", script("print()"), "--set", "token-file=token")
     assert run.wait() == 2
-    run.line("has 6 characters; 20 or more cannot be guessed")
+    run.line("has 6 characters; it needs at least 20")

@@ -173,7 +173,7 @@ def test_after_a_lost_rank_the_next_mpiexec_goes_on_with_the_same_bits(
     monkeypatch.setenv(NURSERY, standing_nursery)  # not before: what it forks does not die with a killed agent
     again = mpiexec(3, "run", *words)
     assert again.wait() == 0, again.out + again.err
-    again.line("goes on at step")
+    again.line("resuming at step")
     assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
     again.line("with 3 workers")
     assert files_of_rendezvous(tmp_path) == [], "the file that a killed first rank has left, too"
@@ -203,7 +203,7 @@ def test_after_a_lost_machine_the_next_mpiexec_goes_on_with_the_same_bits(
     monkeypatch.setenv(NURSERY, standing_nursery)
     again = mpiexec(2, "run", *words)
     assert again.wait() == 0, again.out + again.err
-    again.line("goes on at step")
+    again.line("resuming at step")
     assert compare(calm_checkpointed, run).startswith(f"identical: {LONG} steps")
     assert files_of_rendezvous(tmp_path) == []
 

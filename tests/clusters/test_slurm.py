@@ -176,7 +176,7 @@ def test_a_job_that_is_asked_to_end_goes_on_in_its_next_turn(
         gates.wait(6, workers=3)
         gates.open(6)
         assert followed.wait() == 0, followed.out + followed.err
-    followed.line("goes on at step")
+    followed.line("resuming at step")
     assert compare(calm_checkpointed, tmp_path / "runs" / "a").startswith(f"identical: {LONG} steps")
 
 
@@ -270,7 +270,7 @@ def test_a_job_that_slurm_refuses_is_an_error_in_slurms_words(
 ) -> None:
     refused = unisono("slurm", SMALL, "--partition", "nowhere")
     assert refused.wait() == 2
-    refused.line("unisono: Slurm refuses the job: ", pattern="invalid partition")
+    refused.line("unisono: Slurm rejects the job: ", pattern="invalid partition")
     assert subprocess.run(["squeue", "--noheader"], capture_output=True, check=True).stdout == b""
 
 

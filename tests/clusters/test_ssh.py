@@ -242,7 +242,7 @@ def test_a_lost_machine_comes_back_and_nothing_stays_of_what_ran_there(
         gates.wait(4)
         command.line(f"the agent of {how} ")
         assert f"machine {how}: its agent has ended" in "\n".join(status(unisono, tmp_path / "run"))
-        command.line(f"{how} is lost: its agent is started again, after 5 s")
+        command.line(f"{how} is lost: restarting its agent after 5 s")
         gates.open(4, command.generation("w2 joins"))
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
@@ -322,7 +322,7 @@ def test_a_machine_that_dies_in_the_middle_costs_no_bit(
         gates.wait(2, workers=3)
         island.kill()
         generation = command.generation("with 1 worker")
-        command.line(f"the agent of {island.name} is out of reach by ssh")
+        command.line(f"the agent of {island.name} is out of reach over ssh")
         gates.open(2, generation)
     assert command.wait() == 0, command.err
     assert is_the_same(calm, tmp_path / "run")
@@ -405,7 +405,7 @@ def test_a_folder_is_sent_to_the_machines_that_lack_it(
     other.write_text("# edited\n")
     refused = train("no")
     assert refused.wait() == 2
-    assert f"  {island.name}: train.py has another text there (checksum " in refused.err[1]
+    assert f"  {island.name}: train.py differs there (checksum " in refused.err[1]
     for name in ("first", "second"):
         command = train(name, "--ship")
         assert command.wait() == 0, command.err
@@ -466,9 +466,8 @@ def test_with_strict_a_machine_that_may_compute_other_bits_is_refused_before_the
         assert command.wait() == 2
         assert command.err[0].endswith(" hosts is not ready, so nothing was started:")
         assert command.err[1:] == [
-            "  odd: it may compute other bits (--strict): "
-            f"ATEN_CPU_CAPABILITY is default there, and not set {where}; "
-            f"MKL_CBWR is COMPATIBLE there, and not set {where}"
+            "  odd: it may compute different bits (--strict): ATEN_CPU_CAPABILITY is default there, and not set "
+            f"{where}; MKL_CBWR is COMPATIBLE there, and not set {where}"
         ]
     assert not sshd.machines["odd"].processes()
 

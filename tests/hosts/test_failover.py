@@ -152,9 +152,9 @@ def test_the_machine_with_the_head_dies(machines: int, lab: Lab, unisono: Unison
     (end,) = [event for event in events if event["kind"] == "end"]
     assert (end["ok"], end["step"], bool(end["digests"])) == (True, STEPS - 1, True)
     said = " ".join(survivors[0].err)
-    assert "this machine has the next head" in said
+    assert "this machine runs the next head" in said
     assert "m0-" in said
-    assert "is out of reach, with the head: the run goes on without w0" in said
+    assert "is out of reach, with the head: the run continues without w0" in said
 
 
 def test_a_machine_that_alone_saw_the_directory_dies(lab: Lab, unisono: Unisono, calm: Path, tmp_path: Path) -> None:
@@ -167,14 +167,14 @@ def test_a_machine_that_alone_saw_the_directory_dies(lab: Lab, unisono: Unisono,
         assert not run_dir.exists()
         lab.machines[0].kill()
         gates.open(20)
-        survivor.line("journal and checkpoints go on")
+        survivor.line("journal and checkpoints continue")
         gates.wait(40)
         assert json.loads((run_dir / "head.json").read_text())["run_id"]
         gates.open(40)
         assert survivor.wait() == 0, survivor.err
     assert compare(calm, run_dir).startswith("identical: 5")
     assert {line["step"] for line in read(run_dir) if line["kind"] == "step"} >= {*range(4, STEPS)}
-    assert f"journal and checkpoints go on in {run_dir} of this machine" in " ".join(survivor.err)
+    assert f"journal and checkpoints continue in {run_dir} of this machine" in " ".join(survivor.err)
 
 
 @pytest.mark.parametrize("ahead", ["left", "right"])
@@ -221,7 +221,7 @@ def test_sides_with_a_directory_each_go_on_in_that_of_the_side_that_stays(
         gates.wait(40, workers=2)
         assert (run_dir / "run.json").exists()
         lab.mend()
-        first_line([left, right], "keeps what was written until now")
+        first_line([left, right], "keeps what was written so far")
         first_line([left, right], " is back")
         gates.open(40)
         for command in (left, right):

@@ -95,7 +95,7 @@ def test_a_host_that_becomes_slow_in_mid_run_is_named_and_the_other_waits_for_it
         gates.open(CHANGE)
         gates.wait(MEND, workers=2)
         gates.open(MEND)
-        command.line("is not slow any more", pattern="w1 on m1")  # after seconds, however many steps they have
+        command.line("is no longer slow", pattern="w1 on m1")  # after seconds, however many steps they have
         assert unisono("stop", run_dir, before=lab.machines[0].inside()).wait() == 0
         assert command.wait() == 0, command.err
     slow = range(CHANGE + 1, MEND - 1)

@@ -393,7 +393,7 @@ def test_model_init_is_for_one_training(tmp_path: Path) -> None:
             model_init=lambda: model(), args=args, run=run, train_dataset=sequences(12), data_collator=collate
         )
         trainer.train()
-        with pytest.raises(library.UsageError, match="model_init makes another model"):
+        with pytest.raises(library.UsageError, match="model_init makes a new model"):
             trainer.train()
 
 

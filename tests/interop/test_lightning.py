@@ -320,7 +320,7 @@ def test_a_collection_that_was_used_before_has_its_groups_again() -> None:
         ({"reload_dataloaders_every_n_epochs": 1}, "call trainer.fit once"),
         (
             {"callbacks": pl.callbacks.OnExceptionCheckpoint("x"), "enable_checkpointing": True},
-            "an error of one worker",
+            "an error on one worker",
         ),
         ({"devices": 2}, "unisono run --workers N"),
         ({"callbacks": pl.callbacks.StochasticWeightAveraging(0.1)}, "AveragedModel"),

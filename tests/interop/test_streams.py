@@ -128,7 +128,7 @@ def test_a_shuffle_buffer_is_read_from_the_beginning(tmp_path: Path) -> None:
     in_a_row = [reader.read(one) for one in wanted]
     bookmarks = [bookmark for _, bookmark in reader.news().taken]
     other = Reader(source.data, 1, marks=True)
-    with pytest.warns(UserWarning, match="gives other samples than after state_dict"):
+    with pytest.warns(UserWarning, match="gives different samples after load_state_dict"):
         assert other.read(wanted[LATE], bookmarks[-3]) == in_a_row[LATE]
 
 

@@ -31,7 +31,7 @@ OPTIONS = (*PATIENT, "--set", "exchange-timeout=15s")
 """Workers that wait for each other in different places are told so after this time."""
 CONSEQUENCES = {"RunStopped", "PeerLost"}
 """What a worker raises because another one has failed."""
-DESERTED = "has left the training loop before step"
+DESERTED = "left the training loop before step"
 """What the command says when one worker alone leaves the loop: no worker has raised an error of its own then."""
 ACCIDENTS = {"DeadlineExceeded", "ProtocolError"}
 """What the library raises when it has failed itself."""

@@ -38,8 +38,8 @@ def test_workers_that_wait_because_of_unequal_shares_are_advised_more_microbatch
     assert found.gain == pytest.approx(1 - 2 / 3, abs=0.02)
     assert found.loss_seconds == pytest.approx(0.1)
     assert "waits 50 % of each step for w" in found.text
-    assert "4 micro-batches cannot be shared out equally over 3 workers" in found.text
-    assert "microbatches=6 would bring" in found.text
+    assert "4 micro-batches cannot be divided equally among 3 workers" in found.text
+    assert "microbatches=6 would save" in found.text
 
 
 def test_what_is_advised_is_what_the_model_says_of_the_advised_number() -> None:
@@ -117,7 +117,7 @@ def test_a_larger_batch_is_advised_where_bytes_take_long() -> None:
         for rank in range(2)
     ]
     found = first(advise(loads, AdviceSetting(microbatches=8, batch_size=64, wire="bf16")))
-    assert "Bytes on their way take 80 % of each step." in found.text
+    assert "Transfers take 80 % of each step." in found.text
     assert found.change == "batch_size=128"
     assert found.gain == pytest.approx(1 - 1.2 / 2)
 

@@ -57,7 +57,7 @@ def test_a_hang_where_another_has_hung_ends_the_run_and_names_both() -> None:
     (trouble,) = alarms(story)
     assert trouble.worker_id == "w0"
     assert trouble.ends_run
-    assert "w1 has hung there as well" in sentence(trouble)
+    assert "w1 hung there as well" in sentence(trouble)
     assert story.ended is not None
 
 
@@ -128,7 +128,7 @@ def test_a_newcomer_that_lacks_a_file_could_not_join() -> None:
     story.says(newcomer, Failed(error="FileNotFoundError: data.npy", traceback="..."))
     (trouble,) = alarms(story)
     assert sentence(trouble) == (
-        f"{newcomer} on host guest could not join the run: FileNotFoundError: data.npy; the others go on"
+        f"{newcomer} on host guest could not join the run: FileNotFoundError: data.npy; the others continue"
     )
     assert story.ended is None
 
@@ -143,7 +143,7 @@ def test_a_worker_with_another_script_could_not_join() -> None:
     story.says(newcomer, Hello(info=info(newcomer, "guest"), fingerprint={"torch": "2"}, script="bb"))
     (trouble,) = alarms(story)
     assert (trouble.kind, trouble.worker_id, trouble.host) == ("failed-join", newcomer, "guest")
-    assert "another text of the script" in sentence(trouble)
+    assert "a different text of the script" in sentence(trouble)
 
 
 def test_a_worker_that_leaves_the_loop_alone_has_diverged() -> None:
@@ -152,7 +152,7 @@ def test_a_worker_that_leaves_the_loop_alone_has_diverged() -> None:
     story.beat("w0", step=4)
     (trouble,) = alarms(story)
     assert (trouble.kind, trouble.worker_id, trouble.ends_run) == ("divergence", "w1", True)
-    assert sentence(trouble) == "w1 has left the training loop before step 4, and w0 has begun step 4"
+    assert sentence(trouble) == "w1 left the training loop before step 4, but w0 has begun step 4"
 
 
 def test_a_good_run_raises_no_alarm() -> None:

@@ -115,7 +115,7 @@ def test_several_micro_batches_are_compared_by_one_number() -> None:
 
 
 def test_too_few_members_are_told_what_they_cannot_find_out() -> None:
-    assert "one worker audits nothing" in too_few(1)
+    assert "one worker cannot audit" in too_few(1)
     assert "not which one" in too_few(2)
     assert too_few(3) == ""
 

@@ -213,8 +213,8 @@ def test_a_change_says_who_is_slow_and_who_is_not_any_more() -> None:
             if balance.change is not None:
                 said.append(balance.change.say(["w0", "w3", "w5"]))
     assert said == [
-        "w3 takes 2.1x as long as the others for a micro-batch: it gets 2 of 12 now",
-        "w3 is as fast as the others again: it gets 4 of 12 now",
+        "w3 takes 2.1x as long as the others for a micro-batch: it now gets 2 of 12",
+        "w3 is as fast as the others again: it now gets 4 of 12",
     ]
 
 
@@ -224,12 +224,12 @@ def test_a_change_without_a_slow_member_says_the_shares() -> None:
     change = ShareChange((4, 4, 4), (0.9, 1.0, 1.15), frozenset(), for_network=True)
     assert (
         change.say(["w0", "w1", "w2"])
-        == "the 12 micro-batches follow the workers' paces and the network: w0 4, w1 4, w2 4"
+        == "the 12 micro-batches follow the workers' speeds and the network: w0 4, w1 4, w2 4"
     )
     change = ShareChange((0, 4), (1.0, 1.0), frozenset({0}), for_network=True)
     assert change.say(["w0", "w1"]) == (
-        "w0 is as fast as the others again: it gets 0 of 4 now; "
-        "shares that fit the paces better would take longer to send"
+        "w0 is as fast as the others again: it now gets 0 of 4; shares that match the speeds better would take longer "
+        "to send"
     )
 
 
@@ -276,8 +276,8 @@ def test_a_change_that_was_not_told_is_told_later_if_it_lasts() -> None:
             if balance.change is not None:
                 said.append(balance.change.say(["w0", "w1"]))
     assert said == [
-        "w1 takes 2.0x as long as the others for a micro-batch: it gets 4 of 12 now",
-        "w1 is as fast as the others again: it gets 6 of 12 now",
+        "w1 takes 2.0x as long as the others for a micro-batch: it now gets 4 of 12",
+        "w1 is as fast as the others again: it now gets 6 of 12",
     ]
 
 

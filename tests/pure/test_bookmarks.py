@@ -180,13 +180,13 @@ def test_a_state_is_not_loaded_into_an_object_that_comes_again(is_wrapped: bool)
     kept = Kept(LENGTH)
     data, at = Streams(lambda *_: Wrapped(kept) if is_wrapped else kept), where(known=False)
     wanted = [at.wanted(step, 0) for step in range(250)]
-    with pytest.warns(UserWarning, match="an object that it has returned before"):
+    with pytest.warns(UserWarning, match="an object that it had returned before"):
         samples, bookmarks = read(data, wanted)
     assert bookmarks == []
     assert [number for batch in samples for number, _ in batch] == [place % LENGTH for place in range(2500)]
     bookmark = Bookmark(0, 0, 512, to_bytes({"next": 511}), digest_after(data, 512))
     reader = Reader(data, 1, marks=True)
-    with pytest.warns(UserWarning, match="an object that it has returned before"):
+    with pytest.warns(UserWarning, match="an object that it had returned before"):
         assert [reader.read(one, bookmark) for one in wanted[60:]] == samples[60:]
 
 
@@ -213,7 +213,9 @@ def test_an_error_is_no_reason_to_use_no_states_any_more() -> None:
     wanted = [at.wanted(step, 0) for step in range(90)]
     samples, bookmarks = read(data, wanted)
     reader = Reader(data, 1, marks=True)
-    with pytest.warns(UserWarning, match="is read from its beginning, as its state was of no use now: OSError: no ans"):
+    with pytest.warns(
+        UserWarning, match=("is read from its beginning, because its state could not be used: OSError: no ans")
+    ):
         assert reader.read(wanted[60], bookmarks[0]) == samples[60]
     assert reader.news().able
     reader.close(0)
@@ -229,7 +231,7 @@ def test_a_state_that_gives_other_samples_is_not_used(lacks: int) -> None:
     wanted = [at.wanted(step, 0) for step in range(90)]
     samples, bookmarks = read(data, wanted)
     reader = Reader(data, 1, marks=True)
-    with pytest.warns(UserWarning, match="stream 0 of 2 does not go on from its state.*read from its beginning"):
+    with pytest.warns(UserWarning, match="stream 0 of 2 does not continue from its state.*read from its beginning"):
         assert reader.read(wanted[60], bookmarks[0]) == samples[60]
     assert reader.news().able is False
     with warnings.catch_warnings():

@@ -222,7 +222,7 @@ def test_a_statement_is_read_as_it_was_written() -> None:
     ],
 )
 def test_a_statement_with_impossible_values_is_refused(changes: Any) -> None:
-    with pytest.raises(UsageError, match="this is no certificate of a run"):
+    with pytest.raises(UsageError, match="this is not the certificate of a run"):
         parse_statement(msgspec.json.encode(statement(**changes)))
 
 
@@ -234,14 +234,14 @@ def test_a_statement_about_something_else_than_it_says_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"payload": 3}', b"[" * 100_000, b" " * (MOST_BYTES + 1)])
 def test_what_is_no_certificate_is_refused(data: bytes) -> None:
-    with pytest.raises(UsageError, match=r"this is no certificate|more than 64 MiB"):
+    with pytest.raises(UsageError, match=r"this is not a certificate|more than 64 MiB"):
         parse_envelope(data)
 
 
 def test_an_envelope_that_holds_something_else_is_refused() -> None:
     with pytest.raises(UsageError, match="holds 'text/plain'"):
         parse_envelope(msgspec.json.encode(Envelope(payload_type="text/plain", payload="", signatures=[])))
-    with pytest.raises(UsageError, match="no base64"):
+    with pytest.raises(UsageError, match="not base64"):
         _ = Envelope(payload="?", signatures=[]).content
     later = msgspec.structs.replace(statement(), predicate_type="urn:unisono:certificate:v2")
     with pytest.raises(UsageError, match="this version reads"):
@@ -335,7 +335,7 @@ def test_the_sha256_of_weights_is_that_of_a_file_of_the_library(tmp_path: Path) 
         assert check_models(said(end=End(digests={}, models={"m": sha256_of_weights(state)})), [tmp_path / name]) == []
     state["b"][0, 0] += 1
     torch.save(state, tmp_path / "tuned.pt")
-    assert "tuned.pt does not hold a model that is certified" in check_models(said(), [tmp_path / "tuned.pt"])[0]
+    assert "tuned.pt does not hold a certified model" in check_models(said(), [tmp_path / "tuned.pt"])[0]
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_checkpoint_that_names_files_elsewhere_is_refused(tmp_path: Path) -> N
             read_state(folder)
     (folder / files.MANIFEST).unlink()
     os.mkfifo(folder / files.MANIFEST)
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_state(folder)
 
 
@@ -437,15 +437,15 @@ def test_a_run_is_as_it_was_certified_or_the_first_thing_that_is_not_is_named(tm
     }.items():
         assert change in check_run(run, msgspec.structs.replace(found, **words)).wrong[0]
     other = run_of(tmp_path / "other", *(step(number, loss=0.25) for number in range(6)), end())
-    assert "a line from 0 to 6 is another" in check_run(other, found).wrong[0], "chained anew"
-    assert "the certificate is that of run b2" in check_run(
+    assert "a line from 0 to 6 differs" in check_run(other, found).wrong[0], "chained anew"
+    assert "the certificate is for run b2" in check_run(
         run, msgspec.structs.replace(found, run=RunFacts(id="b2", steps=6, has_ended=True))
     ).wrong[0]  # fmt: skip
     lines = (run / JOURNAL).read_text().splitlines(keepends=True)
     (run / JOURNAL).write_text("".join(lines[:3] + lines[4:]))
     assert check_run(run, found).wrong == ("line 3 of the journal is missing",)
     (run / JOURNAL).write_text("".join(lines[:4]))
-    assert "a line from 0 to 6 is another, or missing" in check_run(run, found).wrong[0]
+    assert "a line from 0 to 6 differs, or is missing" in check_run(run, found).wrong[0]
     (run / JOURNAL).write_text("".join([*lines, lines[2]]))
     with pytest.raises(ValueError, match="after line 6"):
         check_run(run, found)
@@ -453,7 +453,7 @@ def test_a_run_is_as_it_was_certified_or_the_first_thing_that_is_not_is_named(tm
         shutil.copytree(run, tmp_path / name)
         (tmp_path / name / name).unlink()
         os.mkfifo(tmp_path / name / name)
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             check_run(tmp_path / name, found)
 
 

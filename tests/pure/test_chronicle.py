@@ -251,7 +251,7 @@ def test_who_joins_another_side_of_the_run_lets_others_write_and_forgets(
 
 def test_the_next_writer_knows_by_their_numbers_what_another_one_has_written(run: Path, made: Any) -> None:
     """Also events that it hears of only now. What has no number, only it has told."""
-    own = Announcement(time=5.0, text="this machine has the next head")
+    own = Announcement(time=5.0, text="this machine runs the next head")
     lines_of_others = [line_of(said(number), run_id) for number, run_id in ((7, "r0"), (0, "r1"), (1, "r1"))]
     (run / EVENTS_FILE).write_text("".join(f"{line}\n" for line in lines_of_others))
     told = made()

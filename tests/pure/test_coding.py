@@ -170,5 +170,5 @@ def test_what_is_behind_a_message_is_not_read() -> None:
     far = HEAD.pack(4, 0, 0) + struct.pack("<4I", 0, 0, 0, 1 << 31)
     room = (ctypes.c_ubyte * most_bytes(nbytes))(*far)
     message = torch.frombuffer(room, dtype=torch.uint8)
-    with pytest.raises(CodingError, match=f"goes on to byte {1 << 31}|goes on"):
+    with pytest.raises(CodingError, match=f"continues to byte {1 << 31}|continues"):
         decode(message, torch.empty(nbytes, dtype=torch.uint8))

@@ -51,11 +51,11 @@ def test_worker_machine_device_and_what_is_to_be_doubted_are_named() -> None:
     assert (trouble.kind, trouble.worker_id, trouble.host, trouble.step) == ("corruption", "w2", "lab", 9)
     words = text(trouble)
     assert "w2 on host lab computes wrong values on device cpu" in words
-    assert "the steps 7 to 8 is to be doubted" in words
+    assert "the steps 7 to 8 is doubtful" in words
 
 
 @pytest.mark.parametrize(
-    ("is_lasting", "words"), [(True, "each time that it computed it"), (False, "it comes and goes")]
+    ("is_lasting", "words"), [(True, "each time that it computed it"), (False, "the fault is intermittent")]
 )
 def test_it_is_said_whether_the_fault_is_always_there(is_lasting: bool, words: str) -> None:
     story = training(3)
@@ -82,7 +82,7 @@ def test_a_run_that_goes_back_ends_for_all_and_names_the_step_and_the_machine() 
     story.says("w0", convicted("w2", goes_back=True))
     (ended,) = story.sent(AGENT, Ended)
     assert (ended.ok, ended.worker_id, ended.back_to, ended.without) == (False, "w2", 5, ["lab"])
-    assert "in the steps 7 to 8 is to be doubted" in ended.reason
+    assert "in the steps 7 to 8 is doubtful" in ended.reason
     assert story.sent("w0", Ended)
 
 
@@ -165,7 +165,7 @@ def test_on_one_machine_it_goes_on_with_one_worker_fewer(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("steps", "label", "words"),
-    [((9, 12), LABEL, "There is no such checkpoint"), ((3,), "elsewhere-1", "cannot be told")],
+    [((9, 12), LABEL, "There is no such checkpoint"), ((3,), "elsewhere-1", "not known")],
 )
 def test_what_cannot_be_decided_is_said_with_what_to_do(
     steps: tuple[int, ...], label: str, words: str, tmp_path: Path

@@ -39,11 +39,11 @@ def test_a_partial_batch_is_shared_out_only_if_each_part_has_a_sample() -> None:
     parts = [PartOfCursor.of(whole, part, 2) for part in range(2)]
     assert [part.position(1).num_samples for part in parts] == [8, 5]
     assert [part.position(1).num_leaves for part in parts] == [4, 3]
-    with pytest.raises(RecipeError, match=r"8 of 16 samples.*more than 8 are needed.*drop_last=True"):
+    with pytest.raises(RecipeError, match=r"8 of 16 samples.*more than 8 samples are needed.*drop_last=True"):
         PartOfCursor.of(cursor(16 + 8), 0, 2)
     PartOfCursor.of(cursor(16 + 8, drop_last=True), 0, 2)
 
 
 def test_micro_batches_that_are_no_multiple_are_refused() -> None:
-    with pytest.raises(RecipeError, match="8 micro-batches cannot be shared out equally to 3 replicas"):
+    with pytest.raises(RecipeError, match="8 micro-batches cannot be divided equally among 3 replicas"):
         PartOfCursor.of(cursor(), 0, 3)

@@ -64,7 +64,7 @@ def test_without_a_gpu_it_is_the_cpu(current: list[int], monkeypatch: pytest.Mon
     assert choose_device("cpu", 0) == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(None, 1) == CPU
-    with pytest.raises(UsageError, match="torch knows no such device on this machine, which has the CPU only"):
+    with pytest.raises(UsageError, match="torch has no such device on this machine, which has the CPU only"):
         choose_device("cuda:1", 0)
     assert current == [0]
 

@@ -102,11 +102,11 @@ def test_machines_that_differ_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("torch", "words"),
     [
-        ("2.13.0+cpu", "beware: that of torch 2.13.0+cpu on a and b lets whoever reaches the port of a worker"),
-        ("2.9.1", "beware: that of torch 2.9.1 on a and b"),
-        ("2.14.0a0+git1", "has no hole that is known"),
-        ("3.0", "has no hole that is known"),
-        ("", "has no hole that is known"),
+        ("2.13.0+cpu", "beware: with torch 2.13.0+cpu on a and b, anyone who reaches a worker's port"),
+        ("2.9.1", "beware: with torch 2.9.1 on a and b"),
+        ("2.14.0a0+git1", "has no known vulnerability"),
+        ("3.0", "has no known vulnerability"),
+        ("", "has no known vulnerability"),
     ],
 )
 def test_who_has_a_gloo_with_a_hole_is_told(torch: str, words: str) -> None:

@@ -122,7 +122,7 @@ def test_each_change_says_what_was_measured() -> None:
             state, change = state.decide(100, bounds)
         return change
 
-    assert settled((1, 10.0)) == SizeChange(size=2, why="to measure what another one adds")
+    assert settled((1, 10.0)) == SizeChange(size=2, why="to measure what one more adds")
     assert settled((1, 10.0), (2, 19.0)) == SizeChange(
         size=3, why="the last 1 worker of 2 adds 90% of what one adds at first"
     )

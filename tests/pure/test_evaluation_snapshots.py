@@ -37,7 +37,7 @@ def test_without_an_evaluator_nobody_is_waited_for(tmp_path: Path) -> None:
     snapshots = put(tmp_path, 7)
     assert not snapshots.has_evaluators()
     assert snapshots.outcome(7) == b""
-    assert snapshots.why(7) == "there is no evaluator any more"
+    assert snapshots.why(7) == "there is no evaluator any longer"
     with Snapshots(tmp_path, FOREVER).attended(), Snapshots(tmp_path, FOREVER).attended():
         assert snapshots.has_evaluators()
         assert snapshots.outcome(7) is None
@@ -106,7 +106,7 @@ def test_an_evaluator_that_does_not_get_on_is_not_waited_for(tmp_path: Path) -> 
     with snapshots.attended(), claimed(snapshots.waiting()[0]):
         assert snapshots.outcome(0) is None  # it has just begun, as far as this process has seen
         assert snapshots.outcome(0) == b""
-        assert snapshots.why(0) == "its evaluator does not get on"
+        assert snapshots.why(0) == "its evaluator makes no progress"
         os.utime(snapshots.path(0) / "claim", (1.0, 1.0))
         assert snapshots.outcome(0) is None
 

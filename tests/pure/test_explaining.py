@@ -49,7 +49,7 @@ def with_leaf(number: int, **values: Any) -> Dissected:
         (with_leaf(0, modules=[("model.0", "a"), ("head", "b")]), "calls model.1 in one run and head in the other"),
         (
             with_leaf(0, changed={"model['0.weight']": "a tensor (3,) with digest 2"}, loss="2"),
-            "micro-batch 0 of step 7 is the first that differs: the state before the step was equal in both runs, and "
+            "micro-batch 0 of step 7 is the first that differs: the state before the step was equal in both runs, but "
             "when the micro-batch begins it is not: the first tensor is model['0.weight']. So something changes it",
         ),
         (with_leaf(0, loss="2"), "all modules give the same, and the loss is 1.5 in a and 2 in b"),
@@ -57,7 +57,7 @@ def with_leaf(number: int, **values: Any) -> Dissected:
         (with_leaf(0, weight="3.0"), "weighs 2.0 in a and 3.0 in b"),
         (with_leaf(1, batch={**LEAF.batch, "batch[1]": "5"}), "its data do: batch[1] is 4 in a and 5 in b"),
         (msgspec.structs.replace(B, leaves=[LEAF], digest="e"), "cut step 7 differently: into 2 and 1 micro-batches"),
-        (msgspec.structs.replace(B, digest="e"), "all micro-batches of step 7 are equal, and their sums are not"),
+        (msgspec.structs.replace(B, digest="e"), "all micro-batches of step 7 are equal, but their sums are not"),
         (B, "everything about step 7 is equal in both runs"),
         (
             msgspec.structs.replace(B, state={**B.state, "optimizer['param_groups'][0]['lr']": "0.2"}),
@@ -71,7 +71,7 @@ def with_leaf(number: int, **values: Any) -> Dissected:
             msgspec.structs.replace(B, state={"model['0.weight']": A.state["model['0.weight']"]}),
             "only a has optimizer['param_groups'][0]['lr']",
         ),
-        (msgspec.structs.replace(B, failure="it is gone"), "b cannot be computed again here: it is gone"),
+        (msgspec.structs.replace(B, failure="it is gone"), "b cannot be recomputed here: it is gone"),
     ],
 )
 def test_the_first_thing_that_differs_is_named(other: Dissected, said: str) -> None:
@@ -81,7 +81,7 @@ def test_the_first_thing_that_differs_is_named(other: Dissected, said: str) -> N
 def test_of_a_step_that_has_failed_in_one_run_what_both_have_of_it_is_compared() -> None:
     failed = msgspec.structs.replace(B, digest="", failure="its script ended", leaves=[LEAF])
     first, more = parting(A, failed, ("d", ""))
-    assert first == "b cannot be computed again here: its script ended"
+    assert first == "b cannot be recomputed here: its script ended"
     assert more.startswith("the state before step 7 is equal in both runs")
     other = msgspec.structs.replace(failed, leaves=[msgspec.structs.replace(LEAF, loss="2")])
     assert parting(A, other, ("d", ""))[1].startswith("micro-batch 0 of step 7 is the first that differs")
@@ -113,21 +113,19 @@ def test_runs_that_begin_differently_are_said_to() -> None:
 def test_a_run_that_does_not_give_its_own_journal_is_said_first() -> None:
     drifted = msgspec.structs.replace(A, drift="step 7 is not as in the journal")
     said = parting(drifted, B, ("c", "d"))
-    assert said[0].startswith("a, computed again here, does not give its own journal: step 7 is not as in the journal")
+    assert said[0].startswith("a, recomputed here, does not match its own journal: step 7 is not as in the journal")
     assert said[0].endswith("Its step 7 is now that of b")
     (why,) = causes(drifted, B, FACTS, FACTS)
-    assert why.startswith("a is not repeated with the same arithmetic: its script or its data have changed")
+    assert why.startswith("a does not reproduce with the same arithmetic: its script or its data have changed")
     (why,) = causes(
         drifted, B, {**FACTS, "fingerprint": {"torch": "2.12"}}, {**FACTS, "fingerprint": {"torch": "2.12"}}
     )
-    assert why.startswith("a was computed with other arithmetic than this machine has")
+    assert why.startswith("a was computed with arithmetic that differs from this machine's")
 
 
 def test_a_run_that_is_itself_only_from_the_beginning_has_a_state_that_is_not_tracked() -> None:
     (why,) = causes(msgspec.structs.replace(A, untracked=5), B, FACTS, FACTS)
-    assert why.startswith(
-        "the script of a has a state that is not tracked: computed again from the checkpoint of step 5"
-    )
+    assert why.startswith("the script of a has state that is not tracked: recomputed from the checkpoint of step 5")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_a_run_that_is_itself_only_from_the_beginning_has_a_state_that_is_not_tr
     [
         ({"recipe": {"seed": 2}}, "the recipes differ: seed is 1 and 2"),
         ({"fingerprint": {"torch": "2.12"}}, "the arithmetic differs: torch is 2.13 and 2.12"),
-        ({"environment": {"script": "y"}}, "the script was not the same text in the two runs"),
+        ({"environment": {"script": "y"}}, "the script's text was different in the two runs"),
         ({"environment": {"script": "x", "hash seed": "0", "numpy": "2"}}, "the versions differ: numpy is none and 2"),
         (
             {"command": {"arguments": ["t.py", "--lr", "1"]}},
@@ -197,4 +195,4 @@ def test_the_lines_that_differ_of_two_scripts_are_named() -> None:
     (said,) = causes(A, B, first, {**FACTS, **other}, (texts[0], texts[0] + "\nmore"))
     assert said.endswith("1 place differs: line 4 is `more` in b.py only")
     (said,) = causes(A, B, first, {**first, "environment": {"script": "y"}}, ("", ""))
-    assert "it was edited in between, and both runs were computed again with the text that is there now" in said
+    assert "it was edited in between, and both runs were recomputed with the current text" in said

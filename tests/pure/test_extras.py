@@ -34,7 +34,7 @@ def test_torch_is_named_with_its_builds(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("sys.platform", "linux")
     said = install_words("torch")
     assert f"pip install '{torch}' --index-url https://download.pytorch.org/whl/cpu is the build for " in said
-    assert f"; pip install '{torch}' brings CUDA" in said
+    assert f"; pip install '{torch}' includes CUDA" in said
     monkeypatch.setattr("sys.platform", "darwin")
     assert install_words("torch") == f"pip install '{torch}'"
 

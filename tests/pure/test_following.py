@@ -298,7 +298,9 @@ def test_who_takes_over_goes_on_without_the_machine_of_the_head_before() -> None
     story.says("", TookOver(before=AGENT))
     assert story.worker("w0").state is WorkerState.LOST
     assert story.notices()["w1"].members == [info("w1", "far")]
-    assert story.reason == "lab is out of reach, with the head: the run goes on without w0; generation 3 with 1 worker"
+    assert story.reason == (
+        "lab is out of reach, with the head: the run continues without w0; generation 3 with 1 worker"
+    )
     assert (seat_of(story.state), heirs(story.state)) == ("agent1", ("agent1",))
 
 

@@ -185,7 +185,7 @@ def test_a_run_ends_with_the_last_worker_of_a_part() -> None:
     story.says("w0", step_done(3))
     story.exits("w2")
     assert story.state.ended is not None
-    assert story.state.ended.reason.endswith("no worker that holds the run's state of part 2 of the model is left")
+    assert story.state.ended.reason.endswith("no worker with the run's state of part 2 of the model is left")
 
 
 def test_a_run_ends_with_the_last_worker_of_a_part_though_there_are_more_workers_than_parts() -> None:
@@ -195,7 +195,7 @@ def test_a_run_ends_with_the_last_worker_of_a_part_though_there_are_more_workers
     story.hold()
     story.exits("w3")
     assert story.state.ended is not None
-    assert story.state.ended.reason.endswith("no worker that holds the run's state of part 1 of the model is left")
+    assert story.state.ended.reason.endswith("no worker with the run's state of part 1 of the model is left")
 
 
 @pytest.mark.parametrize(("groups", "is_tried_again"), [(1, False), (2, True)])
@@ -469,7 +469,7 @@ def test_what_is_no_number_of_groups_is_refused(text: str) -> None:
     [
         (["--workers", "2x2", "--plain"], "is for scripts that use Unisono"),
         (["--workers", "2x2", "--evaluators", "1"], "each has one of 2 parts of it; leave one of them out"),
-        (["--workers", "2x2", "--wait-for", "3"], "groups of 2: got 3, which is no multiple; give 4"),
+        (["--workers", "2x2", "--wait-for", "3"], "groups of 2: got 3, which is not a multiple; give 4"),
         (["--workers", "2x", "--dry-run"], "--workers 2x: groups of several workers are NxP"),
         (["--hosts", "a:1x4,b:2x3"], "a:1x4 names groups of 4, and b:2x3 of 3"),
         (["--hosts", "a:1x4,b:2"], "a:1x4 names groups of 4, and b:2 of 1"),

@@ -275,7 +275,7 @@ def test_without_an_index_a_journal_is_read_by_and_by(tmp_path: Path, monkeypatc
     write(tmp_path, [some_step(number) for number in range(10 * STEPS)])
     history = History(tmp_path)
     assert history.overview().step == 10 * STEPS - 1
-    assert any("of it is not read yet" in note for note in history.notes)
+    assert any("of it has not been read yet" in note for note in history.notes)
     history.complete()
     assert not any("not read yet" in note for note in history.notes)
     check(tmp_path, history)
@@ -403,14 +403,14 @@ def test_what_a_newer_version_has_written_is_shown_as_far_as_it_is_understood(
     assert history.overview().step == 9
     notes = " ".join(history.notes)
     assert "run.json was written by a newer version (schema 7, this one knows 1)" in notes
-    assert "events.jsonl is no event: 'nonsense'" in notes
+    assert "events.jsonl is not an event: 'nonsense'" in notes
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (b"", "is empty: no step is finished"),
-        (b'{"line": 0, "ki', 'has no whole line yet: it begins with \'{"line": 0, "ki\''),
+        (b'{"line": 0, "ki', 'has no complete line yet: it begins with \'{"line": 0, "ki\''),
         (b"dear diary,\ntoday\n", "is not a journal: it begins with 'dear diary,'"),
         (b"\x00\x01\xff\xfe" * 999, "is not a journal: it begins with"),
         (b"\x00\x01\n\xff\xfe" * 999, "is not a journal: it begins with"),
@@ -510,7 +510,7 @@ def test_what_is_written_otherwise_than_a_run_writes_it_stops_nobody_who_looks_b
     assert good == len((run / EVENTS_FILE).read_text().splitlines()) - len(STRANGE["events"])
     found = account(run)
     assert (found.overview.state, found.last) == ("finished", 299)
-    assert any("is no event" in note for note in found.notes)
+    assert any("is not an event" in note for note in found.notes)
     assert report([found], 0.0).startswith("<!doctype html>")
     shown = CliRunner().invoke(cli._group, ["watch", "--once", str(run)], standalone_mode=False)
     assert shown.exception is None
@@ -551,7 +551,7 @@ def test_a_run_whose_processes_were_all_killed_is_not_said_to_wait(tmp_path: Pat
     run = make_long_run(tmp_path / "run", steps=300, workers=2, ended=False)
     overview = History(run).overview()
     assert (overview.state, overview.step, overview.left_s) == ("unknown", 299, None)
-    assert "the run was killed, or goes on where this is not seen" in overview.reason
+    assert "the run was killed, or continues where it cannot be seen from here" in overview.reason
     assert account(run).sentence.startswith("Ended after 300 steps")
     lock = Lock()
     lock.take(run, "long")

@@ -119,7 +119,7 @@ def test_what_belongs_to_another_user_is_believed_by_no_command(
     name: str, trap: Trap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_away(trap.folder / name, monkeypatch)
-    with pytest.raises(UsageError, match=r"of .*uid \d+.*, and this command runs as .*uid \d+"):
+    with pytest.raises(UsageError, match=r"belongs to .*uid \d+.*, but this command runs as .*uid \d+"):
         find(str(trap.folder))
 
 
@@ -334,7 +334,7 @@ def test_no_command_executes_what_a_strangers_directory_names(
         main()
     out, err = capfd.readouterr()
     assert not (tmp_path / "executed").exists()
-    assert "is not executed as you without a word of yours; give the script" in " ".join((out + err).split())
+    assert "is not executed as you without your consent; give the script" in " ".join((out + err).split())
     assert ended.value.code == code
 
 

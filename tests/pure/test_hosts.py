@@ -40,9 +40,9 @@ def test_hosts_are_read(text: str, hosts: list[Host]) -> None:
         ("a:two", "got 'two'"),
         ("a:", "got ''"),
         ("fe80::1", "got ':1'"),
-        ("-oProxyCommand=x", "'-oProxyCommand=x' is no name of a machine"),
-        ("a b", "'a b' is no name of a machine"),
-        ("me@", "'me@' is no name of a machine"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is not the name of a machine"),
+        ("a b", "'a b' is not the name of a machine"),
+        ("me@", "'me@' is not the name of a machine"),
     ],
 )
 def test_what_is_no_list_of_hosts_is_refused(text: str, words: str) -> None:

@@ -146,15 +146,15 @@ def test_who_has_the_address_of_the_page_can_watch_in_a_terminal(host: str, fing
 def test_half_an_address_of_the_page_is_refused_in_words_that_help() -> None:
     half = Invitation(f"wss://lab:4000#{FINGERPRINT}", "token").page.partition("#")[0]
     found = find(as_invitation(half))
-    with pytest.raises(Untrusted, match=r"does not say which certificate .* `unisono watch --once RUN` shows"):
+    with pytest.raises(Untrusted, match=r"lacks the fingerprint .* `unisono watch --once RUN` shows"):
         check(der_of("token"), HeadUrl.parse(found.url), found.token)
 
 
 def test_with_a_line_for_looking_nobody_joins_or_ends_a_run() -> None:
     looking = Invitation("ws://127.0.0.1:9", "token").for_looking
-    with pytest.raises(UsageError, match="this line is for watching the run only"):
+    with pytest.raises(UsageError, match="this line is only for watching the run"):
         may_act(looking)
-    with pytest.raises(UsageError, match="this line is for watching the run only"):
+    with pytest.raises(UsageError, match="this line is only for watching the run"):
         tell(looking, Stop(reason="enough"))
     assert may_act(Invitation("ws://127.0.0.1:9", "token")).token == "token"
 

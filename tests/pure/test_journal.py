@@ -398,7 +398,8 @@ def test_a_broken_line_at_the_end_does_not_end_a_training(tmp_path: Path) -> Non
     for number in range(3):
         journal.emit(step(number))
     with pytest.warns(
-        UserWarning, match=r"a line of .* is not a line of a journal: .*; the run goes on after its last whole line"
+        UserWarning,
+        match=(r"a line of .* is not a line of a journal: .*; the run continues after its last complete line"),
     ):
         journal.start(writer=True)
     journal.emit(step(3))
@@ -410,7 +411,7 @@ def test_a_broken_line_at_the_end_does_not_end_a_training(tmp_path: Path) -> Non
 def test_a_journal_that_cannot_be_read_does_not_end_a_training(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).mkdir()
     journal = Journal(tmp_path / JOURNAL)
-    with pytest.warns(UserWarning, match="cannot be written: .*; training goes on"):
+    with pytest.warns(UserWarning, match="cannot be written: .*; training continues"):
         journal.start(writer=True)
     journal.emit(step(0))
     assert journal.number == 1
@@ -482,11 +483,11 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
         ([step(0), step(1, weight=23.0)], "step 1 is the first to differ: weight is 24.0 in {a}, 23.0 in {b}"),
         (
             [step(0), step(1), step(2)],
-            "equal for 3 steps; then {a} has finished, and {b} ends (it was stopped or killed, or is still going)",
+            "equal for 3 steps; then {a} has finished, and {b} ends (it was stopped or killed, or is still running)",
         ),
         (
             [step(0), step(1)],
-            "equal for 2 steps; then {a} has step 2, and {b} ends (it was stopped or killed, or is still going)",
+            "equal for 2 steps; then {a} has step 2, and {b} ends (it was stopped or killed, or is still running)",
         ),
         ([step(0), step(1), step(2), step(3)], "equal for 3 steps; then {a} has finished, and {b} has step 3"),
         (
@@ -536,7 +537,7 @@ def test_runs_that_failed_have_ended(tmp_path: Path) -> None:
     for pair in ((a, killed), (killed, a)):
         with pytest.raises(Difference) as caught:
             compare(*pair)
-        words = "equal for 1 step; then {} has failed, and {} ends (it was stopped or killed, or is still going)"
+        words = "equal for 1 step; then {} has failed, and {} ends (it was stopped or killed, or is still running)"
         assert str(caught.value) == words.format(a, killed)
 
 
@@ -549,7 +550,7 @@ def test_runs_that_tracked_nothing_have_ended(tmp_path: Path) -> None:
 def test_what_holds_no_line_is_no_journal(text: str, tmp_path: Path) -> None:
     a, b = run_with(tmp_path / "a", step(0)), tmp_path / "b"
     b.write_text(text)
-    with pytest.raises(ValueError, match="b holds no journal"):
+    with pytest.raises(ValueError, match="b is not a journal"):
         compare(a, b)
 
 

@@ -331,7 +331,7 @@ def test_a_machine_has_one_agent_that_a_launcher_has_started() -> None:
     story.says("agent4", hello)
     (ended,) = story.sent("agent4", Ended)
     assert (ended.ok, ended.exit_code) == (True, 0)
-    assert ended.reason == "left has another agent already, agent3, which was started when this one was out of reach"
+    assert ended.reason == "left already has another agent, agent3, which was started while this one was out of reach"
     assert story.sent("agent4", Start) == []
 
 
@@ -616,7 +616,7 @@ def test_a_run_that_decides_by_itself_gets_machines_while_the_next_worker_is_wor
     launch(story, 1)
     steps(story, MEASURED, rate=20)
     assert [wanted.num_workers for wanted in story.sent(AGENT, Wanted)] == [3]
-    assert story.reason == ("scaled to 3 workers, from 2: to measure what another one adds (--set efficiency=0.7)")
+    assert story.reason == ("scaled to 3 workers, from 2: to measure what one more adds (--set efficiency=0.7)")
     launch(story, 2)
     assert of_machines(story) == {AGENT: 0, "agent1": 2, "agent2": 1}, "not both of its workers"
     steps(story, MEASURED, rate=22)
@@ -675,7 +675,7 @@ def desktop(start: int = 1) -> Story:
     """A run with a machine that has joined, and offers nothing yet."""
     story = training(start)
     assert story.agent(0, "agent1", primary=False, host="desk") == []
-    assert story.reason == "desk joins, and offers workers only at times (--while)"
+    assert story.reason == "desk joins, and offers workers only at certain times (--while)"
     return story
 
 
@@ -760,13 +760,13 @@ def test_a_run_waits_for_workers_of_other_machines_and_says_how_many_are_there()
     story.arrive("w0")
     assert story.reason == "", "w1 is on its way"
     story.arrive("w1")
-    assert story.reason == "2 of 6 workers are there; the run begins when all 6 are"
+    assert story.reason == "2 of 6 workers are there; the run starts when all 6 are"
     assert invitations(story) == 1
     story.says("", Tick())
     assert (story.reason, invitations(story)) == ("", 0), "said once"
     story.agent(3, "agent1", primary=False, host="shed")
     story.arrive("w2", "w3", "w4", host="shed")
-    assert story.reason == "5 of 6 workers are there; the run begins when all 6 are"
+    assert story.reason == "5 of 6 workers are there; the run starts when all 6 are"
     assert story.state.notice is None
     story.agent(3, "agent2", primary=False, host="attic")
     story.arrive("w5", host="attic")
@@ -1004,7 +1004,7 @@ def test_a_machine_that_died_while_the_head_was_away_is_gone() -> None:
     assert story.state.members == ("w0", "w1")
     assert set(story.state.agents) == {AGENT}
     assert story.state.policy.maximum == 2
-    assert story.reason == "the agent of lab is gone; w3 does not come"
+    assert story.reason == "the agent of lab is gone; w3 will not come"
     assert story.worker("w3").state is WorkerState.LEFT, "it was to replace the worker that died with its machine"
     assert not story.state.workers.keys() - {"w0", "w1", "w2", "w3"}
 
@@ -1198,7 +1198,7 @@ def test_another_process_cannot_take_a_name() -> None:
     story = training(2)
     before = story.state
     stranger = MemberInfo(worker_id="w1", host="lab", pid=4, device="cpu")
-    with pytest.raises(ProtocolError, match="pid 4 has taken its name"):
+    with pytest.raises(ProtocolError, match="pid 4 uses its name"):
         story.says("w1", Hello(info=stranger, fingerprint={}))
     assert story.state is before
 
@@ -1218,7 +1218,7 @@ def test_who_was_dismissed_while_it_was_starting_cannot_come_either() -> None:
     story.says("", Scale(num_workers=2))
     assert story.worker("w2").state is WorkerState.LEFT
     actions = story.says("w2", Hello(info=info("w2"), fingerprint={}))
-    assert actions == [Hangup("w2", "the run goes on without worker w2: it was sent away")]
+    assert actions == [Hangup("w2", "the run continues without worker w2: it was sent away")]
 
 
 def test_a_slow_first_step_is_no_hang() -> None:
@@ -1432,8 +1432,8 @@ def test_a_micro_batch_that_hangs_on_a_second_worker_ends_the_run() -> None:
     assert not story.ended.ok
     assert story.ended.worker_id == "w1"
     assert (
-        "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2 (samples 17, 3), where "
-        "worker w0 (pid 1000) has hung as well (for 11 s)" in story.ended.reason
+        "w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2 (samples 17, 3), where worker w0 (pid "
+        "1000) hung as well (for 11 s)" in story.ended.reason
     )
 
 
@@ -1607,7 +1607,7 @@ def test_an_exchange_that_breaks_on_every_member_by_itself_ends_the_run() -> Non
             story.says(worker_id, Suspect(generation=story.state.generation, reason="File too large"))
         story.tick(story.now + story.state.policy.suspect_s)
     assert story.ended is not None
-    assert "3 exchanges in a row broke, and no member is to blame: " in story.ended.reason
+    assert "3 exchanges in a row broke, and no single member is to blame: " in story.ended.reason
     assert "File too large" in story.ended.reason
 
 
@@ -1626,7 +1626,7 @@ def test_newcomers_that_the_others_cannot_exchange_with_are_sent_away() -> None:
     assert story.state.members == ("w0", "w1", "w2")
     cannot_exchange(story, by=("w0", "w1", "w2"))
     assert story.state.members == ("w0", "w1")
-    assert "the others go on without w2" in story.reason
+    assert "the others continue without w2" in story.reason
     story.hold()
     story.says("w0", step_done(0))
     assert story.state.members == ("w0", "w1", "w2"), "another attempt"
@@ -1686,8 +1686,8 @@ def test_a_worker_that_leaves_the_loop_alone_ends_the_run() -> None:
     assert not story.ended.ok
     assert story.ended.worker_id == "w1"
     assert story.ended.reason.startswith(
-        "worker w1 (pid 1001) has left the training loop before step 5 (by a break or a return that only it reached?), "
-        "and worker w2 (pid 1002) has begun step 5. "
+        "worker w1 (pid 1001) left the training loop before step 5 (by a break or a return that only it reached?), "
+        "but worker w2 (pid 1002) has begun step 5. "
     )
 
 
@@ -1723,7 +1723,7 @@ def test_a_script_that_ends_in_the_middle_is_a_loss_when_others_miss_it() -> Non
     assert story.state.members == ("w0", "w1", "w2"), "perhaps the others are about to"
     story.says("w0", Suspect(generation=1, reason="worker w1 has left", peers=["w1"]))
     assert story.state.members == ("w0", "w2")
-    assert "w1 (pid 1001) has left the training loop at step 4 and ended with exit code 0" in story.reason
+    assert "w1 (pid 1001) left the training loop at step 4 and ended with exit code 0" in story.reason
     assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
     story.hold()
     story.arrive("w3")
@@ -2168,7 +2168,7 @@ def test_other_results_in_the_probe_are_refused_and_other_names_are_not() -> Non
     assert "processor is 'new' and not 'old'" in story.reason
     assert "the same bits in a probe" in story.reason
     story.says("w2", Hello(info=info("w2"), fingerprint={**probed, "results": "product=aa, sums=b0"}))
-    assert "gets other bits in sums (processor is 'unknown' and not 'old')" in story.reason
+    assert "gets different bits in sums (processor is 'unknown' and not 'old')" in story.reason
     assert [story.worker(f"w{number}").state for number in (1, 2)] == [WorkerState.STARTING, WorkerState.LEFT]
 
 
@@ -2182,7 +2182,7 @@ def test_another_text_of_the_script_is_refused() -> None:
     story.state = msgspec.structs.replace(story.state, script="aaaa")
     says_hello(story, "w1", "bbbb")
     assert story.worker("w1").state is WorkerState.LEFT
-    assert "has another text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
+    assert "has a different text of the script (checksum bbbb) than the run (checksum aaaa)" in story.reason
     assert "--set allow-different-script=yes" in story.reason
     assert story.ended is None
     assert story.state.members == ("w0",)
@@ -2230,7 +2230,7 @@ def test_who_is_admitted_with_a_warning_is_named_once_in_its_first_generation() 
     assert "no longer hold" in story.reason
     story.says("w1", Ready(phase=0))
     assert story.notices()["w0"].warnings == [story.worker("w1").warning]
-    assert "has another text of the script" in story.worker("w1").warning
+    assert "has a different text of the script" in story.worker("w1").warning
     story.hold()
     story.says("", Scale(num_workers=3))
     story.arrive("w2")

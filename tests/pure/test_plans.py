@@ -137,7 +137,7 @@ def test_no_micro_batches_of_one_sample_are_advised() -> None:
 def test_a_strategy_without_a_row_has_a_reason() -> None:
     said = shown_missing(facts(), roster_of(3, 4, None))
     assert "bf16 (there is only one host)" in said
-    assert "8 micro-batches cannot be shared out evenly among 3 replicas" in said
+    assert "8 micro-batches cannot be divided evenly among 3 replicas" in said
     assert shown_missing(facts(), roster_of(4, 1, NetworkLink(bits_per_s=1e9))) == ""
 
 
@@ -153,7 +153,7 @@ def test_a_strategy_without_a_row_has_a_reason() -> None:
         (("--price", "nan"), "--price is the price of one worker"),
         (("--workers", "1:1000000", "--link", "1gbit"), "up to 1024 workers"),
         (("--run-dir", "/proc/x"), "--run-dir /proc/x cannot be written"),
-        (("--find", "foo"), "--find foo: what can be found is"),
+        (("--find", "foo"), "--find foo: it can find"),
     ],
 )
 def test_what_means_nothing_is_refused_by_name_before_anything_is_measured(
@@ -171,9 +171,9 @@ def test_without_a_script_the_command_names_itself() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--find", "foo"), "--find is about trials of a script"),
-        (("--steps", "20"), "--steps is about trials of a script"),
-        (("--run-dir", "x"), "--run-dir is about trials of a script"),
+        (("--find", "foo"), "--find is for trials of a script"),
+        (("--steps", "20"), "--steps is for trials of a script"),
+        (("--run-dir", "x"), "--run-dir is for trials of a script"),
         (("--", "--lr", "0.1"), "takes no arguments of a script, got --lr 0.1"),
     ],
 )

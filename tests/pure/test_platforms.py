@@ -31,8 +31,8 @@ def test_on_windows_names_and_commands_are_refused_in_words(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("device", "told"),
     [
-        ("mps", "device='mps': torch knows no such device on this machine"),
-        (torch.device("xpu", 0), "device='xpu:0': torch knows no such device on this machine"),
+        ("mps", "device='mps': torch has no such device on this machine"),
+        (torch.device("xpu", 0), "device='xpu:0': torch has no such device on this machine"),
     ],
 )
 def test_devices_that_are_not_there_are_refused_in_words(device: str | torch.device, told: str) -> None:

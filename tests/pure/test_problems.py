@@ -71,11 +71,11 @@ HANG = Trouble(
                 worker_id="w3",
                 host="a",
                 where="step 7",
-                killed_for="the kernel has killed it because the memory of its control group was used up",
+                killed_for="the kernel killed it because its control group ran out of memory",
                 peak_bytes=3_200_000_000,
             ),
-            "w3 on host a ran out of memory in step 7: the kernel has killed it because the memory of its control "
-            "group was used up when it had 3.2 GB",
+            "w3 on host a ran out of memory in step 7: the kernel killed it because its control group ran out of "
+            "memory when it had 3.2 GB",
         ),
         (
             Trouble(kind="failed-join", worker_id="w5", host="c", error="FileNotFoundError: no file 'data.npy'"),
@@ -314,7 +314,7 @@ def test_a_kill_for_memory_is_known_by_the_counter_of_the_control_group(tmp_path
     assert kills.new() == ""
     machine(tmp_path, version=version, kills=3)
     said = kills.new()
-    assert "memory of its control group was used up" in said
+    assert "its control group ran out of memory" in said
     assert "(1 kB of its control group's memory)" in said
     assert kills.new() == "", "that was the one before"
 
@@ -322,7 +322,7 @@ def test_a_kill_for_memory_is_known_by_the_counter_of_the_control_group(tmp_path
 def test_a_kill_for_memory_is_known_by_the_counter_of_the_machine(tmp_path: Path) -> None:
     kills = Kills(machine(tmp_path, version=2, kills=0))
     machine(tmp_path, version=2, kills=0, vmstat=1)
-    assert "a process of this machine for memory" in kills.new()
+    assert "a process of this machine for lack of memory" in kills.new()
 
 
 def test_a_group_at_its_limit_is_said(tmp_path: Path) -> None:

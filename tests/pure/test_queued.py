@@ -74,7 +74,7 @@ def test_a_sink_that_raises_is_reported_once_and_gets_nothing_more() -> None:
     queued.close()
     assert broken.events == [step(0), step(1)]
     assert broken.num_closed == 1
-    assert reports == ["the sink Kept gets no more events: its emit() raised OSError: no space; the run goes on"]
+    assert reports == ["the sink Kept gets no more events: its emit() raised OSError: no space; the run continues"]
 
 
 def test_a_worker_that_is_not_the_writer_has_no_thread() -> None:

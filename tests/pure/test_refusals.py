@@ -25,11 +25,11 @@ def test_a_thousand_attempts_are_two_lines() -> None:
     for _ in range(900):
         refusals.note("without the run's token", "10.0.0.7")
     for _ in range(101):
-        refusals.note("that spoke another protocol", "10.0.0.8")
-    assert told == ["the head has refused a connection without the run's token, from 10.0.0.7; the run goes on"]
+        refusals.note("that used a different protocol", "10.0.0.8")
+    assert told == ["the head rejected a connection without the run's token, from 10.0.0.7; the run continues"]
     minute()
     assert told[1:] == [
-        "the head has refused 1000 more connections in 60 s (899 without the run's token and 101 that spoke another "
+        "the head rejected 1000 more connections in 60 s (899 without the run's token and 101 that used a different "
         "protocol), the last from 10.0.0.8"
     ]
     minute()
@@ -37,4 +37,4 @@ def test_a_thousand_attempts_are_two_lines() -> None:
     assert len(told) == 2
     refusals.note("without the run's token", "10.0.0.9")
     minute()
-    assert told[2:] == ["the head has refused a connection without the run's token, from 10.0.0.9; the run goes on"]
+    assert told[2:] == ["the head rejected a connection without the run's token, from 10.0.0.9; the run continues"]

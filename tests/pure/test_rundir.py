@@ -70,9 +70,11 @@ def test_another_run_is_refused_and_kept(content: dict[str, str], named: str, tm
         claim(tmp_path, "r1", overwrite=False)
     assert str(caught.value).startswith(f"{tmp_path} holds another run ({named}); choose another directory")
     assert str(caught.value).endswith(
-        'or pass overwrite=True to unisono.Run to replace it, or resume="auto" to go on with it'
+        'or pass overwrite=True to unisono.Run to replace it, or resume="auto" to resume it'
     )
-    with pytest.raises(RunDirectoryError, match=f"or add --overwrite to replace it, or --resume {tmp_path} to go on"):
+    with pytest.raises(
+        RunDirectoryError, match=f"or add --overwrite to replace it, or --resume {tmp_path} to resume it"
+    ):
         claim(tmp_path, "r1", overwrite=False, by_command=True)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == content
 
@@ -84,7 +86,7 @@ def test_a_run_that_is_going_is_not_to_be_overwritten(tmp_path: Path) -> None:
     lock.take(tmp_path, "r0")
     with pytest.raises(RunDirectoryError) as caught:
         claim(tmp_path, "r1", overwrite=False)
-    assert str(caught.value).startswith(f"a run is going in {tmp_path} (r0, pid ")
+    assert str(caught.value).startswith(f"a run is active in {tmp_path} (r0, pid ")
     assert "overwrite" not in str(caught.value)
     lock.release()
     with pytest.raises(RunDirectoryError, match=r"holds another run .*overwrite=True"):
@@ -193,7 +195,7 @@ def test_a_run_that_is_at_its_first_step_is_kept(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(rundir, "LOCK_PATIENCE_S", 0.0)
     first = RunDirectory(tmp_path)
     first.claim("r0", overwrite=False, resume=False)
-    with pytest.raises(RunDirectoryError, match="a run is going in"):
+    with pytest.raises(RunDirectoryError, match="a run is active in"):
         RunDirectory(tmp_path).claim("r1", overwrite=False, resume=False)
     assert holder(tmp_path) == "r0"
     first.release()
@@ -218,7 +220,7 @@ def test_a_run_goes_on_in_a_directory_as_long_as_its_processes_hold_it(tmp_path:
     lock = Lock()
     lock.take(tmp_path, "a")
     try:
-        with pytest.raises(UsageError, match=r"a run is going in .* \(a, pid"):
+        with pytest.raises(UsageError, match=r"a run is active in .* \(a, pid"):
             check_directory(tmp_path)
         check_directory(tmp_path, resumes=True)  # this process is no head, so what holds it has lost its own
     finally:
@@ -228,11 +230,11 @@ def test_a_run_goes_on_in_a_directory_as_long_as_its_processes_hold_it(tmp_path:
 def test_a_side_of_the_run_comes_back_to_the_directory_that_it_has_left(tmp_path: Path) -> None:
     """Its machine has the head for the second time."""
     run_dir, facts = str(tmp_path / "run"), json.dumps({"run_id": "r1"})
-    assert "go on in" in go_on_in(run_dir, "r1", facts)
+    assert "continue in" in go_on_in(run_dir, "r1", facts)
     (tmp_path / "run" / JOURNAL).write_text("{}\n")
     assert "keeps what was written" in leave(run_dir, "r1")
-    assert "holds another run" in go_on_in(run_dir, "r2", facts)
-    assert f"comes back: journal and checkpoints go on in {run_dir}" in go_on_in(run_dir, "r1", facts)
+    assert "holds a different run" in go_on_in(run_dir, "r2", facts)
+    assert f"has come back: journal and checkpoints continue in {run_dir}" in go_on_in(run_dir, "r1", facts)
     assert holder(tmp_path / "run") == "r1"
     assert go_on_in(run_dir, "r1", facts) == ""
 

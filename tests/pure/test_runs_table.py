@@ -128,7 +128,7 @@ def test_the_command_prints_the_table_and_writes_no_file(runs: Path, tmp_path: P
     done = CliRunner().invoke(command, [str(runs), "--table", "-o", str(file)], standalone_mode=False)
     assert done.return_value == 0
     assert "differs from a at step 7" in file.read_text()
-    assert "What the runs differ in" in file.read_text()
+    assert "How the runs differ" in file.read_text()
 
 
 def test_what_a_run_has_named_is_text(tmp_path: Path) -> None:

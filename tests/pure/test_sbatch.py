@@ -62,8 +62,8 @@ def test_a_shell_can_read_the_script(name: str) -> None:
     ("words", "why"),
     [
         (["missing.py"], "there is no script missing.py"),
-        (["train.py", "--nodes", "many"], "--nodes is a number, or A-B, got 'many'"),
-        (["train.py", "--join", "runs/a"], "runs the script of the run; give no other"),
+        (["train.py", "--nodes", "many"], "--nodes must be a number, or A-B; got 'many'"),
+        (["train.py", "--join", "runs/a"], "runs the run's own script; give no other"),
         ([], "which script?"),
         (["train.py", "--sbatch", "constraint=a100"], "--sbatch takes an option of sbatch"),
     ],
@@ -177,7 +177,7 @@ def test_following_ends_in_each_state_in_which_slurm_does_nothing_more() -> None
     assert not {*goes_on} & OVER
     assert (
         state_words("7", job_facts(SHOWN))
-        == "job 7 is preempted, turn 3; it goes on from its newest checkpoint by: scontrol requeue 7"
+        == "job 7 is preempted, turn 3; to resume from its newest checkpoint: scontrol requeue 7"
     )
 
 

@@ -52,7 +52,7 @@ def test_a_cut_that_has_healed_is_told_once(seconds: float) -> None:
         assert told == []
         return
     (words,) = told
-    assert words.startswith("nothing came from host of a1 for 3.5 s, and then it went on")
+    assert words.startswith("nothing came from host of a1 for 3.5 s, and then it continued")
     scene.passes(3, 0)
     assert scene.passes(5, 0, 1) == [], "not again at once"
     scene.passes(AGAIN_S, 0, 1)

@@ -182,7 +182,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
     "after the first step the run ends with the only one who is known to have the state":
         (arrived(2), hold("w0"), step(0), exits("w0"), Then(ended="badly")),
     "a run whose only worker is killed before the first step begins again":
-        (of(1), exits("w0"), Then("", says="no step was done, so the run begins again"),
+        (of(1), exits("w0"), Then("", says="no step was done, so the run starts again"),
          arrive("w1"), Then("w1", immediate=False), hold(), Then(states={"w1": HOLDING})),
     "it does not begin again without anybody":
         (of(1, max_restarts=0), exits("w0"), Then(ended="badly")),
@@ -198,7 +198,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
         (of(3), exits("w1"), exits("w0"), Then("w2", generation=3)),
     "down to the last worker and then the end":
         (of(3, max_restarts=0), exits("w0"), exits("w1"), Then("w2"), exits("w2"),
-         Then(ended="badly", because="no worker that holds the run's state is left")),
+         Then(ended="badly", because="no worker with the run's state is left")),
     "the end comes although newcomers are there":
         (of(1), step(0), exits("w0"), Then(ended="badly")),
     "a newcomer is no survivor: its state is under way, so it goes back and is planned again":
@@ -290,7 +290,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
         (of(2, hang_s=60.0), beat("w0", waiting=True), beat("w1", seconds_at=61.0),
          Then("w0", evicts="w1", starts="w2",
               says="w1 (pid 1001) hangs: no progress for 61 s at step 4, micro-batch 2")),
-    "the others go on without a worker that hangs and may wake up, and it is told":
+    "the others continue without a worker that hangs and may wake up, and it is told":
         (of(3, **AT_ONCE), beat("w0", waiting=True), beat("w1", seconds_at=11.0),
          Then("w0 w2", generation=2, states={"w1": ASIDE}, evicts="", told="w0 w1 w2",
               says="w1 (pid 1001) makes no progress for 11 s at step 4, micro-batch 2 and is left aside")),
@@ -320,7 +320,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
         (of(2), says("w1", Leaving(phase=1, step=5)), beat("w0", step=100), Then(ended="no")),
     "a worker that leaves one loop alone for another ends the run: steps of two loops would be summed":
         (of(2), says("w1", Leaving(phase=0, step=5, goes_on=True)), beat("w0", step=5),
-         Then(ended="badly", because="w1 (pid 1001) has left the training loop before step 5")),
+         Then(ended="badly", because="w1 (pid 1001) left the training loop before step 5")),
     "a script that ends in the middle is a loss as well when a member is seen further on":
         (of(3), says("w1", Finished(phase=0, step=5)), beat("w0", step=5), Then("w0 w2")),
     "it is a loss as well when they missed it before it was heard of":
@@ -340,7 +340,7 @@ SITUATIONS: dict[str, tuple[Given, *tuple[Act | Then, ...]]] = {
          Then(ended="well")),
     "one script that ends in the middle makes no success of the loss of all others":
         (of(3, max_restarts=0), step(4), says("w0", Finished(phase=0, step=5)), exits("w1"), exits("w2"),
-         Then(ended="badly", because="no worker that holds the run's state is left")),
+         Then(ended="badly", because="no worker with the run's state is left")),
 }  # fmt: skip
 
 

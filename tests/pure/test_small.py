@@ -17,8 +17,8 @@ def work(own_ms: float, script_ms: float, number: int = 10_000) -> OwnWork:
 def test_small_micro_batches_are_told_once_with_the_numbers_and_a_better_number() -> None:
     found = work(0.5, 1.25)
     assert found.advice(32, 2) == (
-        "micro-batches are small: for each, the run's own work takes 0.50 ms, beside 1.25 ms of the script (40%). "
-        "microbatches=4 would take less time than 32, with other bits (docs/choosing_m.md)"
+        "micro-batches are small: for each, Unisono's own work takes 0.50 ms, beside 1.25 ms of the script (40%). "
+        "microbatches=4 would take less time than 32, with different bits (docs/choosing_m.md)"
     )
     assert found.advice(32, 2) == ""
 

@@ -48,7 +48,7 @@ def test_a_worker_that_becomes_slow_is_named_with_what_each_step_waits_for_it() 
         "w2 on c takes 3.0x as long for a micro-batch as before (300 ms instead of 100 ms): "
         "the others wait 400 ms for it in each step"
     )
-    assert over.text == "w2 on c is not slow any more: 100 ms for a micro-batch"
+    assert over.text == "w2 on c is no longer slow: 100 ms for a micro-batch"
 
 
 def test_one_slow_step_says_nothing() -> None:

@@ -181,10 +181,10 @@ def test_who_only_looks_does_not_see_the_settings_of_the_run() -> None:
 
 
 def test_where_nobody_else_may_watch_the_answer_says_why() -> None:
-    gate = Gate(full="4096 watch this run already")
+    gate = Gate(full="4096 are watching this run already")
     answer = gate.ask("/watch", {**SOCKET, **bearer(READER)})
     assert answer is not None
-    assert (answer.status_code, answer.body) == (429, b"4096 watch this run already\n")
+    assert (answer.status_code, answer.body) == (429, b"4096 are watching this run already\n")
     assert gate.code("/", {**SOCKET, **bearer(TOKEN)}) == 101, "a member comes in"
 
 
@@ -192,7 +192,7 @@ def test_who_wants_to_do_more_than_look_is_told_to_the_user() -> None:
     gate = Gate()
     gate.ask("/", {**SOCKET, **bearer(READER)})
     gate.ask("/watch", {**from_page("https://evil.example"), **cookie(READER)})
-    assert gate.refused == ["with a token for looking, to do more", "from a page of another site"]
+    assert gate.refused == ["with a token for watching, to do more", "from a page of another site"]
 
 
 def test_the_proof_for_those_who_look_is_made_with_their_token() -> None:

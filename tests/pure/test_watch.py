@@ -62,7 +62,7 @@ def test_a_sink_that_raises_is_reported_once_and_gets_nothing_more() -> None:
     assert broken.events == [step(0), step(1)]
     assert calm.events == [step(number) for number in range(4)]
     assert (broken.num_closed, calm.num_closed) == (1, 1)
-    words = "the sink Kept gets no more events: its {} raised {}; the run goes on"
+    words = "the sink Kept gets no more events: its {} raised {}; the run continues"
     assert reports == [
         words.format("emit(StepFinished)", "OSError: no space"),
         words.format("close()", "ValueError: closed before"),

@@ -113,7 +113,7 @@ def test_a_message_is_tried_again_while_the_error_may_pass_and_a_bounded_number_
     (report,) = told(f"http://{receiver.address}/secret-path", [started()])
     assert len(receiver.asked) == 3 + TRIES
     assert report == (
-        f"the webhook at 127.0.0.1 was not told 'began', tried {TRIES} times: it answered 500; the run goes on"
+        f"the webhook at 127.0.0.1 was not told 'began', tried {TRIES} times: it answered 500; the run continues"
     )
     receiver.codes = [404]
     reports = told(f"http://{receiver.address}/", [started(), end()])

@@ -57,7 +57,7 @@ def test_the_same_samples_have_the_same_name_however_they_are_written(samples: s
         ("1.5", "'1.5' is neither"),
         ("٣", "is neither"),
         ("1" * 100, "is neither"),
-        ("2\n1000", "gone.txt, line 2: there is no sample 1000: the data set has 1000 samples, and the last one"),
+        ("2\n1000", "gone.txt, line 2: there is no sample 1000: the dataset has 1000 samples, and the last one"),
         ("990-1003", "there is no sample 1003"),
         ("# nothing\n", "gone.txt names no sample"),
         ("0-999", "leaves out all 1000 samples"),
@@ -80,7 +80,7 @@ def test_a_shard_stands_for_its_samples() -> None:
         range(5, 9),
     ]
     assert ranges_in("shard nobody knows yet", "gone.txt") == [range(0)]
-    with pytest.raises(UsageError, match=r"gone.txt, line 2: the data set has no shard 'd': it has a b, c\. A Concat"):
+    with pytest.raises(UsageError, match=r"gone.txt, line 2: the dataset has no shard 'd': it has a b, c\. A Concat"):
         ranges_in("3\nshard d", "gone.txt", 10, shards)
     with pytest.raises(UsageError, match="it names no shards"):
         ranges_in("shard d", "gone.txt", 10)
@@ -96,9 +96,9 @@ def test_a_file_that_is_no_list_is_refused_and_never_waited_for(tmp_path: Path) 
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", MOST_BYTES + 1)
     for name, words in {
-        "pipe": "is no file, or has more than 64 MiB",
-        "large": "is no file, or has more than 64 MiB",
-        "bytes": "is no text",
+        "pipe": "is not a file, or has more than 64 MiB",
+        "large": "is not a file, or has more than 64 MiB",
+        "bytes": "is not text",
         "absent": "cannot be read: No such file",
         ".": "cannot be read: Is a directory",
     }.items():

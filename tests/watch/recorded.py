@@ -167,7 +167,9 @@ class Recording:
         )
         self._now += 0.5
         self._change(f"{gone} is lost")
-        self.story.append(Announcement(time=self._now, text=f"the run goes on with {len(self.ids)} workers{self.bad}"))
+        self.story.append(
+            Announcement(time=self._now, text=f"the run continues with {len(self.ids)} workers{self.bad}")
+        )
         self._now += 3.0
 
     def _recover(self, step: int) -> None:

@@ -198,7 +198,7 @@ def test_native_code_that_holds_the_interpreter(unisono: Unisono, script: Script
     command.wait()
     first = evidence(tmp_path)[0]
     # Where it was, it can have said only before it got there.
-    why = r"(, last in step \d.*)?: its process stands still, native code holds its interpreter"
+    why = r"(, last in step \d.*)?: its process is stopped, native code holds its interpreter"
     assert re.match(rf"w\d {HOST} has sent nothing for [\d.]+ s{why}", said(first)), said(first)
     culprit = said(first).partition(" ")[0]
     assert re.search(rf"\[{culprit}\]\n\(no answer: ", first)
@@ -236,7 +236,7 @@ def test_a_process_that_somebody_has_killed(unisono: Unisono, script: Script, tm
     content = evidence(tmp_path)[0]
     assert said(content).startswith(f"{worker} on host")
     assert "was killed by signal 9 (SIGKILL) in step 1, micro-batch 2 (samples 30, 31, 32)" in said(content)
-    assert "Nothing on the machine says that it was for memory" in content
+    assert "Nothing on the machine suggests that memory was the reason" in content
     whole(content)
 
 
@@ -309,7 +309,7 @@ def test_a_machine_with_another_script_is_refused_by_name(unisono: Unisono, scri
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     content = evidence(tmp_path)[0]
-    assert re.match(rf"w2 {HOST} could not join the run: it has another text of the script", said(content))
+    assert re.match(rf"w2 {HOST} could not join the run: it has a different text of the script", said(content))
     whole(content)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (problem,) = [event["text"] for event in events if event["kind"] == "problem"]

@@ -52,7 +52,7 @@ def test_what_it_advises_comes_true(unisono: Unisono, tmp_path: Path) -> None:
         assert unisono("run", "train.py", "-n", 3, "--run-dir", one, "--", 4).wait() == 0
         (found,) = [each for each in account(tmp_path / one).advice if each.change.startswith("microbatches=")]
         advised = found.change.partition("=")[2]
-        assert f"microbatches={advised} would bring" in found.text
+        assert f"microbatches={advised} would save" in found.text
         assert unisono("run", "train.py", "-n", 3, "--run-dir", other, "--", advised).wait() == 0
         before, after = step_seconds(tmp_path / one), step_seconds(tmp_path / other)
         tried.append((found.gain, (before - after) / before))

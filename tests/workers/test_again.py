@@ -215,7 +215,7 @@ def test_what_the_script_holds_is_not_known_by_counting_references(monkeypatch: 
 def test_a_torch_that_counts_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = torch._C._storage_Use_Count
     monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda data: original(data) - 1)
-    with pytest.raises(UsageError, match="gradients that a script keeps would be written over"):
+    with pytest.raises(UsageError, match="gradients that a script keeps would be overwritten"):
         AloneRun(seed=1)
 
 
@@ -236,12 +236,12 @@ def test_another_pass_begins_when_the_last_one_is_complete() -> None:
         run.track(model=model)
         for step in run.steps(vectors(), batch_size=24, microbatches=M, max_steps=1):
             for x, y in step:
-                with pytest.raises(StepError, match="begins another pass when the one before is complete"):
+                with pytest.raises(StepError, match="can start another pass only when the one before is complete"):
                     step.again()
                 step.backward(F.cross_entropy(model(x), y))
             with pytest.raises(StepError, match=r"For another pass over the same global batch: .*step.again"):
                 iter(step)
-        with pytest.raises(StepError, match="the outer loop has gone on"):
+        with pytest.raises(StepError, match="the outer loop has moved on"):
             step.again()
 
 
@@ -258,7 +258,7 @@ def test_passes_are_not_interleaved_and_end_with_their_step() -> None:
         stale = None
         for step in run.steps(vectors(), batch_size=24, microbatches=M, max_steps=2):
             if stale is not None:
-                with pytest.raises(StepError, match="a pass over step 0 cannot begin: the outer loop has gone on"):
+                with pytest.raises(StepError, match="a pass over step 0 cannot begin: the outer loop has moved on"):
                     next(stale)
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))

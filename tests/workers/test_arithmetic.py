@@ -44,7 +44,7 @@ def test_a_worker_that_gets_other_bits_is_refused_by_the_probe(unisono: Unisono,
     guest = unisono("join", "run", "--workers", 1, before=OTHER)
     assert guest.wait() != 0
     said = " ".join(guest.out + guest.err)
-    assert "gets other bits in product, " in said
+    assert "gets different bits in product, " in said
     assert "(ATEN_CPU_CAPABILITY is 'default' and not 'unknown'; " in said
     assert "start the run with --set arithmetic=avx2" in said
     assert unisono("stop", "run").wait() == 0

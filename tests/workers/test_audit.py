@@ -171,7 +171,7 @@ def test_a_run_goes_back_to_before_what_is_to_be_doubted(tmp_path: Path) -> None
         tmp_path / "run", 4, "--exchange", "gloo", "--audit", "0.001", script=CHECKPOINTED, steps=18, faults=faults
     )
     assert found.exit_code == 0, found.output
-    assert "what it has computed in the steps 7 to 15 is to be doubted" in found.output
+    assert "what it computed in the steps 7 to 15 is doubtful" in found.output
     assert "goes back to step-0000000006, with 3 workers" in found.output
     assert (found.digests, found.final) == (calm.digests, calm.final)
     assert compare(tmp_path / "calm", tmp_path / "run").startswith("identical: 18 steps")
@@ -214,7 +214,7 @@ def test_two_workers_that_differ_in_an_evaluation_blame_nobody(tmp_path: Path) -
     found = train(tmp_path / "run", 2, "--audit", "0.2", script=CHECKPOINTED, steps=24, faults=faults)
     assert found.exit_code != 0
     assert "with two workers nobody can say who is wrong" in found.output
-    assert "may hold wrong values; to go on from before that: unisono run --resume" in found.output
+    assert "may hold wrong values; to resume from before that: unisono run --resume" in found.output
     assert "every checkpoint may hold wrong values" not in found.output
 
 
@@ -222,7 +222,9 @@ def test_without_audits_an_evaluation_that_differs_blames_nobody_and_doubts_no_c
     faults = Faults().corrupt("w1", "evaluation", step=14, lasting=True)
     found = train(tmp_path / "run", 3, script=CHECKPOINTED, steps=24, faults=faults)
     assert found.exit_code != 0
-    assert "Either the script computes other totals on another worker, or one of the two machines" in found.output
+    assert (
+        "Either the script computes different totals on different workers, or one of the two machines" in found.output
+    )
     assert "may hold wrong values" not in found.output
     assert "the newest checkpoint is step-00000000" in found.output
 
@@ -234,7 +236,7 @@ def test_two_workers_that_differ_name_the_checkpoint_from_before_what_is_to_be_d
     found = train(tmp_path / "run", 2, "--audit", "0.001", script=CHECKPOINTED, steps=18, faults=faults)
     assert found.exit_code != 0
     assert re.search(r"what they have computed in (step \d+|the steps \d+ to \d+) is to be doubted", found.output)
-    assert "may hold wrong values; to go on from before that: unisono run --resume" in found.output
+    assert "may hold wrong values; to resume from before that: unisono run --resume" in found.output
     (place,) = {Path(one) for one in re.findall(r"unisono run --resume (\S+)", found.output)}
     assert place.name <= "step-0000000010"
     again = train(

@@ -57,7 +57,7 @@ def test_a_loss_may_cost_the_audit_of_a_sum_and_then_its_steps_are_said_to_be_in
     assert not re.search(r"\bw[023] on host \S+ computes wrong values", found.output)
     pairs = enumerate(zip(found.digests, calm.digests, strict=True))
     if (wrong := next((step for step, (one, other) in pairs if one != other), None)) is not None:
-        doubted = re.search(r"computed in the steps (\d+) to (\d+) is to be doubted", found.output)
+        doubted = re.search(r"computed in the steps (\d+) to (\d+) is doubtful", found.output)
         assert doubted is not None, found.output
         assert int(doubted[1]) <= wrong <= int(doubted[2]), found.output
 

@@ -105,7 +105,7 @@ def loop() -> Iterator[Loop]:
         ({"data": [], "batch_size": "8"}, ("batch_size must be a whole number", "got '8'")),
         ({"data": [], "microbatches": 2.0}, ("microbatches must be a whole number", "got 2.0")),
         ({"data": [], "max_steps": True}, ("max_steps must be a whole number", "got True")),
-        ({"data": [], "delay": 0.5}, ("delay is a number of steps", "got 0.5")),
+        ({"data": [], "delay": 0.5}, ("delay must be a number of steps", "got 0.5")),
         ({"data": []}, ("dataset is empty", "length 0", "at least 1 sample")),
     ],
 )
@@ -129,10 +129,10 @@ class NoLength(Dataset[int]):
 @pytest.mark.parametrize(
     ("data", "parts"),
     [
-        (Stream(), ("can only be iterated", "whose length nobody knows", "max_steps", "unisono.Streams")),
+        (Stream(), ("can only be iterated", "whose length is unknown", "max_steps", "unisono.Streams")),
         (iter(range(8)), ("range_iterator", "can only be iterated")),
         (NoLength(), ("NoLength", "__len__")),
-        (DataLoader(vectors()), ("got a DataLoader", "batch_size=", "has these itself")),
+        (DataLoader(vectors()), ("got a DataLoader", "batch_size=", "has its own")),
     ],
 )
 def test_datasets_that_cannot_be_indexed(loop: Loop, data: Any, parts: tuple[str, ...]) -> None:
@@ -160,19 +160,19 @@ def test_what_is_tracked_needs_a_state(thing: Any) -> None:
 
 def test_a_name_is_tracked_once(loop: Loop) -> None:
     loop.run.track(model=loop.model)  # again, the same: a cell of a notebook was run twice
-    with pytest.raises(UsageError, match=says("run.track(model=...)", "another object", "another name")):
+    with pytest.raises(UsageError, match=says("run.track(model=...)", "a different object", "a different name")):
         loop.run.track(model=Mlp())
 
 
 def test_tracking_within_the_loop(loop: Loop) -> None:
-    with pytest.raises(UsageError, match=says("run.track", "inside of run.steps", "before the loop")):
+    with pytest.raises(UsageError, match=says("run.track", "inside run.steps", "before the loop")):
         for _ in loop.steps():
             loop.run.track(other=Mlp())
 
 
 def test_evaluating_within_the_inner_loop(loop: Loop) -> None:
     """Each worker is at another micro-batch, and all would wait for each other."""
-    with pytest.raises(UsageError, match="inside of `for batch in step`"):
+    with pytest.raises(UsageError, match="inside `for batch in step`"):
         loop.train(lambda step, batch: loop.run.evaluate(vectors(), lambda batch: {"n": torch.ones(())}, batch_size=4))
 
 
@@ -292,7 +292,7 @@ def test_threads(threads: int) -> None:
     ("spoil", "parts"),
     [
         (lambda loss: torch.stack([loss, loss]), ("the loss has shape (2,)", "scalar", "mean")),
-        (lambda loss: loss.detach(), ("the loss needs no gradient", "detached", "torch.no_grad()", "frozen")),
+        (lambda loss: loss.detach(), ("the loss has no gradient", "detached", "torch.no_grad()", "frozen")),
         (lambda loss: loss.item(), ("needs the loss as a tensor", "got a float")),
         (lambda loss: loss * torch.nan, ("is nan", "(samples [", "nothing was updated", "unisono replay RUN --step")),
         (lambda loss: loss + torch.inf, ("is inf", "nothing was updated")),
@@ -368,7 +368,7 @@ def test_more_losses_than_the_first_micro_batch_had(loop: Loop, first_with_two: 
         if step.microbatch == first_with_two:
             step.backward(loop.loss(batch))
 
-    with pytest.raises(StepError, match=says("2 times for this micro-batch and 1 times", "equally often")):
+    with pytest.raises(StepError, match=says("2 times for this micro-batch and 1 times", "the same number of times")):
         loop.train(backward)
     assert loop.untouched
 
@@ -415,7 +415,7 @@ def test_leaving_the_outer_loop_at_the_head_of_a_step(tmp_path: Path) -> None:
 
 
 def test_iterating_a_step_twice(loop: Loop) -> None:
-    with pytest.raises(StepError, match=says("step 0 was iterated before", "once for each step")):
+    with pytest.raises(StepError, match=says("step 0 was already iterated over", "only once per step")):
         for step in loop.steps():
             for _ in range(2):
                 for batch in step:
@@ -442,7 +442,7 @@ def test_a_batch_that_is_unpacked_from_the_step(loop: Loop) -> None:
 
 def test_a_step_that_is_taken_for_a_batch(loop: Loop) -> None:
     for step in loop.steps():
-        with pytest.raises(TypeError, match=says("step 0", "is no batch", "for batch in step:")):
+        with pytest.raises(TypeError, match=says("step 0", "is not a batch", "for batch in step:")):
             step[0]
         break
 
@@ -512,7 +512,9 @@ def test_freezing_for_a_part_of_a_micro_batch(loop: Loop) -> None:
         step.backward(loop.loss(batch))
         loop.model.first.requires_grad_(False)
 
-    with pytest.raises(StepError, match=says("'model.first.weight' was unfrozen", "that was frozen get no gradient")):
+    with pytest.raises(
+        StepError, match=says("'model.first.weight' was unfrozen", "sure that a frozen parameter gets no gradient")
+    ):
         loop.train(learn)
 
 
@@ -572,7 +574,7 @@ def test_the_loss_of_a_step_before_its_end(loop: Loop) -> None:
 
 
 def test_loops_within_loops(loop: Loop) -> None:
-    with pytest.raises(UsageError, match=says("run.steps was called inside of another run.steps")):
+    with pytest.raises(UsageError, match=says("run.steps was called inside another run.steps")):
         for _ in loop.steps():
             for _ in loop.steps():
                 pass
@@ -722,7 +724,7 @@ def test_workers_that_start_with_other_parameters() -> None:
         assert [bits for _, bits in by_rank] == [right] * 3
         assert [len(told) for told, _ in by_rank] == [0, 1, 0]
         (told,) = by_rank[1][0]
-        assert "w1 starts with another state than w0, and uses the state of w0" in told
+        assert "w1 starts with a different state from w0's, and uses that of w0" in told
         assert "2 tensors, the first is tracked['objects']['model']['first.bias']" in told
         assert "Set the seed" in told
 

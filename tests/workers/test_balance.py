@@ -30,7 +30,7 @@ EXTRA = ["--extra-s", "0.09"]
 """A slow worker takes four times as long."""
 MEASURED = [*EXTRA, "--own-clock"]
 """... by a clock that only that moves, so that the paces are exactly these."""
-SLOW = "takes 4.0x as long as the others for a micro-batch: it gets"
+SLOW = "takes 4.0x as long as the others for a micro-batch: it now gets"
 SHARED = ["--exchange", "shared"]
 TWO_LEVEL = ["--exchange", "two-level", "--set", "simulate-hosts=2"]
 

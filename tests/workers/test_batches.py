@@ -193,7 +193,7 @@ def _calls(call: Callable[[unisono.Run, Any], Any]) -> None:
     ],
 )
 def test_what_has_no_place_in_the_loop_is_refused(call: Callable[[unisono.Run, Any], Any]) -> None:
-    with pytest.raises(unisono.StepError, match=r"inside of `for batch in run\.batches"):
+    with pytest.raises(unisono.StepError, match=r"inside `for batch in run\.batches"):
         _calls(call)
 
 
@@ -207,7 +207,7 @@ def _inner_loop_within() -> None:
 
 
 def test_an_inner_loop_within_it_is_refused() -> None:
-    words = "a step of 4 micro-batches was begun inside of an evaluation of 6 batches"
+    words = "a step of 4 micro-batches was begun inside an evaluation of 6 batches"
     with pytest.raises(unisono.StepError, match=words):
         _inner_loop_within()
 
@@ -220,7 +220,7 @@ def test_other_misuse_is_refused() -> None:
         with pytest.raises(unisono.StepError, match="outside of the loops"):
             n += 1
         batches = run.batches(vectors(), batch_size=4)
-        with pytest.raises(unisono.StepError, match="are known after"):
+        with pytest.raises(unisono.StepError, match="are known only after"):
             _ = batches.totals
         with pytest.raises(unisono.StepError, match=r"within `for batch in run\.batches"):
             batches.add(n=1)
@@ -228,9 +228,9 @@ def test_other_misuse_is_refused() -> None:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))
                 n += len(y)
-                with pytest.raises(unisono.StepError, match="known after the inner loop"):
+                with pytest.raises(unisono.StepError, match="known only after the inner loop"):
                     float(n)
-                with pytest.raises(unisono.UsageError, match=r"run\.batches was called inside of `for batch in step`"):
+                with pytest.raises(unisono.UsageError, match=r"run\.batches was called inside `for batch in step`"):
                     next(iter(run.batches(vectors(), batch_size=4)))
         for x, _ in batches:
             with pytest.raises(unisono.UsageError, match="in the training and in an evaluation"):
@@ -238,7 +238,7 @@ def test_other_misuse_is_refused() -> None:
             for wrong in ("text", torch.ones(2, dtype=torch.complex64)):
                 with pytest.raises(unisono.UsageError, match="can add up numbers"):
                     batches.add(s=wrong)
-        with pytest.raises(unisono.StepError, match="was iterated before"):
+        with pytest.raises(unisono.StepError, match="was already iterated over"):
             iter(batches)
 
 

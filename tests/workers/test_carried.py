@@ -211,13 +211,13 @@ def test_a_micro_batch_may_write_no_row() -> None:
 
 
 def test_what_cannot_be_written_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"keys from 60 to 60 were given, and the unisono.Carried has rows 0 to 59"):
+    with pytest.raises(UsageError, match=r"keys from 60 to 60 were given, but the unisono.Carried has rows 0 to 59"):
         _write(lambda carried, step: carried.__setitem__(60, 0.0))
     with pytest.raises(UsageError, match=r"rows of shape \(2, 2\) are to be written"):
         _write(lambda carried, step: carried.__setitem__([1, 2], torch.zeros(3, 2)))
     with pytest.raises(UsageError, match="an int, a slice, a list of ints"):
         _write(lambda carried, step: carried[torch.tensor([0.5])])
-    with pytest.raises(StepError, match=r"has written 5 rows of a unisono.Carried, and there is room for 4"):
+    with pytest.raises(StepError, match=r"wrote 5 rows of a unisono.Carried, but there is room for 4"):
         _write(lambda carried, step: carried.__setitem__(slice(0, 5), 1.0))
     _write(lambda carried, step: carried.__setitem__(slice(0, 8), 1.0), writes_per_sample=2)
     with pytest.raises(StepError, match=r"carried.rows was written within `for batch in step`"):

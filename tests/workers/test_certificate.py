@@ -129,7 +129,7 @@ def world(trained: World, tmp_path: Path) -> World:
 
 def test_what_two_and_three_workers_have_trained_is_right_alone(trained: World) -> None:
     said = trained.verify("--run", trained.run, "--model", trained.folder / "model.safetensors")
-    assert "right: the journal: 12 steps in a chain that is as certified" in said
+    assert "right: the journal: 12 steps in a chain that matches the certificate" in said
     assert "right: 4 checkpoints of 4" in said
     assert "no step was computed again" in said
     said = trained.recomputed("--segments", 2)
@@ -284,14 +284,14 @@ def test_an_edited_journal_that_was_certified_anew_is_found_by_computing(world: 
     world.certify()
     assert "no step was computed again" in world.verify("--run", world.run)
     said = world.recomputed("--all", status=1)
-    assert "is the first that is not as in the journal: loss is" in said
+    assert "is the first that does not match the journal: loss is" in said
 
 
 def test_a_swapped_checkpoint_is_named(world: World) -> None:
     other = world.run / files.FOLDER / files.step_name(6)
     shutil.rmtree(other)
     shutil.copytree(world.run / files.FOLDER / files.step_name(3), other)
-    assert "WRONG: the checkpoint of step 6 is another" in world.verify("--run", world.run, status=1)
+    assert "WRONG: the checkpoint of step 6 differs" in world.verify("--run", world.run, status=1)
 
 
 def change_weight(run: Path, step: int) -> None:
@@ -310,7 +310,7 @@ def change_weight(run: Path, step: int) -> None:
 def test_one_bit_of_a_checkpoint_is_named(world: World) -> None:
     change_weight(world.run, 6)
     unisono("checkpoints", world.run, "check")
-    assert "WRONG: the checkpoint of step 6 is another" in world.verify("--run", world.run, status=1)
+    assert "WRONG: the checkpoint of step 6 differs" in world.verify("--run", world.run, status=1)
 
 
 def test_one_bit_of_a_checkpoint_that_was_certified_anew_is_found_by_computing(world: World) -> None:
@@ -340,7 +340,7 @@ def test_another_learning_rate_in_the_middle_is_found(world: World, tmp_path: Pa
     world.certify()
     said = world.verify("--segments", 4, "--run", world.run, script, "--", *ARGUMENTS, status=1)
     assert said.count("computed again\n") == 2, said
-    assert "step 8 is the first that is not as in the journal" in said
+    assert "step 8 is the first that does not match the journal" in said
 
 
 def test_a_certificate_of_somebody_else_is_no_success(world: World) -> None:
@@ -358,8 +358,8 @@ def test_a_changed_certificate_is_no_success(world: World) -> None:
     envelope = json.loads(world.certificate.read_text())
     content = base64.b64decode(envelope["payload"]).replace(b'"batch_size":24', b'"batch_size":25')
     world.certificate.write_text(json.dumps({**envelope, "payload": base64.b64encode(content).decode()}))
-    assert "WRONG: its signature is not right" in world.verify(status=1)
-    assert "WRONG: its signature is not right" in unisono("verify", world.certificate, "--any-signer", status=1)
+    assert "WRONG: its signature is wrong" in world.verify(status=1)
+    assert "WRONG: its signature is wrong" in unisono("verify", world.certificate, "--any-signer", status=1)
 
 
 def test_a_model_that_was_tuned_afterwards_is_named(world: World) -> None:
@@ -370,16 +370,16 @@ def test_a_model_that_was_tuned_afterwards_is_named(world: World) -> None:
     state[name] = state[name] + 1e-6
     save_file(state, world.folder / "tuned.safetensors")
     said = world.verify("--model", world.folder / "tuned.safetensors", status=1)
-    assert "tuned.safetensors does not hold a model that is certified" in said
+    assert "tuned.safetensors does not hold a certified model" in said
     words = ("certify", world.run, "--model", world.folder / "tuned.safetensors")
-    assert "does not hold a model that is certified" in unisono(*words, status=2)
+    assert "does not hold a certified model" in unisono(*words, status=2)
 
 
 def test_a_certificate_of_another_run_is_named(world: World, tmp_path: Path) -> None:
     other = run_workers(CHECKPOINTED, 1, directory=tmp_path / "other", arguments=("--steps", "3"))
     assert other.exit_code == 0, other.output
     said = world.verify("--run", tmp_path / "other", status=1)
-    assert "WRONG: the certificate is that of run" in said
+    assert "WRONG: the certificate is for run" in said
 
 
 def train_between(directory: Path) -> None:
@@ -486,7 +486,7 @@ def test_a_checkpoint_of_step_0_begins_no_check(world: World) -> None:
     assert [state.step for state in said_in(world.certificate).predicate.states] == [3, 6, 9, 12]
     content = json.loads(parse_envelope(world.certificate.read_bytes()).content)
     content["predicate"]["states"][0]["step"] = 0
-    with pytest.raises(UsageError, match="this is no certificate of a run"):
+    with pytest.raises(UsageError, match="this is not the certificate of a run"):
         parse_statement(json.dumps(content).encode())
 
 
@@ -517,11 +517,11 @@ def test_another_arithmetic_is_refused_before_anything_is_computed(world: World)
 
 def test_no_script_is_executed_that_nobody_has_named(world: World, tmp_path: Path) -> None:
     said = world.verify("--run", world.run, "--all", status=2)
-    assert "is not executed unasked; give the script" in said
-    assert "no script is executed that you have not named" in world.verify("--all", status=2)
+    assert "is not executed without asking; give the script" in said
+    assert "only a script that you have named is executed" in world.verify("--all", status=2)
     (tmp_path / "other.py").write_text("raise SystemExit('executed')")
     said = world.verify("--run", world.run, "--all", tmp_path / "other.py", status=2)
-    assert "is another script than the certified one" in said
+    assert "is not the certified script" in said
 
 
 @pytest.mark.parametrize("answer", ["n", "y"])
@@ -545,7 +545,7 @@ def test_a_directory_of_somebody_else_names_no_script(world: World) -> None:
         pytest.skip("only root gives files away")
     shutil.chown(world.run / "run.json", 65534)
     said = world.verify("--run", world.run, "--all", status=2)
-    assert "is a file of" in said
+    assert "belongs to" in said
     said = world.verify("--run", world.run, "--all", CHECKPOINTED, status=2)
     assert "give the arguments as well" in said
 

@@ -100,7 +100,7 @@ def test_a_script_that_fails_by_itself_cannot_be_checked(unisono: Unisono, nurse
 @pytest.mark.parametrize(
     ("words", "said", "error"),
     [
-        (["train.py", "--size", "2"], "", "stands after `--`: python -m unisono check SCRIPT -- --size"),
+        (["train.py", "--size", "2"], "", "come after `--`: python -m unisono check SCRIPT -- --size"),
         ([], "", "which script? unisono check SCRIPT"),
         (["--json", "gone.py"], "there is no script gone.py", ""),
         (["--json", "--steps", "1", "gone.py"], "a check needs 2 steps or more", ""),

@@ -449,7 +449,7 @@ def test_broken_checkpoints_do_not_stand_in_the_way_of_new_ones(tmp_path: Path) 
     assert began == [3, 4]
 
 
-@pytest.mark.filterwarnings("ignore:the run goes on with another recipe")
+@pytest.mark.filterwarnings("ignore:the run continues with a different recipe")
 def test_going_back_to_an_older_checkpoint_leaves_the_newer_ones_behind(tmp_path: Path) -> None:
     """They are there until the run has written one, and then it is what the next one goes on from."""
     folder, seen = tmp_path / files.FOLDER, []
@@ -535,7 +535,7 @@ def test_a_run_that_has_lost_all_its_workers_does_not_begin_again_after_a_step(k
     if kind == "evaluation":
         assert begin() is None
     else:
-        with pytest.raises(CheckpointError, match=f"does not begin again; .*--resume {tmp_path}"):
+        with pytest.raises(CheckpointError, match=f"does not start again; .*--resume {tmp_path}"):
             begin()
 
 
@@ -571,11 +571,11 @@ def test_another_strategy_is_refused_with_what_can_be_done(tmp_path: Path) -> No
 def test_another_number_of_microbatches_by_explicit_word(tmp_path: Path) -> None:
     train(tmp_path / "a", num_steps=2, checkpoint=EVERY)
     with pytest.warns(
-        UserWarning, match=r"another recipe, which resume_anyway allows:\s+checkpoint +script\s+microbatches +4 +8"
+        UserWarning, match=r"a different recipe, which resume_anyway allows:\s+checkpoint +script\s+microbatches +4 +8"
     ):
         train(tmp_path / "a", num_steps=4, microbatches=8, resume="auto", resume_anyway={"microbatches"})
     assert len([line for line in read(tmp_path / "a") if line["kind"] == "step"]) == 4
-    with pytest.raises(UsageError, match="does not fit into another model"):
+    with pytest.raises(UsageError, match="does not fit a different model"):
         unisono.Run(tmp_path / "a", resume="auto", resume_anyway={"parameters"})
     with pytest.raises(UsageError, match="a set of names"):
         unisono.Run(tmp_path / "a", resume="auto", resume_anyway="microbatches")
@@ -602,7 +602,7 @@ def test_save_writes_whatever_the_policy_says(tmp_path: Path) -> None:
     train(tmp_path, wait=True, at_step=save)
     (saved,) = steps(tmp_path)
     assert saved in (2, 3)
-    with unisono.Run(tmp_path, resume="auto") as run, pytest.raises(UsageError, match=r"inside of run\.steps"):
+    with unisono.Run(tmp_path, resume="auto") as run, pytest.raises(UsageError, match=r"inside run\.steps"):
         run.save()
 
 
@@ -953,16 +953,14 @@ def test_who_is_left_knows_who_sees_the_directory(tmp_path: Path) -> None:
 def test_that_nobody_can_write_the_last_checkpoint_is_said(tmp_path: Path) -> None:
     members = Members(tmp_path, reaches=(False, False))
     members.step(3)
-    with pytest.warns(
-        UserWarning, match=r"the checkpoint of step 3 was not written into .*: no worker that is left sees"
-    ):
+    with pytest.warns(UserWarning, match=r"the checkpoint of step 3 was not written into .*: no remaining worker sees"):
         members.save_last()
     with warnings.catch_warnings(action="error"):
         members.save_last()  # once: the end of the run comes after the end of its loop
     assert steps(tmp_path) == []
     members.step()
     members = Members(tmp_path, reaches=(False, False), policy=unisono.Checkpoints(must_succeed=True))
-    with pytest.raises(CheckpointError, match=r"no worker that is left sees that directory.* The run ends because"):
+    with pytest.raises(CheckpointError, match=r"no remaining worker sees that directory.* The run ends because"):
         members.save_last()
 
 
@@ -1081,7 +1079,9 @@ def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
         if step.number == 8:
             open_again.set()
 
-    with pytest.warns(UserWarning, match=r"the checkpoint of step 4 waits: that of step 2 has been written for"):
+    with pytest.warns(
+        UserWarning, match=r"the checkpoint of step 4 is waiting: that of step 2 has been in progress for"
+    ):
         train(tmp_path, num_steps=10, checkpoint=EVERY, at_step=watch)
     assert done == list(range(10)), "no step waited for the disk"
     check_readable(tmp_path)
@@ -1115,7 +1115,7 @@ def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path: Path) -> No
             warnings.simplefilter("always")
             _, seen = train(tmp_path, num_steps=12, width=200, checkpoint=EVERY, resume="auto", wait=True)
         assert seen.samples > 0
-        full = [str(w.message) for w in said if "No space left on device; the training goes on" in str(w.message)]
+        full = [str(w.message) for w in said if "No space left on device; training continues" in str(w.message)]
         assert len(full) >= 2, "each that was due was tried"
         assert names(tmp_path) == [files.step_name(step) for step in steps(tmp_path)], "what failed needs no room"
         check_readable(tmp_path)
@@ -1133,7 +1133,7 @@ def test_a_failed_write_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     with small_disk(tmp_path / files.FOLDER, "1m"):
         make_read_only(tmp_path / files.FOLDER)
-        with pytest.warns(UserWarning, match=r"was not written into .*: Read-only file system; the training goes on"):
+        with pytest.warns(UserWarning, match=r"was not written into .*: Read-only file system; training continues"):
             train(tmp_path, num_steps=6, checkpoint=EVERY, wait=True)
     assert len([line for line in read(tmp_path) if line["kind"] == "step"]) == 6
 
@@ -1224,7 +1224,7 @@ def test_two_runs_cannot_go_on_in_one_directory(tmp_path: Path, monkeypatch: pyt
     train(tmp_path, num_steps=1, at_step=second)
     assert len(refused) == 2
     for text in refused:
-        assert f"a run is going in {tmp_path} (" in text
+        assert f"a run is active in {tmp_path} (" in text
         assert f"pid {os.getpid()} on" in text
     train(tmp_path, num_steps=2, resume="auto")  # it is free again
 
@@ -1238,10 +1238,10 @@ def test_workers_cannot_take_the_directory_of_a_run_that_is_going(unisono: Uniso
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert second.returncode == 1
-    assert "a run is going in" in second.stderr
+    assert "a run is active in" in second.stderr
     third = unisono("run", "--workers", 1, "--resume", tmp_path / "run", SCRIPT)
     assert third.wait() == 2
-    assert "a run is going in" in third.line("a run is going in")
+    assert "a run is active in" in third.line("a run is active in")
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait() == 75
 
@@ -1282,8 +1282,8 @@ def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, t
     assert unisono("run", *options, before=there).wait() == 1
     again = unisono("run", "--resume", "run", "-n", 1)
     assert again.wait() == 0, again.err
-    again.line(f"goes on with train.py 4 in {tmp_path / 'work'}")
-    again.line("goes on at step ")
+    again.line(f"resuming train.py 4 in {tmp_path / 'work'}")
+    again.line("resuming at step ")
     options[options.index("../run")] = "../calm"
     assert unisono("run", *options, before=there).wait() == 0
     assert compare(tmp_path / "run", tmp_path / "calm").startswith("identical: 200 steps")
@@ -1292,7 +1292,7 @@ def test_a_run_knows_its_script_arguments_folder_and_threads(unisono: Unisono, t
     other.line("resume_anyway={'microbatches'} or --set resume-anyway=microbatches")
     asked_for = unisono("run", "--resume", "run", "--set", "resume-anyway=microbatches", "work/train.py", "--", 8)
     assert asked_for.wait() == 0, asked_for.err
-    asked_for.line("another recipe, which resume_anyway allows")
+    asked_for.line("a different recipe, which resume_anyway allows")
 
 
 def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path) -> None:
@@ -1312,7 +1312,7 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
     verified = unisono("checkpoints", "run", "check")
     assert verified.wait() == 1
     assert "broken: step-0000000006 has no manifest.json" in verified.out[-1]
-    assert verified.out[0].endswith("every byte is right")
+    assert verified.out[0].endswith("every byte is correct")
 
 
 @pytest.mark.parametrize(

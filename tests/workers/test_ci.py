@@ -95,7 +95,7 @@ def test_a_project_is_told_the_line_that_breaks_its_bits(project: Path) -> None:
 
     line = change(project / "train.py", "lr=0.1", "lr=0.2")
     failed = run_pytest(project, "-m", "unisono_slow").stdout
-    assert "train.py has other bits than the golden ones in test_train.train.bits.json" in failed
+    assert "train.py has different bits from the golden ones in test_train.train.bits.json" in failed
     assert "step 1 is the first that differs" in failed
     assert "optimizer['param_groups'][0]['lr'] is 0.1 and 0.2 (golden, and now)" in failed
     assert "micro-batch 0 of step 1: " in failed

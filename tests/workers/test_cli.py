@@ -67,7 +67,7 @@ BEGIN = """
         (["run", "-m", "no.such.module"], "there is no module 'no.such.module'"),
         (
             ["run", "here.py", "--workers", "0"],
-            "--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got '0'",
+            "--workers must be a number from 1, 'auto', or A:B with 1 <= A <= B; got '0'",
         ),
         (["run", "here.py", "--workers", "many"], "got 'many'"),
         (["run", "here.py", "--workers", "4:2"], "got '4:2'"),
@@ -75,7 +75,7 @@ BEGIN = """
         (["run", "here.py", "--threads", "0"], "at least 1 thread, got --threads 0"),
         (["run", "here.py", "--set", "port=70000"], "got --set port=70000"),
         (["run", "here.py", "--bind", "192.0.2.7"], "cannot listen on 192.0.2.7 port 0"),
-        (["run", "here.py", "--bind", ""], "--bind is an address of this machine"),
+        (["run", "here.py", "--bind", ""], "--bind takes an address of this machine"),
         (["run", "here.py", "--bind", "ä..b"], "cannot listen on ä..b port 0: encoding of hostname failed"),
         (
             ["run", "here.py", "--set", "heartbeat=9s"],
@@ -94,30 +94,33 @@ BEGIN = """
         (["run", "here.py", "--run-dir", "\udcff"], r"the run directory is not UTF-8: b'\xff'"),
         (["run", "here.py", "--run-dir", "here.py"], "here.py is not a directory"),
         (["run", "here.py", "--run-dir", "here.py/run"], "here.py is not a directory"),
-        (["run", "here.py", "--max-restarts", "-1"], "max_restarts is at least 0, got -1"),
+        (["run", "here.py", "--max-restarts", "-1"], "max_restarts must be at least 0, got -1"),
         (["run", "--resume", "odd-word"], "odd-word does not say which script it was made with; give the script"),
         (["run", "--resume", "odd-module"], "odd-module does not say which script it was made with; give the script"),
         (["watch", "--once", "missing"], "there is no run directory missing"),
-        (["watch", "--once", "empty"], "there is no run in empty: no journal, and no head that answers"),
+        (["watch", "--once", "empty"], "there is no run in empty: it has no journal, and no head answers"),
         (
             ["watch", "--once", "foreign"],
             "foreign/journal.jsonl is not a journal: it begins with 'dear diary'",
         ),
         (["compare", "broken", "broken"], "line 2 of broken/journal.jsonl is not a line of a journal: '{nonsense'"),
-        (["compare", "nothing", "nothing"], "nothing holds no journal"),
-        (["scale", ".", "0"], "a run has at least 1 worker, got 0"),
-        (["scale", ".", "-1"], "a run has at least 1 worker, got -1"),
-        (["scale", ".", "2"], "no run is going in ."),
-        (["stop", "."], "no run is going in .; a run that has just begun can be reached after some seconds"),
-        (["join", "over"], "the run in over is not going any more; `unisono watch --once over` shows how it has ended"),
-        (["run", "--resume", "odd-word", "--", "--lr", "1"], "--lr is no script, and stands where the script should"),
+        (["compare", "nothing", "nothing"], "nothing is not a journal"),
+        (["scale", ".", "0"], "a run needs at least 1 worker, got 0"),
+        (["scale", ".", "-1"], "a run needs at least 1 worker, got -1"),
+        (["scale", ".", "2"], "no run is active in ."),
+        (["stop", "."], "no run is active in .; a run that has just started can be reached after a few seconds"),
+        (["join", "over"], "the run in over is over; `unisono watch --once over` shows how it ended"),
+        (
+            ["run", "--resume", "odd-word", "--", "--lr", "1"],
+            "--lr is not a script, but is given where the script should",
+        ),
         (["join", "http://x", "--token-file", "here.py"], "the address of a run is ws://HOST:PORT"),
         (
             ["join", "ws://x:99999", "--token-file", "here.py"],
             "the address of a run is ws://HOST:PORT or wss://HOST:PORT#FINGERPRINT, got 'ws://x:99999'",
         ),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py", "--wait", "nans"], "--wait is a time"),
-        (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing holds no token"),
+        (["join", "ws://127.0.0.1:1", "--token-file", "nothing"], "nothing has no token"),
         (["join", "ws://127.0.0.1:1", "--token-file", "missing"], "there is no --token-file missing"),
         (["join", "ws://127.0.0.1:1", "--token-file", "here.py"], "no head answers at ws://127.0.0.1:1"),
         (["join", "-"], "there is no invitation on standard input"),
@@ -125,13 +128,13 @@ BEGIN = """
         (["watch", "--once", "wss://x@127.0.0.1:1"], "no head answers at wss://127.0.0.1:1"),
         (
             ["run", "here.py", "--set", "certificate=x.pem"],
-            "--set certificate and --set private-key are given together",
+            "give --set certificate and --set private-key together",
         ),
         (
             ["run", "here.py", "--set", "certificate=x.pem", "--set", "private-key=x.key"],
             "the certificate x.pem cannot be read",
         ),
-        (["run", "here.py", "--set", "advertise=lab:4000"], "--set advertise is an address or the name of a host"),
+        (["run", "here.py", "--set", "advertise=lab:4000"], "--set advertise takes an address or a host name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "-",
 )
@@ -177,7 +180,7 @@ def test_a_task_of_mpiexec_does_not_ignore_the_machines_that_it_is_given(
     monkeypatch.setattr(sys, "argv", ["unisono", "run", "here.py", "--hosts", "a,b"])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
-    words = "unisono: --hosts and --set hostfile are for `unisono run` by itself; "
+    words = "unisono: --hosts and --set hostfile are for `unisono run` on its own; "
     assert (leaving.value.code, capsys.readouterr().err[: len(words)]) == (2, words)
 
 
@@ -191,7 +194,7 @@ def test_a_working_directory_that_has_gone_is_named(
     monkeypatch.setattr(sys, "argv", ["unisono", "run", str(tmp_path / "here.py"), "--run-dir", "run"])
     with pytest.raises(SystemExit) as leaving:
         cli.main()
-    words = "unisono: the working directory has been removed; go to another one (cd)\n"
+    words = "unisono: the working directory has been removed; change to another one (cd)\n"
     assert (leaving.value.code, capsys.readouterr().err) == (2, words)
 
 
@@ -233,7 +236,9 @@ def test_a_run_that_this_user_cannot_reach_is_not_shown_as_stopped(unreadable: s
     (tmp_path / "head.json").write_text(json.dumps({"url": "ws://127.0.0.1:1"}))
     (tmp_path / unreadable).unlink(missing_ok=True)
     (tmp_path / unreadable).mkdir()
-    with pytest.raises(UsageError, match=f"{unreadable} is no file of that directory alone: it is a pipe, a directory"):
+    with pytest.raises(
+        UsageError, match=f"{unreadable} is not a plain file of that directory: it is a pipe, a directory"
+    ):
         CliRunner().invoke(
             cli._group, ["watch", "--once", str(tmp_path)], standalone_mode=False, catch_exceptions=False
         )
@@ -835,12 +840,12 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
         launch(main, 1, callable="x")
     with pytest.raises(LaunchError, match=r"main with the 2 arguments given: too many positional arguments$"):
         launch(main, 1, 2)
-    with pytest.raises(LaunchError, match="launch calls a function, got 3"):
+    with pytest.raises(LaunchError, match="launch takes a function, got 3"):
         launch(3)  # type: ignore[arg-type]
 
 
 def test_launch_refuses_what_the_command_refuses() -> None:
-    with pytest.raises(LaunchError, match="--workers is a number from 1"):
+    with pytest.raises(LaunchError, match="--workers must be a number from 1"):
         launch(print, workers=0)
 
 

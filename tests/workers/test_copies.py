@@ -109,7 +109,7 @@ def test_a_run_whose_directory_is_lost_goes_on_from_a_copy_with_the_same_bits(
     assert same(model, other)
     assert seen.samples == expected.samples
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 9 steps")
-    assert "goes on at step 6" in capsys.readouterr().err
+    assert "resuming at step 6" in capsys.readouterr().err
     assert copied(place)[-1] == 9
     for path in files.complete(tmp_path / "a" / files.FOLDER):
         files.verify(path)
@@ -161,7 +161,7 @@ def test_a_run_that_is_killed_with_its_machine_goes_on_elsewhere_with_other_work
     total = ["--steps", str(newest + 3)]
     again = run_workers(SCRIPT, 3, directory=tmp_path / "b", options=["--resume", place], arguments=total)
     assert again.exit_code == 0, again.output
-    assert f"goes on at step {newest}" in again.output
+    assert f"resuming at step {newest}" in again.output
     calm = run_workers(SCRIPT, 1, directory=tmp_path / "calm", arguments=total)
     assert (again.digests, again.final) == (calm.digests, calm.final)
     assert compare(tmp_path / "b", tmp_path / "calm").startswith(f"identical: {newest + 3} steps")
@@ -177,12 +177,12 @@ def test_the_command_resumes_a_copy_with_the_scripts_own_command_and_lists_copie
     shutil.rmtree(tmp_path / "a")
     again = unisono("run", "--resume", "disk", "--run-dir", "b", "--workers", 1)
     assert again.wait() == 0, again.err
-    again.line(f"goes on with {SCRIPT} --steps 4 --every 2")
+    again.line(f"resuming {SCRIPT} --steps 4 --every 2")
     again.line("nothing is left to do: 4 of 4 steps are done")
     listed = unisono("checkpoints", f"file://{tmp_path}/disk", "check")
     assert listed.wait() == 0, listed.err
     assert listed.out[-1].startswith(files.step_name(4))
-    assert listed.out[-1].endswith("every byte is right")
+    assert listed.out[-1].endswith("every byte is correct")
     unknown = unisono("run", "--copies-to", "nothing://x", SCRIPT)
     assert unknown.wait() == 2
     unknown.line("copies of checkpoints cannot go to nothing://x: Protocol not known")
@@ -273,7 +273,7 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_used(hurt: str, tmp_path:
     train(tmp_path / "c", num_steps=7)
     assert compare(tmp_path / "b", tmp_path / "c").startswith("identical: 7 steps")
     shutil.rmtree(place / files.FOLDER)
-    with pytest.raises(CheckpointError, match="holds no whole copy of a checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete copy of a checkpoint"):
         train(tmp_path / "d", resume=str(place))
 
 
@@ -372,7 +372,7 @@ def test_the_end_waits_for_a_copy_for_a_limited_time(
     place = "unsteady://bucket/digits"
     train(tmp_path / "a", num_steps=2, checkpoint=policy(place, copies_wait_s=0.05))
     said = capsys.readouterr().err
-    assert f"the copy of {files.step_name(2)} to {place} was not done within 0 s and is given up" in said
+    assert f"the copy of {files.step_name(2)} to {place} was not finished within 0 s and is given up" in said
     unsteady.free.set()
 
 
@@ -382,7 +382,7 @@ def test_where_copies_cannot_be_read_a_run_does_not_begin_again(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="cannot be read"):
         train(tmp_path / "a", checkpoint=broken, resume="auto")
     train(tmp_path / "b", num_steps=2, checkpoint=policy(tmp_path / "disk"))
-    with pytest.warns(UserWarning, match="cannot be read.*; the run goes on from"):
+    with pytest.warns(UserWarning, match="cannot be read.*; the run continues from"):
         train(tmp_path / "b", num_steps=4, checkpoint=broken, resume="auto")
 
 

@@ -251,7 +251,7 @@ def _train_with(seat: Seat, place: Place, inside: bool) -> str:
 
 def test_what_changes_outside_of_the_inner_loop_is_found_before_a_loss_makes_it_count() -> None:
     for said in train_on("shared", 2, _train_with, False):
-        assert "was computed again one step later" in said
+        assert "was recomputed one step later" in said
         assert "compute it there from step.number" in said
     assert train_on("shared", 2, _train_with, True) == ["", ""]
 
@@ -316,7 +316,7 @@ def test_what_made_a_gradient_not_finite_is_looked_for_with_the_parameters_that_
 def test_a_delay_is_a_small_number_of_steps(delay: Any) -> None:
     with AloneRun(seed=SEED) as run:
         run.track(model=net())
-        with pytest.raises(UsageError, match="delay is a number of steps"):
+        with pytest.raises(UsageError, match="delay must be a number of steps"):
             run.steps(vectors(), batch_size=16, microbatches=4, delay=delay)
 
 
@@ -377,7 +377,7 @@ def test_parameters_that_change_while_gradients_are_under_way_are_refused() -> N
             optimizer.step()
 
     run = AloneRun(seed=SEED)
-    with pytest.raises(StepError, match="have changed within run"), run:
+    with pytest.raises(StepError, match="changed within run"), run:
         freeze(run)
 
 

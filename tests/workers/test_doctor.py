@@ -144,7 +144,7 @@ def test_this_machine_alone_and_a_run_that_is_not_going(unisono: Unisono, tmp_pa
     (tmp_path / "run").mkdir()
     command = unisono("doctor", "run")
     assert command.wait() == 1
-    assert "no run is going in run" in command.line("will hurt  run: ")
+    assert "no run is active in run" in command.line("will hurt  run: ")
     assert command.line("here:")
 
 
@@ -167,7 +167,7 @@ def test_machines_are_named_as_in_a_run(unisono: Unisono, tmp_path: Path) -> Non
     assert not any("cannot be started" in line for line in here.out + here.err)
     refused = unisono("doctor", "--hosts", "-oProxyCommand=touch x,b")
     assert refused.wait() == 2
-    refused.line("is no name of a machine")
+    refused.line("is not the name of a machine")
     away = unisono("doctor", "--hosts", "[fe80::1]:2", "--ssh", "false")
     assert away.wait() == 1
     away.line("fe80::1:")

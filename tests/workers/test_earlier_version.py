@@ -152,6 +152,6 @@ def test_local_steps_with_a_delay_are_not_gone_on_with(resume: str, late: Path, 
     """The version that can is named, and the run is left as it is."""
     before = (late / "journal.jsonl").read_bytes()
     directory, resume = (late, resume) if resume == "auto" else (tmp_path / "elsewhere", str(late / resume))
-    with pytest.raises(RecipeError, match=r"local_steps\(delay=1\).*version 0\.2\.0 goes on with such a run"):
+    with pytest.raises(RecipeError, match=r"local_steps\(delay=1\).*version 0\.2\.0 can resume such a run"):
         train_in_rounds(directory, resume)
     assert (late / "journal.jsonl").read_bytes() == before

@@ -70,7 +70,7 @@ def test_a_break_of_one_worker_ends_the_run_in_a_sentence_about_the_script(
     assert command.wait() == 1
     pattern = (
         r"unisono: failed: worker w1 \(pid \d+\) has left the training loop before step 3 \(by a break or a return "
-        r"that only it reached\?\), and worker w[02] \(pid \d+\) has begun step 3\. All workers must leave"
+        r"that only it reached\?\), but worker w[02] \(pid \d+\) has begun step 3\. All workers must leave"
     )
     assert re.search(pattern, command.err[-1]), command.err
     assert not [line for line in command.err if "trying again" in line]

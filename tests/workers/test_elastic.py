@@ -167,7 +167,7 @@ def test_a_machine_whose_workers_were_sent_away_leaves_at_the_first_signal(
 
 
 def test_the_machine_that_joined_is_gone(unisono: Unisono, run_dir: Path, calm: Path, tmp_path: Path) -> None:
-    """`kill -9` of the joined command takes its workers with it; the run goes on with its own."""
+    """`kill -9` of the joined command takes its workers with it; the run continues with its own."""
     with Gates(tmp_path / "gates", (3, 20)) as gates:
         command, guest = start_with_guest(unisono, run_dir, gates)
         guest.process.kill()
@@ -219,8 +219,8 @@ def test_stop_ends_the_run_at_the_end_of_a_step(unisono: Unisono, run_dir: Path,
 def test_one_here_wait_for_two(unisono: Unisono, run_dir: Path, calm: Path) -> None:
     """``--workers 1 --wait-for 2``: not a step before the second machine is there, and the first line to paste."""
     command = start(unisono, run_dir, None, 1, "--wait-for", 2)
-    command.line("1 of 2 workers are there; the run begins when all 2 are")
-    assert "the line that `unisono watch --once " in command.line("more workers join, on this machine")
+    command.line("1 of 2 workers are there; the run starts when all 2 are")
+    assert "the line that `unisono watch --once " in command.line("more workers can join, on this machine")
     assert ask_status(find(str(run_dir)))["state"] == "waiting"
     guest = join(unisono, run_dir, 1)
     finish(command, run_dir, calm)
@@ -241,7 +241,7 @@ def test_a_run_grows_by_itself_to_measure_another_worker(
     """``--workers 1:2 --efficiency 0.7`` begins with one, although there is room for two. The bits are the same."""
     with Gates(tmp_path / "gates", (SKIPPED + SETTLED + 1,)) as gates:
         command = start(unisono, run_dir, gates, "1:2", "--set", "efficiency=0.7", before=on_two_cores())
-        command.line("scaled to 2 workers, from 1: to measure what another one adds (--set efficiency=0.7)")
+        command.line("scaled to 2 workers, from 1: to measure what one more adds (--set efficiency=0.7)")
         gates.open(SKIPPED + SETTLED + 1, command.generation("w1 joins"))
         finish(command, run_dir, calm)
     assert set(sizes(run_dir)[: SKIPPED + SETTLED]) == {1}
@@ -379,7 +379,7 @@ def test_a_machine_none_of_whose_workers_can_take_part_is_told_why_and_the_run_g
         )
         assert guest.wait() == 1, guest.err
         said[place] = guest.line("none of its workers could take part")
-    assert "has another text of the script" in said["edited"]
+    assert "has a different text of the script" in said["edited"]
     assert "FileNotFoundError" in said["lacking"]
     assert unisono("stop", run_dir).wait() == 0
     assert command.wait() == 0, command.err
@@ -412,7 +412,7 @@ def test_the_journal_names_who_was_admitted_with_a_warning(
     assert command.wait() == 0, command.err
     noted = [line for line in steps_of(run_dir) if "warnings" in line]
     assert noted == with_newcomer(run_dir)[:1]
-    assert "has another text of the script" in noted[0]["warnings"][0]
+    assert "has a different text of the script" in noted[0]["warnings"][0]
     without = tmp_path / "without"
     without.mkdir()
     lines = [{key: line[key] for key in line if key != "warnings"} for line in read(run_dir)]
@@ -442,7 +442,7 @@ def test_a_newcomer_with_another_recipe_is_refused_and_the_run_goes_on(
         monkeypatch.setenv(variable, value)
     run_dir = tmp_path / "run"
     command = unisono("run", script(EDITED), "-n", 2, "--max-restarts", 1, "--run-dir", run_dir)
-    command.line("another recipe than the run")
+    command.line("a different recipe from the run")
     assert command.line("batch_size ").split()[-3:] == ["batch_size", "24", "12"]
     command.line("generation 4 with 1 worker")
     assert unisono("stop", run_dir).wait() == 0

@@ -174,9 +174,9 @@ def test_an_interrupted_run_writes_a_checkpoint_and_says_how_to_go_on(unisono: U
     files.verify(checkpoint)
     assert alarms(command.err) == []
     assert len([line for line in command.err if "interrupted, with a checkpoint" in line]) == 1
-    hint = command.line("to go on from it: ")
+    hint = command.line("to resume from it: ")
     assert checkpoint.name in hint
-    _, *words = shlex.split(hint.partition("to go on from it: ")[2])
+    _, *words = shlex.split(hint.partition("to resume from it: ")[2])
     more = ["--steps", str(int(checkpoint.name.removeprefix("step-")) + 1)]
     again = unisono(*words, SCRIPT, "--", *more)
     assert again.wait() == 0, again.err

@@ -84,7 +84,7 @@ def test_without_an_evaluator_the_members_compute_it_at_once(size: int) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("run", SCRIPT, "--evaluators", "-1"), "a run has 0 or more evaluators, got --evaluators -1"),
+        (("run", SCRIPT, "--evaluators", "-1"), "--evaluators must be 0 or more, got --evaluators -1"),
         (("evaluate", "."), "there is no run.json in it"),
     ],
 )
@@ -138,7 +138,7 @@ def saved(run_dir: Path) -> list[int]:
     return [files.step_of(path) for path in files.complete(run_dir / files.FOLDER)]
 
 
-EVALUATES = "evaluates for the run in"
+EVALUATES = "evaluating for the run in"
 
 
 def killed_evaluator(run_dir: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_snapshot_of_a_killed_evaluator_is_evaluated_by_another_or_by_the_work
         gates.wait(EVALUATORS)
         gates.wait(3, workers=2)
         killed_evaluator(run_dir)
-        command.line("was killed, and is started again")
+        command.line("was killed, and is being restarted")
         gates.open(EVALUATORS)
         gates.open(3)
         finish(command, run_dir, alone[2])
@@ -235,7 +235,7 @@ def test_an_evaluator_that_was_started_by_hand_leaves_and_holds_nobody_back(
         gates.wait(EVALUATORS)
         guest.process.send_signal(signal.SIGINT)
         assert guest.wait() == 130, guest.err
-        command.line("the workers compute the evaluation of step 1: there is no evaluator any more")
+        command.line("the workers compute the evaluation of step 1: there is no evaluator any longer")
         gates.wait(5)
         unisono("scale", run_dir, 2).wait()
         gates.open(5, command.generation("w1 joins"))
@@ -273,7 +273,7 @@ def test_a_script_that_has_changed_is_refused(
         gates.wait(0)
         guest = unisono("evaluate", run_dir, other)
         assert guest.wait() == 2
-        guest.line("is not the one that the run has begun with")
+        guest.line("is not the one that the run started with")
         gates.open(0)
         finish(command, run_dir, alone[2])
 

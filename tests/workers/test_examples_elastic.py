@@ -177,7 +177,7 @@ def resume(example: Example, workers: int, options: Sequence[str], directory: Pa
     other = WORKERS[(WORKERS.index(workers) + 1) % len(WORKERS)]
     outcome = run(example, other, directory, [*options, "--resume", str(directory)])
     assert outcome.exit_code == 0, outcome.output
-    assert re.search(f"goes on at step [{LATE}{LATE + 1}],", outcome.output)  # within the second epoch
+    assert re.search(f"resuming at step [{LATE}{LATE + 1}],", outcome.output)  # within the second epoch
 
 
 @pytest.mark.parametrize(("name", "workers", "exchange", "event"), CASES)

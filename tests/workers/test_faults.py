@@ -31,7 +31,7 @@ STEP = 3
 STEP_POINTS = [at for at in POINTS if not at.startswith("checkpoint") and "." not in at]
 """Those of a plain training; a point of a strategy has its name before a dot."""
 EXCHANGES = {"shared": ["shared"], "gloo": ["gloo"], "two-level": ["two-level", "--set", "simulate-hosts=2"]}
-NO_STATE = "no worker that holds the run's state is left"
+NO_STATE = "no worker with the run's state is left"
 
 Case = tuple[str, int, str, int]
 """Exchange, number of workers, point, rank: who is killed where."""

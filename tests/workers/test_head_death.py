@@ -233,8 +233,8 @@ def test_when_the_head_and_all_workers_are_lost_the_run_does_not_begin_again(tmp
     assert run.process.returncode == 1, output
     assert "another one takes over" in output
     assert "begins again" not in output
-    assert "no worker that holds the run's state is left" in output
-    assert "the newest checkpoint is step-0000000002; to go on from it: unisono run --resume" in output
+    assert "no worker with the run's state is left" in output
+    assert "the newest checkpoint is step-0000000002; to resume from it: unisono run --resume" in output
 
 
 @pytest.mark.usefixtures("nursery")
@@ -256,7 +256,7 @@ def test_what_the_head_said_last_is_heard_before_another_one_follows(tmp_path: P
         output = run.output()
     assert run.process.returncode == 1, output
     assert "another one takes over" in output
-    assert "was killed by signal 9 (SIGKILL); no worker that holds the run's state is left" in output
+    assert "was killed by signal 9 (SIGKILL); no worker with the run's state is left" in output
 
 
 def test_of_all_steps_the_first_is_told_to_who_keeps_the_heads_memory(tmp_path: Path) -> None:

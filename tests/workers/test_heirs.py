@@ -202,11 +202,11 @@ def test_an_agent_that_is_late_hears_from_its_head_which_head_that_gives_way_to(
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
-@pytest.mark.parametrize("reason", ["refuses this machine with HTTP 401", "broke"], ids=["refused", "not there"])
+@pytest.mark.parametrize("reason", ["rejects this machine with HTTP 401", "broke"], ids=["refused", "not there"])
 def test_a_machine_that_cannot_reach_the_head_at_all_says_why(reason: str) -> None:
     async def story() -> None:
         async with serving(run_id="x") as (_, url):
-            is_refused = "refuses" in reason
+            is_refused = "rejects" in reason
             agent = Follower(url if is_refused else "ws://127.0.0.1:1", primary=False, token="wrong")
             await agent.following.run()
             assert agent.ended is not None

@@ -120,7 +120,7 @@ def test_the_output_of_agents_is_shown_and_their_failure_explained(monkeypatch: 
         return said
 
     left = "the agent of left ended with exit code 255: no route to host"
-    again = "; it is started again after 5 s"
+    again = "; restarting it after 5 s"
     right = "the agent of right was killed by signal 9 (SIGKILL)"
     assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == [
         "[left] [w0] hello",
@@ -172,7 +172,7 @@ def test_a_launcher_that_can_grow_is_asked_until_it_has_the_machines(monkeypatch
         return said
 
     said = asyncio.run(asyncio.wait_for(work(), WAIT_S))
-    assert said[0] == "no machine can be got or given back: RuntimeError: the cluster does not answer"
+    assert said[0] == "no machine can be requested or released: RuntimeError: the cluster does not answer"
     assert said[1] == "[more] [w3] hello"
     assert said[2].startswith("lost: no machine is left: the agent of left ended with exit code 0")
     assert growing.commands["more"].words[-2:] == ("--workers", "1")
@@ -262,9 +262,9 @@ def test_the_agent_of_a_lost_machine_is_started_again(monkeypatch: pytest.Monkey
 
     assert asyncio.run(asyncio.wait_for(work(), WAIT_S)) == [
         "the agent of left ended with exit code 255",
-        "left is lost: its agent is started again, after 0 s",
+        "left is lost: restarting its agent after 0 s",
         "[left] [w3] hello",
-        "the agent of left ended with exit code 1: [w3] hello; it is started again after 1 s",
+        "the agent of left ended with exit code 1: [w3] hello; restarting it after 1 s",
     ]
 
 

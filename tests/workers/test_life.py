@@ -259,7 +259,7 @@ def test_a_cell_that_is_run_twice_ends_its_first_run_and_says_what_was_wrong(tmp
     with pytest.raises(KeyboardInterrupt):
         train(first, spoil=stop)
     second = AloneRun(tmp_path / "run", seed=1, overwrite=True)
-    with pytest.raises(UsageError, match="after the end of the run: the script, or another run in it, has ended it"):
+    with pytest.raises(UsageError, match="after the end of the run: the script, or another run in it, ended it"):
         train(first)
     train(second)
     second.close()
@@ -271,7 +271,7 @@ def test_a_cell_that_is_run_twice_ends_its_first_run_and_says_what_was_wrong(tmp
             step.backward(model(batch).mean())
             break
         break
-    with pytest.warns(UserWarning, match="the run before this one was still open.*the inner loop of step 0 was left"):
+    with pytest.warns(UserWarning, match="the previous run was still open.*the inner loop of step 0 was left"):
         AloneRun().close()
 
 
@@ -418,5 +418,5 @@ def test_a_run_that_is_resumed_and_lacks_a_variable_says_so(tmp_path: Path) -> N
         go("auto")
     assert caught.value.__notes__ == [
         "(the run was resumed from a checkpoint and began at step 2: variables that the script sets in earlier steps "
-        "do not exist here, and its own counters begin again. step.index and step.number count from the beginning)"
+        "do not exist here, and its own counters start again. step.index and step.number count from the beginning)"
     ]

@@ -131,7 +131,7 @@ def test_a_loader_means_what_its_arguments_say(of_loader: dict[str, Any], of_ste
     [({"batch_size": 8}, "batch_size="), ({"shuffle": False}, "shuffle="), ({"collate": as_list}, "collate=")],
 )
 def test_what_the_loader_says_cannot_be_said_again(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(RecipeError, match=f"run.steps got a DataLoader and {named}: a DataLoader has these itself"):
+    with pytest.raises(RecipeError, match=f"run.steps got a DataLoader and {named}: a DataLoader has its own"):
         rows(DataLoader(Draws(), batch_size=8), **options)
 
 
@@ -157,12 +157,12 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (DataLoader(Stream(), batch_size=2), "data that can only be iterated, whose length nobody knows"),
+        (DataLoader(Stream(), batch_size=2), "data that can only be iterated over, whose length is unknown"),
         (DataLoader(Draws(), batch_size=None), "the DataLoader has batch_size=None"),
         (OwnIteration(Draws(), batch_size=8), "the loader is a OwnIteration, .*overrides __iter__.*the dataset itself"),
         (
             DataLoader(Draws(), batch_sampler=OwnBatches(range(21), 8, False)),
-            r"batch_sampler of a kind of its own \(OwnBatches\).*unisono.BucketSampler",
+            r"batch_sampler of an unknown kind \(OwnBatches\).*unisono.BucketSampler",
         ),
     ],
 )
@@ -438,7 +438,7 @@ def test_a_kill_a_newcomer_and_a_resume_in_the_middle_of_an_epoch(
     options = ["--resume", str(again)]
     end = run_workers(script, 3, directory=again, arguments=[*arguments, "-1"], options=options)
     assert end.exit_code == 0, end.output
-    assert "goes on at step 6" in end.output
+    assert "resuming at step 6" in end.output
     assert compare(calm, again).startswith("identical: 12 steps")
 
 

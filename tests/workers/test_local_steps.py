@@ -476,7 +476,7 @@ def test_a_state_that_is_lost_with_its_only_worker_ends_the_run(tmp_path: Path) 
     hurt = run(tmp_path / "run", 3, faults, arguments=["--copies", 1])
     assert hurt.exit_code == 1, hurt.output
     assert "the state of replica 1 was held by w1, and all of them are lost" in hurt.output
-    assert "Go on from " in hurt.output
+    assert "Resume from " in hurt.output
 
 
 def _hold(seat: Seat, place: Place) -> list[int]:
@@ -549,11 +549,11 @@ def test_what_has_no_meaning_in_rounds_is_refused_before_training() -> None:
     refused(match=r"inner_steps must be a whole number, got 2\.5", inner_steps=2.5)
     refused(match="copies must be a whole number, got True", copies=True)
     refused(
-        match="not be shared out equally to 3 replicas|cannot be shared out equally to 3", error=RecipeError, replicas=3
+        match="not be divided equally among 3 replicas|cannot be divided equally among 3", error=RecipeError, replicas=3
     )
     refused(match="drop_last=True", error=RecipeError, data=34)
-    refused(match="inner_state is", inner_state="lost")
-    refused(match=r"local steps have no delay any more.*more inner_steps=.*run\.steps\(delay=1\)", delay=1)
+    refused(match="inner_state must be", inner_state="lost")
+    refused(match=r"local steps no longer have a delay.*more inner_steps=.*run\.steps\(delay=1\)", delay=1)
     refused(match="a unisono.Carried", tracked=lambda _: {"hidden": unisono.Carried(torch.zeros(4, 2))})
     refused(match="a GradScaler", tracked=lambda _: {"scaler": torch.amp.GradScaler("cpu")})
     refused(match="outer is an optimizer", outer="sgd")
@@ -606,9 +606,9 @@ MISTAKES: dict[str, tuple[Mistake, type[Exception], str]] = {
     "evaluate": (
         lambda run, model, tracked: run.evaluate(vectors(), lambda batch: {"n": len(batch[0])}, batch_size=8),
         UsageError,
-        "inside of `for step in round`",
+        "inside `for step in round`",
     ),
-    "barrier": (lambda run, model, tracked: run.barrier(), UsageError, "inside of `for step in round`"),
+    "barrier": (lambda run, model, tracked: run.barrier(), UsageError, "inside `for step in round`"),
     "journal": (lambda run, model, tracked: tracked["step"].log(x=1.0), StepError, "round.log"),
 }
 
@@ -679,7 +679,7 @@ def test_a_round_that_is_not_run_is_an_error() -> None:
             model = mlp()
             run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
             for round_ in run.local_steps(vectors(), batch_size=8, microbatches=4, replicas=2, inner_steps=2):
-                with pytest.raises(StepError, match=r"round.loss of round 0 is known after"):
+                with pytest.raises(StepError, match=r"round.loss of round 0 is known only after"):
                     _ = round_.loss
 
     with pytest.raises(StepError, match="round 0 was not iterated"):

@@ -163,7 +163,7 @@ def _resumed(seat: Seat, place: Place, directory: str, mode: Callable[[], object
     return ""
 
 
-@pytest.mark.filterwarnings("ignore:the run goes on with another recipe")
+@pytest.mark.filterwarnings("ignore:the run continues with a different recipe")
 @pytest.mark.parametrize("mode", [_flushes, _medium])
 def test_modes_are_part_of_the_recipe(mode: Callable[[], object], tmp_path: Path) -> None:
     """Which is compared with that of the other members, and with that of a checkpoint."""

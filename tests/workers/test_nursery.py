@@ -63,8 +63,8 @@ def test_a_run_survives_its_nursery(unisono: Unisono, tmp_path: Path) -> None:
         (nursery,) = children(command.pid, "unisono nursery")
         os.kill(nursery, signal.SIGKILL)
         command.line(
-            f"the nursery (pid {nursery}), which forks workers, has ended; "
-            "the workers go on, and later ones start without it"
+            f"the nursery (pid {nursery}), which forks workers, has ended; the workers continue, and later ones start "
+            "without it"
         )
         gates.open(3)
         gates.wait(6)

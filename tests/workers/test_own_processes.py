@@ -187,7 +187,7 @@ FORKS = """
 def test_a_fork_of_a_worker_takes_no_part(
     alone: bool, unisono: Unisono, script: Script, tmp_path: Path, mark: str
 ) -> None:
-    """It may leave the script in any way, and is told so where it goes on training; the run goes on without it."""
+    """It may leave the script in any way, and is told so where it goes on training; the run continues without it."""
     name = script(FORKS)
     calm = run_workers(tmp_path / name, 1, directory=tmp_path / "calm", arguments=["calm"])
     assert calm.exit_code == 0, calm.output

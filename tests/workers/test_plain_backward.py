@@ -167,7 +167,7 @@ def in_a_thread(loss: Tensor) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_call_that_may_be_meant_in_another_way_is_refused(backward: Callable[[Tensor], None]) -> None:
-    wanted = r"the gradient of 'model\..*' was computed by a call that cannot be taken as step\.backward\(loss\)"
+    wanted = r"the gradient of 'model\..*' was computed by a call that cannot stand for step\.backward\(loss\)"
     with pytest.raises(StepError, match=wanted):
         train_with(lambda model, _, x, y: backward(F.cross_entropy(model(x), y)))
 

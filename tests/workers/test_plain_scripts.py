@@ -221,7 +221,7 @@ def test_a_script_of_unisono_is_refused_where_each_process_would_train_alone(
         """)
     run = unisono("run", "--plain", "--workers", 2, name)
     assert run.wait() == 1
-    run.line("its 2 processes would train 2 times the same. Start it by unisono run SCRIPT --workers 2")
+    run.line("its 2 processes would train the same thing 2 times. Start it with unisono run SCRIPT --workers 2")
     assert not any("each trains alone" in line for line in run.out)
     alone = unisono("run", "--plain", "--workers", 1, name)
     assert alone.wait() == 0, alone.err

@@ -159,7 +159,7 @@ def test_the_command_writes_a_plan_and_compares_it_with_the_run_that_follows(
     write_plan(run / PLAN, msgspec.structs.replace(kept, batch_size=32))
     with pytest.raises(UsageError, match="batch_size=32 in the plan and 16 in the run"):
         command_of_plans.main([str(run)], standalone_mode=False)
-    with pytest.raises(UsageError, match="--price is about making a plan"):
+    with pytest.raises(UsageError, match="--price is for making a plan"):
         command_of_plans.main([str(run), "--price", "1"], standalone_mode=False)
 
 
@@ -176,7 +176,7 @@ def test_a_script_that_trains_with_local_steps_is_refused_by_name(tmp_path: Path
     ("arguments", "words"),
     [
         (("--workers", "4:2"), "A:B with 1 <= A <= B"),
-        (("--workers", "1:999"), "say what lies between them, e.g. --link 1gbit"),
+        (("--workers", "1:999"), "give the link between them, e.g. --link 1gbit"),
         (("--link", "fast"), "--link is a rate"),
         (("--steps", "2"), "at least 15 steps"),
         (("--inner-steps", "0"), "--inner-steps"),

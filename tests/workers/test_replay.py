@@ -148,7 +148,7 @@ def test_every_strategy_is_replayed_from_a_checkpoint(
     assert "as in the journal" in str(ended)
     out, err = capfd.readouterr()
     assert f"of {'round' if inner else 'step'} {step}: loss " in out
-    assert "goes on at step" in err, "it begins from a checkpoint"
+    assert "resuming at step" in err, "it begins from a checkpoint"
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
 
 
@@ -158,7 +158,7 @@ def test_a_value_of_the_journal_that_is_wrong_is_found(name: str, value: object,
     altered(tmp_path / "run", 9, **{name: value})
     ended = replayed(train, tmp_path / "run", 9)
     assert ended.code == 1
-    assert f"step 9 is the first that is not as in the journal: {name} is " in str(ended)
+    assert f"step 9 is the first that does not match the journal: {name} is " in str(ended)
     assert f"and {value} there" in str(ended)
 
 
@@ -169,7 +169,7 @@ def test_a_step_that_differs_counts_where_the_last_one_has_no_line_to_compare(tm
     ended = replayed(train, tmp_path / "run", 9, leaf=1)
     assert ended.code == 1
     assert str(ended).startswith("step 9: loss ")
-    assert "step 8 is the first that is not as in the journal: digest is " in str(ended)
+    assert "step 8 is the first that does not match the journal: digest is " in str(ended)
 
 
 def test_a_micro_batch_is_compared_with_what_the_run_has_audited(
@@ -275,7 +275,7 @@ def test_the_first_module_whose_output_is_not_finite_is_named(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"step": 50}, "has not done step 50: its steps are 0 to 9"),
+        ({"step": 50}, "without doing step 50: its steps are 0 to 9"),
         ({"step": 8, "leaf": 4}, "the micro-batches of step 8 are 0 to 3; got 4"),
         ({"step": 8, "leaf": 1, "turn": 1}, "step 8 has no pass 1"),
         ({"step": 8, "leaf": 1, "replica": 0}, "step 8 is no round of local steps"),
@@ -309,7 +309,7 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_run_without_its_script_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="there is no run in"):
         PastRun(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"run_id": "1"}))
     with pytest.raises(UsageError, match="does not say which script it was made with; give the script"):
@@ -335,7 +335,7 @@ def test_another_script_gets_the_arguments_of_the_run_unless_it_has_its_own(
     assert PastRun(tmp_path, (str(SCRIPT),)).arguments == [str(SCRIPT), "--lr", "1"]
     assert "gets the arguments of the run: --lr 1" in capsys.readouterr().err
     assert PastRun(tmp_path, (str(SCRIPT), "--lr", "2")).arguments == [str(SCRIPT), "--lr", "2"]
-    with pytest.raises(UsageError, match=r"there is no script gone\.py .* Another script may be given"):
+    with pytest.raises(UsageError, match=r"there is no script gone\.py .* A different script may be given"):
         PastRun(tmp_path)
 
 
@@ -501,7 +501,7 @@ def test_two_runs_that_differ_are_explained_by_computing_both_again(tmp_path: Pa
     assert where[0].startswith("where: micro-batch 0 of step 4 is the first that differs, with the same data and the")
     assert "the first module whose output differs, in the order of the forward pass, is model.3." in where[0]
     assert where[1].startswith("where: 4 of the 4 micro-batches of the step differ")
-    assert "why: the script was not the same text in the two runs" in ended.stdout
+    assert "why: the script's text was different in the two runs" in ended.stdout
 
 
 def test_a_weight_that_is_changed_before_the_inner_loop_is_named(tmp_path: Path) -> None:
@@ -523,9 +523,9 @@ def test_a_script_that_was_changed_between_two_runs_is_named(tmp_path: Path) -> 
     ended = compared(tmp_path / "first", second)
     assert ended.returncode == 1, ended.stderr
     assert "different: step 0 is the first to differ" in ended.stdout
-    assert "first, computed again here, does not give its own journal: step 0 is the first" in ended.stdout
+    assert "first, recomputed here, does not match its own journal: step 0 is the first" in ended.stdout
     assert "Its step 0 is now that of " in ended.stdout
-    assert "why: the script was not the same text in the two runs" in ended.stdout
+    assert "why: the script's text was different in the two runs" in ended.stdout
 
 
 def compared(run: Path, other: Path) -> subprocess.CompletedProcess[str]:

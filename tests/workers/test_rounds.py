@@ -388,5 +388,6 @@ def test_the_error_of_a_lost_replica_names_what_the_run_can_go_on_from() -> None
             return "the newest checkpoint, runs/a/checkpoints/step-12"
 
     members = Rounds(RunTeam(CPU), Tracked(), reporter=Reported()).members
-    with pytest.raises(StateLost, match=r"replica 1 .* Go on from the newest checkpoint, runs/a/checkpoints/step-12; "):
+    wanted = r"replica 1 .* Resume from the newest checkpoint, runs/a/checkpoints/step-12; "
+    with pytest.raises(StateLost, match=wanted):
         check_held(members, {0: [0]}, Shelf({}, {}, {1: ("w1", "w2")}), [0, 1])

@@ -204,7 +204,7 @@ def test_the_health_page_needs_no_token_and_nothing_else_goes_without(serve: Cal
         (b"\x16\x03\x01 no HTTP at all\r\n\r\n", b""),
         (b"", b""),
     ],
-    ids=["two tokens", "no text", "another scheme", "another method", "another protocol", "nothing"],
+    ids=["two tokens", "no text", "another scheme", "another method", "a different protocol", "nothing"],
 )
 def test_what_a_stranger_says_leaves_no_trace(
     said: bytes, status: bytes, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
@@ -252,7 +252,7 @@ def test_that_there_is_no_room_for_a_connection_is_one_line(
     while not told or told[-1] != "the last":
         told += announced(decode(agent.recv(WAIT_S, decode=False)))
     assert len(told) == 2
-    assert "cannot take another connection (Too many open files)" in told[0]
+    assert "cannot accept another connection (Too many open files)" in told[0]
     assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]
 
 
@@ -668,7 +668,7 @@ def test_a_worker_whose_script_was_edited_meanwhile_is_refused(
     with (tmp_path / name).open("a") as file:
         file.write("# edited\n")
     os.kill(pids(tmp_path / "run")["w1"], signal.SIGKILL)
-    command.line("has another text of the script")
+    command.line("has a different text of the script")
     command.line("[w0] generation 2 w0")
     assert unisono("stop", "run").wait() == 0
     assert command.wait() == 0

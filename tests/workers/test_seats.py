@@ -116,7 +116,7 @@ def test_more_workers_than_free_gpus_share_those_of_their_own_run_and_it_is_said
     other = others("gpu-2", "gpu-5")
     places = Places(1)
     assert places.reserve(4) == (
-        f"4 workers want 4 GPUs; this machine has 4, and 2 of them are taken by other runs (pid {other.pid}): they "
+        f"4 workers want 4 GPUs; this machine has 4, and 2 of them are used by other runs (pid {other.pid}): they "
         "share 2 GPUs, and a step takes longer"
     )
     assert [places.of(rank).gpu for rank in range(4)] == [1, 3, 1, 3]
@@ -236,7 +236,7 @@ def test_two_runs_on_one_machine_have_different_gpus(unisono: Unisono, tmp_path:
         assert [seats.holder(name) for name in machine_gpus()] == [first.pid] * 3 + [second.pid]
         assert len(ask_status(find(str(tmp_path / "second")))["workers"]) == 1
         third = unisono("run", SCRIPT, "-n", 2, "--run-dir", tmp_path / "third", "--", "--steps", 5)
-        said = third.line("2 workers want 2 GPUs; this machine has 4, and 4 of them are taken by other runs")
+        said = third.line("2 workers want 2 GPUs; this machine has 4, and 4 of them are used by other runs")
         assert all(str(pid) in said for pid in (first.pid, second.pid))
         first.process.kill()
         first.process.wait()

@@ -269,7 +269,7 @@ def test_with_all_copies_the_run_ends_and_says_what_was_lost(tmp_path: Path) -> 
     assert hurt.exit_code != 0
     assert "was held by w1 (unisono.shard with copies=1)" in hurt.output, hurt.output
     assert "StateLost" in hurt.output
-    assert re.search(r"Go on from the newest checkpoint, .*/checkpoints/step-\d+ ", hurt.output), hurt.output
+    assert re.search(r"Resume from the newest checkpoint, .*/checkpoints/step-\d+ ", hurt.output), hurt.output
     assert not [line for line in hurt.lines if line["kind"] == "step"][60:]
 
 

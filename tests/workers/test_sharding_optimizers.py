@@ -147,15 +147,15 @@ def test_wrong_calls_are_refused() -> None:
         unisono.shard(Mlp())  # type: ignore[type-var]
     scheduled = optim.SGD(parameters(), lr=0.1)
     StepLR(scheduled, 1)
-    with pytest.raises(unisono.UsageError, match="then make the scheduler"):
+    with pytest.raises(unisono.UsageError, match="then create the scheduler"):
         unisono.shard(scheduled)
     unisono.shard(optimizer)
-    with pytest.raises(unisono.UsageError, match="sharded already"):
+    with pytest.raises(unisono.UsageError, match="already sharded"):
         unisono.shard(optimizer)
     with pytest.raises(unisono.UsageError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
     optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
-    with pytest.raises(unisono.UsageError, match="other parameters than before"):
+    with pytest.raises(unisono.UsageError, match="different parameters from before"):
         optimizer.step()
 
 

@@ -128,7 +128,7 @@ def test_losing_the_only_worker_that_sees_the_directory_costs_the_last_checkpoin
     assert "w0" in ended_workers(hurt.output), hurt.output
     assert "did step 11" in hurt.output, hurt.output
     assert hurt.digests == calm.digests[: len(hurt.digests)], hurt.output
-    assert "no worker that is left sees that directory" in hurt.output, hurt.output
+    assert "no remaining worker sees that directory" in hurt.output, hurt.output
 
 
 LENDING = [("w0", ["--every", "0"])]

@@ -1,4 +1,4 @@
-"""Optimizer states that are shared out over the workers: checkpoints are those of a replicated optimizer."""
+"""Optimizer states that are distributed over the workers: checkpoints are those of a replicated optimizer."""
 
 from __future__ import annotations
 

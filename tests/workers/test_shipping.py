@@ -118,7 +118,7 @@ def test_a_folder_that_is_too_large_is_refused_with_the_numbers(project: Path) -
 
 def test_a_link_that_leaves_the_folder_is_refused(project: Path) -> None:
     os.symlink("/etc/passwd", project / "users")
-    with pytest.raises(UsageError, match="cannot send the link users -> /etc/passwd: it leaves the folder"):
+    with pytest.raises(UsageError, match="cannot send the link users -> /etc/passwd: it points outside the folder"):
         inspect(str(project), without="", max_bytes=LARGE)
 
 
@@ -193,14 +193,17 @@ def member(
 
 
 EVIL = {
-    "a path outside": ([member("../evil", data=b"x")], "a path outside of the folder: '../evil'"),
+    "a path outside": ([member("../evil", data=b"x")], "a path outside the folder: '../evil'"),
     "a path that comes back": ([member("a/../../evil", data=b"x")], "a path outside"),
-    "an absolute path": ([member("/tmp/evil", data=b"x")], "a path outside of the folder: '/tmp/evil'"),
-    "a link outside": ([member("a", tarfile.SYMTYPE, "../../..")], "a link that leaves the folder: 'a' -> '../../..'"),
-    "an absolute link": ([member("a", tarfile.SYMTYPE, "/etc")], "a link that leaves the folder"),
+    "an absolute path": ([member("/tmp/evil", data=b"x")], "a path outside the folder: '/tmp/evil'"),
+    "a link outside": (
+        [member("a", tarfile.SYMTYPE, "../../..")],
+        "a link that points outside the folder: 'a' -> '../../..'",
+    ),
+    "an absolute link": ([member("a", tarfile.SYMTYPE, "/etc")], "a link that points outside the folder"),
     "links that leave together": (
         [member("a/b/c", tarfile.SYMTYPE, "../.."), member("x", tarfile.SYMTYPE, "a/b/c/../secret")],
-        "a link that leaves the folder: 'x'",
+        "a link that points outside the folder: 'x'",
     ),
     "a file through a link": (
         [member("a", tarfile.SYMTYPE, "/tmp"), member("a/evil", data=b"x")],

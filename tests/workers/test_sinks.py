@@ -61,8 +61,8 @@ def test_a_sink_of_your_own_gets_every_step_once_although_the_writer_is_killed(
     ("options", "words"),
     [
         (["--sink", "tensorbord"], "there is no sink 'tensorbord'; known are logging, mlflow, opentelemetry, "),
-        (["--profile", "5"], "steps to profile are A:B, e.g. 100:105 for the steps 100 to 104; got --profile 5"),
-        (["--profile", "7:7"], "steps to profile are A:B"),
+        (["--profile", "5"], "--profile takes A:B, e.g. 100:105 for the steps 100 to 104; got --profile 5"),
+        (["--profile", "7:7"], "--profile takes A:B"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_started(

@@ -30,5 +30,5 @@ def test_small_micro_batches_are_told_once(monkeypatch: pytest.MonkeyPatch, recw
     assert not recwarn.list
     _train(8)
     (said,) = recwarn.list
-    assert str(said.message).startswith("micro-batches are small: for each, the run's own work takes ")
+    assert str(said.message).startswith("micro-batches are small: for each, Unisono's own work takes ")
     assert said.filename == __file__

@@ -256,7 +256,7 @@ def test_a_part_that_is_lost_wholly_ends_the_run(tmp_path: Path) -> None:
     faults = kills((1, "after_backward"), (3, "in_recovery"))
     outcome = train(tmp_path / "run", "2x2", faults, ALONE, ["--kind", "mlp"])
     assert outcome.exit_code not in (0, None), outcome.output
-    assert "no worker that holds the run's state of part 1 of the model is left" in outcome.output, outcome.output
+    assert "no worker with the run's state of part 1 of the model is left" in outcome.output, outcome.output
     assert len(outcome.digests) in (STEP, STEP + 1)
 
 

@@ -28,7 +28,7 @@ ALONE: list[tuple[str, type[UnisonoError], str]] = [
     ("in_no_stages", UsageError, r"'model' has layers that unisono.parallelize has cut.*model = unisono.Stages\(model"),
     ("in_shards", StepError, "stage 1 of unisono.Stages returned a tensor in shards: between a layer"),
     ("delay", UsageError, r"run\.steps\(delay=\.\.\.\) is for models that are not cut"),
-    ("local_steps", UsageError, r"run\.local_steps trains replicas of a whole model, and not of one that is cut"),
+    ("local_steps", UsageError, r"run\.local_steps trains replicas of a whole model, not of one that is cut"),
 ]
 
 

@@ -120,7 +120,7 @@ def test_when_the_command_is_killed_the_machine_that_goes_on_writes_the_rest(
         gates.open(3, command.generation("w1 joins"))
         gates.wait(8, workers=2)
         command.process.kill()
-        guest.line("this machine has the next head")
+        guest.line("this machine runs the next head")
         gates.open(8)
         assert guest.wait() == 0, guest.err
     assert [line["agent_id"] for line in story(run_dir, "machine-joined")] == ["agent0", "agent1"]

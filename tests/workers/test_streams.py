@@ -129,7 +129,7 @@ def test_a_run_goes_on_at_another_number_of_workers(calm: Outcome, pattern: str,
     assert cut.exit_code == -signal.SIGKILL, cut.output
     wait_until_gone({*marked(mark), *forked()}, time.monotonic() + WAIT_S)  # who still ends holds the directory
     resumed = run(directory, 3, pattern, None, "--resume", str(directory))
-    assert "goes on at step 8, from" in resumed.output
+    assert "resuming at step 8, from" in resumed.output
     assert_same(resumed, calm)
 
 

@@ -168,7 +168,7 @@ def test_sums_belong_into_the_inner_loop_and_totals_behind_it() -> None:
         for step in run.steps(vectors(), batch_size=SIZE, microbatches=M, max_steps=1):
             with pytest.raises(StepError, match=r"step.add was called outside of the inner loop"):
                 step.add(seen=1)
-            with pytest.raises(StepError, match=r"step.totals of step 0 are known after the inner loop"):
+            with pytest.raises(StepError, match=r"step.totals of step 0 are known only after the inner loop"):
                 step.totals  # noqa: B018
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y))

@@ -87,7 +87,7 @@ def test_nobody_talks_within_the_inner_loop(what: str) -> None:
     with AloneRun() as run:
         for step in steps_of(run):
             for x, _ in step:
-                with pytest.raises(UsageError, match=f"{what} was called inside of `for batch in step`"):
+                with pytest.raises(UsageError, match=f"{what} was called inside `for batch in step`"):
                     TALK[what](run)
                 step.backward(run._tracked.modules["model"](x).sum())
 
@@ -95,7 +95,7 @@ def test_nobody_talks_within_the_inner_loop(what: str) -> None:
 @pytest.mark.parametrize("what", TALK)
 def test_nobody_talks_while_others_wait_for_a_block(what: str) -> None:
     with AloneRun() as run:
-        with pytest.raises(UsageError, match=f"{what} was called inside of `with run.main_first"), run.main_first():
+        with pytest.raises(UsageError, match=f"{what} was called inside `with run.main_first"), run.main_first():
             TALK[what](run)
         run.barrier()
 
@@ -117,7 +117,7 @@ def test_large_values_do_not_go_through_the_head() -> None:
 
 def test_a_group_is_for_workers_that_take_part() -> None:
     with AloneRun() as run:
-        with pytest.raises(UsageError, match="call it inside of run"):
+        with pytest.raises(UsageError, match="call it inside run"):
             run.process_group()
 
 
@@ -485,7 +485,7 @@ with unisono.Run(seed=3) as run:
     )
     outcome = run_workers(script, 2, directory=tmp_path / "run", timeout_s=WAIT_S)
     assert outcome.exit_code == 1
-    assert "has reached the training loop, or its end, without the first call before run.steps" in outcome.output
+    assert "reached the training loop, or its end, without the first call before run.steps" in outcome.output
 
 
 @pytest.mark.usefixtures("nursery")
@@ -653,7 +653,7 @@ def test_a_run_that_is_resumed_has_the_results_of_the_calls_before(where: str, t
     before = json.loads((tmp_path / "found").read_text())
     again = phases(tmp_path, "run", "", "saves", workers=3, options=["--resume", str(tmp_path / "run")])
     assert again.exit_code == 0, again.output
-    assert f"goes on at step {10 if where == 'step 2 3' else 12}" in again.output
+    assert f"resuming at step {10 if where == 'step 2 3' else 12}" in again.output
     for found in found_in(again.output):
         assert found[2:6] == before[2:6], "with the pids of processes that are gone"
     assert len(found_in(again.output)) == 3

@@ -384,9 +384,9 @@ def test_strangers_change_nothing(unisono: Unisono, tmp_path: Path, calm: Path) 
             for step in range(2 + 3 * len(strangers.ATTACKS), 27, 3):
                 gates.open(step)
             finish(command, run_dir, calm)
-    told = [line for line in command.err if "refused" in line]
+    told = [line for line in command.err if "rejected" in line]
     assert len(told) < 5, "not one line for each attempt"
-    assert "refused a connection without the run's token, from 127.0.0.1; the run goes on" in told[0]
+    assert "rejected a connection without the run's token, from 127.0.0.1; the run continues" in told[0]
     assert "failed-join" not in (run_dir / EVENTS_FILE).read_text(), "who knocks at the port is no worker of the run"
     assert not [line for line in (*command.out, *command.err) if "Traceback" in line or "lost" in line]
     assert {len(workers) for workers in by_step(run_dir).values()} == {2}

@@ -409,7 +409,7 @@ def test_questions_do_not_pile_up(serve: Callable[..., Served], run_dir: str) ->
         return await asyncio.gather(*asked)
 
     answers = [json.loads(a) for a in asyncio.run_coroutine_threadsafe(work(), served.loop).result(WAIT_S)]
-    assert sum("questions wait already" in each.get("error", "") for each in answers) == 20
+    assert sum("questions are waiting already" in each.get("error", "") for each in answers) == 20
 
 
 # -- those who mean harm -----------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def test_questions_do_not_pile_up(serve: Callable[..., Served], run_dir: str) ->
 def test_the_token_for_looking_opens_nothing_else(serve: Callable[..., Served]) -> None:
     served = serve()
     looking = served.invitation.for_looking
-    with pytest.raises(Refused, match="for looking at the run only"):
+    with pytest.raises(Refused, match="only for watching the run"):
         Link.dial(looking.url, looking.token, WAIT_S)
     with pytest.raises(InvalidStatus, match="401"):
         connect(f"{served.url.place}/watch", additional_headers={"Authorization": "Bearer wrong"}, proxy=None)
@@ -495,7 +495,7 @@ def test_when_as_many_watch_as_can_the_next_one_is_told_so_and_members_come_in(s
     served = serve()
     served.asked(lambda: setattr(served.head._viewing, "_most", 2))
     with Watching(served.invitation), Watching(served.invitation):
-        with pytest.raises(Refused, match="2 watch this run already"):
+        with pytest.raises(Refused, match="2 are watching this run already"):
             Watching(served.invitation)
         served.is_served()
     deadline = time.monotonic() + WAIT_S

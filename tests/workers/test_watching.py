@@ -105,7 +105,7 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(terminal: Pty, monkeypatch
         screen.put(f"line {number} " + "x" * 200)
     screen.close("the end")  # the terminal has taken a few kilobytes
     shown = terminal.until("the end")
-    assert "lines are left out here: the terminal did not take them" in shown
+    assert "lines are left out here: the terminal was too slow" in shown
     assert "line 4999 " in shown
 
 
@@ -295,7 +295,7 @@ def test_a_finished_run_fills_a_terminal_until_the_user_quits(tmp_path: Path, te
         os.write(terminal.ours, b"\t")
         terminal.until("[workers]")
         os.write(terminal.ours, b"?")
-        terminal.until("the run goes on")
+        terminal.until("the run continues")
         os.write(terminal.ours, b"xq")
         assert process.wait(WAIT_S) == 0
     finally:
@@ -312,12 +312,12 @@ def test_a_finished_run_fills_a_terminal_until_the_user_quits(tmp_path: Path, te
     [
         (["missing"], "there is no run directory missing"),
         (["."], "there is no run in ."),
-        (["one", "two"], "one run fits a terminal, got 2; --web shows several over each other"),
+        (["one", "two"], "one run fits a terminal, got 2; --web overlays several"),
         (["ws://127.0.0.1:1"], "the invitation has no token"),
         (["http://127.0.0.1:1/"], "the invitation has no token: ws://127.0.0.1:1 is where the head listens"),
         (["ws://x@127.0.0.1:1"], "no head answers at ws://127.0.0.1:1"),
         (["--web", "missing"], "there is no run directory missing"),
-        (["--web", ".", "ws://x@127.0.0.1:1"], "several runs are shown over each other from their directories"),
+        (["--web", ".", "ws://x@127.0.0.1:1"], "several runs are overlaid from their directories"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "-",
 )
@@ -447,8 +447,8 @@ def test_a_head_of_a_newer_version_is_shown_as_far_as_it_is_known(heads: Callabl
     seen = list(look("ws://token@127.0.0.1:1", sleep=lambda seconds: None))
     assert seen[0].overview is not None
     assert seen[0].overview.step == 4
-    assert seen[0].note == "the head is of a newer version (schema 9, this one knows 1)"
-    assert "in a way that this version does not know" in seen[1].note
+    assert seen[0].note == "the head has a newer version (schema 9, this one knows 1)"
+    assert "this version does not understand" in seen[1].note
     assert seen[1].overview == seen[0].overview
 
 

@@ -88,6 +88,6 @@ def test_a_server_that_fails_costs_the_messages_and_nothing_else(receiver: Recei
     training = Training(SMALL, "--steps", 12, "--even")
     found = training(tmp_path / "run", 2, None, [*PATIENT, *hook(receiver)])
     assert found.exit_code == 0, found.output
-    assert "was not told 'began', tried once: it answered 404; the run goes on" in found.output
+    assert "was not told 'began', tried once: it answered 404; the run continues" in found.output
     assert receiver.taken == []
     assert "/hook" not in found.output

@@ -125,8 +125,8 @@ def test_a_machine_joins_while_the_command_holds_and_leaves_within_a_step(unison
         url = json.loads((run_dir / "head.json").read_text())["url"]
         lent = ("--while", f"if test -e {shlex.quote(str(used))}; then echo somebody uses it; exit 1; fi; echo free")
         guest = unisono("join", url, "--token-file", run_dir / "token", "-n", 1, *lent)
-        command.line("joins, and offers workers only at times (--while)")
-        guest.line("this machine's workers wait: somebody uses it")
+        command.line("joins, and offers workers only at certain times (--while)")
+        guest.line("this machine's workers are waiting: somebody uses it")
         used.unlink()
         command.line("offers 1 worker: ")
         gates.open(3, command.generation("w1 joins"))
@@ -155,7 +155,7 @@ def test_a_command_that_hangs_ends_with_an_agent_that_is_killed(unisono: Unisono
         url = json.loads((run_dir / "head.json").read_text())["url"]
         hangs = f"echo $$ > {shlex.quote(str(pids))}; sleep 1000002 & trap '' TERM; wait"
         guest = unisono("join", url, "--token-file", run_dir / "token", "-n", 1, "--while", hangs)
-        command.line("joins, and offers workers only at times (--while)")
+        command.line("joins, and offers workers only at certain times (--while)")
         deadline = time.monotonic() + WAIT_S
         while not pids.exists() or not pids.read_text().endswith("\n"):
             assert time.monotonic() < deadline

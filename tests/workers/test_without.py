@@ -185,8 +185,8 @@ def test_a_run_goes_on_only_with_the_list_that_it_has(tmp_path: Path) -> None:
     most(run)
     lines = canonical(run)
     for given, words in (
-        ("", "made without 2 samples, SHA-256 .* would go on with all samples"),
-        (other, "made without 2 samples, .* would go on without 3 samples"),
+        ("", "made without 2 samples, SHA-256 .* would continue with all samples"),
+        (other, "made without 2 samples, .* would continue without 3 samples"),
     ):
         member.settle(RunSpec(settings=RunSettings(without=given, resume=str(run))))
         with pytest.raises(RecipeError, match=words):
@@ -197,7 +197,7 @@ def test_a_run_goes_on_only_with_the_list_that_it_has(tmp_path: Path) -> None:
     member.settle(RunSpec())
     most(tmp_path / "whole")
     member.settle(RunSpec(settings=RunSettings(without=own, resume=str(tmp_path / "whole"))))
-    with pytest.raises(RecipeError, match="made with all samples, and this run would go on without 2"):
+    with pytest.raises(RecipeError, match="made with all samples, and this run would continue without 2"):
         train(tmp_path / "whole")
 
 
@@ -216,13 +216,13 @@ def test_what_no_index_can_name_is_refused(tmp_path: Path) -> None:
         loader = DataLoader(TensorDataset(torch.zeros(SIZE, 6)), batch_size=12)
         run.steps(loader, microbatches=4)
         run.steps(loader, microbatches=4)
-        with pytest.raises(RecipeError, match="another object than the first"):
+        with pytest.raises(RecipeError, match="a different object from the first"):
             run.steps(TensorDataset(torch.zeros(SIZE, 6)), batch_size=12, microbatches=4)
     listed(tmp_path, [5, SIZE])
     run, model = begun(tmp_path / "large")
     with run:
         run.track(model=model)
-        with pytest.raises(UsageError, match=r"gone.txt, line 2: there is no sample 96: the data set has 96 samples"):
+        with pytest.raises(UsageError, match=r"gone.txt, line 2: there is no sample 96: the dataset has 96 samples"):
             run.steps(Few(), batch_size=12, microbatches=4)
 
 
@@ -305,12 +305,12 @@ def test_replay_computes_the_rest_of_a_run_without_some_samples(tmp_path: Path, 
     assert "SIGKILL" in killed.output
     replay = unisono("replay", "all", "--without", without, "--into", "new", "--workers", "2")
     assert replay.wait() == 0, (replay.out, replay.err)
-    replay.line("leaves out 4 samples, the first of which step 2 has used; begins at step 2, from ")
+    replay.line("leaving out 4 samples, first used in step 2; starting at step 2, from ")
     replay.line("2 steps as in ")
     replay.line("of the 6 steps from step 2 on, 6 have another digest. The last loss is ")
     beginning = unisono("replay", "all", "--without", without, "--into", "anew", "--from-beginning")
     assert beginning.wait() == 0, (beginning.out, beginning.err)
-    beginning.line("begins at the beginning")
+    beginning.line("starting from the beginning")
     for name in ("killed", "new", "anew"):
         assert canonical(tmp_path / name) == canonical(tmp_path / "alone"), name
     assert {path: path.read_bytes() for path in before} == before, "the files of the run are as they were"
@@ -371,7 +371,7 @@ def test_replay_refuses_what_it_cannot_leave_out(tmp_path: Path, unisono: Unison
         ("all", "wrong.txt", "new", "wrong.txt, line 2: there is no sample 96"),
         ("all", "absent.txt", "new", "cannot be read: No such file"),
         ("all", "gone.txt", "sampled", "--into sampled holds a run"),
-        ("all", "gone.txt", "all/new", "whose files stay as they are"),
+        ("all", "gone.txt", "all/new", "whose files must not change"),
         ("sampled", "gone.txt", "new", "is not known from its description"),
         ("short", "unseen.txt", "new", "was used in the 1 step of"),
     ):

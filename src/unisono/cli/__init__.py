@@ -17,23 +17,23 @@ from unisono.system.extras import check_platform, needs_torch
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: Final = {
-    "run": ("unisono.cli.run:run", "Train on this machine, others, or a cluster; more may join."),
-    "join": ("unisono.cli.join:join", "Add this machine's workers to a run that is going."),
-    "evaluate": ("unisono.cli.evaluate:evaluate", "Compute what a run that is going evaluates beside its training."),
-    "slurm": ("unisono.cli.slurm:slurm", "Train in a job of Slurm: submit it, and follow it."),
-    "watch": ("unisono.cli.watch:watch", "Look at a run, live or finished, in this terminal or a browser."),
-    "report": ("unisono.cli.report:report", "Write an HTML file about a run, or about several side by side."),
+    "run": ("unisono.cli.run:run", "Train on this machine, others, or a cluster; more can join."),
+    "join": ("unisono.cli.join:join", "Add this machine's workers to an active run."),
+    "evaluate": ("unisono.cli.evaluate:evaluate", "Compute a run's evaluations beside its training."),
+    "slurm": ("unisono.cli.slurm:slurm", "Train in a Slurm job: submit it and follow it."),
+    "watch": ("unisono.cli.watch:watch", "Watch a run, live or finished, in this terminal or a browser."),
+    "report": ("unisono.cli.report:report", "Write an HTML report of one run, or of several side by side."),
     "scale": ("unisono.cli.control:scale", "Change the number of workers of a run."),
-    "stop": ("unisono.cli.control:stop", "End a run at the end of the step."),
-    "plan": ("unisono.cli.plan:plan", "Say how fast more workers will be, and what they need, before a run."),
-    "doctor": ("unisono.cli.doctor:doctor", "Say what of these machines will hurt a run, and what to do."),
-    "check": ("unisono.cli.check:check", "Say whether a script keeps the promise, and which line breaks it."),
+    "stop": ("unisono.cli.control:stop", "Stop a run at the end of its current step."),
+    "plan": ("unisono.cli.plan:plan", "Predict how fast more workers would be, and what they need."),
+    "doctor": ("unisono.cli.doctor:doctor", "Check these machines for problems that would hurt a run."),
+    "check": ("unisono.cli.check:check", "Check that a script gives the same bits; name the line that does not."),
     "checkpoints": ("unisono.cli.checkpoints:checkpoints", "List, check or export the checkpoints of a run."),
-    "replay": ("unisono.cli.replay:replay", "Compute a run again up to a step, and look into its micro-batches."),
-    "certify": ("unisono.cli.certify:certify", "Write down what a run says of itself, so that others can check it."),
-    "verify": ("unisono.cli.verify:verify", "Check a certificate, and compute stretches of its run again."),
-    "completion": ("unisono.cli.completion:completion", "Print what lets a shell complete this command."),
-    "compare": ("unisono.cli.compare:compare", "Say whether two runs are identical, or where they part."),
+    "replay": ("unisono.cli.replay:replay", "Recompute a run up to a step, and inspect its micro-batches."),
+    "certify": ("unisono.cli.certify:certify", "Write a certificate of a run that others can check."),
+    "verify": ("unisono.cli.verify:verify", "Check a certificate, and recompute parts of its run."),
+    "completion": ("unisono.cli.completion:completion", "Print the shell completion script."),
+    "compare": ("unisono.cli.compare:compare", "Tell whether two runs are identical, or where they diverge."),
 }
 
 HIDDEN: Final = ("completion",)
@@ -103,7 +103,7 @@ def _show_unknown(error: click.NoSuchOption) -> None:
     error.show()
     if error.ctx is not None and any(each.nargs == -1 for each in error.ctx.command.params):
         path = error.ctx.command_path
-        say(f"An option of the script stands after `--`: {path} SCRIPT -- {error.option_name}", err=True)
+        say(f"Options of the script come after `--`: {path} SCRIPT -- {error.option_name}", err=True)
 
 
 def main() -> None:

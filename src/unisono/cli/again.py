@@ -43,7 +43,7 @@ class PastRun:
         self.run = run.resolve()
         self.facts: dict[str, Any] = read_facts(self.run)
         if not self.run.is_dir() or not self.facts:
-            raise UsageError(f"{run} holds no run: there is no {RUN_FILE} in it")
+            raise UsageError(f"there is no run in {run}: it has no {RUN_FILE}")
         check_schema(self.run)
         self.folder, self.arguments = self._command(given)
 
@@ -67,7 +67,7 @@ class PastRun:
         try:
             return folder, checked(arguments)
         except UsageError as error:
-            raise UsageError(f"{error}. Another script may be given after the options: ... SCRIPT") from None
+            raise UsageError(f"{error}. A different script may be given after the options: ... SCRIPT") from None
         finally:
             os.chdir(before)
 

@@ -50,7 +50,7 @@ def again(back: RunGoesBack, workers: Workers, machines: Sequence[Machine]) -> A
     dropped = frozenset(name for label in back.hosts if (name := _name_of(label, machines)) is not None)
     hint = f"start it again without that machine: {_command(checkpoint)}"
     if len(dropped) < len(back.hosts):
-        raise UsageError(f"{back}. Which of the machines {listed(list(back.hosts))} is cannot be told; {hint}")
+        raise UsageError(f"{back}. It is not known which machine {listed(list(back.hosts))} is; {hint}")
     left = [machine for machine in machines if machine.name not in dropped]
     if left:
         say(f"unisono: goes back to {checkpoint.name}, without {listed(list(back.hosts))}", err=True)
@@ -58,7 +58,7 @@ def again(back: RunGoesBack, workers: Workers, machines: Sequence[Machine]) -> A
     noun = "worker" if workers.parts == 1 else f"group of {workers.parts} worker"
     start, least, most = (number // workers.parts for number in (workers.start, workers.minimum, workers.maximum))
     if start < 2:
-        raise UsageError(f"{back}. No {noun.partition(' ')[0]} is left to go on with; {hint}")
+        raise UsageError(f"{back}. No {noun.partition(' ')[0]} is left to continue with; {hint}")
     number = start - 1
     text = str(number) if workers.grows else f"{min(least, number)}:{max(most - 1, number)}"
     if workers.parts > 1:
@@ -89,9 +89,9 @@ def _checkpoint(back: RunGoesBack) -> Path:
     for path in reversed(known):
         if files.step_of(path) <= back.steps:
             return path
-    hint = f", or, if you know the oldest one to be right, go on from it: {_command(known[0])}" if known else ""
+    hint = f", or, if you know that the oldest one is right, resume from it: {_command(known[0])}" if known else ""
     raise UsageError(
-        f"{back}. There is no such checkpoint in {back.run_dir}, so begin anew (--overwrite){hint}; without "
+        f"{back}. There is no such checkpoint in {back.run_dir}, so start over (--overwrite){hint}; without "
         f"{listed(list(back.hosts))}"
     )
 

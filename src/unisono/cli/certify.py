@@ -23,16 +23,16 @@ WORDS = ("script", "arguments")
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Where the certificate goes; otherwise into the run's directory, as certificate.json.")  # fmt: skip
+              help="Where to write the certificate. Default: certificate.json in the run's directory.")  # fmt: skip
 @click.option("--key", type=click.Path(path_type=Path, dir_okay=False), metavar="KEY",
-              help="Sign it with this private key: Ed25519, of ssh or as PEM.")  # fmt: skip
-@click.option("--make-key", is_flag=True, help="Make the key KEY, and KEY.pub, which others need to check.")
+              help="Sign it with this private key: Ed25519, in ssh or PEM format.")  # fmt: skip
+@click.option("--make-key", is_flag=True, help="Create KEY, and KEY.pub, which others need to check it.")
 @click.option("--with", "words", multiple=True, metavar="WHAT",
-              help="script: the script's text is in it.  arguments: its arguments are.")  # fmt: skip
+              help="script: include the script's text.  arguments: include its arguments.")  # fmt: skip
 @click.option("--model", "models", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True,
-              metavar="FILE", help="Write it only if this file holds a model that is certified.")  # fmt: skip
+              metavar="FILE", help="Write it only if this file holds a certified model.")  # fmt: skip
 @click.option("--badge", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Write a picture (SVG) for a README: twelve digits of the model's SHA-256.")  # fmt: skip
+              help="Write a badge (SVG) for a README: twelve digits of the model's SHA-256.")  # fmt: skip
 def certify(
     run: Path,
     output: Path | None,
@@ -83,7 +83,7 @@ def certify(
             raise UsageError(f"{file} cannot be written: {error.strerror}") from None
     for note in said.notes:
         say(f"unisono: {note}", err=True)
-    who = f"signed with {fingerprint_of(said.signer)}" if said.signer else "signed by nobody: --key KEY signs it"
+    who = f"signed with {fingerprint_of(said.signer)}" if said.signer else "not signed: --key KEY signs it"
     say(f"{next(iter(written))}: {count(said.run.steps, 'step')}, {count(len(said.states), 'checkpoint')}, {who}")
     for name, value in (said.end.models if said.end is not None else {}).items():
         say(f"{name}: sha256 {value}")

@@ -25,10 +25,10 @@ WIDTH: Final = 38
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "module", metavar="MODULE", help="Check a module instead of a script.")
-@click.option("--steps", default=4, show_default=True, metavar="N", help="How many steps are computed.")
+@click.option("--steps", default=4, show_default=True, metavar="N", help="How many steps to compute.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of a worker.")
-@seconds("--timeout", "5m", "How long one trial may take.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@seconds("--timeout", "5m", "Time limit for one trial.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def check(
     script: str | None,
     arguments: tuple[str, ...],
@@ -38,11 +38,11 @@ def check(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Compute the first steps of SCRIPT alone, alone again, by two workers, and by two with a loss and a join; say
-    whether all have the same bits, and if not, which line of the script is the reason.
+    """Compute the first steps of SCRIPT alone, alone again, on two workers, and on two with a loss and a join; tell
+    whether all have the same bits and, if not, which line of the script is the cause.
 
-    The script runs as it is, several times: what it writes by itself, it writes. What Unisono writes lies in a
-    temporary folder. What stands after -- are the script's own arguments.
+    The script runs as it is, several times, with all its own side effects. What Unisono writes goes to a temporary
+    folder. Whatever follows -- is passed to the script.
 
     Exit code: 0 the same bits, 1 not, 2 the script cannot be checked.
     """
@@ -86,7 +86,7 @@ def _conclude(verdict: CheckVerdict) -> None:
     for each in verdict.unchecked:
         say(f"not checked: {each}")
     microbatches = f"{verdict.microbatches:,} micro-batch{'es' if verdict.microbatches != 1 else ''}"
-    what = f"{count(verdict.steps, 'step')}, {microbatches}; what comes later was not looked at"
+    what = f"{count(verdict.steps, 'step')}, {microbatches}; later steps were not checked"
     say(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
 
 

@@ -35,8 +35,8 @@ def _check_action(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.argument("place", metavar="DIR")
 @click.argument("action", callback=_check_action, default="list")
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--step", type=int, default=None, metavar="N", help="The checkpoint of this step; otherwise the newest.")
-@click.option("--name", default=None, help="export: which tracked object; otherwise the model.")
+@click.option("--step", type=int, default=None, metavar="N", help="The checkpoint of this step. Default: the newest.")
+@click.option("--name", default=None, help="export: which tracked object. Default: the model.")
 def checkpoints(place: str, action: str, file: Path | None, step: int | None, name: str | None) -> int:
     """List the checkpoints of the run in DIR, check every byte of them, or write one's weights into a single file.
 
@@ -46,7 +46,7 @@ def checkpoints(place: str, action: str, file: Path | None, step: int | None, na
         unisono checkpoints runs/digits export model.safetensors
         unisono checkpoints runs/digits export optimizer.pt --name optimizer --step 500
 
-    DIR may also be the place of copies (s3://bucket/runs/digits): list and check.
+    DIR may also be a place of copies (s3://bucket/runs/digits), for list and check.
     """
     if is_copy(absolute(place)):
         if action == "export":
@@ -56,7 +56,7 @@ def checkpoints(place: str, action: str, file: Path | None, step: int | None, na
     found = _find(directory, step)
     if action == "export":
         if file is None:
-            raise UsageError("export into which file? unisono checkpoints DIR export FILE.safetensors (or FILE.pt)")
+            raise UsageError("which file to export to? unisono checkpoints DIR export FILE.safetensors (or FILE.pt)")
         _export(found[-1] if step is not None or len(found) == 1 else directory, file, name)
         return 0
     if file is not None:
@@ -68,13 +68,13 @@ def _find(directory: Path, step: int | None) -> list[Path]:
     folder = files.find(directory)
     found = files.candidates(folder)
     if not found:
-        raise CheckpointError(f"{folder} holds no checkpoint yet")
+        raise CheckpointError(f"{folder} has no checkpoint yet")
     if step is None:
         return found
     chosen = [path for path in found if path.name == files.step_name(step)]
     if not chosen:
         steps = ", ".join(str(int(path.name[5:])) for path in found if path.name.startswith("step-"))
-        raise CheckpointError(f"{folder} holds no checkpoint of step {step}; there are {steps}")
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are {steps}")
     return chosen
 
 
@@ -88,7 +88,7 @@ def _list(found: list[Path], *, check: bool) -> int:
             num_broken += 1
             say(f"{path.name}  broken: {error}")
         else:
-            say(f"{path.name}  {_line(manifest)}{'  every byte is right' if check else ''}")
+            say(f"{path.name}  {_line(manifest)}{'  every byte is correct' if check else ''}")
     return 1 if num_broken else 0
 
 
@@ -98,7 +98,7 @@ def _list_copies(place: str, step: int | None, *, check: bool) -> int:
     found = [one for one in reversed([*copies.find([place])]) if step is None or one[1].step == step]
     if not found:
         which = "" if step is None else f" of step {step}"
-        raise CheckpointError(f"{without_password(place)} holds no whole copy of a checkpoint{which}")
+        raise CheckpointError(f"{without_password(place)} has no complete copy of a checkpoint{which}")
     num_broken = 0
     for store, copy in found:
         try:
@@ -108,7 +108,7 @@ def _list_copies(place: str, step: int | None, *, check: bool) -> int:
             num_broken += 1
             say(f"{copy.name}  broken: {error}")
         else:
-            say(f"{copy.name}  {_line(copy.manifest)}{'  every byte is right' if check else ''}")
+            say(f"{copy.name}  {_line(copy.manifest)}{'  every byte is correct' if check else ''}")
     return 1 if num_broken else 0
 
 
@@ -151,11 +151,11 @@ def _write_safetensors(file: Path, state: dict[str, Any]) -> None:
     others = [key for key, value in state.items() if weight_of(key, value) is None]
     if others:
         raise UsageError(
-            f"a safetensors file holds tensors only, and {others[0]!r} is none; export into a .pt file, or "
+            f"a safetensors file holds only tensors, and {others[0]!r} is not one; export to a .pt file, or choose "
             "another --name"
         )
     with file.open("wb") as target:
         try:
             write_weights(state, target.write)
         except ValueError as error:
-            raise UsageError(f"{error}; export into a .pt file") from None
+            raise UsageError(f"{error}; export to a .pt file") from None

@@ -23,15 +23,20 @@ __all__ = ["compare"]
 @click.argument("run_a", required=False)
 @click.argument("run_b", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--explain", is_flag=True, help="Compute the first step that differs again, in both runs: name the "
-              "parameter, the micro-batch and the module that differ first, and the probable cause.")  # fmt: skip
-@click.option("--bisect", nargs=2, metavar="GOOD BAD", help="Find the commit since which a script has other bits, by "
-              "git bisect between two commits: compare --bisect GOOD BAD SCRIPT [-- ARGUMENTS].")  # fmt: skip
+@click.option("--explain", is_flag=True, help=(
+    "Recompute the first step that differs, in both runs; name the parameter, micro-batch and module that differ "
+    "first, and the probable cause."
+))  # fmt: skip
+@click.option("--bisect", nargs=2, metavar="GOOD BAD", help=(
+    "Find the commit that changed a script's bits, by git bisect between two commits: compare --bisect GOOD BAD "
+    "SCRIPT [-- ARGUMENTS]."
+))  # fmt: skip
 @click.option("--steps", default=20, show_default=True, metavar="N", type=click.IntRange(min=2),
               help="With --bisect: how many steps each commit computes.")  # fmt: skip
-@click.option("--link", multiple=True, metavar="PATH", help="With --bisect: a file or folder that git does not have, "
-              "e.g. data, and that each commit gets as a link.")  # fmt: skip
-@seconds("--timeout", "10m", "With --bisect: how long one commit may take.")
+@click.option("--link", multiple=True, metavar="PATH", help=(
+    "With --bisect: a file or folder that is not in git, e.g. data, to link into each commit's worktree."
+))  # fmt: skip
+@seconds("--timeout", "10m", "With --bisect: time limit for one commit.")
 def compare(
     run_a: str | None,
     run_b: str | None,
@@ -42,11 +47,11 @@ def compare(
     link: tuple[str, ...],
     timeout: float,
 ) -> int:
-    """Say whether RUN_A and RUN_B (directories, or their journals) are identical; else the first step that differs,
-    and in what. Lines that one of them lacks (its disk was full) are named and not compared.
+    """Tell whether RUN_A and RUN_B (directories, or their journals) are identical; if not, which step differs first,
+    and how. Lines that one of them lacks (its disk was full) are named but not compared.
 
-    With --bisect, name the commit since which a script has other bits. Each commit runs on one worker, in a worktree
-    of its own, which is removed; nothing of the checkout is touched. A commit that cannot run is skipped.
+    With --bisect, name the commit that changed a script's bits. Each commit runs on one worker, in a temporary worktree
+    of its own; the checkout is not touched. A commit that cannot run is skipped.
 
     Exit code: 0 identical, 1 different, 2 one of them cannot be read, or run.
     """

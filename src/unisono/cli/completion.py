@@ -29,7 +29,7 @@ Completer = Callable[[click.Parameter, click.Context, str], Items]
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> int:
-    """Print the script for SHELL; it asks the command itself what fits.
+    """Print the completion script for SHELL.
 
     \b
         eval "$(unisono completion bash)"         in ~/.bashrc (bash 4.4 or newer)

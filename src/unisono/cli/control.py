@@ -17,14 +17,14 @@ __all__ = ["scale", "stop"]
 @click.argument("run")
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:
-    """Change the number of workers to WORKERS, from the next possible step on.
+    """Change the number of workers to WORKERS, as soon as possible.
 
-    Of a run with groups of workers (--workers 2x4), WORKERS is the number of groups.
+    For a run with groups of workers (--workers 2x4), WORKERS is the number of groups.
     """
     from unisono.cli.join import spec_of
 
     if workers < 1:
-        raise UsageError(f"a run has at least 1 worker, got {workers}; `unisono stop` ends it")
+        raise UsageError(f"a run needs at least 1 worker, got {workers}; `unisono stop` ends it")
     address = find(run)
     status = ask_status(address)
     number = workers * spec_of(status).settings.parts
@@ -36,6 +36,6 @@ def scale(run: str, workers: int) -> int:
 @click.command(epilog=RUN)
 @click.argument("run")
 def stop(run: str) -> int:
-    """End the run at the end of the step."""
+    """Stop the run at the end of its current step."""
     say(tell(find(run), Stop(reason="stopped by `unisono stop`")))
     return 0

@@ -31,17 +31,18 @@ FAR_HEAD_S = 0.2
     "names",
     default="",
     metavar="A,B,...",
-    help="Machines, as ssh knows them, each with Unisono in the same place; default: this one.",
+    help="Machines, by their ssh names, each with Unisono at the same path. Default: this one.",
 )
-@click.option("--ssh", default="ssh", metavar="COMMAND", help="How they are reached.")
-@click.option("--run-dir", default=".", metavar="DIR", help="Where the run's journal and checkpoints would be.")
-@click.option("--ports", default="", metavar="A:B", help="The ports that a firewall lets through.")
-@click.option("--ipv6", is_flag=True, help="Measure by IPv6 between machines.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--ssh", default="ssh", metavar="COMMAND", help="How to reach them.")
+@click.option("--run-dir", default=".", metavar="DIR", help="Where the run's journal and checkpoints would go.")
+@click.option("--ports", default="", metavar="A:B", help="The ports that a firewall allows.")
+@click.option("--ipv6", is_flag=True, help="Measure over IPv6 between machines.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def doctor(run: str, names: str, ssh: str, run_dir: str, ports: str, ipv6: bool, as_json: bool) -> int:
-    """Say what of these machines will hurt a run, why, and what to do. Exit code 1 if anything will.
+    """Check these machines for problems that would slow or break a run; say why, and what to do. Exit code 1 if there
+    are any.
 
-    With RUN (its directory, or how this machine reaches it), also whether this machine reaches that run.
+    With RUN (its directory, or an invitation), also check that this machine can reach that run.
     """
     chosen = {host.name: is_this_machine(host.name) for host in parse_hosts(names)} if names else {}
     asked = Scope(run_dir=str(Path(run_dir).absolute()), ports=port_range(ports) if ports else None, ipv6=ipv6)

@@ -35,22 +35,22 @@ ENDED_S: Final = 5.0
 @argument("run", type=click.Path(path_type=Path))
 @argument("script", nargs=-1, type=click.UNPROCESSED)
 def evaluate(run: Path, script: tuple[str, ...]) -> int:
-    """Compute the evaluations that the run in RUN (a directory) leaves to others: those of run.evaluate(...,
-    wait=False). From any machine that sees the directory, as long as the run is going.
+    """Compute the evaluations that the run in RUN (a directory) leaves to evaluators: run.evaluate(..., wait=False).
+    Works on any machine that sees the directory, as long as the run is active.
 
     \b
         unisono evaluate runs/digits
 
-    The script is the one that the run was made with, in the same folder; another path of it may stand after RUN. It
-    gets the arguments of the run, unless others stand after it. Each snapshot starts the script once.
+    The script is the run's own, in the same folder; give its path after RUN if it has moved. It gets the run's
+    arguments unless you give others after it. Each snapshot starts the script once.
 
-    Exit code: 0 the run is over, 2 this machine cannot evaluate for it. Ctrl-C ends it; what it leaves is computed by
-    another evaluator, or by the workers.
+    Exit code: 0 the run is over, 2 this machine cannot evaluate for it. Ctrl-C ends the command; another evaluator, or
+    the workers, compute what it leaves undone.
     """
     bind_to_parent(signal.SIGKILL)
     with past_run(run, script) as (past, folder):
         if not is_going(past.run):
-            raise UsageError(f"no run is going in {run}, so there is nothing to evaluate for it")
+            raise UsageError(f"no run is active in {run}, so there is nothing to evaluate")
         os.chdir(past.folder)
         _check_script(past)
         return _follow(past, Path(folder))
@@ -61,8 +61,8 @@ def _check_script(past: PastRun) -> None:
     match past.facts.get("environment"):
         case {"script": str(known)} if known != script_checksum(past.arguments):
             raise UsageError(
-                f"the script {past.arguments[0]} is not the one that the run has begun with: its text has changed, so "
-                "its totals may be others. Put back that text"
+                f"the script {past.arguments[0]} is not the one that the run started with: its text has changed, so "
+                "its totals may differ. Restore the original text"
             )
 
 
@@ -74,7 +74,7 @@ def _follow(past: PastRun, folder: Path) -> int:
             attended.enter_context(snapshots.attended())
         except OSError as error:
             raise UsageError(f"{past.run} cannot be used by an evaluator: {error.strerror or error}") from error
-        say(f"unisono: evaluates for the run in {past.run}", err=True)
+        say(f"unisono: evaluating for the run in {past.run}", err=True)
         alive_at = time.monotonic()
         while holder(past.run) == run_id:
             if is_going(past.run):

@@ -128,7 +128,8 @@ def script_arguments(
         raise UsageError(f"{script} is a directory; give the script in it")
     if not path.is_file() and script.startswith("-"):
         raise UsageError(
-            f"{script} is no script, and stands where the script should; first the script, then -- and its arguments"
+            f"{script} is not a script, but is given where the script should be; give the script first, then -- and "
+            "its arguments"
         )
     if not path.is_file():
         raise UsageError(f"there is no script {script} (looked in {os.getcwd()})")
@@ -151,7 +152,7 @@ def check_directory(folder: Path, *, resumes: bool = False) -> None:
         raise UsageError(f"--run-dir {folder} is not a directory")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        raise UsageError(f"--run-dir {folder} cannot be made: {existing} is not a directory")
+        raise UsageError(f"--run-dir {folder} cannot be created: {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(f"--run-dir {folder} cannot be written: no permission in {existing}")
     try:  # what permissions do not tell: file systems that are read-only, or not made for files

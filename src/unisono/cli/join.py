@@ -30,27 +30,32 @@ __all__ = ["join", "settled", "spec_of"]
 
 @click.command(epilog=RUN)
 @click.argument("run")
-@click.option("--token-file", default="", metavar="FILE", help="RUN is the head's address (url in RUN/head.json), "
-              "and this file holds the token (RUN/token).")  # fmt: skip
+@click.option("--token-file", default="", metavar="FILE", help=(
+    "RUN is the head's address (url in RUN/head.json), and this file has the token (RUN/token)."
+))  # fmt: skip
 @click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto", help="How many workers.")
-@click.option("--folder", default="", metavar="DIR", help="Where the script is here, if not at the same place.")
-@click.option("--run-dir", default="", metavar="DIR", help="The run directory here, if not at the same place.")
+@click.option("--folder", default="", metavar="DIR", help="The script's folder on this machine, if its path differs.")
+@click.option("--run-dir", default="", metavar="DIR", help="The run directory on this machine, if its path differs.")
 @click.option(
     "--interface",
     default="",
     metavar="NAME",
-    help="The network interface over which workers exchange gradients; default: the one that reaches the head.",
+    help="The network interface over which workers exchange gradients. Default: the one that reaches the head.",
 )
 @click.option(
     "--while",
     "condition",
     default=None,
     metavar="COMMAND",
-    help="Take part only while this command, which a shell runs every few seconds, ends with 0. Else the workers leave "
-    "at the end of the step.",
+    help=(
+        "Take part only while this command, run by a shell every few seconds, exits with 0. Otherwise the workers "
+        "leave at the end of the step."
+    ),
 )
-@seconds("--wait", None, "How long to wait for the head, if it is not there yet. [default: not]")
-@click.option("--no-head", is_flag=True, help="This machine never has the head, also if the one that has it is lost.")
+@seconds("--wait", None, "How long to wait for the head, if it is not up yet. [default: not]")
+@click.option(
+    "--no-head", is_flag=True, help=("Never run the head on this machine, even if the machine that runs it is lost.")
+)
 @click.option("--launched", default="", metavar="NAME", hidden=True)
 def join(
     run: str,
@@ -64,10 +69,10 @@ def join(
     no_head: bool,
     launched: str,
 ) -> int:
-    """Add this machine's workers to a run that is going.
+    """Add this machine's workers to an active run.
 
-    They run the script that the run was started with, as you. Ctrl-C takes them away again, at the end of the step.
-    The line that `unisono watch --once` shows keeps the invitation out of the list of processes:
+    They run the run's script, as you. Ctrl-C removes them again, at the end of the step. The line that `unisono watch
+    --once` shows keeps the invitation out of the process list:
 
         unisono join - <<< 'wss://...'
     """
@@ -110,7 +115,7 @@ def settled(run: RunSpec, *, folder: str = "", run_dir: str = "") -> RunSpec:
     if not there.is_dir():
         if folder:
             raise UsageError(f"--folder {folder} is not a folder of this machine")
-        raise UsageError(f"the run works in {there}, which is not on this machine; say where with --folder")
+        raise UsageError(f"the run works in {there}, which is not on this machine; say where it is with --folder")
     if run.arguments[0] != "-m" and not (there / script).is_file():
         raise UsageError(f"the run's script {script} is not in {there}; say where it is with --folder")
     os.chdir(there)
@@ -123,7 +128,7 @@ def _from_token_file(url: str, token_file: str) -> Invitation:
     try:
         token = sys.stdin.readline().strip() if token_file == "-" else read_token(token_file)
     except FileNotFoundError:
-        raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is going") from None
+        raise UsageError(f"there is no --token-file {token_file}; it is RUN/token while the run is active") from None
     return Invitation(url, token)
 
 
@@ -132,7 +137,7 @@ def _what_begins(invitation: Invitation, run_id: str, run: RunSpec, number: int)
     head = HeadUrl.parse(invitation.url)
     why = "which has proved that it is the run's head"
     if not head.is_secure and not is_local(head.host):
-        why += "; but without TLS, others on the network can read the token, and take the head's place"
+        why += "; but without TLS, others on the network can read the token and impersonate the head"
     what = count(number, "worker")
     arguments = ["a function"] if run.arguments[0] == "--callable" else list(run.arguments)
     return [

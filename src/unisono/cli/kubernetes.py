@@ -54,7 +54,8 @@ def train(options: Options) -> int:
         return cluster.follow(request.name, click.echo)
     except KeyboardInterrupt:
         click.echo(
-            f"unisono: the run goes on; `kubectl -n {request.namespace} delete job/{head_name(request.name)}` ends it",
+            f"unisono: the run continues; `kubectl -n {request.namespace} delete job/{head_name(request.name)}` ends "
+            "it",
             err=True,
         )
         return 130
@@ -73,9 +74,7 @@ def _request(options: Options) -> ClusterRequest:
             "which container image? --set kubernetes.image=IMAGE, with Python, Unisono and the packages of the script"
         )
     if options.takes_all:
-        raise UsageError(
-            "how many workers? --workers N, or A:B; each pod has as many as --set kubernetes.workers-per-pod says"
-        )
+        raise UsageError("how many workers? --workers N, or A:B; each pod has --set kubernetes.workers-per-pod of them")
     for name in ("workers-per-pod", "user"):
         setting = SETTINGS[f"kubernetes.{name}"]
         if getattr(options, setting.field) < 1:
@@ -143,7 +142,7 @@ def _given(options: Options) -> list[str]:
     for name in options.sources:
         setting = SETTINGS[name]
         if name in OF_THE_HEAD:
-            raise UsageError(f"{setting.spelled()} is given by the launcher kubernetes itself")
+            raise UsageError(f"{setting.spelled()} is set by the launcher kubernetes itself")
         if setting.group != "Kubernetes" and name not in OF_THE_COMMAND:
             words += setting.words(getattr(options, setting.field))
     return words

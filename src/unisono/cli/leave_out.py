@@ -39,15 +39,15 @@ def leave_out(found: PastRun, file: str, into: str, *, workers: str, from_beginn
     """
     new, file = Path(into).resolve(), os.path.abspath(file)
     if new.is_relative_to(found.run):
-        raise UsageError(f"--into {into} lies in {found.run}, whose files stay as they are: name another directory")
+        raise UsageError(f"--into {into} is inside {found.run}, whose files must not change: name another directory")
     if (other := holder(new)) is not None:
         raise UsageError(f"--into {into} holds a run ({other}): name another directory")
     before = _steps(found.run)
     first, number = _first(found, file, before)
     begin = None if from_beginning else found.start(first)
-    what = f"leaves out {count(number, 'sample')}, the first of which step {first} has used"
+    what = f"leaving out {count(number, 'sample')}, first used in step {first}"
     where = f"at step {begin.step}, from {begin.path}" if begin is not None else "at the beginning"
-    say(f"unisono: {what}; begins {where}; the new run is written into {new}", err=True)
+    say(f"unisono: {what}; starting {where}; the new run is written into {new}", err=True)
     at = begin.step if begin is not None else 0
     left = {"run_id": str(found.facts.get("run_id")), "step": first, "checkpoint_step": at}
     recipe = found.facts["recipe"]
@@ -90,8 +90,8 @@ def _steps(run: Path) -> list[StepFinished]:
         raise UsageError(f"the journal of {run} cannot be read: {error}") from None
     if any(event.step != number for number, event in enumerate(found)):
         raise UsageError(
-            f"the journal of {run} lacks some of its steps, so nobody knows which samples they have used; begin a new "
-            "run without them: unisono run SCRIPT --set without=FILE --run-dir DIR"
+            f"the journal of {run} lacks some of its steps, so it is unknown which samples they used; begin a new run "
+            "without them: unisono run SCRIPT --set without=FILE --run-dir DIR"
         )
     return found
 
@@ -130,7 +130,7 @@ def _first(found: PastRun, file: str, before: list[StepFinished]) -> tuple[int, 
     if first is None:
         raise UsageError(
             f"none of the {count(len(without.samples), 'sample')} of {file} was used in the "
-            f"{count(len(before), 'step')} of {found.run}: it is as it would have been without them"
+            f"{count(len(before), 'step')} of {found.run}: the run is as it would have been without them"
         )
     return first, len(without.samples)
 
@@ -141,8 +141,8 @@ def _report(run: Path, new: Path, before: list[StepFinished], first: int) -> int
     others = [old.step for old, now in zip(before, after, strict=False) if old.digest != now.digest]
     if others and others[0] < first:
         say(
-            f"unisono: step {others[0]} differs from {run} already, which has used none of the samples there: its "
-            "script or its data have changed since, or it was another arithmetic",
+            f"unisono: step {others[0]} differs from {run} already, which had used none of the samples by then: its "
+            "script or its data have changed since, or its arithmetic was different",
             err=True,
         )
         return 1

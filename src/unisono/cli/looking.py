@@ -108,7 +108,7 @@ def _pushes(invitation: Invitation) -> Iterator[Seen]:
                 if push is None:
                     silent_s = now - heard_at
                     if silent_s >= SILENT_S:
-                        yield Seen(None, f"the head at {where} has said nothing for {silent_s:.0f} s")
+                        yield Seen(None, f"the head at {where} has been silent for {silent_s:.0f} s")
                     continue
                 heard_at = now
                 if "overview" in push:
@@ -127,8 +127,8 @@ def _seen(told: Any) -> Seen:
     try:
         overview = msgspec.convert(told, Overview, strict=False)
     except msgspec.ValidationError as error:
-        return Seen(None, f"the head speaks of the run in a way that this version does not know: {error}")
-    newer = f"the head is of a newer version (schema {overview.schema}, this one knows {SCHEMA})"
+        return Seen(None, f"this version does not understand what the head sends: {error}")
+    newer = f"the head has a newer version (schema {overview.schema}, this one knows {SCHEMA})"
     return Seen(overview, newer if overview.schema > SCHEMA else "")
 
 
@@ -166,6 +166,6 @@ def _from_directory(folder: Path, sleep: Callable[[float], None]) -> Iterator[Se
             return
         lost_s = now - lost_at
         overview = without_head(overview)
-        note = note or (f"no head answers; this is what the files say, for {lost_s:.0f} s" if met else "")
+        note = note or (f"no head answers; showing what the files say, for {lost_s:.0f} s" if met else "")
         yield Seen(overview, note or "; ".join(history.notes), lost_s, is_over=not met and overview.state == UNKNOWN)
         sleep(EVERY_S)

@@ -38,50 +38,48 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
-            raise UsageError(f"a worker has at least 1 thread, got --threads {self.threads}")
+            raise UsageError(f"a worker needs at least 1 thread, got --threads {self.threads}")
         if self.evaluators < 0:
-            raise UsageError(f"a run has 0 or more evaluators, got --evaluators {self.evaluators}")
+            raise UsageError(f"--evaluators must be 0 or more, got --evaluators {self.evaluators}")
         if self.wait_for < 0:
             raise UsageError(f"a run waits for 0 or more workers, got --wait-for {self.wait_for}")
         if not 0.0 <= self.efficiency < 1.0:
-            raise UsageError(f"an efficiency is above 0 and below 1, got {self.efficiency}")
+            raise UsageError(f"efficiency must be above 0 and below 1, got {self.efficiency}")
         if self.max_restarts is not None and self.max_restarts < 0:
-            raise UsageError(f"max_restarts is at least 0, got {self.max_restarts}")
+            raise UsageError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
-                f"a heartbeat comes more often than its timeout: --set heartbeat={self.heartbeat_s:g}s is not shorter "
-                f"than --set heartbeat-timeout={self.heartbeat_timeout_s:g}s"
+                f"a heartbeat must come more often than its timeout: --set heartbeat={self.heartbeat_s:g}s is not "
+                f"shorter than --set heartbeat-timeout={self.heartbeat_timeout_s:g}s"
             )
         if not 0.0 <= self.audit <= MOST_AUDITED:
             raise UsageError(
-                f"--audit is a share of the micro-batches from 0 to {MOST_AUDITED:g}, e.g. 0.01; got {self.audit}"
+                f"--audit must be a share of the micro-batches from 0 to {MOST_AUDITED:g}, e.g. 0.01; got {self.audit}"
             )
         if self.parts > 1:
             self._check_parts()
         if self.plain:
             self._check_plain()
         if self.bind == "":
-            raise UsageError("--bind is an address of this machine, or 0.0.0.0 for all that it has; got ''")
+            raise UsageError("--bind takes an address of this machine, or 0.0.0.0 for all of them; got ''")
         _ = self.ports, self.profiled
         if self.interface and self.bind:
             raise UsageError(
                 f"--set interface={self.interface} and --bind {self.bind} both name an address; give one of them"
             )
         if self.advertise and not HeadUrl.is_host(self.advertise):
-            raise UsageError(
-                f"--set advertise is an address or the name of a host, without a port; got {self.advertise!r}"
-            )
+            raise UsageError(f"--set advertise takes an address or a host name, without a port; got {self.advertise!r}")
         if bool(self.certificate) != bool(self.private_key):
-            raise UsageError("--set certificate and --set private-key are given together, or neither")
+            raise UsageError("give --set certificate and --set private-key together, or neither")
         if self.certificate and self.tls is False:
             raise UsageError("--set certificate is for TLS, and --set tls=no turns it off; leave one of them out")
         if self.simulate_hosts < 1:
             raise UsageError(f"there is at least 1 host, got --set simulate-hosts={self.simulate_hosts}")
         if self.per_task is not None and self.per_task < 1:
-            raise UsageError(f"a task has at least 1 worker, got --set per-task={self.per_task}")
+            raise UsageError(f"a task needs at least 1 worker, got --set per-task={self.per_task}")
 
         if self.ship_limit <= 0:
-            raise UsageError(f"--set ship-limit is a size in MB above 0, got {self.ship_limit:g}")
+            raise UsageError(f"--set ship-limit must be a size in MB above 0, got {self.ship_limit:g}")
         if self.names_hosts and self.launcher not in ("auto", "ssh"):
             raise UsageError(f"--hosts and --set hostfile are for the launcher ssh, got --launcher {self.launcher}")
         if not self.names_hosts:
@@ -94,7 +92,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
     def refuse_hosts(self, why: str) -> None:
         """Raise a `UsageError` if the command line names machines; ``why`` says where they come from instead."""
         if self.names_hosts:
-            raise UsageError(f"--hosts and --set hostfile are for `unisono run` by itself; {why}")
+            raise UsageError(f"--hosts and --set hostfile are for `unisono run` on its own; {why}")
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
         """Raise a `UsageError` if one of these settings is not its default."""
@@ -125,13 +123,13 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(f"there is no --set token-file={self.token_file}") from None
         if is_reader(token):
             raise UsageError(
-                f"the token in --set token-file={self.token_file} looks like one for watchers; use another one"
+                f"the token in --set token-file={self.token_file} looks like one for watchers; use a different one"
             )
         if len(token) < SHORTEST_TOKEN:
             raise UsageError(
-                f"the token in --set token-file={self.token_file} has {len(token)} characters; {SHORTEST_TOKEN} or "
-                "more "
-                "cannot be guessed: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                f"the token in --set token-file={self.token_file} has {len(token)} characters; it needs at least "
+                f"{SHORTEST_TOKEN}, so that it cannot be guessed: python -c 'import secrets; "
+                "print(secrets.token_urlsafe(32))'"
             )
         return token
 
@@ -142,7 +140,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
     def _check_parts(self) -> None:
         workers = f"--workers {self.workers}"
         if self.plain:
-            raise UsageError(f"{workers} is for scripts that use Unisono: a plain one has no parts; give a number")
+            raise UsageError(f"{workers} is for scripts that use Unisono: a plain script has no parts; give a number")
         if self.evaluators:
             raise UsageError(
                 f"--evaluators {self.evaluators} are single workers with the whole model, and with {workers} each has "
@@ -151,7 +149,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
         if self.wait_for % self.parts:
             raise UsageError(
                 f"--wait-for counts workers, and {workers} makes groups of {self.parts}: got {self.wait_for}, which is "
-                f"no multiple; give {max(1, round(self.wait_for / self.parts)) * self.parts}"
+                f"not a multiple; give {max(1, round(self.wait_for / self.parts)) * self.parts}"
             )
 
     def _check_plain(self) -> None:

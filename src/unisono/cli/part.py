@@ -43,7 +43,7 @@ def take_part(options: Options, task: Task, read: Callable[[], tuple[RunSpec, Wo
     if not task.job:
         raise UsageError(
             f"{task.engine} does not say which of its jobs this is, so the tasks cannot find each other; start the "
-            "machines by unisono run --hosts, or use another mpiexec"
+            "machines with unisono run --hosts, or use another mpiexec"
         )
     os.environ[TAKEN] = task.engine
     meeting = Rendezvous(Path(options.rendezvous).resolve(), task.job)

@@ -46,7 +46,7 @@ def start(request: Request, max_restarts: int) -> int:
         if not workers.grows:
             raise UsageError(
                 f"--workers {workers.minimum}:{workers.maximum} is for several machines (--hosts, Slurm): torchrun "
-                "goes on with fewer machines, and not with fewer processes of one; give a number"
+                "continues with fewer machines, but not with fewer processes on one; give a number"
             )
         return torchruns.run(machines)
     numbers = [machine.num_workers for machine in machines]

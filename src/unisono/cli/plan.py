@@ -77,40 +77,54 @@ class PlanRequest:
     "--workers",
     default="",
     metavar="N|A:B",
-    help="For how many workers. Default: from 1 to as many as this machine has room for, and with --link as 4 such "
-    "machines.",
+    help=(
+        "Numbers of workers to plan for. Default: from 1 to as many as this machine has room for; with --link, as "
+        "4 such machines have."
+    ),
 )
-@click.option("--steps", default=16, show_default=True, metavar="N", help="Steps that each trial does, at least.")
+@click.option("--steps", default=16, show_default=True, metavar="N", help="The least number of steps in each trial.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads of a worker.")
 @click.option(
     "--link",
     default="",
     metavar="RATE[+DELAY]",
-    help="Between machines like this one: 1gbit, 100mbit+20ms. Without it, the plan ends with this machine.",
+    help="The link between machines like this one: 1gbit, 100mbit+20ms. Without it, the plan covers this machine only.",
 )
 @click.option(
     "--per-host",
     type=click.IntRange(min=1),
     metavar="N",
     show_default="as many as this machine has room for",
-    help="Workers of a machine.",
+    help="Workers per machine.",
 )
-@click.option("--price", type=float, default=0.0, metavar="AMOUNT", help="Of one worker for an hour.")
+@click.option("--price", type=float, default=0.0, metavar="AMOUNT", help="Price of one worker per hour.")
 @click.option(
-    "--copies", type=click.IntRange(min=1), default=2, show_default=True, help="Of unisono.shard and of local steps."
+    "--copies",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help=("Copies kept of each state, for unisono.shard and local steps."),
 )
-@click.option("--inner-steps", type=click.IntRange(min=1), default=10, show_default=True, help="H of local steps.")
+@click.option(
+    "--inner-steps",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help=("Inner steps of a round of local steps."),
+)
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
-    help="Write the plan into the directory of the run that follows: `unisono plan DIR` compares it with what came.",
+    help="Write the plan into the directory of the run to come: `unisono plan DIR` compares the two afterwards.",
 )
 @click.option(
     "--find",
     default="",
     metavar="microbatches,batch",
-    help="Try other sizes of a micro-batch, and say which "
-    "number of micro-batches is fastest, and which batch is the largest that fits. Changes nothing.",
+    help=(
+        "Try other micro-batch sizes; report the fastest number of micro-batches and the largest batch that fits. "
+        "Changes nothing."
+    ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
@@ -129,17 +143,17 @@ def plan(
     find: str,
     as_json: bool,
 ) -> int:
-    """Say how long a step will take on more workers, and what they need, from the first steps of SCRIPT.
+    """Predict from the first steps of SCRIPT how long a step takes on more workers, and what they need.
 
-    The script is run for some steps, alone and with several workers of this machine, in directories that are removed
-    afterwards. Nothing of it is kept, but the script does what it does outside of its training as well.
+    The script runs for some steps, alone and with several workers of this machine, in temporary directories. Nothing is
+    kept, but whatever else the script does beside training happens too.
 
         unisono plan train.py --workers 1:16 --link 1gbit --price 2.5 -- --lr 0.01
 
-    Of the directory of a RUN: compare what was planned with what came; with --workers, plan from the steps of the run.
+    Given the directory of a RUN: compare the plan with what happened; with --workers, plan from the run's steps.
     """
     if not 0.0 <= price < math.inf:
-        raise UsageError(f"--price is the price of one worker for an hour, a number from 0, got {price}")
+        raise UsageError(f"--price is the price of one worker per hour, at least 0; got {price}")
     room = max(1, len(machine_gpus()) or len(machine_cores()) // max(1, threads))
     asked = PlanRequest(
         workers=_numbers(workers, room, per_host or 0, bool(link)),
@@ -149,7 +163,7 @@ def plan(
         options=StrategyOptions(copies=copies, inner_steps=inner_steps),
     )
     if target is not None and not module and Path(target).is_dir():
-        _refuse(NO_TRIAL, "is about trials of a script, and a run has its steps behind it")
+        _refuse(NO_TRIAL, "is for trials of a script, and a run has already done its steps")
         if arguments:
             raise UsageError(f"{target} is a run, which takes no arguments of a script, got {' '.join(arguments)}")
         return _plan_of_run(Path(target), workers, room, asked, as_json=as_json)
@@ -171,9 +185,9 @@ def plan(
         say_lines("\n" + shown_search(found, facts, asked.largest, wanted))
     if run_dir is not None:
         if holder(run_dir) is not None and (other := differs(made, read_facts(run_dir).get("recipe") or {})):
-            raise UsageError(f"the plan was not written: {run_dir} has a run of another training: {other}")
+            raise UsageError(f"the plan was not written: {run_dir} has a run of a different training: {other}")
         write_plan(run_dir / PLAN, made)
-        say(f"the plan is {run_dir / PLAN}; after the run, `unisono plan {run_dir}` compares", err=as_json)
+        say(f"the plan is {run_dir / PLAN}; after the run, compare with `unisono plan {run_dir}`", err=as_json)
     return 1 if found is not None and not found.tried else 0
 
 
@@ -197,7 +211,7 @@ def _check_run(run_dir: Path) -> None:
             check_recipe(recipe)
         except UsageError as error:
             raise UsageError(
-                f"--run-dir {run_dir} has a run already that no plan could be compared with: {error}"
+                f"--run-dir {run_dir} already has a run that no plan can be compared with: {error}"
             ) from None
 
 
@@ -209,7 +223,7 @@ def _wanted(text: str) -> list[str]:
     """
     wanted = [word for word in text.split(",") if word]
     for word in (word for word in wanted if word not in WHAT):
-        raise UsageError(f"--find {word}: what can be found is {listed(WHAT)}")
+        raise UsageError(f"--find {word}: it can find {listed(WHAT)}")
     return wanted
 
 
@@ -224,15 +238,15 @@ def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[in
     try:
         low, high = int(first), int(last if colon else first)
     except ValueError:
-        raise UsageError(f"--workers is a number from 1, or A:B with 1 <= A <= B, got {text!r}") from None
+        raise UsageError(f"--workers must be a number from 1, or A:B with 1 <= A <= B; got {text!r}") from None
     if not 1 <= low <= high:
-        raise UsageError(f"--workers is a number from 1, or A:B with 1 <= A <= B, got {text!r}")
+        raise UsageError(f"--workers must be a number from 1, or A:B with 1 <= A <= B; got {text!r}")
     if high > MOST:
-        raise UsageError(f"a plan is made for up to {MOST} workers, as far as its model was followed, got {text!r}")
+        raise UsageError(f"plans go up to {MOST} workers, the most for which the model was tested; got {text!r}")
     if high > own and not has_link:
         raise UsageError(
-            f"a machine has room for {own} workers, so --workers {text} is about several machines: say "
-            "what lies between them, e.g. --link 1gbit"
+            f"a machine has room for {own} workers, so --workers {text} needs several machines: give the link between "
+            "them, e.g. --link 1gbit"
         )
     above = itertools.takewhile(lambda number: number < high, (EACH * 2**power for power in itertools.count(1)))
     few = [low, *range(low, min(high, EACH) + 1), *(number for number in above if number > low), high]
@@ -241,17 +255,17 @@ def _numbers(text: str, room: int, per_host: int, has_link: bool) -> Sequence[in
 
 def _trials(script: Script, steps: int, room: int, asked: PlanRequest) -> list[Measurement]:
     """Measure the script alone, with two workers, with as many as the machine has room for, and between two hosts."""
-    say("unisono: measures the first steps, alone", err=True)
+    say("unisono: measuring the first steps, alone", err=True)
     alone = trial(script, ProbeSettings(steps=steps, seconds=SECONDS))
     check_recipe(alone.found.recipe)
     found = [alone]
     same = ProbeSettings(steps=alone.found.done)
     together = min(room, asked.per_host, asked.workers[-1])
     for number in sorted({min(2, together), together} - {1}):
-        say(f"unisono: measures the first steps, with {number} workers", err=True)
+        say(f"unisono: measuring the first steps, with {number} workers", err=True)
         found.append(trial(script, same, workers=number))
     if asked.link is not None and room > 1:
-        say("unisono: measures the first steps, with 2 workers as if on two machines", err=True)
+        say("unisono: measuring the first steps, with 2 workers, as if on two machines", err=True)
         found.append(trial(script, same, workers=2, hosts=2))
     return found
 
@@ -318,7 +332,7 @@ def _plan_of_run(directory: Path, workers: str, room: int, asked: PlanRequest, *
     samples = samples_in(directory)
     before = read_plan(directory)
     if before is not None and not workers:
-        _refuse(OF_A_PLAN, "is about making a plan, and this run has one to compare with; give --workers for another")
+        _refuse(OF_A_PLAN, "is for making a plan, and this run has one to compare with; give --workers to make another")
         return _compare(directory, before, samples, as_json=as_json)
     facts = facts_of_run(directory, samples, room)
     made = _made(str(directory), facts, {}, asked)
@@ -336,7 +350,7 @@ def _compare(directory: Path, before: PlanRecord, samples: Sequence[Sample], *, 
     recipe = read_facts(directory).get("recipe") or {}
     check_recipe(recipe)
     if other := differs(before, recipe):
-        raise UsageError(f"the plan in {directory} is about another training: {other}")
+        raise UsageError(f"the plan in {directory} is for a different training: {other}")
     found = came(before, samples)
     if not found:
         planned = sorted({(one.workers, one.hosts) for one in before.forecasts})

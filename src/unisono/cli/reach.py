@@ -73,10 +73,9 @@ def _of_directory(folder: Path) -> Invitation:
         raise NotGoing(_why_not_going(str(folder))) from error
     except NotOwned as error:
         raise UsageError(
-            f"{error}. A command believes what a directory says of a run's head, and sends it the token there, only "
-            "where both are files of the user who calls it; that user sees with `unisono watch --once` the line with "
-            "which "
-            "others reach the run, or look at it"
+            f"{error}. A command trusts a directory's head address, and sends the token to it, only if both files "
+            "belong to the user who calls it; `unisono watch --once` shows that user the lines with which others join "
+            "or watch the run"
         ) from error
     except UsageError:
         raise
@@ -89,8 +88,8 @@ def _of_directory(folder: Path) -> Invitation:
 def _why_not_going(run: str) -> str:
     """Return why no command can reach the run of a directory that names no head."""
     if (Path(run) / JOURNAL).is_file():
-        return f"the run in {run} is not going any more; `unisono watch --once {run}` shows how it has ended"
-    return f"no run is going in {run}; a run that has just begun can be reached after some seconds"
+        return f"the run in {run} is over; `unisono watch --once {run}` shows how it ended"
+    return f"no run is active in {run}; a run that has just started can be reached after a few seconds"
 
 
 def _read_line() -> str:
@@ -99,7 +98,7 @@ def _read_line() -> str:
         return getpass.getpass("the invitation (`unisono watch --once RUN` shows it; it does not appear here): ")
     line = sys.stdin.readline()
     if not line.strip():
-        raise UsageError("there is no invitation on standard input; it is given like this: - <<< 'wss://...'")
+        raise UsageError("there is no invitation on standard input; give it like this: - <<< 'wss://...'")
     return line
 
 
@@ -125,7 +124,7 @@ def _checked(data: bytes, path: str | Path) -> str:
     """
     token = data.strip().decode(errors="replace")
     if not token.isascii() or not token.isprintable() or not token:
-        raise UsageError(f"{path} holds no token; it is RUN/token while the run is going")
+        raise UsageError(f"{path} has no token; it is RUN/token while the run is active")
     return token
 
 
@@ -140,7 +139,7 @@ def ask_status(invitation: Invitation) -> dict[str, Any]:
     check_head(invitation)
     status, body = _get(head, "/status", invitation.token, sends_token=True)
     if status == http.client.UNAUTHORIZED:
-        raise UsageError(f"the head at {head.place} refuses the token; it is fresh for every run (RUN/token)")
+        raise UsageError(f"the head at {head.place} rejects the token; every run has a new one (RUN/token)")
     if not is_refusal(status):  # the head is about to end
         raise NotGoing(f"the head at {head.place} answers HTTP {status}")
     if status != http.client.OK:
@@ -181,9 +180,8 @@ def may_act(invitation: Invitation) -> Invitation:
     """
     if invitation.is_for_looking:
         raise UsageError(
-            "this line is for watching the run only: `unisono watch` and `unisono watch --once` take it; who has "
-            "started the "
-            "run sees with `unisono watch --once RUN` the line that other machines join with"
+            "this line is only for watching the run, with `unisono watch` and `unisono watch --once`; whoever started "
+            "the run sees the line for joining with `unisono watch --once RUN`"
         )
     return invitation
 
@@ -203,7 +201,7 @@ def check_head(invitation: Invitation) -> None:
     if not hmac.compare_digest(answer.strip(), proof_of(invitation.token, question).encode()):
         raise UsageError(
             f"the process at {head.place} is not the head of this run: it does not know the token, which was not sent "
-            "to it. Is the invitation that of an earlier run?"
+            "to it. Is the invitation from an earlier run?"
         )
 
 
@@ -231,7 +229,7 @@ def _get(head: HeadUrl, path: str, token: str, *, sends_token: bool = False) -> 
             raise UsageError(str(error)) from error
         except http.client.BadStatusLine as error:
             if str(error).startswith(TLS_ALERT):
-                raise UsageError(f"the head at {head.place} speaks TLS: its address begins with wss://") from error
+                raise UsageError(f"the head at {head.place} uses TLS: its address begins with wss://") from error
             raise NotGoing(f"no head answers at {head.place}: {error}") from error
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise NotGoing(f"no head answers at {head.place}: {error}") from error

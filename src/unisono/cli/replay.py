@@ -27,15 +27,16 @@ NUMBER = click.IntRange(min=0)
 @click.command()
 @argument("run", type=click.Path(path_type=Path))
 @argument("script", nargs=-1, type=click.UNPROCESSED)
-@option("--step", type=NUMBER, metavar="S", help="The last step; of local steps, the round.")
+@option("--step", type=NUMBER, metavar="S", help="The last step to compute; for local steps, the round.")
 @option("--micro-batch", "microbatch", type=NUMBER, metavar="M", help="Show this micro-batch of the step.")
-@option("--pass", "turn", type=NUMBER, default=0, metavar="N", help="Which pass over the batch, after step.again.")
-@option("--replica", type=NUMBER, metavar="R", help="Of local steps: which replica.")
-@option("--inner-step", type=NUMBER, metavar="I", help="Of local steps: which step of the replica in its round.")
-@option("--from-beginning", is_flag=True, help="Begin with step 0, and not at a checkpoint.")
-@option("--with", "words", multiple=True, metavar="WHAT", help="anomaly: name the operation that gives a NaN.  "
-        "debugger: stop in the script before the micro-batch.  save=DIR: write the micro-batch, the models before it "
-        "and its gradients.")  # fmt: skip
+@option("--pass", "turn", type=NUMBER, default=0, metavar="N", help="Which pass over the batch, with step.again.")
+@option("--replica", type=NUMBER, metavar="R", help="For local steps: which replica.")
+@option("--inner-step", type=NUMBER, metavar="I", help="For local steps: which step of the replica in its round.")
+@option("--from-beginning", is_flag=True, help="Begin with step 0 instead of a checkpoint.")
+@option("--with", "words", multiple=True, metavar="WHAT", help=(
+    "anomaly: name the operation that produces a NaN.  debugger: stop in the script before the micro-batch.  "
+    "save=DIR: write the micro-batch, the models before it and its gradients."
+))  # fmt: skip
 @option("--without", type=click.Path(), metavar="FILE", help="Compute the run as it would have been without the "
         "samples that FILE names: one index a line, or a range such as 100-199.")  # fmt: skip
 @option("--into", type=click.Path(), metavar="DIR", help="With --without: the directory of the new run.")
@@ -54,8 +55,8 @@ def replay(
     into: str | None,
     workers: str | None,
 ) -> int:
-    """Compute RUN (a directory) again from its newest checkpoint before a step, on one worker, and compare each step
-    with the journal. Nothing is written into RUN.
+    """Recompute RUN (a directory) from its newest checkpoint before a step, on one worker, and compare each step with
+    the journal. Nothing is written into RUN.
 
     \b
         unisono replay runs/digits --step 350
@@ -64,30 +65,30 @@ def replay(
         unisono replay runs/digits --step 350 --micro-batch 3 --with save=found
         unisono replay runs/digits --without deleted.txt --into runs/digits2
 
-    The script is the one that the run was made with, in the same folder; another one may stand after the options. It
-    gets the arguments of the run, unless others stand after it. The digest of a micro-batch is compared with the one
-    that the run has audited (unisono run --audit), where the journal has one.
+    The script is the run's own, in the same folder, unless you give one after the options. It gets the run's arguments
+    unless you give others. The digest of a micro-batch is compared with the audited one (unisono run --audit), where
+    the journal has one.
 
-    With --without it is a run of its own in DIR: begun at the newest checkpoint before the first of the samples was
-    used, with the same order of all others, and computed to its end.
+    With --without, the result is a run of its own in DIR: it starts from the newest checkpoint before the first of the
+    samples was used, keeps the order of all other samples, and is computed to the end.
 
-    Exit code: 0 all as in the journal, 1 a step is not, or the script has failed, 2 it cannot be replayed, 3 the
+    Exit code: 0 all steps match the journal, 1 one does not, or the script failed, 2 the run cannot be replayed, 3 the
     debugger was left before the step was over.
     """
     if without is not None:
         if into is None or (step, microbatch, turn, replica, inner_step, words) != (None, None, 0, None, None, ()):
             raise UsageError(
-                "--without computes all steps that follow, into a directory of their own: give --into DIR with it, and "
-                "no --step and nothing that looks into a step"
+                "--without computes all steps that follow, into a directory of their own: give --into DIR, and neither "
+                "--step nor an option that inspects a step"
             )
         return leave_out(PastRun(run, script), without, into, workers=workers or "1", from_beginning=from_beginning)
     if into or workers:
-        raise UsageError("--into and --workers are for --without: all else is computed alone, and writes no run")
+        raise UsageError("--into and --workers are for --without: any other replay uses one worker, and writes no run")
     if step is None:
         raise UsageError("which step? --step S, by its number in the journal")
     given = with_words(words)
     if given.get("debugger") and not sys.stdin.isatty():
-        raise UsageError("--with debugger asks at the terminal, and standard input is none")
+        raise UsageError("--with debugger needs a terminal, and standard input is not one")
     if given.get("save"):
         given["save"] = _checked_folder(given["save"])
     wanted: dict[str, Any] = {"leaf": microbatch, "replica": replica, "inner": inner_step}
@@ -97,7 +98,7 @@ def replay(
             found.check_step(step)
         start = None if from_beginning else found.start(step)
         if start is None and not from_beginning:
-            say("unisono: begins at the beginning of the run: there is no checkpoint before", err=True)
+            say("unisono: starting from the beginning of the run: there is no checkpoint before", err=True)
         wish = Replay(
             run=str(found.run),
             step=step,

@@ -24,19 +24,21 @@ DEFAULT = "report.html"
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write. Default: report.html in the "
               "directory of the run; of several runs, in the current directory.")  # fmt: skip
-@click.option("--table", "as_table", is_flag=True, help="Print a row for each run, with what their settings and "
-              "arguments differ in, and whether their bits are equal. No file is written but with -o.")  # fmt: skip
+@click.option("--table", "as_table", is_flag=True, help=(
+    "Print a row for each run, with the settings and arguments that differ, and whether the bits are equal. Writes "
+    "a file only with -o."
+))  # fmt: skip
 def report(runs: tuple[Path, ...], output: Path | None, as_table: bool) -> int:
-    """Write a report of one run, or of several RUNS side by side, as one HTML file that needs nothing else. A folder
-    of runs stands for all of them.
+    """Write a report of one run, or of several RUNS side by side, as one self-contained HTML file. A folder of runs
+    stands for all runs in it.
 
     It shows the result, the curves, where the workers' time went, every interruption and its cost, and what would make
-    the run faster. It can be written while the run goes on.
+    the run faster. It can be written while the run is active.
     """
     runs = tuple(each for run in runs for each in _in(run))
     for run in runs:
         if not run.is_dir() or rundir.holder(run) is None:
-            raise UsageError(f"there is no run in {run}: no {rundir.RUN_FILE}, and no journal")
+            raise UsageError(f"there is no run in {run}: it has no {rundir.RUN_FILE} and no journal")
     try:
         accounts = [account(run) for run in runs]
     except OSError as error:

@@ -52,7 +52,7 @@ class Resumed(NamedTuple):
         except OSError as error:
             raise UsageError(f"the run began in {folder}, which cannot be used ({error.strerror}); {wanted}") from None
         words = checked(arguments)
-        say(f"unisono: goes on with {shlex.join(words)} in {folder}", err=True)
+        say(f"unisono: resuming {shlex.join(words)} in {folder}", err=True)
         return words
 
     def without(self) -> str:
@@ -89,7 +89,7 @@ def own_command(run: Path, wanted: str) -> tuple[str, list[str]] | None:
         facts = json.loads(read_owned(run, RUN_FILE))
     except NotOwned as error:
         raise UsageError(
-            f"{error}: the script that it names is not executed as you without a word of yours; {wanted}"
+            f"{error}: the script that it names is not executed as you without your consent; {wanted}"
         ) from error
     except (OSError, ValueError):
         return None
@@ -127,7 +127,7 @@ def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:
     from unisono.engine.checkpoint.copies import absolute, is_copy
 
     if overwrite:
-        raise UsageError("--resume goes on with a run, --overwrite removes it; give only one of them")
+        raise UsageError("--resume continues a run, --overwrite removes it; give only one of them")
     path = Path(place)
     if place == AUTO:
         return Resumed(run_dir, AUTO, read_facts(Path(run_dir)) if run_dir else {}, Path(run_dir))
@@ -138,7 +138,7 @@ def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:
     inside = path.parent.name == FOLDER
     own = path.parent.parent if inside else path
     if not inside and not run_dir and not any((own / name).exists() for name in (RUN_FILE, JOURNAL, FOLDER)):
-        raise UsageError(f"--resume {path}: that directory holds no run")
+        raise UsageError(f"--resume {path}: there is no run in that directory")
     return Resumed(run_dir or str(own), str(path.resolve()), read_facts(own), own)
 
 
@@ -156,6 +156,6 @@ def _facts_of_copy(place: str) -> tuple[dict[str, Any], Path | None]:
     except CheckpointError as error:
         raise UsageError(f"--resume {without_password(place)}: {error}") from error
     if newest is None:
-        raise UsageError(f"--resume {without_password(place)}: there is no whole copy of a checkpoint")
+        raise UsageError(f"--resume {without_password(place)}: there is no complete copy of a checkpoint")
     store, copy = newest
     return dict(copy.facts), store.folder_of(copy)

@@ -82,13 +82,13 @@ def run_options(command: Callable[..., int]) -> Callable[..., int]:
 @click.command(cls=_Command)
 @run_options
 def run(**given: Any) -> int:
-    """Train SCRIPT on the workers of this machine, or of --hosts, with the same bits at any number of them.
+    """Train SCRIPT on workers of this machine, or of --hosts, with the same bits at any number of workers.
 
-    What stands after -- are the script's own arguments:
+    Whatever follows -- is passed to the script:
 
         unisono run train.py --workers 4 -- --lr 0.01
 
-    Settings that you use often may stand in a file unisono.toml beside the script.
+    Settings that you use often can go into a file unisono.toml beside the script.
     """
     options = options_of(given)
     if options.dry_run and options.launcher != "kubernetes":
@@ -166,13 +166,13 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
     try:
         check_text("the working directory", os.getcwd())
     except FileNotFoundError:
-        raise UsageError("the working directory has been removed; go to another one (cd)") from None
+        raise UsageError("the working directory has been removed; change to another one (cd)") from None
     check_text("the run directory", options.run_dir, options.resume)
     before = Resumed(options.run_dir, "", {})
     if options.resume:
         before = resumed(options.resume, options.run_dir, overwrite=options.overwrite)
     elif options.resume_anyway:
-        raise UsageError("--set resume-anyway says what may differ when a run goes on; give --resume DIR as well")
+        raise UsageError("--set resume-anyway says what may differ when a run resumes; give --resume DIR as well")
     run_dir = str(Path(before.run_dir).resolve()) if before.run_dir else ""
     if run_dir:
         check_directory(Path(run_dir), resumes=bool(options.resume))

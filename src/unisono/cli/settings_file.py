@@ -46,9 +46,9 @@ def in_file(folder: Path) -> Iterator[tuple[Setting, Any]]:
         try:
             setting = setting_named(name)
             if not setting.in_file or setting.group == "internal":
-                raise UsageError(f"{name} is given on the command line only, and never in a file: {setting.spelled()}")
+                raise UsageError(f"{name} can be given only on the command line, not in a file: {setting.spelled()}")
             if setting.is_time and not isinstance(value, str):
-                raise UsageError(f'{name} is a time with its unit, such as "60s"; got {value}')
+                raise UsageError(f'{name} takes a time with its unit, such as "60s"; got {value}')
             yield setting, setting.checked(value)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error

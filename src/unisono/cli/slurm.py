@@ -37,50 +37,59 @@ OVER: Final = GOES_ON | {"CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does.")
-@click.option("-N", "--nodes", metavar="N|A-B", default="1", show_default=True, help="Nodes of the job.")
-@click.option("-t", "--time", "time_limit", metavar="D-H:M:S", help="Time limit; what is not finished by then "
-              "goes on in another turn of the same job.")  # fmt: skip
+@click.option("-N", "--nodes", metavar="N|A-B", default="1", show_default=True, help="Number of nodes.")
+@click.option("-t", "--time", "time_limit", metavar="D-H:M:S", help=(
+    "Time limit; what is not finished by then continues in another turn of the same job."
+))  # fmt: skip
 @click.option("-p", "--partition", metavar="NAME", help="Partition (queue).")
-@click.option("-A", "--account", metavar="NAME", help="Account that pays.")
+@click.option("-A", "--account", metavar="NAME", help="Account to charge.")
 @click.option("-q", "--qos", metavar="NAME", help="Quality of service.")
 @click.option("--gpus-per-node", metavar="N", help="GPUs of each node; one worker for each.")
-@click.option("--cpus-per-node", type=click.IntRange(min=1), help="Cores of each node; default: whole nodes "
-              "(--exclusive), or the cores that come with the GPUs.")  # fmt: skip
+@click.option("--cpus-per-node", type=click.IntRange(min=1), help=(
+    "Cores of each node. Default: whole nodes (--exclusive), or the cores that come with the GPUs."
+))  # fmt: skip
 @click.option("--mem", metavar="SIZE", help="Memory of each node.")
-@click.option("-a", "--array", metavar="LIST", help="Several jobs: each a run of its own, or with --join all in "
-              "the same.")  # fmt: skip
+@click.option("-a", "--array", metavar="LIST", help=(
+    "Submit several jobs: each a run of its own or, with --join, all in the same run."
+))  # fmt: skip
 @click.option("-J", "--job-name", default="", metavar="NAME", help="Default: the script's name.")
 @click.option("-o", "--output", default="", metavar="FILE", help="Default: NAME-JOB.out.")
 @click.option("--sbatch", "others", multiple=True, metavar="OPTION", help="Any other option of sbatch, e.g. "
               "--sbatch=--constraint=a100; may be repeated.")  # fmt: skip
-@seconds("--warn", "90s", "So long before its time limit the job writes a checkpoint and goes back into the queue: "
-         "at least a step and a checkpoint.")  # fmt: skip
-@click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help="How many workers "
-              "on all nodes together: a number; every GPU, else every core; or at least A and at most B.")  # fmt: skip
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. Part of the result's bits.")
-@click.option("--run-dir", default="", metavar="DIR", help="Journal and checkpoints; %j is the number of the job. "
-              "Default: runs/NAME-%j.")  # fmt: skip
+@seconds("--warn", "90s", (
+    "How long before its time limit the job writes a checkpoint and goes back into the queue: at least the time of "
+    "a step and a checkpoint."
+))  # fmt: skip
+@click.option("-n", "--workers", default="auto", show_default=True, metavar="N|auto|A:B", help=(
+    "How many workers on all nodes together: N; auto, one for each GPU, or else each core; or at least A and at "
+    "most B."
+))  # fmt: skip
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of a worker. Affects the result's bits.")
+@click.option("--run-dir", default="", metavar="DIR", help=(
+    "Directory for the journal and checkpoints; %j is the job number. Default: runs/NAME-%j."
+))  # fmt: skip
 @click.option("--run", "run_options", multiple=True, metavar="OPTION", help="Any other option of unisono run (with "
               "--join, of unisono join), e.g. --run=--strict; may be repeated.")  # fmt: skip
-@click.option("--join", "going", default="", metavar="RUN", help="Have the nodes join the run that is going in the "
-              "directory RUN instead; without SCRIPT.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
-@click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow it.")
+@click.option("--join", "going", default="", metavar="RUN", help=(
+    "Have the nodes join the active run in the directory RUN instead; without SCRIPT."
+))  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Print the batch script without submitting it.")
+@click.option("--detach", is_flag=True, help="Submit the job and print its number, without following it.")
 def slurm(dry_run: bool, detach: bool, **given: Any) -> int:
-    """Train SCRIPT in a job of Slurm. What stands after -- are the script's own arguments:
+    """Train SCRIPT in a Slurm job. Whatever follows -- is passed to the script:
 
         unisono slurm train.py --nodes 4 --time 2:00:00 -- --lr 0.01
 
-    The job's output is shown until it is over; Ctrl-C leaves the job to itself. At its time limit, or when it is
-    preempted, the run writes a checkpoint, and goes on in the next turn with the same bits (the script says how often
-    it writes checkpoints: unisono.Checkpoints).
+    The job's output is shown until it is over; Ctrl-C stops showing it and leaves the job running. At its time limit,
+    or when it is preempted, the run writes a checkpoint and resumes in the job's next turn with the same bits
+    (unisono.Checkpoints in the script sets how often checkpoints are written).
     """
     name, text = _script(**given)
     if dry_run:
         click.echo(text, nl=False)
         return 0
     if shutil.which("sbatch") is None:
-        raise UsageError("there is no sbatch here: log in where jobs of Slurm are submitted (--dry-run prints the job)")
+        raise UsageError("there is no sbatch here: log in where Slurm jobs are submitted (--dry-run prints the job)")
     job = _submit(text)
     is_array = bool(given["array"])
     if detach or is_array:
@@ -118,18 +127,18 @@ def _script(
     """
     check_text("one of the options", *others, *run_options, run_dir, output, job_name)
     if not re.fullmatch(r"\d+(-\d+)?", nodes):
-        raise UsageError(f"--nodes is a number, or A-B, got {nodes!r}")
+        raise UsageError(f"--nodes must be a number, or A-B; got {nodes!r}")
     for option in others:
         if not option.startswith("-"):
-            raise UsageError(f"--sbatch takes an option of sbatch as it stands, --sbatch=--{option}; got {option!r}")
+            raise UsageError(f"--sbatch takes an option of sbatch verbatim, --sbatch=--{option}; got {option!r}")
     unisono = (sys.executable, "-P", "-m", "unisono")
     own = ["--workers", workers] * (workers != "auto") + ["--threads", str(threads)] * (threads is not None)
     if going:
         if script or module:
-            raise UsageError("unisono slurm --join RUN runs the script of the run; give no other")
+            raise UsageError("unisono slurm --join RUN runs the run's own script; give no other")
         name = job_name or f"join-{Path(going).resolve().name}"
         if threads is not None:
-            raise UsageError("unisono slurm --join RUN has the threads of the run; leave out --threads")
+            raise UsageError("unisono slurm --join RUN takes the run's number of threads; leave out --threads")
         place = str(Path(going).resolve())
         command = [*unisono, "join", place, "--run-dir", place, "--wait", WAIT, *own, *run_options]
     else:
@@ -167,7 +176,7 @@ def _submit(text: str) -> str:
     if done.code is None:
         raise UsageError(f"sbatch has not answered within {SLURM_S:.0f} s; see sinfo and squeue")
     if done.code:
-        raise UsageError(f"Slurm refuses the job: {done.errors.strip().removeprefix('sbatch: error: ')}")
+        raise UsageError(f"Slurm rejects the job: {done.errors.strip().removeprefix('sbatch: error: ')}")
     return done.output.strip().partition(";")[0]
 
 
@@ -196,8 +205,8 @@ class _Following:
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
             click.echo(
-                f"\nunisono: job {self._job} goes on; its output: tail -f {self._output}; to end it with a checkpoint: "
-                f"unisono stop {shlex.quote(self._run_dir)}; to end it at once: scancel {self._job}",
+                f"\nunisono: job {self._job} continues; its output: tail -f {self._output}; to end it with a "
+                f"checkpoint: unisono stop {shlex.quote(self._run_dir)}; to end it at once: scancel {self._job}",
                 err=True,
             )
             return 130
@@ -251,7 +260,7 @@ def state_words(job: str, facts: dict[str, str]) -> str:
         case "RUNNING" | "CONFIGURING":
             return f"job {job} runs on {facts.get('NodeList', '')}{again}"
         case _:
-            after = f"; it goes on from its newest checkpoint by: scontrol requeue {job}" if state in GOES_ON else ""
+            after = f"; to resume from its newest checkpoint: scontrol requeue {job}" if state in GOES_ON else ""
             return f"job {job} is {state.lower()}{again}{after}"
 
 

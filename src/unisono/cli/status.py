@@ -89,7 +89,7 @@ def _list_words(runs: list[dict[str, Any]]) -> str:
 def _afterwards(folder: Path) -> dict[str, Any]:
     """Return the status of a run without a head, from its files."""
     if rundir.holder(folder) is None:
-        raise UsageError(f"there is no run in {folder}: no journal, and no head that answers")
+        raise UsageError(f"there is no run in {folder}: it has no journal, and no head answers")
     history = History(folder)
     history.complete()
     status, notes = history.status(), history.notes

@@ -43,20 +43,24 @@ EXAMPLE = 20
 @click.argument("certificate", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("script", nargs=-1, type=click.UNPROCESSED)
 @click.option("--run", "run", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR",
-              help="The run's directory: its journal and its checkpoints are checked as well.")  # fmt: skip
+              help="The run's directory: check its journal and checkpoints as well.")  # fmt: skip
 @click.option("--model", "models", type=click.Path(path_type=Path, dir_okay=False), multiple=True, metavar="FILE",
-              help="Check that this file holds a model that is certified.")  # fmt: skip
+              help="Check that this file holds a certified model.")  # fmt: skip
 @click.option("--segments", "number", type=click.IntRange(min=1), metavar="N",
-              help="Compute N stretches of the run again, drawn at random.")  # fmt: skip
-@click.option("--all", "is_all", is_flag=True, help="Compute the whole run again, from its beginning.")
+              help="Recompute N stretches of the run, drawn at random.")  # fmt: skip
+@click.option("--all", "is_all", is_flag=True, help="Recompute the whole run, from its beginning.")
 @click.option(
-    "--workers", type=click.IntRange(min=1), default=1, metavar="N", help="With so many workers; otherwise alone."
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help=("Number of workers that recompute it. Default: one process alone."),
 )
 @click.option("--without", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
-              help="The samples that the run leaves out; otherwise those in --run DIR.")  # fmt: skip
+              help="The samples that the run leaves out. Default: those in --run DIR.")  # fmt: skip
 @click.option("--signer", "signers", multiple=True, metavar="KEY",
-              help="Who may have signed it: SHA256:..., a public key of ssh, or a file with such.")  # fmt: skip
-@click.option("--any-signer", is_flag=True, help="Anybody may have signed it, or nobody.")
+              help="Who must have signed it: SHA256:..., an ssh public key, or a file of them.")  # fmt: skip
+@click.option("--any-signer", is_flag=True, help="Accept any signature, or none.")
 def verify(
     certificate: Path,
     script: tuple[str, ...],
@@ -69,18 +73,18 @@ def verify(
     signers: tuple[str, ...],
     any_signer: bool,
 ) -> int:
-    """Check CERTIFICATE: its signature, and what else is given of its run. With --segments or --all, stretches of the
-    run are computed again on this machine, and have to end with the certified bits.
+    """Check CERTIFICATE: its signature, and whatever else of its run is given. With --segments or --all, stretches of
+    the run are recomputed on this machine and must end with the certified bits.
 
     \b
         unisono verify digits.json --signer lab.key.pub --model model.safetensors
         unisono verify digits.json --signer lab.key.pub --run runs/digits --segments 3 digits.py
         unisono verify digits.json --signer SHA256:fzG... --all digits.py -- --epochs 5
 
-    Nothing that the certificate or the run's directory names is executed: the script is the one that is given after the
-    options, or else the terminal is asked.
+    Nothing named by the certificate or the run's directory is executed unasked: give the script after the options, or
+    confirm it at the terminal.
 
-    Exit code: 0 all that was checked is right, and the signer was named; 1 something is wrong; 2 it cannot be checked.
+    Exit code: 0 everything checked is correct, by the named signer; 1 something is wrong; 2 it cannot be checked.
     """
     from unisono.tools.certificate.checking import check_models, check_run
     from unisono.tools.certificate.keys import check_signature, fingerprint_of, is_named
@@ -88,9 +92,9 @@ def verify(
 
     run = run.resolve() if run is not None else None
     if number is not None and is_all:
-        raise UsageError("--segments N draws stretches, --all takes the whole run; give one of them")
+        raise UsageError("--segments N draws stretches, --all takes the whole run; give only one of them")
     if script and number is None and not is_all:
-        raise UsageError(f"what of {script[0]} is to be computed again? Give --segments N or --all")
+        raise UsageError(f"how much of {script[0]} should be recomputed? Give --segments N or --all")
     try:
         with certificate.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -100,7 +104,7 @@ def verify(
     statement = parse_statement(envelope.content)
     said, wrong = statement.predicate, False
     if (signer := check_signature(envelope, statement)) is None:
-        return _wrong("its signature is not right: it was changed after it was signed")
+        return _wrong("its signature is wrong: it was changed after it was signed")
     for line in _described(said):
         say(line)
     shown = fingerprint_of(signer) if signer else "nobody"
@@ -178,7 +182,7 @@ def _computed(
         for each in taken:
             directory = scratch / str(each.first)
             directory.mkdir()
-            say(f"unisono: computes the steps {each.first} to {each.last - 1} again", err=True)
+            say(f"unisono: recomputing the steps {each.first} to {each.last - 1}", err=True)
             result = recomputed(target, each, directory)
             computing += result.seconds
             shutil.rmtree(directory, ignore_errors=True)
@@ -258,10 +262,12 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
     else:
         command = own_command(run, wanted) if run is not None else None
         if command is None:
-            raise UsageError(f"no script is executed that you have not named; {wanted}")
+            raise UsageError(f"only a script that you have named is executed; {wanted}")
         folder, arguments = command
         if not sys.stdin.isatty():
-            raise UsageError(f"{run} names {shlex.join(arguments)} in {folder}. It is not executed unasked; {wanted}")
+            raise UsageError(
+                f"{run} names {shlex.join(arguments)} in {folder}. It is not executed without asking; {wanted}"
+            )
         if not click.confirm(harmless(f"Execute {' '.join(map(ascii, arguments))} in {folder}?"), err=True):
             raise UsageError(f"nothing was executed; {wanted}")
     if said.script.sha256 is None:
@@ -274,8 +280,7 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     if digest != said.script.sha256:
         raise UsageError(
-            f"{arguments[0]} is another script than the certified one: its SHA-256 is {digest}, and not "
-            f"{said.script.sha256}"
+            f"{arguments[0]} is not the certified script: its SHA-256 is {digest}, not {said.script.sha256}"
         )
     return folder, arguments
 
@@ -295,7 +300,7 @@ def _own_arguments(run: Path | None, script: str) -> tuple[str, ...]:
 def _threads(said: Predicate) -> int:
     threads = said.recipe.get("threads")
     if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
-        raise UsageError(f"the run had {threads!r} threads a worker; 1 to {MOST_THREADS} can be computed with here")
+        raise UsageError(f"the run had {threads!r} threads per worker; 1 to {MOST_THREADS} are possible here")
     return threads
 
 
@@ -305,5 +310,5 @@ def _variables(said: Predicate) -> dict[str, str]:
     is_one = re.fullmatch("[0-9]{1,10}", seed) and int(seed) < 1 << 32
     found = variables_of(said.arithmetic, seed if is_one else "")
     if strange := [name for name, value in found.items() if not re.fullmatch(r"[!-~]{1,100}", value)]:
-        raise UsageError(f"the certificate says that {strange[0]} was {found[strange[0]]!r}, which nobody sets")
+        raise UsageError(f"the certificate says that {strange[0]} was {found[strange[0]]!r}, which cannot be set")
     return found

@@ -31,8 +31,7 @@ READ_S: Final = 10.0
 GIVE_UP_S: Final = 60.0
 """A program's output ends if no head has answered for so long; a person may wait longer."""
 HELP: Final = (
-    "RUN is the run's directory, an invitation (`unisono watch --once` shows one that is for looking only), the "
-    "address of "
+    "RUN is the run's directory, an invitation (`unisono watch --once` shows one for watching only), the address of "
     "the run's page, or - to read an invitation from standard input."
 )
 
@@ -42,36 +41,35 @@ HELP: Final = (
 @click.option(
     "--web",
     is_flag=True,
-    help="Show the run in a browser: its page's address is printed, and opened. Several directories are shown over "
-    "each other.",
+    help=("Show the run in a browser: print and open the address of its page. Several directories are overlaid."),
 )
 @click.option(
     "--port",
     default=0,
     type=click.IntRange(0, 65535),
     metavar="N",
-    help="Of this machine, for --web and a run without a head.",
+    help="Port on this machine, for --web and a run without a head.",
 )
-@click.option("--once", is_flag=True, help="Print the state of the run, or how it has ended, and end.")
+@click.option("--once", is_flag=True, help="Print the state of the run, or how it ended, and exit.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="For programs: a line a second, with all that is shown; with --once, the state.",
+    help="For programs: everything that is shown, as a line of JSON a second; with --once, the state.",
 )
 def watch(runs: tuple[str, ...], web: bool, port: int, once: bool, as_json: bool) -> int:
-    """Look at a run, live or finished: loss, speed, workers, where their time goes, what has happened.
+    """Watch a run, live or finished: loss, speed, workers, where their time goes, what happened.
 
-    Ends with the run, with exit code 1 if that has failed; the run does not notice who looks. Of a folder with several
-    runs, each has a line.
+    Ends with the run, with exit code 1 if the run failed; watching does not affect the run. For a folder with several
+    runs, each gets a line.
 
-    --once also shows whoever has started the run the line with which other machines join it. Keep that line to
-    yourself: whoever has it can run programs as you. The lines for watching are for those who look only.
+    --once also shows the person who started the run the line with which other machines join it. Keep that line
+    to yourself: whoever has it can run programs as you. The lines for watching allow watching only.
     """
     if web:
         return _web(runs, port)
     if len(runs) > 1:
-        raise UsageError(f"one run fits a terminal, got {len(runs)}; --web shows several over each other")
+        raise UsageError(f"one run fits a terminal, got {len(runs)}; --web overlays several")
     is_folder = not is_invitation(runs[0]) and bool(runs_in(Path(runs[0])))
     try:
         if once or is_folder:
@@ -145,7 +143,7 @@ def _web(runs: tuple[str, ...], port: int) -> int:
         _show_page(address)
         return 0
     if wrong := [run for run in runs if run == "-" or is_invitation(run)]:
-        raise UsageError(f"several runs are shown over each other from their directories; {wrong[0]!r} is none")
+        raise UsageError(f"several runs are overlaid from their directories; {wrong[0]!r} is not one")
     if missing := [run for run in runs if not Path(run).exists()]:
         raise UsageError(f"there is no run directory {missing[0]}")
     from unisono.views.page.directory_server import run as serve
@@ -157,7 +155,7 @@ def _show_page(address: str) -> None:
     """Open the page of a head in a browser, and say on a terminal where it is: whoever has the address may look."""
     if is_for_person(sys.stdout, os.environ):
         say(f"unisono: the page is at {address}")
-        say("unisono: whoever has this address may look at the run, and do nothing else")
+        say("unisono: whoever has this address may watch the run, and do nothing else")
     else:
         say(
             "unisono: the address of the page is shown on a terminal only, and by `unisono watch --once RUN`: it has "

@@ -74,7 +74,7 @@ def launch(
             raise LaunchError(known.get("reason") or words or f"exit code {exit_code}", traceback, exit_code)
         returned = result.read()
         if not returned.endswith(pickle.STOP):  # empty, or cut off where the worker was killed
-            raise LaunchError(f"the run ended before the function had returned: {known['reason']}", "", exit_code)
+            raise LaunchError(f"the run ended before the function returned: {known['reason']}", "", exit_code)
         value: T = cloudpickle.loads(returned)
         return value
 
@@ -87,7 +87,7 @@ def _check_call(main: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """
     name = getattr(main, "__qualname__", repr(main))
     if not callable(main):
-        raise LaunchError(f"launch calls a function, got {name}", "", 2)
+        raise LaunchError(f"launch takes a function, got {name}", "", 2)
     try:
         inspect.signature(main).bind(*args)
     except ValueError:

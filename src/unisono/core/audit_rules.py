@@ -135,9 +135,9 @@ def too_few(size: int) -> str:
     """Return what so few members cannot find out, in words; "" where there are enough."""
     match size:
         case 1:
-            return "one worker audits nothing: there is no second one to compute the same (two find a difference)"
+            return "one worker cannot audit: there is no second one to compute the same (two can find a difference)"
         case 2:
-            return "two workers can find that one of them is wrong, but not which one: the run ends then; use three"
+            return "two workers can find that one of them is wrong, but not which one, and the run then ends; use three"
     return ""
 
 

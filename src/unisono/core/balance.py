@@ -74,17 +74,17 @@ class ShareChange:
         for rank, (name, count, slowness) in enumerate(zip(worker_ids, self.counts, self.slowness, strict=True)):
             if slowness >= SLOW:
                 parts.append(
-                    f"{name} takes {slowness:.1f}x as long as the others for a micro-batch: "
-                    f"it gets {count} of {num_leaves} now"
+                    f"{name} takes {slowness:.1f}x as long as the others for a micro-batch: it now gets {count} of "
+                    f"{num_leaves}"
                 )
             elif rank in self.recovered:
-                parts.append(f"{name} is as fast as the others again: it gets {count} of {num_leaves} now")
+                parts.append(f"{name} is as fast as the others again: it now gets {count} of {num_leaves}")
         if not parts:
             shares = ", ".join(f"{name} {count}" for name, count in zip(worker_ids, self.counts, strict=True))
-            what = "the workers' paces and the network" if self.for_network else "the workers' paces"
+            what = "the workers' speeds and the network" if self.for_network else "the workers' paces"
             parts.append(f"the {num_leaves} micro-batches follow {what}: {shares}")
         elif self.for_network:
-            parts.append("shares that fit the paces better would take longer to send")
+            parts.append("shares that match the speeds better would take longer to send")
         return "; ".join(parts)
 
 

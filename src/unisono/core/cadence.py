@@ -115,10 +115,10 @@ class Checkpoints:
         if self.keep < 1:
             raise UsageError(f"Checkpoints(keep=...) must be at least 1, got {self.keep}")
         if self.best not in ("min", "max"):
-            raise UsageError(f"Checkpoints(best=...) is 'min' or 'max', got {self.best!r}")
+            raise UsageError(f"Checkpoints(best=...) must be 'min' or 'max', got {self.best!r}")
         code = self.exit_code_on_sigterm
         if code is not None and not 0 <= code <= 255:
-            raise UsageError(f"Checkpoints(exit_code_on_sigterm=...) is from 0 to 255, or None; got {code}")
+            raise UsageError(f"Checkpoints(exit_code_on_sigterm=...) must be from 0 to 255, or None; got {code}")
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -212,8 +212,8 @@ class Cursor:
             )
         if self.drop_last and self.num_samples < self.batch_size:
             raise RecipeError(
-                f"drop_last=True leaves nothing of {self.num_samples} samples at batch_size={self.batch_size}; "
-                f"use a batch_size of at most {self.num_samples} or drop_last=False"
+                f"drop_last=True leaves nothing of {self.num_samples} samples at batch_size={self.batch_size}; use a "
+                f"batch_size of at most {self.num_samples}, or drop_last=False"
             )
 
     @property
@@ -305,9 +305,9 @@ class PartOfCursor(Cursor):
         least = self.batch_size // self.num_parts * (self.num_parts - 1)
         if rest and not self.drop_last and rest <= least:
             raise RecipeError(
-                f"the last batch of an epoch has {rest} of {self.batch_size} samples, so not every one of the "
-                f"{self.num_parts} replicas would have a sample of it (more than {least} are needed); leave it out "
-                "with drop_last=True"
+                f"the last batch of an epoch has {rest} of {self.batch_size} samples, so some of the {self.num_parts} "
+                f"replicas would have no sample of it (more than {least} samples are needed); leave it out with "
+                "drop_last=True"
             )
 
     @classmethod
@@ -339,11 +339,11 @@ def _left_out(cursor: Cursor, epoch: int, positions: range) -> frozenset[int]:
 
 
 def check_parts(microbatches: int, num_parts: int) -> None:
-    """Raise RecipeError unless micro-batches can be shared out equally to replicas."""
+    """Raise RecipeError unless micro-batches can be distributed equally to replicas."""
     if num_parts < 1 or microbatches % num_parts:
         raise RecipeError(
-            f"{microbatches} micro-batches cannot be shared out equally to {num_parts} replicas; "
-            f"microbatches= is that of all replicas together, so use a multiple of {num_parts}"
+            f"{microbatches} micro-batches cannot be divided equally among {num_parts} replicas; microbatches= counts "
+            f"those of all replicas together, so use a multiple of {num_parts}"
         )
 
 

@@ -94,7 +94,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         refused = {size: at for size, at in self.refused.items() if step - at < RETRY_STEPS}
         known = msgspec.structs.replace(self, refused=refused)
         found, smaller = known.efficiency(self.size), known._smaller(self.size)
-        why = "to measure what another one adds"
+        why = "to measure what one more adds"
         if found is not None and smaller is not None:
             number = self.size - smaller
             why = f"the last {count(number, bounds.noun)} of {self.size} {_adds(number, found)}"

@@ -54,7 +54,7 @@ def check_parts(parts: Sequence[int], num_parts: int) -> None:
     """
     for part in range(num_parts):
         if part not in parts:
-            raise StateLost(f"no worker is left that carries part {part} of the {num_parts} parts of the model")
+            raise StateLost(f"no remaining worker carries part {part} of the {num_parts} parts of the model")
 
 
 def lane_of(parts: Sequence[int], part: int) -> tuple[int, ...]:

@@ -509,7 +509,7 @@ class AgentHello(Message):
     branch: str = ""
     """The branch of the run's history that the agent has followed; "": none yet."""
     fresh: bool = False
-    """The agent went on under another head, and has ended the workers that it had there."""
+    """The agent continued under another head, and has ended the workers that it had there."""
     run_id: str = ""
     """The run that it takes part in, if it knows that already."""
     protocol: int = PROTOCOL
@@ -588,7 +588,7 @@ class Foreign(Message):
 
 
 class Moved(Message):
-    """Head to agent: the head gives way to the one at this address, which all machines are to join as new ones."""
+    """Head to agent: the head yields to the one at this address, which all machines are to join as new ones."""
 
     url: str
 

@@ -13,5 +13,5 @@ class OldNameWarning(FutureWarning):
 
 def warn_of_old(old: str, new: str, *, stacklevel: int = 3) -> None:
     """Warn of an old name, by default in the line that has called the function which calls this one."""
-    text = f"{old} is now called {new}: the old name works in this version, and not in the next one"
+    text = f"{old} is now called {new}: the old name works in this version, but not in the next"
     warnings.warn(text, OldNameWarning, stacklevel=stacklevel)

@@ -1,4 +1,4 @@
-"""Who owns which parameter, where the states of an optimizer are shared out over the workers.
+"""Who owns which parameter, where the states of an optimizer are distributed over the workers.
 
 The unit is a whole parameter, because many updates give other bits where a parameter is cut. Each has some **owners**,
 which hold its state (momentum, second moments) and compute its update. `owners` is a pure function of what all members

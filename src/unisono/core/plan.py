@@ -64,7 +64,7 @@ def replan(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int
     Pure: every member computes the same plan from what all have reported.
     """
     if not any(able):
-        raise ValueError("no member is able to compute the step")
+        raise ValueError("no member can compute the step")
     kept: list[list[Node]] = [[] for _ in held]
     absent = set(range(num_leaves))
     offers = [(-len(leaves(node, num_leaves)), rank, node) for rank, nodes in enumerate(held) for node in nodes]

@@ -61,8 +61,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.wait_for > self.maximum and not self.grows:
             raise UsageError(
-                f"the run would wait for ever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
-                "--workers admits at most"
+                f"the run would wait forever: --wait-for {self.wait_for} is more than the {self.maximum} workers that "
+                "--workers allows"
             )
 
     @property

@@ -91,7 +91,7 @@ OLD_NAMES: Final = {
 }
 """Names that settings had in an earlier version."""
 MOST_PARTS: Final = 4096
-"""More parts of a model than that are a typing error."""
+"""More parts than this are taken for a typing error."""
 UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 WORDS: Final = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 
@@ -235,61 +235,63 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Where the settings that were given come from, by name; the others have their default."""
 
     workers: Annotated[str, Setting(
-        "How many workers: N; every GPU, else every core; or at least A and at most B. With xP, so many groups of P "
-        "workers, each of which has one part of the model: 2x4.", "workers", option="-n --workers",
+        "How many workers: N; auto, one for each GPU, or else each core; or at least A and at most B. With xP, that "
+        "many groups of P workers, each with one part of the model: 2x4.", "workers", option="-n --workers",
         metavar="N|auto|A:B[xP]")] = "auto"
     evaluators: Annotated[int, Setting(
-        "So many more processes of this machine compute what run.evaluate(..., wait=False) asks for, while the workers "
-        "train on.", "workers", option="--evaluators")] = 0
+        "How many extra processes of this machine compute run.evaluate(..., wait=False) while the workers continue "
+        "training.", "workers", option="--evaluators")] = 0
     wait_for: Annotated[int, Setting(
-        "Begin when N workers are there: those of this machine and of machines that join.", "workers",
+        "Start when N workers are ready, counting those of machines that join.", "workers",
         option="--wait-for", shown="the workers of this machine")] = 0
     threads: Annotated[int | None, Setting(
-        "CPU threads of a worker. Part of the result's bits.", "workers", option="--threads", shown="1")] = None
+        "CPU threads of a worker. Affects the result's bits.", "workers", option="--threads", shown="1")] = None
     exchange: Annotated[str, Setting(
-        "How gradients meet: auto (the fastest), shared (one machine), gloo, or two-level.", "workers",
+        "How gradients are exchanged: auto (the fastest), shared (one machine), gloo, or two-level.", "workers",
         option="--exchange", metavar="NAME")] = "auto"
     max_restarts: Annotated[int | None, Setting(
-        "How many lost workers of a machine are replaced; with --plain, how often torchrun starts all processes again.",
+        "How many lost workers of a machine are replaced; with --plain, how often torchrun restarts all processes.",
         "workers", option="--max-restarts", shown="10; 0 with --plain")] = None
     strict: Annotated[bool, Setting(
-        "Refuse workers whose arithmetic may differ, also those that get the same results in the probe.", "workers",
+        "Reject workers whose arithmetic may differ, even if they get the same results in the probe.", "workers",
         option="--strict")] = False
     arithmetic: Annotated[Instructions | None, Setting(
-        "The instructions that all workers compute with, for processors of several kinds. Part of the result's bits.",
+        "The instruction set that all workers use, for a mix of processors. Affects the result's bits.",
         "workers", shown="what libraries choose for the processor")] = None
     audit: Annotated[float, Setting(
-        "Have a second worker compute this share of the micro-batches as well, e.g. 0.01, and find a machine that "
-        "computes wrong values (with three workers or more). At most 0.5. It changes no bit.", "workers",
+        "Have a second worker compute this share of the micro-batches as well, e.g. 0.01, to find a machine that "
+        "computes wrong values (with three workers or more). At most 0.5. Changes no bits.", "workers",
         option="--audit", metavar="SHARE")] = 0.0
     plain: Annotated[bool, Setting(
-        "The script is one for torchrun, and does not use Unisono: start torchrun on the machines.", "workers",
+        "The script is for torchrun and does not use Unisono: start torchrun on the machines.", "workers",
         option="--plain")] = False
     audit_then: Annotated[AuditThen | None, Setting(
-        "What follows when an audit has found a worker to be wrong: the run goes back to a checkpoint from before what "
-        "may be wrong, or goes on.", "workers", shown="as the script says, or go-back")] = None
+        "What happens when an audit finds that a worker is wrong: the run goes back to a checkpoint from before the "
+        "doubtful steps, or continues.", "workers", shown="as the script says, or go-back")] = None
     efficiency: Annotated[float, Setting(
-        "With --workers A:B: begin with A, have more while the next one adds this part of a worker's speed, e.g. 0.7, "
-        "and give back those that do not.", "workers", metavar="PART")] = 0.0
+        "With --workers A:B: start with A, add workers as long as each new one brings at least this share of a "
+        "worker's speed, e.g. 0.7, and release those that do not.", "workers", metavar="PART")] = 0.0
     allow_different_script: Annotated[bool, Setting(
-        "Admit workers whose script has another text than the run's, with a warning. It may change the result.",
+        "Admit workers whose script differs from the run's, with a warning. May change the result.",
         "workers")] = False
     start: Annotated[StartMethod | None, Setting(
-        "Workers are forked from a process that has imported torch, or come by themselves.", "workers",
+        "Whether workers are forked from a process that has imported torch, or spawned.", "workers",
         shown="fork on Linux, else spawn")] = None
     heartbeat_s: Annotated[float, Setting("Time between a worker's heartbeats.", "workers")] = 0.5
-    heartbeat_timeout_s: Annotated[float, Setting("Silent for this long, a worker is lost.", "workers")] = 5.0
-    timeout_s: Annotated[float, Setting("How long one exchange may take.", "workers", name="exchange-timeout")] = 300.0
+    heartbeat_timeout_s: Annotated[float, Setting(
+        "A worker that is silent for this long counts as lost.", "workers")] = 5.0
+    timeout_s: Annotated[float, Setting("Time limit of one exchange.", "workers", name="exchange-timeout")] = 300.0
     late_s: Annotated[float, Setting(
-        "Report a worker that others wait for after this time.", "workers", name="report-late-after")] = 3.0
+        "Report a worker when others have waited for it this long.", "workers", name="report-late-after")] = 3.0
     aside_s: Annotated[float, Setting(
-        "Go on without a worker that others wait for after this time.", "workers", name="go-on-without-after")] = 10.0
+        "Continue without a worker when others have waited for it this long.", "workers",
+        name="go-on-without-after")] = 10.0
     hang_s: Annotated[float, Setting(
-        "End a worker that others wait for after this time.", "workers", name="kill-after")] = 60.0
+        "Kill a worker when others have waited for it this long.", "workers", name="kill-after")] = 60.0
 
     hosts: Annotated[str, Setting(
-        "Machines to train on, by ssh: B with 2 workers, the others with as many as they have room for. This machine "
-        "takes part only if it is named (localhost).", "machines", option="--hosts", metavar="A,B:2,C")] = ""
+        "Machines to train on, over ssh: B with 2 workers, the others with as many as fit. This machine takes part "
+        "only if it is named (localhost).", "machines", option="--hosts", metavar="A,B:2,C")] = ""
     launcher: Annotated[str, Setting(
         "What starts the workers: auto, local (this machine), none (they join by themselves), ray, kubernetes, or the "
         "batch system that the command runs in.", "machines", option="--launcher", metavar="NAME")] = "auto"
@@ -297,82 +299,87 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "Send the current folder, without what .gitignore names, to machines of --hosts that lack it.", "machines",
         option="--ship")] = False
     pass_env: Annotated[tuple[str, ...], Setting(
-        "An environment variable that the workers of --hosts get from here.", "machines", option="--pass-env",
+        "An environment variable to pass on to the workers of --hosts.", "machines", option="--pass-env",
         metavar="NAME")] = ()
     hostfile: Annotated[str, Setting(
-        "The same as --hosts, one a line: HOST, HOST:N or HOST slots=N.", "machines", metavar="FILE")] = ""
+        "Like --hosts, one host per line: HOST, HOST:N or HOST slots=N.", "machines", metavar="FILE")] = ""
     ssh: Annotated[str, Setting(
-        "How machines are reached, with options: 'ssh -F config'.", "machines", metavar="COMMAND", in_file=False)
+        "The command that reaches machines, with its options: 'ssh -F config'.", "machines", metavar="COMMAND",
+        in_file=False)
         ] = "ssh"
     remote_python: Annotated[str, Setting(
         "Python on the other machines.", "machines", metavar="PATH", shown="the path of this one", in_file=False)] = ""
     ship_limit: Annotated[float, Setting("The most that --ship sends, in MB.", "machines", metavar="MB")] = 100.0
     per_task: Annotated[int | None, Setting(
-        "Under srun or mpiexec: workers of each task, where --workers is the number of all tasks together.", "machines",
+        "Under srun or mpiexec: workers per task; --workers is the number in all tasks together.", "machines",
         shown="one, or one for each of its GPUs")] = None
     rendezvous: Annotated[str, Setting(
         "Under srun or mpiexec: where task 0 writes the address of the run for the other tasks, a directory that all "
-        "see.", "machines", metavar="DIR")] = "."
+        "of them see.", "machines", metavar="DIR")] = "."
 
     bind: Annotated[str | None, Setting(
-        "Where the head listens; other machines need an address that they can reach.", "network", option="--bind",
-        metavar="ADDRESS", shown="127.0.0.1; with --hosts, one that these reach")] = None
+        "The address on which the head listens; other machines must be able to reach it.", "network", option="--bind",
+        metavar="ADDRESS", shown="127.0.0.1; with --hosts, one that they reach")] = None
     tls: Annotated[bool | None, Setting(
         "Whether connections to the head are encrypted.", "network", option="--tls",
         shown="if other machines can reach it")] = None
     interface: Annotated[str, Setting(
         "The network interface that the head listens on, and that workers of this machine exchange gradients over, "
-        "e.g. ib0; instead of --bind.", "network", metavar="NAME")] = ""
+        "e.g. ib0. Replaces --bind.", "network", metavar="NAME")] = ""
     coding: Annotated[Coding, Setting(
-        "Whether sums are coded to fewer bytes between machines: auto (where a link is slower than the coder), always "
-        "or never. It changes no bit. The workers need the package zstandard.", "network")] = "auto"
+        "Whether sums are compressed between machines: auto (where a link is slower than the compression), always or "
+        "never. Changes no bits. The workers need the package zstandard.", "network")] = "auto"
     port: Annotated[str, Setting(
-        "The head's port; A:B: the first free one of these. `unisono doctor --ports A:B` says what workers need.",
+        "The head's port; or A:B, the first free one in this range. `unisono doctor --ports A:B` says which ports "
+        "workers need.",
         "network", metavar="N|A:B", shown="any")] = "0"
     advertise: Annotated[str, Setting(
-        "The address or name at which other machines reach the head, where that is not the one of --bind.", "network",
+        "The address or name at which other machines reach the head, if not the one of --bind.", "network",
         metavar="HOST")] = ""
     certificate: Annotated[str, Setting(
-        "The head's certificate (PEM) instead of one that is made for the run.", "network", metavar="FILE")] = ""
+        "The head's certificate (PEM). By default, one is made for the run.", "network", metavar="FILE")] = ""
     private_key: Annotated[str, Setting(
         "The private key of the certificate (PEM, no password).", "network", metavar="FILE", in_file=False)] = ""
     token_file: Annotated[str, Setting(
-        "The run's token, instead of one that is made for the run; for machines that must know it before.", "network",
+        "The run's token, for machines that must know it in advance. By default, one is made for the run.", "network",
         metavar="FILE", in_file=False)] = ""
     head_away_s: Annotated[float, Setting(
-        "How long machines wait for a head that is out of reach.", "network")] = 20.0
+        "How long machines wait for a head that they cannot reach.", "network")] = 20.0
     when_cut: Annotated[Partition, Setting(
-        "What machines do then that hold the run's state: end; go on where they are more than half of the machines; or "
-        "go on in any case (both sides compute the same bits).", "network")] = "go-on"
+        "What machines with the run's state do when head-away has passed: end; continue if they are more than half "
+        "of all machines; or continue in any case (both sides compute the same bits).", "network")] = "go-on"
 
     run_dir: Annotated[str, Setting(
-        "Journal and checkpoints; wins over the script's.", "keeping", option="--run-dir", metavar="DIR")] = ""
+        "Directory for the journal and checkpoints. Overrides the script's.", "keeping", option="--run-dir",
+        metavar="DIR")] = ""
     overwrite: Annotated[bool, Setting(
-        "Replace the run that the directory holds.", "keeping", option="--overwrite", in_file=False)] = False
+        "Replace the run in the directory.", "keeping", option="--overwrite", in_file=False)] = False
     resume: Annotated[str, Setting(
-        "Go on with the run in DIR, or from one of its checkpoints, or from the URL of its copies, at any number of "
-        "workers; without SCRIPT, with the run's own. auto: with what the run directory holds, if anything.", "keeping",
+        "Resume the run in DIR, or from one of its checkpoints, or from the URL of its copies, on any number of "
+        "workers; without SCRIPT, with the run's own. auto: resume what is in the run directory, if anything.",
+        "keeping",
         option="--resume", metavar="DIR")] = ""
     copies_to: Annotated[tuple[str, ...], Setting(
         "Copy each checkpoint to this place as well: a path, or a URL that fsspec knows (s3://bucket/run, "
-        "sftp://host/path). Wins over the script's.", "keeping", option="--copies-to", metavar="URL")] = ()
+        "sftp://host/path). Overrides the script's.", "keeping", option="--copies-to", metavar="URL")] = ()
     sinks: Annotated[tuple[str, ...], Setting(
-        "Give the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, webhook, or "
+        "Send the run's events to a tool: tensorboard, mlflow, wandb, opentelemetry, logging, webhook, or "
         "MODULE:FUNCTION of your own.", "keeping", option="--sink", name="sink", metavar="NAME[=ARGUMENT]",
         in_file=False)] = ()
     profile: Annotated[str, Setting(
-        "Record the steps from A up to but without B with torch.profiler on all workers: one trace for Perfetto, in "
-        "the folder profile of the run's directory.", "keeping", option="--profile", metavar="A:B")] = ""
+        "Record the steps from A up to, but not including, B with torch.profiler on all workers: one trace for "
+        "Perfetto, in the folder profile of the run's directory.", "keeping", option="--profile", metavar="A:B")] = ""
     dry_run: Annotated[bool, Setting(
-        "Print the settings, and where each comes from (with --launcher kubernetes, the manifests); start nothing.",
+        "Print the settings and where each comes from (with --launcher kubernetes, the manifests) without starting "
+        "anything.",
         "keeping", option="--dry-run", in_file=False)] = False
     resume_anyway: Annotated[tuple[str, ...], Setting(
-        "A part of the recipe that may differ from the checkpoint's, e.g. microbatches. It changes the bits.",
+        "A part of the recipe that may differ from the checkpoint's, e.g. microbatches. Changes the bits.",
         "keeping", metavar="NAME", in_file=False)] = ()
 
     without: Annotated[str, Setting(
-        "Leave out the samples that FILE names: one index a line, a range such as 100-199, or shard NAME. It is part "
-        "of the result's bits.", "keeping", metavar="FILE", in_file=False)] = ""
+        "Leave out the samples that FILE names: one index a line, a range such as 100-199, or shard NAME. Affects "
+        "the result's bits.", "keeping", metavar="FILE", in_file=False)] = ""
 
     ray_address: Annotated[str, Setting(
         "The Ray cluster.", "Ray", name="ray.address", metavar="auto|HOST:PORT")] = "auto"
@@ -380,41 +387,42 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "GPUs that Ray reserves for a worker.", "Ray", name="ray.gpus-per-worker",
         shown="1 where the cluster has GPUs")] = None
     ray_send_folder: Annotated[bool, Setting(
-        "Let Ray send the current folder to its nodes; else it lies there at the same path.", "Ray",
+        "Let Ray send the current folder to its nodes. Otherwise it must be there at the same path.", "Ray",
         name="ray.send-folder")] = False
 
     kubernetes_image: Annotated[str, Setting(
-        "Container image: Python, Unisono, what the script needs.", "Kubernetes", name="kubernetes.image",
+        "Container image, with Python, Unisono and what the script needs.", "Kubernetes", name="kubernetes.image",
         metavar="IMAGE")] = ""
     kubernetes_name: Annotated[str, Setting(
-        "Name of the run there.", "Kubernetes", name="kubernetes.name", metavar="NAME",
+        "Name of the run in Kubernetes.", "Kubernetes", name="kubernetes.name", metavar="NAME",
         shown="from the script's name")] = ""
     kubernetes_namespace: Annotated[str, Setting(
-        "Where the objects are made.", "Kubernetes", name="kubernetes.namespace", metavar="NAME")] = "default"
+        "Namespace of the objects.", "Kubernetes", name="kubernetes.namespace", metavar="NAME")] = "default"
     kubernetes_context: Annotated[str, Setting(
         "Context of the kubeconfig.", "Kubernetes", name="kubernetes.context", metavar="NAME",
         shown="the current one")] = ""
     kubernetes_volumes: Annotated[tuple[str, ...], Setting(
-        "A volume for all pods; the first one holds the run directory.", "Kubernetes", name="kubernetes.pvc",
+        "A volume for all pods. The first one holds the run directory.", "Kubernetes", name="kubernetes.pvc",
         metavar="CLAIM:/PATH")] = ()
     kubernetes_workers_per_pod: Annotated[int, Setting(
-        "Workers of a pod.", "Kubernetes", name="kubernetes.workers-per-pod")] = 1
+        "Workers per pod.", "Kubernetes", name="kubernetes.workers-per-pod")] = 1
     kubernetes_cpu: Annotated[str, Setting(
         "CPUs of a worker pod.", "Kubernetes", name="kubernetes.cpu", metavar="N",
         shown="the threads of its workers")] = ""
     kubernetes_memory: Annotated[str, Setting(
         "Memory of a worker pod.", "Kubernetes", name="kubernetes.memory", metavar="SIZE")] = "2Gi"
     kubernetes_gpus_per_worker: Annotated[int, Setting(
-        "GPUs of a worker.", "Kubernetes", name="kubernetes.gpus-per-worker")] = 0
+        "GPUs per worker.", "Kubernetes", name="kubernetes.gpus-per-worker")] = 0
     kubernetes_shm: Annotated[str, Setting(
-        "Size of /dev/shm; a part of the memory.", "Kubernetes", name="kubernetes.shm", metavar="SIZE")] = "1Gi"
+        "Size of /dev/shm, which counts towards the memory.", "Kubernetes", name="kubernetes.shm",
+        metavar="SIZE")] = "1Gi"
     kubernetes_user: Annotated[int, Setting(
         "User id in the containers.", "Kubernetes", name="kubernetes.user")] = 1000
     kubernetes_variables: Annotated[tuple[str, ...], Setting(
         "An environment variable of all pods.", "Kubernetes", name="kubernetes.env", metavar="NAME=VALUE",
         in_file=False)] = ()
     kubernetes_in_image: Annotated[bool, Setting(
-        "The script is in the image, and not here.", "Kubernetes", name="kubernetes.in-image")] = False
+        "The script is in the image, not on this machine.", "Kubernetes", name="kubernetes.in-image")] = False
     kubernetes_detach: Annotated[bool, Setting(
         "Do not follow the run.", "Kubernetes", name="kubernetes.detach")] = False
 
@@ -473,7 +481,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         first, _, stop = self.profile.partition(":")
         if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
             raise UsageError(
-                f"steps to profile are A:B, e.g. 100:105 for the steps 100 to 104; got --profile {self.profile}"
+                f"--profile takes A:B, e.g. 100:105 for the steps 100 to 104; got --profile {self.profile}"
             )
         return range(int(first), int(stop))
 
@@ -534,7 +542,7 @@ def setting_named(name: str) -> Setting:
         return SETTINGS[name]
     known = [setting.name for setting in SETTINGS.values() if setting.group != "internal"]
     if name in OLD_NAMES:
-        raise UsageError(f"there is no setting {name} any more: it is {OLD_NAMES[name]}")
+        raise UsageError(f"the setting {name} is now called {OLD_NAMES[name]}")
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else "`unisono run --dry-run SCRIPT` prints all of them"
     raise UsageError(f"there is no setting {name}; {hint}")

@@ -76,5 +76,9 @@ def reaction(
 
 
 def _asked(name: str, engine: str) -> str:
-    why = "the job is to end" if engine == "Slurm" else "the job is to end, or one of its tasks is lost, which ends all"
-    return f"{name} of {engine}: {why}; what the newest checkpoint holds is not lost (--resume auto)"
+    why = (
+        "the job is to end"
+        if engine == "Slurm"
+        else ("the job must end, or one of its tasks is lost, which ends all of them")
+    )
+    return f"{name} of {engine}: {why}; everything up to the newest checkpoint is kept (--resume auto)"

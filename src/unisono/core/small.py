@@ -47,7 +47,7 @@ class OwnWork:
         fitting = int(microbatches * LITTLE * self.script_s / self.own_s)
         better = max(fitting // workers, 1) * workers
         return (
-            f"micro-batches are small: for each, the run's own work takes {1e3 * self.own_s / number:.2f} ms, beside "
+            f"micro-batches are small: for each, Unisono's own work takes {1e3 * self.own_s / number:.2f} ms, beside "
             f"{1e3 * self.script_s / number:.2f} ms of the script ({self.own_s / self.script_s:.0%}). "
-            f"microbatches={better} would take less time than {microbatches}, with other bits (docs/choosing_m.md)"
+            f"microbatches={better} would take less time than {microbatches}, with different bits (docs/choosing_m.md)"
         )

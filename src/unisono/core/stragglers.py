@@ -152,7 +152,7 @@ class Stragglers:
         if pace.switch.is_on:
             is_well = now < WELL_WORKER * pace.reference or leaves * (now - pace.reference) < LEAST_S / 2
             if pace.switch.turns(is_well, since_s):
-                return [Announcement(text=f"{name} is not slow any more: {short_duration(now)} for a micro-batch")]
+                return [Announcement(text=f"{name} is no longer slow: {short_duration(now)} for a micro-batch")]
             return []
         if pace.waits[-1] < least_s:
             pace.switch.turns(sign=False, seconds=since_s)

@@ -101,19 +101,20 @@ class StreamCursor(Cursor):
         if self.lengths and len(self.lengths) != self.microbatches:
             raise RecipeError(
                 f"the streams have {len(self.lengths)} lengths, and microbatches is {self.microbatches}: each "
-                f"micro-batch reads a stream of its own, so give one length for each (microbatches={len(self.lengths)})"
+                "micro-batch reads a stream of its own, so give one length per micro-batch "
+                f"(microbatches={len(self.lengths)})"
             )
         if self.lengths and min(self.lengths) < 1:
             empty = self.lengths.index(min(self.lengths))
             raise RecipeError(
                 f"stream {empty} of {self.microbatches} has {self.lengths[empty]} samples, and each needs 1 at least; "
-                "use fewer micro-batches, or cut the data otherwise"
+                "use fewer micro-batches, or cut the data differently"
             )
         super().__post_init__()
         if self.drop_last and self.lengths and min(self.lengths) < self.share:
             raise RecipeError(
                 f"drop_last=True leaves nothing of an epoch: the shortest stream has {min(self.lengths)} samples, and "
-                f"a micro-batch {self.share}; use a smaller batch_size, or drop_last=False"
+                f"a micro-batch takes {self.share}; use a smaller batch_size, or drop_last=False"
             )
 
     @property
@@ -202,7 +203,7 @@ class StreamPart(StreamCursor):
             if -(-own // self.share) < all_steps:
                 raise RecipeError(
                     f"streams {self.streams.start} to {self.streams.stop - 1}, which replica {self.part} of "
-                    f"{self.num_parts} reads, have {own} samples at most, so they end before the {all_steps} steps of "
+                    f"{self.num_parts} reads, have at most {own} samples, so they end before the {all_steps} steps of "
                     f"an epoch ({max(self.lengths)} samples of the longest stream, {self.share} in each step), and the "
                     "replica would have none; end the epoch with the first stream by drop_last=True"
                 )
@@ -212,7 +213,7 @@ class StreamPart(StreamCursor):
         """Return one part of a cursor.
 
         Raises:
-            RecipeError: the streams cannot be shared out so.
+            RecipeError: the streams cannot be distributed so.
         """
         known = {field.name: getattr(cursor, field.name) for field in dataclasses.fields(cursor)}
         return cls(**known, part=part, num_parts=num_parts)

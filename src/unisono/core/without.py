@@ -54,7 +54,7 @@ def ranges_in(text: str, name: str, num_samples: int | None = None, shards: Shar
             )
         if num_samples is not None and last >= num_samples:
             raise UsageError(
-                f"{name}, line {number}: there is no sample {last}: the data set has {count(num_samples, 'sample')}, "
+                f"{name}, line {number}: there is no sample {last}: the dataset has {count(num_samples, 'sample')}, "
                 f"and the last one is {num_samples - 1}"
             )
         found.append(range(first, last + 1))
@@ -73,8 +73,8 @@ def _shard(shard: str, where: str, shards: Shards) -> range:
         return range(*shards[shard])
     known = f"it has {', '.join([*shards][:5])}{' ...' if len(shards) > 5 else ''}" if shards else "it names no shards"
     raise UsageError(
-        f"{where}: the data set has no shard {shard!r}: {known}. A ConcatDataset has shards by number, from 0; another "
-        "data set says them by its attribute `shards`: a dict of names and ranges of indices"
+        f"{where}: the dataset has no shard {shard!r}: {known}. A ConcatDataset has shards by number, from 0; any "
+        "other dataset names them in its attribute `shards`: a dict of names and ranges of indices"
     )
 
 

@@ -46,9 +46,9 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
     state = draft.state
     known = state.agents.get(agent_id)
     if known is not None and hello.agent_id != agent_id:
-        raise ProtocolError(f"agent {agent_id} has said hello twice")
+        raise ProtocolError(f"agent {agent_id} said hello twice")
     if known is not None and hello.fresh:
-        _cut_off(draft, agent_id, "went on under another head")
+        _cut_off(draft, agent_id, "continued under another head")
         known, state = None, draft.state
     if known is not None:
         draft.put_agent(agent_id, away_at=None, lags=False, url=hello.url)
@@ -56,7 +56,7 @@ def join(draft: Draft, agent_id: str, hello: AgentHello) -> None:
         return
     known = enlist(draft, agent_id, hello)
     if twin := _twin(draft.state, agent_id):
-        why = f"{hello.host} has another agent already, {twin}, which was started when this one was out of reach"
+        why = f"{hello.host} already has another agent, {twin}, which was started while this one was out of reach"
         draft.put_agent(agent_id, freed=why)
     _repeat_start(draft, agent_id)
     if twin:
@@ -104,7 +104,7 @@ def enlist(draft: Draft, agent_id: str, hello: AgentHello) -> Agent | None:
     if known is not None:
         draft.reasons.append(f"the agent of {hello.host} is back")
     elif not hello.num_workers and not hello.primary:
-        draft.reasons.append(f"{hello.host} joins, and offers workers only at times (--while)")
+        draft.reasons.append(f"{hello.host} joins, and offers workers only at certain times (--while)")
     elif not hello.primary:
         draft.reasons.append(f"{hello.host} joins with {count(hello.num_workers, 'worker')}")
     return known
@@ -160,14 +160,14 @@ def leave(draft: Draft, agent_id: str, message: Lost, *, is_told: bool = False) 
     for worker in own:
         if worker.state is _S.ORDERED:
             draft.retire(worker.worker_id, _S.LEFT, "left", f"the agent of {agent.host} is gone")
-            draft.reasons.append(f"{worker.worker_id} does not come")
+            draft.reasons.append(f"{worker.worker_id} will not come")
 
 
 def _cut_off(draft: Draft, agent_id: str, why: str) -> None:
     """Go on without a machine and its workers, which may go on by themselves."""
     own, host = draft.workers_of([agent_id]), {**draft.state.absent, **draft.state.agents}[agent_id].host
     gone = [worker.worker_id for worker in own if worker.state is not WorkerState.ORDERED]
-    why = f"{host} {why}" + (f": the run goes on without {listed(gone)}" if gone else "")
+    why = f"{host} {why}" + (f": the run continues without {listed(gone)}" if gone else "")
     if agent_id in draft.state.agents:
         leave(draft, agent_id, Lost(reason=why), is_told=True)
     for worker in own:
@@ -252,7 +252,7 @@ def scale(draft: Draft, num_workers: int) -> None:
     """Change the number of workers; with parts, by whole groups."""
     policy = draft.state.policy
     if num_workers < 1:
-        raise ProtocolError(f"a run has at least 1 worker, got {num_workers}; `unisono stop` ends it")
+        raise ProtocolError(f"a run needs at least 1 worker, got {num_workers}; `unisono stop` ends it")
     if num_workers % policy.parts:
         raise ProtocolError(f"a group has {policy.parts} workers, and {num_workers} workers are no number of groups")
     minimum = min(policy.minimum, num_workers)
@@ -305,14 +305,14 @@ def _start_more(draft: Draft, staying: Iterable[Worker], missing: int, why: str)
     for agent_id, number in started.items():
         order(draft, agent_id, number, reason="scaled up", came=why)
     if not started:
-        draft.reasons.append("no agent is connected that could start the missing workers")
+        draft.reasons.append("no connected agent could start the missing workers")
     elif len(agents) > 1:
         places = [f"{number} on {draft.state.agents[agent_id].host}" for agent_id, number in started.items()]
         draft.reasons.append(f"{count(missing, 'new worker')}: {listed(places)}")
 
 
 def stop(draft: Draft, reason: str) -> None:
-    """End the run at the end of the step."""
+    """Stop the run at the end of its current step."""
     draft.put(stopping=draft.state.stopping or reason or "stopped")
     draft.reasons.append(stopping_words(draft.state.stopping))
 

@@ -1,4 +1,4 @@
-"""Workers that compute wrong values, as the others have found: they are ended; the run goes on without them, or back"""
+"""Workers that the others have found to compute wrong values are ended; the run continues without them or goes back."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def take_convicted(draft: Draft, worker: Worker, message: Convicted) -> None:
         names = ", ".join(f"{one.name}{_where(one)}" for one in wrong)
         draft.end(
             False,
-            f"{names} computes wrong values ({message.what} of step {message.step}), and what it has computed in "
-            f"{doubtful} is to be doubted; the run goes back to a checkpoint of at most {count(message.sound, 'step')}",
+            f"{names} computes wrong values ({message.what} of step {message.step}), and what it computed in "
+            f"{doubtful} is doubtful; the run goes back to a checkpoint of at most {count(message.sound, 'step')}",
             wrong[0].worker_id,
             back_to=message.sound,
             without=hosts,
@@ -53,18 +53,20 @@ def _say(draft: Draft, wrong: Worker, message: Convicted, doubtful: str) -> None
     times = (
         ", each time that it computed it"
         if message.is_lasting
-        else "; it comes and goes: not all that it computed after that was wrong"
+        else "; the fault is intermittent: not everything it computed after that was wrong"
     )
     if "state" in message.what or wrong.state not in ALIVE:  # is not computed again
         times = ""
-    known = "" if message.doubtful_from >= message.step else f". What it has computed in {doubtful} is to be doubted"
+    known = "" if message.doubtful_from >= message.step else f". What it computed in {doubtful} is doubtful"
     draft.alarm(
         Trouble(
             kind="corruption",
             worker_id=wrong.worker_id,
             step=message.step,
-            error=f"computes wrong values{_device(wrong)}: {message.what} of step {message.step} has other bits there "
-            f"than on most workers{times}",
+            error=(
+                f"computes wrong values{_device(wrong)}: {message.what} of step {message.step} has different bits "
+                f"there than on most workers{times}"
+            ),
             then=_then(wrong, message),
             ends_run=message.goes_back,
             advice=f"Test the memory, the processor and the GPU of that machine before it trains again{known}",
@@ -76,8 +78,8 @@ def _then(wrong: Worker, message: Convicted) -> str:
     if message.goes_back:
         return "the run goes back to a checkpoint from before that"
     if wrong.state in ALIVE:
-        return "it is ended, and the others do the step again"
-    return "it was lost before it could be ended, and the others do the step again"
+        return "it is ended, and the others repeat the step"
+    return "it was lost before it could be ended, and the others repeat the step"
 
 
 def _device(worker: Worker) -> str:

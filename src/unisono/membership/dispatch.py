@@ -131,7 +131,7 @@ def _pass_time(draft: Draft) -> None:
     lose_silent_workers(draft)
     for agent_id, gone_at in draft.state.gone_at.items():
         if gone_at <= draft.now:
-            agents.leave(draft, agent_id, Lost(reason="its agent has not connected again"))
+            agents.leave(draft, agent_id, Lost(reason="its agent did not reconnect"))
     retry_exchange_when_due(draft)
 
 
@@ -181,12 +181,12 @@ def _take_from_worker(draft: Draft, worker_id: str, message: Message) -> None:
     if worker.state in GONE and not isinstance(message, Hello):
         return
     if isinstance(message, Hello) and not draft.state.is_kin(worker, message.branch) and worker.state in ALIVE:
-        lose(draft, worker_id, f"{worker.name} has gone on under another head")
+        lose(draft, worker_id, f"{worker.name} has continued under another head")
         return
     if worker.state is _S.LOST:  # its machine was cut off
-        draft.hang_up(worker_id, f"the run goes on without {worker.name}: it was out of reach")
+        draft.hang_up(worker_id, f"the run continues without {worker.name}: it was out of reach")
     elif worker.state is _S.LEFT:  # it was still starting when it was dismissed
-        draft.hang_up(worker_id, f"the run goes on without {worker.name}: it was sent away")
+        draft.hang_up(worker_id, f"the run continues without {worker.name}: it was sent away")
     else:
         _take_allowed(draft, worker, message)
 
@@ -222,7 +222,7 @@ def _take_allowed(draft: Draft, worker: Worker, message: Message) -> None:
         gone = {"how": "left", "gone": worker.gone or state.stopping or "it was asked to leave"}
     worker = draft.put_worker(worker.worker_id, state=following or worker.state, heard_at=draft.now, **gone)
     if worker.state is _S.LOST:
-        why = f"{worker.name} has ended its script, and the others had gone on without it"
+        why = f"{worker.name} has ended its script, but the others had continued without it"
         lose(draft, worker.worker_id, why)
     elif not was_aside or isinstance(message, (Hello, Beat)):
         _act_on(draft, worker, message)

@@ -1,4 +1,4 @@
-"""End of the training: of all workers together, or of one alone while the others go on."""
+"""End of the training: of all workers together, or of one alone while the others continue."""
 
 from __future__ import annotations
 
@@ -80,8 +80,10 @@ def compare_leavings(draft: Draft, worker: Worker, beat: Beat) -> None:
                 Trouble(
                     kind="divergence",
                     worker_id=worker_id,
-                    error=f"{worker_id} has left the training loop before step {left.step}, and {worker.worker_id} has "
-                    f"begun {begun}",
+                    error=(
+                        f"{worker_id} left the training loop before step {left.step}, but {worker.worker_id} has "
+                        f"begun {begun}"
+                    ),
                     ends_run=True,
                     advice="Decide by step.loss or the totals of run.evaluate, which are the same on all workers, and "
                     "not by run.rank, the time, or a number that was summed within `for batch in step`",
@@ -89,10 +91,10 @@ def compare_leavings(draft: Draft, worker: Worker, beat: Beat) -> None:
             )
             draft.end(
                 False,
-                f"{other.name} has left the training loop before step {left.step} (by a break or a return that "
-                f"only it reached?), and {worker.name} has begun {begun}. All workers must leave the loop at the "
-                "same step: decide by step.loss or the totals of run.evaluate, which are the same on all workers, "
-                "and not by run.rank, the time, or a number that was summed within `for batch in step`",
+                f"{other.name} left the training loop before step {left.step} (by a break or a return that only it "
+                f"reached?), but {worker.name} has begun {begun}. All workers must leave the loop at the same step: "
+                "decide by step.loss or the totals of run.evaluate, which are the same on all workers, and not by "
+                "run.rank, the time, or a number that was summed within `for batch in step`",
                 worker_id,
             )
             return
@@ -112,8 +114,8 @@ def lose_early_leavers(draft: Draft, worker: Worker, missed: Collection[str]) ->
             lose(
                 draft,
                 worker_id,
-                f"{other.name} has left the training loop at step {left.step - 1} and ended with exit code 0 (by "
-                f"sys.exit, or the end of its script), and {worker.name} has not",
+                f"{other.name} left the training loop at step {left.step - 1} and ended with exit code 0 (by "
+                f"sys.exit, or the end of its script), but {worker.name} did not",
             )
 
 

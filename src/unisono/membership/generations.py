@@ -94,11 +94,11 @@ def _go_on_without_state(draft: Draft, why: str) -> None:
         return
     if state.committed < 0 and any(not w.draining for w in draft.workers(_S.ORDERED, _S.STARTING, _S.READY)):
         draft.put(held=False)
-        _announce(draft, [], f"{why}; no step was done, so the run begins again", immediate=True)
+        _announce(draft, [], f"{why}; no step was done, so the run starts again", immediate=True)
         return
     lost = _lost_parts(draft, draft.holders())
     of_part = f" of part {lost[0]} of the model" if 0 < len(lost) < state.policy.parts else ""
-    draft.end(False, f"{why}; no worker that holds the run's state{of_part} is left")
+    draft.end(False, f"{why}; no worker with the run's state{of_part} is left")
 
 
 # -- planned -----------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _say_that_the_run_waits(draft: Draft) -> None:
     if are_coming or len(there) == state.waits_with or not len(there) < wanted or state.stopping:
         return
     draft.put(waits_with=len(there))
-    draft.reasons.append(f"{len(there)} of {count(wanted, 'worker')} are there; the run begins when all {wanted} are")
+    draft.reasons.append(f"{len(there)} of {count(wanted, 'worker')} are there; the run starts when all {wanted} are")
     draft.invite()
 
 
@@ -179,7 +179,7 @@ def _plan_next(draft: Draft) -> None:
         words = [f"{listed(joins)} {'joins' if len(joins) == 1 else 'join'}"] if joins else []
         words += [f"{listed(leaves)} {'leaves' if len(leaves) == 1 else 'leave'}"] if leaves else []
         draft.drained = [i for i in draft.drained if i not in leaves]
-        back = "other machines are out of reach" if is_alone else "enough workers are there again"
+        back = "other machines are out of reach" if is_alone else "there are enough workers again"
         _announce(draft, wanted, ", ".join(words) or back, immediate=False)
 
 
@@ -196,7 +196,7 @@ def _announce(draft: Draft, worker_ids: Iterable[str], why: str, *, immediate: b
     generation = max(state.generation, state.unknown) + 1
     if is_paused and is_alone:
         machines = count(len(state.agents), "machine")
-        reason = f"{why}; paused: {machines} and no majority (--set when-cut=majority)"
+        reason = f"{why}; paused: {machines} so there is no majority (--set when-cut=majority)"
     elif is_paused and bare:
         reason = f"{why}; paused: {_without(bare, state.policy.parts)}"
     elif is_paused:

@@ -60,11 +60,13 @@ def _say_silent(draft: Draft, worker: Worker, seconds: float) -> None:
         Trouble(
             kind="hang",
             worker_id=worker.worker_id,
-            error=f"has sent nothing for {seconds:.1f} s{last}: its process stands still, "
-            "native code holds its interpreter, or its machine cannot be reached",
+            error=(
+                f"has sent nothing for {seconds:.1f} s{last}: its process is stopped, native code holds its "
+                "interpreter, or its machine cannot be reached"
+            ),
             then="it is ended",
             advice="The evidence has the state of its process as the kernel sees it: T is stopped, D waits for a disk "
-            "or the network; where it computes (R), native code does not let Python go on",
+            "or the network; where it computes (R), native code does not let Python continue",
         )
     )
 
@@ -108,15 +110,14 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: 
                 draft,
                 worker,
                 beat,
-                f"{known.worker_id} has hung there as well, so the script or its data is the cause, and the run ends",
+                f"{known.worker_id} hung there as well, so the script or its data is the cause, and the run ends",
                 ends_run=True,
             )
             draft.end(
                 False,
-                f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}, where {first} has hung "
-                f"as well (for {known.beat.seconds_at:.0f} s). So the cause is the script or its data, and not a "
-                "worker; the worker's stack is shown above. If the script may take so long there, raise --set "
-                "kill-after=TIME",
+                f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}, where {first} hung as well "
+                f"(for {known.beat.seconds_at:.0f} s). So the cause is the script or its data, not a worker; the "
+                "worker's stack is shown above. If the script may take that long there, raise --set kill-after=TIME",
                 worker.worker_id,
             )
         case Lateness.HANGS_AT_END:
@@ -131,15 +132,15 @@ def _act_on(draft: Draft, worker: Worker, beat: Beat, verdict: Lateness, known: 
             )
             draft.end(
                 False,
-                f"{worker.name} has not reached the end of the run: no progress for {beat.seconds_at:.0f} s, and "
-                "the other workers wait there; its stack is shown above. If its work after the training loop may "
-                "take so long, --set kill-after=TIME with a tenth of it, or do the work after the `with unisono.Run` "
+                f"{worker.name} has not reached the end of the run: no progress for {beat.seconds_at:.0f} s, and the "
+                "other workers wait there; its stack is shown above. If its work after the training loop may take "
+                "that long, set --set kill-after=TIME to a tenth of it, or do the work after the `with unisono.Run` "
                 "block",
                 worker.worker_id,
             )
         case Lateness.HANGS:
             _note_hang(draft, worker, beat)
-            _say_hang(draft, worker, beat, "it is ended, and the others go on")
+            _say_hang(draft, worker, beat, "it is ended, and the others continue")
             why = f"{worker.name} hangs: no progress for {beat.seconds_at:.0f} s at {where}"
             _end_process(draft, worker, why, "evicted")
         case Lateness.ASIDE if twins_of(worker, draft.workers(_S.HOLDING)):
@@ -276,7 +277,7 @@ def _retry_exchange(draft: Draft) -> None:
         return
     worst, is_guilty = suspicions.worst(present)
     if not is_guilty and (len(present) == 1 or not state.held):
-        draft.end(False, f"{MAX_TRIES} exchanges in a row broke, and no member is to blame: {state.suspicion}")
+        draft.end(False, f"{MAX_TRIES} exchanges in a row broke, and no single member is to blame: {state.suspicion}")
         return
     name = state.workers[worst].name
     draft.alarm(
@@ -297,7 +298,7 @@ def _go_on_without_newcomers(draft: Draft, newcomers: list[Worker]) -> None:
         draft.put_worker(newcomer.worker_id, num_unreached=newcomer.num_unreached + 1)
     draft.put(suspicions=msgspec.structs.replace(draft.state.suspicions, reports={}))
     names = listed([newcomer.worker_id for newcomer in newcomers])
-    draft.broken.append(f"{draft.state.suspicion}; the others go on without {names}")
+    draft.broken.append(f"{draft.state.suspicion}; the others continue without {names}")
 
 
 def _newcomers_waited_in_vain(draft: Draft, newcomers: list[Worker]) -> bool:

@@ -40,10 +40,10 @@ def greet(draft: Draft, worker: Worker, message: Hello) -> None:
         _greet_again(draft, worker, message)
         return
     if message.info.worker_id != worker_id:
-        raise ProtocolError(f"worker {worker_id} gives itself the name {message.info.worker_id}")
+        raise ProtocolError(f"worker {worker_id} calls itself {message.info.worker_id}")
     worker = draft.put_worker(worker_id, info=message.info)
     if text := refusal(draft.state, message):
-        draft.alarm(Trouble(kind="failed-join", worker_id=worker_id, error=f"it {text}", then="the others go on"))
+        draft.alarm(Trouble(kind="failed-join", worker_id=worker_id, error=f"it {text}", then="the others continue"))
         _refuse(draft, worker, f"{worker.name} on {message.info.host} {text}")
         return
     known = draft.state.fingerprint or dict(message.fingerprint)
@@ -60,7 +60,7 @@ def _greet_again(draft: Draft, worker: Worker, message: Hello) -> None:
     worker_id = worker.worker_id
     if worker.info.pid != message.info.pid:
         raise ProtocolError(
-            f"{worker.name} is connected already, and the process with pid {message.info.pid} has taken its name"
+            f"{worker.name} is connected already, but the process with pid {message.info.pid} uses its name"
         )
     draft.put_worker(worker_id, closed_at=None)
     notice = draft.state.notice
@@ -98,7 +98,7 @@ def send_away(draft: Draft, worker: Worker) -> None:
     why = (
         f"{worker.name}{where} is sent away: in {MAX_UNREACHED} attempts the others could not exchange with it. "
         "Workers connect to each other directly, at ports that the system chooses: does a firewall between the "
-        "machines keep that from them?"
+        "machines prevent that?"
     )
     error = f"in {MAX_UNREACHED} attempts the others could not exchange with it{where}"
     advice = "Does a firewall between the machines keep the workers from connecting to each other?"
@@ -121,16 +121,16 @@ def refusal(state: State, hello: Hello) -> str:
     """Return why this worker may not take part and what to do about it; "" if it may."""
     if not state.settings.allow_different_script and (text := _other_script(state, hello)):
         return (
-            f"{text}, so it would compute other gradients, and is refused; was the script edited after the run had "
-            "begun? Put back the text that the run was started with, or start the run with --set "
+            f"{text}, so it would compute different gradients, and is rejected; was the script edited after the run "
+            "started? Restore the text that the run was started with, or start the run with --set "
             "allow-different-script=yes"
         )
     known = state.fingerprint or hello.fingerprint
     if found := other_results(known, hello.fingerprint):
-        others = "; ".join(differences(known, hello.fingerprint)) or "nothing else that is known of it differs"
+        others = "; ".join(differences(known, hello.fingerprint)) or "nothing else that is known about it differs"
         return (
-            f"gets other bits in {listed(found)} ({others}), so it would compute other gradients, and is refused. "
-            "Install the same torch on all machines; where the processors differ, start the run with --set "
+            f"gets different bits in {listed(found)} ({others}), so it would compute different gradients, and is "
+            "rejected. Install the same torch on all machines; where the processors differ, start the run with --set "
             "arithmetic=avx2, or =compatible where they are of several makers"
         )
     if state.settings.strict and (text := objection(state, hello)):
@@ -154,7 +154,7 @@ def outlook(state: State, hello: Hello) -> str:
         one for one in (state.fingerprint or {}, hello.fingerprint) if one.get("device") == "cpu" and RESULTS in one
     ]
     if len(known) == 2 and not _other_script(state, hello):
-        return "it gets the same bits in a probe of some operations, and the run says so if it gets others later"
+        return "it gets the same bits in a probe of some operations, and the run reports any later difference"
     return "the same bits at any number of workers no longer hold while it takes part"
 
 
@@ -162,4 +162,4 @@ def _other_script(state: State, hello: Hello) -> str:
     # "" is no text at all: of a script that is not there, which says so itself, or of none that is a file.
     if hello.script in ("", state.script) or not state.script:
         return ""
-    return f"has another text of the script (checksum {hello.script}) than the run (checksum {state.script})"
+    return f"has a different text of the script (checksum {hello.script}) than the run (checksum {state.script})"

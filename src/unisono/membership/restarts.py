@@ -192,7 +192,7 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
             worker_id=worker.worker_id,
             error=message.error,
             traceback=message.traceback,
-            then="the others go on",
+            then="the others continue",
         )
         draft.alarm(refused)
         may_succeed = draft.state.held and _has_served(draft, worker)

@@ -66,7 +66,7 @@ class WorkerState(enum.Enum):
     HOLDING = "training"
     """It holds the run's state: it can go on when others are lost."""
     ASIDE = "aside"
-    """It makes no progress, so the others go on without it. If it wakes up, it ends, and another one joins."""
+    """It makes no progress, so the others continue without it. If it wakes up, it ends, and another one joins."""
     FINISHED = "finished"
     LEFT = "left"
     LOST = "lost"

@@ -33,7 +33,7 @@ def take_talk_call(draft: Draft, worker: Worker, message: TalkCall) -> None:
     """
     calls, number = draft.state.calls, message.number
     if not 0 <= number <= len(calls):
-        raise ProtocolError(f"{worker.name} makes call {number} and knows the results of {len(calls)}")
+        raise ProtocolError(f"{worker.name} makes call {number} but has the results of {len(calls)}")
     if number == len(calls):
         draft.put(calls=(*calls, EarlyCall(kind=message.kind)))
     call = draft.state.calls[number]
@@ -42,7 +42,7 @@ def take_talk_call(draft: Draft, worker: Worker, message: TalkCall) -> None:
             draft,
             number,
             [worker.worker_id],
-            f"{_ordinal(number)} call before run.steps is {message.kind} on {worker.name}, and was {call.kind} on "
+            f"{_ordinal(number)} call before run.steps is {message.kind} on {worker.name}, but was {call.kind} on "
             "another worker",
         )
     elif call.is_decided:
@@ -95,8 +95,8 @@ def _settle(draft: Draft, number: int) -> None:
             draft,
             number,
             waiting,
-            f"{passed.name} has reached the training loop, or its end, without {_ordinal(number)} call before "
-            f"run.steps, {call.kind}",
+            f"{passed.name} reached the training loop, or its end, without {_ordinal(number)} call before run.steps, "
+            f"{call.kind}",
         )
         return
     open_ = [w for w in draft.workers(_S.ORDERED, _S.STARTING) if w.worker_id not in call.failed]

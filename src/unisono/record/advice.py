@@ -207,7 +207,7 @@ def _candidates(loads: Sequence[Load], setting: AdviceSetting) -> list[int]:
 
 
 def _uneven_shares(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
-    """Workers wait because the micro-batches cannot be shared out well: with more and smaller ones they can."""
+    """Workers wait because the micro-batches cannot be distributed well: with more and smaller ones they can."""
     step = step_seconds(loads)
     waiting = max(loads, key=lambda load: load.seconds.waiting)
     gains = {number: _saved(loads, setting, number) / step for number in _candidates(loads, setting)}
@@ -216,9 +216,11 @@ def _uneven_shares(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Ad
         return
     number = min(number for number, gain in gains.items() if gain >= ENOUGH * best)
     yield Advice(
-        text=f"{_waits(waiting, step)}: {_few(loads, setting)}. microbatches={number} would bring "
-        f"{_percent(gains[number])} of the step's time. (Another number of micro-batches is another recipe: its "
-        "results differ from those of this run.)",
+        text=(
+            f"{_waits(waiting, step)}: {_few(loads, setting)}. microbatches={number} would save "
+            f"{_percent(gains[number])} of the step's time. (A different number of micro-batches is a different "
+            "recipe: the results differ from this run's.)"
+        ),
         loss_seconds=waiting.seconds.waiting,
         gain=gains[number],
         change=f"microbatches={number}",
@@ -237,7 +239,8 @@ def _idle_workers(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Adv
     what = f": {idle} of them {'has' if idle == 1 else 'have'} nothing to compute. "
     if gain >= LEAST:
         what += (
-            f"microbatches={number} would bring {_percent(gain)} of the step's time (another recipe: other results)."
+            f"microbatches={number} would save {_percent(gain)} of the step's time (a different recipe: different "
+            "results)."
         )
     else:
         what += f"{setting.microbatches} workers would be as fast."
@@ -261,10 +264,12 @@ def _slow_workers(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Adv
         gain = max(0.0, now - then) / step
         waits = max(one.seconds.waiting for one in loads if one is not load)
         yield Advice(
-            text=f"{_named(load)} takes {load.pace / usual:.1f}x as long for a micro-batch as the others "
-            f"({short_duration(load.pace)}, the others {short_duration(usual)}): look for what else runs there, for "
-            "its power limit and temperature, and for threads that share cores. As fast as the others, it would save "
-            f"{_percent(gain)} of the step's time.",
+            text=(
+                f"{_named(load)} takes {load.pace / usual:.1f}x as long for a micro-batch as the others "
+                f"({short_duration(load.pace)}, the others {short_duration(usual)}): check what else runs there, "
+                "its power limit and temperature, and whether threads share cores. As fast as the others, it "
+                f"would save {_percent(gain)} of the step's time."
+            ),
             loss_seconds=max(waits, now - then),
             gain=gain,
         )
@@ -300,8 +305,10 @@ def _loading(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
         return
     gain = max(0.0, step - max(rest, work / can)) / step
     yield Advice(
-        text=f"{says}: loader_workers={can} (now {setting.loader_workers}) would load while it computes, and bring "
-        f"{_percent(gain)} of the step's time.",
+        text=(
+            f"{says}: loader_workers={can} (now {setting.loader_workers}) would load while it computes, and save "
+            f"{_percent(gain)} of the step's time."
+        ),
         loss_seconds=data,
         gain=gain,
         change=f"loader_workers={can}",
@@ -315,14 +322,16 @@ def _network(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     network = slowest.seconds.network
     if network < LEAST * step:
         return
-    says = f"Bytes on their way take {_percent(network / step)} of each step."
+    says = f"Transfers take {_percent(network / step)} of each step."
     hosts, nodes = len(_hosts(loads)), _num_nodes(loads, _measured(loads, setting))
     fewest = [number for number in _candidates(loads, setting) if _is_ring(number, hosts) and number >= len(loads)]
     gain = _saved(loads, setting, number := fewest[0]) / step if nodes > 1 and fewest else 0.0
     if gain >= LEAST:
         yield Advice(
-            text=f"{says} microbatches={number} (hosts x 2^k) makes each host send the least, and would bring "
-            f"{_percent(gain)} of the step's time.",
+            text=(
+                f"{says} microbatches={number} (hosts x 2^k) makes each host send the least, and would save "
+                f"{_percent(gain)} of the step's time."
+            ),
             loss_seconds=network,
             gain=gain,
             change=f"microbatches={number}",
@@ -333,7 +342,7 @@ def _network(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     gain = 1 - (step + work) / (2 * step)
     batch = f"batch_size={2 * setting.batch_size}" if setting.batch_size else "a batch twice as large"
     yield Advice(
-        text=f"{says} A larger batch sends no more: {batch} would bring {_percent(gain)} of the time for each sample.",
+        text=f"{says} A larger batch sends no more: {batch} would save {_percent(gain)} of the time per sample.",
         loss_seconds=network,
         gain=gain,
         change=f"batch_size={2 * setting.batch_size}" if setting.batch_size else "",
@@ -346,8 +355,8 @@ def _wire(loads: Sequence[Load], setting: AdviceSetting) -> Iterable[Advice]:
     if setting.wire == "bf16":
         return
     yield Advice(
-        text=f'wire="bf16" sends gradients in half the bytes, which take {_percent(network / step)} of each step '
-        f"on their way now, and would bring {_percent(network / 2 / step)}. It rounds sums: see how the loss takes it.",
+        text=f'wire="bf16" sends gradients in half the bytes, which now take {_percent(network / step)} of each step, '
+        f"and would save {_percent(network / 2 / step)}. It rounds sums: check the effect on the loss.",
         loss_seconds=network,
         gain=network / 2 / step,
         change='wire="bf16"',
@@ -365,9 +374,11 @@ def _update(loads: Sequence[Load]) -> Iterable[Advice]:
     update = max(load.seconds.update for load in loads)
     if update >= 0.1 * step:
         yield Advice(
-            text=f"What the script does after the gradient is there (optimizer, logging, printing) takes "
-            f"{_percent(update / step)} of each step, on every worker: try the fused or foreach form of the optimizer, "
-            "and log less often.",
+            text=(
+                "What the script does with the gradient (optimizer, logging, printing) takes "
+                f"{_percent(update / step)} of each step, on every worker: try the fused or foreach form of the "
+                "optimizer, and log less often."
+            ),
             loss_seconds=update,
         )
 
@@ -378,9 +389,11 @@ def _memory(loads: Sequence[Load]) -> Iterable[Advice]:
     worst = max(loads, key=lambda load: load.page_faults)
     if worst.page_faults >= FAULTS:
         yield Advice(
-            text=f"{_named(worst)} reads memory from a disk {worst.page_faults:.0f} times a step (page faults): its "
-            "machine is short of memory, or data lies in mapped files that do not fit. Fewer workers there, or more "
-            "memory, would end that.",
+            text=(
+                f"{_named(worst)} reads memory from a disk {worst.page_faults:.0f} times a step (page faults): its "
+                "machine is short of memory, or data lies in mapped files that do not fit. Fewer workers there, "
+                "or more memory, would avoid that."
+            ),
             loss_seconds=LEAST * step,
         )
 
@@ -397,10 +410,10 @@ def _waits(load: Load, step_s: float) -> str:
 
 def _few(loads: Sequence[Load], setting: AdviceSetting) -> str:
     if setting.microbatches % len(loads) and setting.microbatches < 4 * len(loads):
-        return f"{setting.microbatches} micro-batches cannot be shared out equally over {len(loads)} workers"
+        return f"{setting.microbatches} micro-batches cannot be divided equally among {len(loads)} workers"
     if not setting.balance:
-        return "all get equal shares (balance=False), and are not equally fast"
-    return f"{setting.microbatches} micro-batches are too few for shares that fit the workers' paces"
+        return "all get equal shares (balance=False), but are not equally fast"
+    return f"{setting.microbatches} micro-batches are too few for shares that match the workers' speeds"
 
 
 def _named(load: Load) -> str:

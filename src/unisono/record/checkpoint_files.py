@@ -479,12 +479,12 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     try:
         version = msgspec.json.decode(data, type=dict[str, Any]).get("format")
         if version != FORMAT:
-            raise CheckpointDiffers(f"{name} has format {version}, this version of the library reads {FORMAT}")
+            raise CheckpointDiffers(f"{name} has format {version}, but this version of the library reads {FORMAT}")
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointDiffers(f"{MANIFEST} of {name} is damaged: {error}") from error
     if manifest.crc32 != _check_of(manifest):
-        raise CheckpointDiffers(f"{MANIFEST} of {name} is damaged: its checksum is not the one that it names")
+        raise CheckpointDiffers(f"{MANIFEST} of {name} is damaged: its checksum does not match its content")
     return manifest
 
 

@@ -85,7 +85,7 @@ def parting(a: Dissected, b: Dissected, journals: tuple[str, str]) -> list[str]:
     Args:
         journals: the digest of the step in the journal of each run; "" where it is unknown.
     """
-    broken = [f"{one.run} cannot be computed again here: {one.failure}" for one in (a, b) if one.failure]
+    broken = [f"{one.run} cannot be recomputed here: {one.failure}" for one in (a, b) if one.failure]
     if broken:
         return [*broken, *_until_failure(a, b)]
     said = _not_reproduced(a, b, journals)
@@ -95,14 +95,15 @@ def parting(a: Dissected, b: Dissected, journals: tuple[str, str]) -> list[str]:
     if a.digest != b.digest:
         return [
             *said,
-            f"all micro-batches of step {a.step} are equal, and their sums are not: the two runs sum them differently "
-            "(another number of micro-batches, weights, or wire=)",
+            f"all micro-batches of step {a.step} are equal, but their sums are not: the two runs sum them differently "
+            "(a different number of micro-batches, weights, or wire=)",
         ]
     if said:
         return said
     return [
-        f"computed again here, everything about step {a.step} is equal in both runs, its digest too. So what differs "
-        "comes after it, in the update or in what the script does then, or the runs cannot be repeated here"
+        f"recomputed here, everything about step {a.step} is equal in both runs, including its digest. So the "
+        "difference comes after it, in the update or in what the script does then, or the runs cannot be reproduced "
+        "here"
     ]
 
 
@@ -116,7 +117,7 @@ def _until_failure(a: Dissected, b: Dissected) -> list[str]:
     )
     if found := _in_state(mine, theirs) or _in_leaves(mine, theirs):
         return found
-    return [f"the state before step {a.step} is equal in both runs, and so are the micro-batches that both have of it"]
+    return [f"the state before step {a.step} is equal in both runs, and so are the micro-batches of it that both have"]
 
 
 def _not_reproduced(a: Dissected, b: Dissected, journals: tuple[str, str]) -> list[str]:
@@ -125,7 +126,7 @@ def _not_reproduced(a: Dissected, b: Dissected, journals: tuple[str, str]) -> li
     for one, other, journal, theirs in ((a, b, journals[0], journals[1]), (b, a, journals[1], journals[0])):
         if not one.drift:
             continue
-        words = f"{one.run}, computed again here, does not give its own journal: {one.drift}"
+        words = f"{one.run}, recomputed here, does not match its own journal: {one.drift}"
         if one.digest and one.digest == theirs != journal:
             words += f". Its step {one.step} is now that of {other.run}"
         said.append(words)
@@ -144,7 +145,7 @@ def _in_state(a: Dissected, b: Dissected) -> list[str]:
     said = []
     if missing:
         where = a.run if missing[0] in a.state else b.run
-        said.append(f"what the runs track is not the same: only {where} has {missing[0]}{_more(missing)}")
+        said.append(f"the runs do not track the same objects: only {where} has {missing[0]}{_more(missing)}")
         if not common:
             return [*said, *_in_leaves(a, b)]
     if plain:
@@ -161,7 +162,7 @@ def _in_state(a: Dissected, b: Dissected) -> list[str]:
     elif tensors:
         said.append(
             f"before step {a.step} the states differ already, though all gradients before were equal: the first tensor "
-            f"is {tensors[0]}{_more(tensors)}. So the updates differ, or what is done between the steps"
+            f"is {tensors[0]}{_more(tensors)}. So the updates differ, or something done between the steps"
         )
     return said
 
@@ -186,15 +187,15 @@ def _in_leaf(mine: Leaf, theirs: Leaf, a: Dissected, b: Dissected) -> list[str]:
     where = f"{mine.name} of step {a.step}"
     if paths := unequal(mine.changed, theirs.changed):
         return [
-            f"{where} is the first that differs: the state before the step was equal in both runs, and when the "
+            f"{where} is the first that differs: the state before the step was equal in both runs, but when the "
             f"micro-batch begins it is not: the first tensor is {paths[0]}{_more(paths)}. So something changes it "
-            "between the head of the step and the micro-batch"
+            "between the start of the step and the micro-batch"
         ]
     if paths := unequal(mine.batch, theirs.batch):
         first = paths[0]
         return [
-            f"{where} is the first that differs, and its data do: {first} is {mine.batch.get(first, 'not there')} in "
-            f"{a.run} and {theirs.batch.get(first, 'not there')} in {b.run}"
+            f"{where} is the first that differs, because its data do: {first} is {mine.batch.get(first, 'not there')} "
+            f"in {a.run} and {theirs.batch.get(first, 'not there')} in {b.run}"
         ]
     gradients = [name for name in mine.gradients if mine.gradients[name] != theirs.gradients.get(name)]
     lost = f". The first gradient that differs is that of {gradients[0]}{_more(gradients)}" if gradients else ""
@@ -209,7 +210,7 @@ def _in_leaf(mine: Leaf, theirs: Leaf, a: Dissected, b: Dissected) -> list[str]:
     if mine.weight != theirs.weight:
         return [f"{where} weighs {mine.weight} in {a.run} and {theirs.weight} in {b.run}; its loss is the same"]
     if gradients:
-        return [f"{where} is the first that differs: its loss is the same, and its backward pass is not{lost}"]
+        return [f"{where} is the first that differs: its loss is the same, but its backward pass is not{lost}"]
     return []
 
 
@@ -279,9 +280,7 @@ def causes(
             "strings; sort it"
         )
     elif is_guessed:
-        found.append(
-            "the data themselves may have changed between the runs, or come from something random of their own"
-        )
+        found.append("the data themselves may have changed between the runs, or come from a random source of their own")
     found += harmless
     if not found:
         found.append(
@@ -342,9 +341,9 @@ def _of_scripts(
     checksums: tuple[str, str], facts_a: Mapping[str, Any], facts_b: Mapping[str, Any], changes: Sequence[_Change]
 ) -> str:
     """Return a sentence about two scripts that are not the same text."""
-    words = f"the script was not the same text in the two runs (its checksum was {checksums[0]} and {checksums[1]})"
+    words = f"the script's text was different in the two runs (its checksum was {checksums[0]} and {checksums[1]})"
     if facts_a.get("command") == facts_b.get("command"):
-        return f"{words}; it was edited in between, and both runs were computed again with the text that is there now"
+        return f"{words}; it was edited in between, and both runs were recomputed with the current text"
     if not changes:
         return words
     return f"{words}: {_changes_words(changes, (_script(facts_a), _script(facts_b)))}"
@@ -373,8 +372,8 @@ def _untracked(a: Dissected, b: Dissected, facts_a: Mapping[str, Any], facts_b: 
     for one, facts in ((a, facts_a), (b, facts_b)):
         if one.untracked >= 0:
             said.append(
-                f"the script of {one.run} has a state that is not tracked: computed again from the checkpoint of step "
-                f"{one.untracked} its steps are others, and from the beginning they are those of the journal"
+                f"the script of {one.run} has state that is not tracked: recomputed from the checkpoint of step "
+                f"{one.untracked}, its steps differ from the journal's; recomputed from the beginning, they match"
             )
         if not one.drift:
             continue
@@ -382,12 +381,14 @@ def _untracked(a: Dissected, b: Dissected, facts_a: Mapping[str, Any], facts_b: 
         differs = isinstance(before, Mapping) and bool(one.fingerprint and other_arithmetic(before, one.fingerprint))
         if differs:
             said.append(
-                f"{one.run} was computed with other arithmetic than this machine has, so it cannot be repeated here"
+                f"{one.run} was computed with arithmetic that differs from this machine's, so it cannot be reproduced "
+                "here"
             )
         else:
             said.append(
-                f"{one.run} is not repeated with the same arithmetic: its script or its data have changed since then, "
-                "the script depends on something that is not tracked, or a machine of the run computed wrong values"
+                f"{one.run} does not reproduce with the same arithmetic: its script or its data have changed since "
+                "then, the script depends on something that is not tracked, or a machine of the run computed wrong "
+                "values"
             )
     return said
 

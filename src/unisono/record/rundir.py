@@ -297,7 +297,7 @@ def _refuse(directory: Path, other: str, *, by_command: bool) -> NoReturn:
     )
     raise RunDirectoryError(
         f"{directory} holds another run ({other}); choose another directory, or {replace} to replace it, or {go_on} to "
-        "go on with it"
+        "resume it"
     )
 
 
@@ -311,14 +311,14 @@ def check_schema(directory: Path) -> None:
     if not isinstance(schema, int) or schema > RUN_SCHEMA:
         raise RunDirectoryError(
             f"{directory} was written by a newer version of unisono (schema {schema} of {RUN_FILE}, this one knows "
-            f"{RUN_SCHEMA}); use that version, or begin a run in another directory"
+            f"{RUN_SCHEMA}); use that version, or start a run in another directory"
         )
 
 
 def going(directory: Path, user: str) -> str:
     """Return the error message for a directory whose run has not ended."""
     return (
-        f"a run is going in {directory} ({user}); wait for its end, stop it (unisono stop {directory}), or choose "
+        f"a run is active in {directory} ({user}); wait for its end, stop it (unisono stop {directory}), or choose "
         "another directory"
     )
 

@@ -75,7 +75,7 @@ def merge(folder: Path, target: Path) -> list[str]:
         events += _on_common_clock(found, part, number, began - base)
         known.append(part.worker_id)
     if not known:
-        raise ValueError(f"{folder} holds no trace that can be read")
+        raise ValueError(f"{folder} holds no readable trace")
     merged = {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",

@@ -23,7 +23,7 @@ def read_ranges(path: str, num_samples: int | None = None, shards: Shards = NO_S
     """Return the samples that a file names; see `unisono.core.without.ranges_in`.
 
     Raises:
-        UsageError: it cannot be read, is no regular file, is too large, or names no samples.
+        UsageError: it cannot be read, is not a regular file, is too large, or names no samples.
     """
     what = f"the list of samples to leave out, {path},"
     try:
@@ -31,12 +31,14 @@ def read_ranges(path: str, num_samples: int | None = None, shards: Shards = NO_S
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-                raise UsageError(f"{what} is no file, or has more than {MOST_BYTES >> 20} MiB (write ranges: 100-199)")
+                raise UsageError(
+                    f"{what} is not a file, or has more than {MOST_BYTES >> 20} MiB (write ranges: 100-199)"
+                )
             text = file.read(MOST_BYTES).decode()
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror}; all workers read it at this path") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{what} is no text: write one index a line") from None
+        raise UsageError(f"{what} is not text: write one index a line") from None
     return ranges_in(text, path, num_samples, shards)
 
 

@@ -40,7 +40,9 @@ class Batches:
             StepError: it was iterated before.
         """
         if self._has_begun:
-            raise StepError("run.batches(...) was iterated before: call it again for another pass over the dataset")
+            raise StepError(
+                "run.batches(...) was already iterated over: call it again for another pass over the dataset"
+            )
         self._has_begun = True
         return self._run()
 
@@ -55,7 +57,9 @@ class Batches:
     def index(self) -> int:
         """The number of the batch in hand, in the order of the dataset. Within the loop."""
         if self.sums.batch is None:
-            raise StepError("batches.index numbers the batch in hand: use it within `for batch in run.batches(...)`")
+            raise StepError(
+                "batches.index is the number of the current batch: use it within `for batch in run.batches(...)`"
+            )
         return self.sums.batch
 
     def add(self, **values: float | Tensor) -> None:
@@ -78,7 +82,7 @@ class Batches:
         """
         if self._totals is None:
             self.check_not_open("batches.totals was read")
-            raise StepError("the totals of run.batches(...) are known after `for batch in run.batches(...)`")
+            raise StepError("the totals of run.batches(...) are known only after `for batch in run.batches(...)`")
         return dict(self._totals)
 
     def check_not_open(self, what: str) -> None:
@@ -92,13 +96,13 @@ class Batches:
         """
         if self._is_left:
             raise StepError(
-                "the loop `for batch in run.batches(...)` was left before its end (break, return or an exception), and "
+                "the loop `for batch in run.batches(...)` was left before its end (break, return or an exception), but "
                 "the other workers wait for the rest of its batches. For fewer batches, give run.batches a smaller "
                 "dataset, e.g. torch.utils.data.Subset(dataset, range(1000))"
             )
         if self._has_begun and self._totals is None:
             raise StepError(
-                f"{what} inside of `for batch in run.batches(...)`, where each worker is at another batch: do it after "
+                f"{what} inside `for batch in run.batches(...)`, where each worker is at another batch: do it after "
                 "that loop"
             )
 

@@ -61,7 +61,7 @@ class Ending:
         """Whether the script is between the first step of a training loop and its end."""
         return self._training.is_open
 
-    def end(self, error: BaseException | None, how: str = "the script, or another run in it, has ended it") -> None:
+    def end(self, error: BaseException | None, how: str = "the script, or another run in it, ended it") -> None:
         """End the run, as the script has been left by ``error``. Does nothing the second time, and in a fork.
 
         Args:
@@ -219,9 +219,9 @@ def _decode(payload: bytes, worker_id: str) -> Digests:
         return msgspec.msgpack.decode(payload, type=Digests)
     except msgspec.MsgspecError:
         raise StepError(
-            f"this worker is at the end of its script, and {worker_id} is still training. Do their scripts make "
-            "different numbers of calls of run.steps, e.g. because one has found a file that the run itself has "
-            "written (a snapshot of the script's own)? Let run.broadcast give such a value to all workers"
+            f"this worker is at the end of its script, and {worker_id} is still training. Do their scripts call "
+            "run.steps a different number of times, e.g. because one found a file that the run itself wrote (a "
+            "snapshot of the script's own)? Use run.broadcast to give such a value to all workers"
         ) from None
 
 
@@ -268,7 +268,7 @@ def _note_beginning(error: BaseException, beginning: Beginning, num_done: int) -
     _add_note(
         error,
         f"({who} and began at step {beginning.step}: variables that the script sets in earlier steps do not exist "
-        "here, and its own counters begin again. step.index and step.number count from the beginning)",
+        "here, and its own counters start again. step.index and step.number count from the beginning)",
     )
 
 
@@ -277,9 +277,9 @@ def _note_idle(error: BaseException, step: Iteration | None) -> None:
     if step is not None and isinstance(error, NameError) and step.has_no_microbatch:
         _add_note(
             error,
-            f"(this worker had no micro-batch of {step.name}, so what the script sets within `for batch in "
-            "step` is not there. Use step.loss, step.num_samples, step.index, and step.add with step.totals, which all "
-            "workers have)",
+            f"(this worker had no micro-batch of {step.name}, so variables that the script sets within `for batch in "
+            "step` do not exist here. Use step.loss, step.num_samples, step.index, and step.add with step.totals, "
+            "which all workers have)",
         )
 
 

@@ -124,14 +124,14 @@ class Evaluations:
         else:
             raise StepError(
                 f"run.total({name!r}) += ... stands outside of the loops that it adds up: within `for batch in step` "
-                "or `for batch in run.batches(...)`. Elsewhere all workers would add the same"
+                "or `for batch in run.batches(...)`. Elsewhere all workers would add the same value value"
             )
 
     def total(self, name: str) -> Any:
         """Return the value of a `RunTotal`. Local."""
         self._course.check_not_in_batches(f"the value of run.total({name!r}) was read")
         if self._training.is_apart():
-            raise StepError(f"the value of run.total({name!r}) is known after the inner loop `for batch in step`")
+            raise StepError(f"the value of run.total({name!r}) is known only after the inner loop `for batch in step`")
         newest = self.newest
         return newest[name] if name in newest else self._training.totals.get(name, 0)
 

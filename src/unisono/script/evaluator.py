@@ -178,12 +178,12 @@ class Visiting(Inspector):
         get_on(self._snapshot)
         order = self._order
         if order.phases <= phase:
-            raise self._cannot("the script is past that place already")
+            raise self._cannot("the script is already past that place")
         if order.phases > phase + 1 or order.step < 0:
             return
         self.step = visited(loop, order, Process())
         yield self.step
-        raise self._cannot("the script has not come to the call of run.evaluate in that step")
+        raise self._cannot("the script has not reached the call of run.evaluate in that step")
 
     def compute(self, place: CallPlace, call: int, request: EvaluationRequest) -> None:
         """Compute the totals if this is the call, leave them beside the snapshot, and end the script.
@@ -200,7 +200,7 @@ class Visiting(Inspector):
         try:
             if (request.samples, request.batch_size) != (order.samples, order.batch_size):
                 raise UsageError(
-                    f"here run.evaluate has {request.samples} samples in batches of {request.batch_size}, and on the "
+                    f"here run.evaluate has {request.samples} samples in batches of {request.batch_size}, but on the "
                     f"workers {order.samples} in batches of {order.batch_size}"
                 )
             self._load(is_strict=True)
@@ -211,13 +211,13 @@ class Visiting(Inspector):
         raise StopInspection
 
     def at_end(self) -> None:
-        raise self._cannot("the script has come to its end")
+        raise self._cannot("the script has reached its end")
 
     def _check_arithmetic(self, device: torch.device) -> None:
         known = files.read_manifest(self._snapshot).fingerprint
         if different := other_arithmetic(known, fingerprint(str(device))):
             raise StopInspection(
-                f"the arithmetic here is not that of the run, so the totals would have other bits: "
+                "the arithmetic here differs from the run's, so the totals would have different bits: "
                 f"{'; '.join(different)}",
                 REFUSED,
             )

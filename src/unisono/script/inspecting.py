@@ -51,7 +51,7 @@ class Inspector(Tap):
         """Note that this checkpoint is on the disk. May raise `StopInspection`, on all members."""
 
     def at_end(self) -> None:
-        """Note that the script has come to its end: the run has done all its steps. May raise `StopInspection`."""
+        """Note that the script has reached its end: the run has done all its steps. May raise `StopInspection`."""
 
     def close(self) -> None:
         """Give back what is held; the run has ended, however it did."""
@@ -82,7 +82,7 @@ def inspector_of(spec: RunSpec) -> Inspector | None:
     if not name:
         return None
     if not spec.settings.run_dir:
-        raise UsageError("a run that is inspected needs a directory of its own, so that it writes into no other run's")
+        raise UsageError("an inspected run needs a directory of its own, so that it does not write into another run's")
     if name not in INSPECTORS:
         raise UsageError(f"there is no inspector {name!r}; there are {', '.join(sorted(INSPECTORS)) or 'none'}")
     module, _, kind = INSPECTORS[name].partition(":")

@@ -277,8 +277,8 @@ class Keeper(Reporter):
         if not self._misses:
             self._misses = True
             warnings.warn(
-                f"no worker sees the run directory {self._directory.path} any more: it was removed or moved. The "
-                f"training goes on and writes nothing; when the directory is there again, checkpoints and the last "
+                f"no worker sees the run directory {self._directory.path} any more: it was removed or moved. Training "
+                "continues without writing anything; when the directory is back, checkpoints and the last "
                 f"{MOST_KEPT_LINES:,} lines of the journal will be written",
                 stacklevel=2,
             )

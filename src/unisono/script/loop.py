@@ -66,10 +66,11 @@ class Summing:
         """Raise UsageError unless both have a meaning, and the wire does something for what is tracked."""
         if self.wire not in ("fp32", "bf16"):
             raise UsageError(
-                f'wire is "fp32" or "bf16", as what sums of gradients travel between hosts; got {self.wire!r}'
+                'wire must be "fp32" or "bf16", the type in which sums of gradients travel between hosts; got '
+                f"{self.wire!r}"
             )
         if self.reduction not in ("mean", "sum"):
-            raise UsageError(f'reduction is "mean" or "sum", as of the losses of torch; got {self.reduction!r}')
+            raise UsageError(f'reduction must be "mean" or "sum", like the losses of torch; got {self.reduction!r}')
         dtypes = {parameter.dtype for _, parameter in tracked.parameters()}
         if self.wire == "bf16" and dtypes and not any(SUM_DTYPE.get(one, one) == torch.float32 for one in dtypes):
             names = listed(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -370,7 +371,7 @@ class TrainingLoop:
         """Raise StepError if the script calls step() of an optimizer within the inner loop."""
         if self.step is not None and self.is_in_microbatch():
             raise StepError(
-                f"{name}.step() was called inside of `for batch in step` (micro-batch {self.step.microbatch}), where "
+                f"{name}.step() was called inside `for batch in step` (micro-batch {self.step.microbatch}), where "
                 "parameters have no gradient yet: call it after that loop"
             )
         self._unused.before_update(name)
@@ -379,6 +380,7 @@ class TrainingLoop:
         """Raise StepError if the script calls step() of a scheduler within the inner loop."""
         if self.is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
             raise StepError(
-                "the step() of a learning rate scheduler was called inside of `for batch in step`, where each worker "
-                "computes different micro-batches, so it would count different steps on each: call it after that loop"
+                "the step() of a learning rate scheduler was called inside `for batch in step`, where each worker "
+                "computes different micro-batches, so it would count different steps on each worker: call it after "
+                "that loop"
             )

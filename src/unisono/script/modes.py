@@ -85,13 +85,13 @@ def check_begun(before: str, *, threads: int, num_workers: int, deterministic: b
     if deterministic and num_workers > 1 and (found := _measuring()) != "none":
         raise UsageError(
             f"torch.compile chooses kernels by measuring ({found}), so each of the {num_workers} workers may choose "
-            'others, and get other bits. Compile without mode="max-autotune" and without these options, or use a '
-            "version of torch whose compiler has a deterministic mode (torch._inductor.config.deterministic)"
+            'different ones, and get different bits. Compile without mode="max-autotune" and without these options, or '
+            "use a version of torch whose compiler has a deterministic mode (torch._inductor.config.deterministic)"
         )
     if (now := floating_point()) != before:
         raise UsageError(
-            f"the floating-point mode of this thread has changed since the run began, from {before!r} to {now!r}, "
-            f"and other threads of this worker keep the old one. {_ADVICE}"
+            f"the floating-point mode of this thread has changed since the run began, from {before!r} to {now!r}, but "
+            f"other threads of this worker keep the old one. {_ADVICE}"
         )
     if threads > 1:
         tiny = torch.full((threads * POOL_GRAIN,), torch.finfo(torch.float32).tiny, dtype=torch.float32)
@@ -125,8 +125,8 @@ def check_unchanged(before: Mapping[str, str], where: str) -> None:
     if name == FLOATING_POINT:
         raise StepError(f"the mode of this thread has changed in {where} ({what}). {_ADVICE}")
     raise StepError(
-        f"a mode on which all bits depend has changed in {where} ({what}), and whoever joins later would not have it. "
-        "Set it before the training loop, or put it back before the step ends"
+        f"a mode on which all bits depend has changed in {where} ({what}), and workers that join later would not have "
+        "it. Set it before the training loop, or restore it before the step ends"
     )
 
 

@@ -95,7 +95,7 @@ def end_forgotten() -> None:
             each.run.end(_error_of_prompt(each.run))
         except Exception as failure:
             warnings.warn(
-                f"the run before this one was still open, and has ended with an error: {in_one_line(failure)}",
+                f"the previous run was still open, and ended with an error: {in_one_line(failure)}",
                 stacklevel=4,
             )
 

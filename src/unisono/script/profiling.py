@@ -63,7 +63,7 @@ class Profiling:
 
     def __init__(self, steps: range, directory: Path | None, device: torch.device) -> None:
         if not 0 <= steps.start < steps.stop or steps.step != 1:
-            raise UsageError(f"steps to profile are A:B, from step A up to but without step B; got {steps}")
+            raise UsageError(f"steps to profile are A:B, from step A up to, but not including, step B; got {steps}")
         if directory is None:
             raise UsageError("a profile needs the directory of the run: unisono.Run(directory), or --run-dir")
         self._steps = steps
@@ -184,7 +184,7 @@ class Profiling:
                 size = scratch.stat().st_size
                 return (scratch.read_bytes() if size <= MOST_BYTES else b""), size
         except OSError as error:
-            tell(f"unisono: the profile of this worker could not be written: {error}; the run goes on")
+            tell(f"unisono: the profile of this worker could not be written: {error}; the run continues")
             return b"", 0
 
     def _meet(self, rounds: Rounds) -> Iterator[Meeting]:
@@ -212,7 +212,7 @@ class Profiling:
             command = [sys.executable, "-P", "-m", "unisono.record.traces", os.fspath(folder), os.fspath(target)]
             self._merging = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         except OSError as error:
-            tell(f"unisono: the profile could not be written: {error}; the run goes on")
+            tell(f"unisono: the profile could not be written: {error}; the run continues")
 
 
 def _parts(received: list[_Sent]) -> list[TracePart]:

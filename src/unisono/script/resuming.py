@@ -88,7 +88,7 @@ class Resumption:
         threads: int,
     ) -> None:
         if FIXED in may_differ:
-            raise UsageError("resume_anyway cannot hold 'parameters': a state does not fit into another model")
+            raise UsageError("resume_anyway cannot include 'parameters': a state does not fit a different model")
         if unknown := sorted(set(may_differ) - RECIPE):
             raise UsageError(
                 f"resume_anyway takes names of parts of the recipe ({', '.join(sorted(RECIPE))}); got {unknown[0]!r}"
@@ -135,7 +135,7 @@ class Resumption:
         return {**_arithmetic(os.environ), **recipe, "threads": self._threads}
 
     def whole_recipe(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the recipe of the run, against which a script that goes on from a checkpoint is compared."""
+        """Return the recipe of the run, against which a script that resumes from a checkpoint is compared."""
         shapes = {
             name: f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}"
             for name, parameter in self._tracked.parameters()
@@ -180,8 +180,8 @@ class Resumption:
         if loaded is None:
             if has_begun and has_steps(path):
                 raise CheckpointError(
-                    f"all workers of the run were lost, and its journal in {path} has steps already, so it "
-                    f"does not begin again; to go on with it: unisono run --resume {shlex.quote(str(path))}"
+                    f"all workers of the run were lost, and its journal in {path} has steps already, so it does not "
+                    f"start again; to resume it: unisono run --resume {shlex.quote(str(path))}"
                 )
             if self._resume:
                 truncate(path / JOURNAL, 0)
@@ -212,7 +212,7 @@ class Resumption:
         again = {"step": position.total, "at": time.time(), "from": str(loaded.path), "run_id": run_id}
         keep(path, asked.without)
         describe(path, {**facts, "resumed": [*facts.get("resumed", []), again]})
-        tell(f"unisono: goes on at step {position.total}, from {loaded.path}{moved}")
+        tell(f"unisono: resuming at step {position.total}, from {loaded.path}{moved}")
         self._began = position
         return position
 
@@ -261,8 +261,8 @@ class Resumption:
         loaded = newest(source, self._tracked.apart_in, most=None if is_named else sound)
         if loaded is None and sound is not None and files.complete(folder):
             raise CheckpointError(
-                f"every checkpoint in {run} may hold wrong values (its journal says why the run has ended): begin "
-                "anew (--overwrite), or, if you know one of them to be right, go on from it: unisono run --resume "
+                f"every checkpoint in {run} may hold wrong values (its journal says why the run ended): start over "
+                "(--overwrite), or, if you know that one of them is right, resume from it: unisono run --resume "
                 f"{shlex.quote(str(folder))}/STEP"
             )
         if loaded is None:
@@ -290,7 +290,7 @@ class Resumption:
         except CheckpointError as error:
             if not done:
                 raise
-            warnings.warn(f"{error}; the run goes on from {done[-1]}", stacklevel=2)
+            warnings.warn(f"{error}; the run continues from {done[-1]}", stacklevel=2)
             return []
         facts = read_facts(directory)
         is_new = not done and not facts.get("earlier")
@@ -336,7 +336,7 @@ class Resumption:
         )
         if broken:
             raise CheckpointError(f"no copy in {where} can be used: {'; '.join(broken)}")
-        raise CheckpointError(f"{where} holds no whole copy of a checkpoint")
+        raise CheckpointError(f"{where} has no complete copy of a checkpoint")
 
     def _take_in(self, copy: Copy, fetched: Path, directory: Path) -> Path:
         """Make a copy that was fetched a checkpoint of the directory, and its journal the directory's."""
@@ -368,8 +368,8 @@ class Resumption:
         except OSError as error:
             shown = ", ".join(path.name for path in others)
             raise CheckpointError(
-                f"{shown} cannot be renamed in {folder}: {error.strerror or error}. The run goes on from "
-                f"{loaded.path}, and newer checkpoints must be out of its way"
+                f"{shown} cannot be renamed in {folder}: {error.strerror or error}. The run resumes from "
+                f"{loaded.path}, and newer checkpoints must be moved out of its way"
             ) from error
         if not moved:
             return ""
@@ -388,13 +388,13 @@ class Resumption:
         refused = [row for row in found if row[0].partition(":")[0] not in self._may_differ]
         if refused:
             raise RecipeError(
-                f"{loaded.path} was made with another recipe:\n{table(refused)}\n"
-                "Change the script back, which gives the same bits as a run that was never stopped"
-                f"{self._other_way({row[0].partition(':')[0] for row in refused}, loaded.path)}"
+                f"{loaded.path} was made with a different recipe:\n{table(refused)}\nChange the script back, for the "
+                "same bits as a run that was never "
+                f"stopped{self._other_way({row[0].partition(':')[0] for row in refused}, loaded.path)}"
             )
         if found:
             warnings.warn(
-                f"the run goes on with another recipe, which resume_anyway allows:\n{table(found)}", stacklevel=2
+                f"the run continues with a different recipe, which resume_anyway allows:\n{table(found)}", stacklevel=2
             )
         before, now = manifest.fingerprint, fingerprint(str(self._device))
         others = [row for row in differences(before, now) if row[0] != RESULTS]
@@ -412,13 +412,14 @@ class Resumption:
             return ""
         if strategy := sorted(names - RECIPE):
             return (
-                f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for another "
-                "strategy. To train the model on with another one, begin a new run with its weights: "
+                f"; {listed(strategy)} cannot be named in resume_anyway, because a checkpoint has no state for a "
+                "different strategy. To continue training the model with a different one, start a new run with its "
+                "weights: "
                 f'unisono.load_weights("{path}", model)'
             )
         allowed = sorted(names)
         options = f" or {' '.join(f'--set resume-anyway={name}' for name in allowed)}" if self._command else ""
-        return f"; or say that it shall differ: resume_anyway={{{', '.join(map(repr, allowed))}}}{options}"
+        return f"; or allow the difference: resume_anyway={{{', '.join(map(repr, allowed))}}}{options}"
 
     def _go_on_with_journal(self, loaded: Loaded, directory: Path) -> None:
         theirs = loaded.path.resolve().parent.parent / JOURNAL
@@ -435,13 +436,13 @@ def _other_samples(path: Path, theirs: Any, ours: Any, used: str) -> str:
     """
     if used != "-":
         return (
-            f"{path} cannot be gone on from without {ours}: the run has used one of them before, in {used}. Begin with "
-            "the first step: unisono replay --from-beginning"
+            f"{path} cannot be resumed without {ours}: the run used one of them before, in {used}. Start from the "
+            "first step: unisono replay --from-beginning"
         )
     before, now = (f"without {one}" if one else "with all samples" for one in (theirs, ours))
     return (
-        f"{path} was made {before}, and this run would go on {now}: its result would be that of neither. Go on with "
-        f"the list in {WITHOUT_FILE} of the run's directory (--set without=FILE), or begin anew; `unisono replay RUN "
+        f"{path} was made {before}, and this run would continue {now}: its result would match neither. Continue with "
+        f"the list in {WITHOUT_FILE} of the run's directory (--set without=FILE), or start over; `unisono replay RUN "
         "--without FILE --into DIR` computes what a run with all samples would have been without some"
     )
 
@@ -460,8 +461,9 @@ def _refuse_delayed_rounds(path: Path, recipe: Recipe) -> None:
     if "replicas" in recipe and recipe.get("delay"):
         raise RecipeError(
             f"{path} was made by run.local_steps(delay={recipe['delay']}), and holds a change of a round that is not "
-            "applied yet. This version has no delay for local steps: version 0.2.0 goes on with such a run "
-            "(pip install unisono==0.2.0). To train the model on with this version, begin a new run with its weights: "
+            "applied yet. This version has no delay for local steps: version 0.2.0 can resume such a run "
+            "(pip install unisono==0.2.0). To continue training the model with this version, start a new run with its "
+            "weights: "
             f'unisono.load_weights("{path}", model)'
         )
 
@@ -481,7 +483,7 @@ def sound_ones(found: Sequence[tuple[Store, Copy]], directory: Path, *, says: bo
     if says and found and not left:
         raise CheckpointError(
             f"every copy may hold wrong values: {directory} says that checkpoints of more than {count(sound, 'step')} "
-            "do. Begin anew (--overwrite), or, if you know a copy to be right, go on from it in another --run-dir"
+            "do. Start over (--overwrite), or, if you know that a copy is right, resume from it in another --run-dir"
         )
     if says and len(left) < len(found):
         tell(f"unisono: copies of more than {count(sound, 'step')} may hold wrong values, and are not used")

@@ -121,9 +121,9 @@ class Run:
             is not promised.
         balance: give faster workers more micro-batches. Changes no bit.
         checkpoint: when checkpoints are written, and which are kept; None: only when `save` is called.
-        resume: "auto": go on with the run that the directory holds, if it holds one, else begin. A path: go on from
+        resume: "auto": resume the run in the directory if there is one, else begin. A path: resume from
             that run or checkpoint, which may lie elsewhere, also a URL of copies. ``--resume`` wins over it.
-        resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. It changes the
+        resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. Changes the
             bits.
         overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
         sinks: objects with ``emit(event)`` and ``close()`` (`unisono.views.watch.Sink`) that get the run's events. One
@@ -431,7 +431,7 @@ class Run:
         """
         self._process.check("run.track")
         if self._training.is_open:
-            raise UsageError("run.track was called inside of run.steps; track everything before the loop")
+            raise UsageError("run.track was called inside run.steps; track everything before the loop")
         self._tracked.add(objects)
         for name, value in objects.items():
             if (
@@ -445,8 +445,8 @@ class Run:
         member = members.current()
         if member is None or member.worker_id == "w0":  # once for all workers
             warnings.warn(
-                f"{name!r} was made before `unisono.Run(...)`, so neither the seed of the run nor its number of "
-                "threads was in force: its initial values may be others on one worker than on several. Make models, "
+                f"{name!r} was made before `unisono.Run(...)`, so neither the run's seed nor its number of threads "
+                "was in effect: its initial values may differ between one worker and several. Create models, "
                 "optimizers and random data after `unisono.Run(...)` (a model whose weights come from a file is the "
                 "same wherever it is made)",
                 stacklevel=3,
@@ -586,8 +586,8 @@ class Run:
         if delay:
             if isinstance(strategy, Staged):
                 raise UsageError(
-                    "the model is a unisono.Stages, and run.steps(delay=...) is for models that are not cut: leave one "
-                    "of the two out"
+                    "the model is a unisono.Stages, but run.steps(delay=...) is for models that are not cut: leave out "
+                    "one of the two"
                 )
             self._tracked.own(PENDING, self._pending)
             strategy = Delayed(delay, planned.num_steps, self._pending, prediction)
@@ -604,9 +604,9 @@ class Run:
             return Staged(stages, self._tracked, self._rounds.team)
         if self._rounds.team.num_parts > 1:
             raise UsageError(
-                f"{call}: this run has groups of {self._rounds.team.num_parts} processes (--workers Nx"
-                f"{self._rounds.team.num_parts}), each of which carries a part of the model, and no unisono.Stages is "
-                "tracked: cut the model into stages, or start with --workers N"
+                f"{call}: this run has groups of {self._rounds.team.num_parts} processes (--workers "
+                f"Nx{self._rounds.team.num_parts}), each of which carries a part of the model, but no unisono.Stages "
+                "is tracked: cut the model into stages, or start with --workers N"
             )
         return None
 
@@ -668,7 +668,7 @@ class Run:
         self._process.check("run.local_steps")
         if find_stages(self._tracked) is not None or self._rounds.team.num_parts > 1:
             raise UsageError(
-                "run.local_steps trains replicas of a whole model, and not of one that is cut into stages "
+                "run.local_steps trains replicas of a whole model, not of one that is cut into stages "
                 "(unisono.Stages): use run.steps"
             )
         check_options(data, DataOptions.__annotations__)
@@ -719,7 +719,7 @@ class Run:
         if not self._course.has_joined:
             if self.is_catching_up:
                 return  # the run is past this place
-            raise UsageError("run.save writes the state of a training; call it inside of run.steps, or after it")
+            raise UsageError("run.save writes the state of a training; call it inside run.steps, or after it")
         self._keeper.saver.request()
         if not self._training.is_open:
             self._keeper.save_together(self._rounds)
@@ -738,10 +738,10 @@ class Run:
         """
         self._process.check("run.play")
         if not self._course.has_joined:
-            raise UsageError("run.play needs the members of a training; call it inside of run.steps, or after it")
+            raise UsageError("run.play needs the members of a training; call it inside run.steps, or after it")
         if self._training.is_apart():
             raise UsageError(
-                "run.play was called inside of a loop in which each worker is elsewhere: call it after that loop"
+                "run.play was called inside a loop in which each worker is elsewhere: call it after that loop"
             )
         round_ = make(self._rounds)
         for _ in self._rounds.play(round_):
@@ -853,8 +853,8 @@ class Run:
         """
         if self._rounds.team.num_parts > 1:
             raise UsageError(
-                "run.batches gives batches to the script, and in this run a model is on several processes (--workers "
-                f"Nx{self._rounds.team.num_parts}): use run.evaluate(dataset, function)"
+                "run.batches gives batches to the script, but in this run the model is on several processes "
+                f"(--workers Nx{self._rounds.team.num_parts}): use run.evaluate(dataset, function)"
             )
         request = self._requests.make(
             dataset, None, batch_size=batch_size, collate=collate, loader_workers=loader_workers

@@ -87,17 +87,17 @@ class Asked:
             return None
         if dataset is None:
             raise RecipeError(
-                f"without={self._file} names samples by their index in a data set, and these data are streams, whose "
-                "samples have none: a sample that is left out would change which ones follow it. Leave the samples out "
-                "where the streams are made, or give a data set with len and [i]"
+                f"without={self._file} names samples by their index in a dataset, but these data are streams, whose "
+                "samples have none: leaving out a sample would change which ones follow it. Leave out the samples "
+                "where the streams are made, or give a dataset with len and [i]"
             )
         if self.without is None:
             shards = shards_of(dataset)
             self.without, self._left_out_of = read_without(self._file, num_samples, shards), dataset
         elif dataset is not self._left_out_of:
             raise RecipeError(
-                f"without={self._file} names samples of one data set, and a later run.steps got another object than "
-                "the first, so nobody knows of which of the two they are. Give each run.steps the same object"
+                f"without={self._file} names samples of one dataset, but a later run.steps got a different object from "
+                "the first, so it is unclear which of the two they belong to. Give each run.steps the same object"
             )
         return self.without
 
@@ -130,8 +130,9 @@ class Asked:
         if before != num_streams:
             raise RecipeError(
                 f"an earlier run.steps of this run has read this {type(dataset).__qualname__} as {before} streams, and "
-                f"microbatches is {num_streams} now: other streams have other samples, so nobody knows where to go on. "
-                f"Use microbatches={before}, or make a new object, which begins at the first sample"
+                f"microbatches is {num_streams} now: different streams have different samples, so the place to "
+                f"continue from is unknown. Use microbatches={before}, or make a new object, which begins at the first "
+                "sample"
             )
         return number
 
@@ -436,7 +437,7 @@ def _stream_cursor(
     lengths = source.data.lengths(microbatches)
     if lengths is None and (max_steps is None or epochs != 1):
         raise RecipeError(
-            f"{caller} got data that can only be iterated, whose length nobody knows, and so no epoch has an end: say "
+            f"{caller} got data that can only be iterated over, whose length is unknown, so no epoch has an end: use "
             f"{caller}(..., max_steps=...) (without epochs), or unisono.Streams(..., lengths=[...]) with the samples "
             f"of each of the {microbatches} streams (unisono.TarShards counts them)"
         )
@@ -466,11 +467,11 @@ def check_first_step(first_step: int, num_steps: int, *, is_first_loop: bool, de
         raise UsageError(f"first_step must be from 0 to the {num_steps} steps of this training loop, got {first_step}")
     if first_step and not is_first_loop:
         raise UsageError(
-            f"run.steps(first_step={first_step}) is not the first training loop of this run, and the one before it has "
-            "done other steps: load the snapshot in a run of its own"
+            f"run.steps(first_step={first_step}) is not the first training loop of this run, and the one before it did "
+            "different steps: load the snapshot in a run of its own"
         )
     if first_step and delay:
         raise UsageError(
-            f"run.steps(first_step={first_step}, delay={delay}): a snapshot of the script has no gradients that are on "
-            "their way; go on from a checkpoint of the run (unisono.Checkpoints)"
+            f"run.steps(first_step={first_step}, delay={delay}): a snapshot of the script has no gradients that are "
+            "still in flight; resume from a checkpoint of the run (unisono.Checkpoints)"
         )

@@ -96,7 +96,7 @@ class _Log:
         if kind != call.kind:
             raise StepError(
                 f"this worker's script is at {call.title}, where the run has called {kind}: all workers, and a script "
-                "that goes on from a checkpoint, must make the same calls"
+                "that resumes from a checkpoint, must make the same calls"
             )
         return result
 
@@ -168,7 +168,7 @@ class Talk:
         call = self._call("run.process_group", place)
         if place.step is None:
             raise UsageError(
-                "run.process_group connects the workers that take part in the training; call it inside of run.steps, "
+                "run.process_group connects the workers that take part in the training; call it inside run.steps, "
                 "before or after `for batch in step`"
             )
         round_ = GroupRound(place.rounds, call.title)
@@ -200,8 +200,8 @@ class Talk:
         """Count a call."""
         if self._is_in_block:
             raise UsageError(
-                f"{kind} was called inside of `with run.main_first()`, where the other workers wait: call it after "
-                "that block"
+                f"{kind} was called inside `with run.main_first()`, where the other workers wait: call it after that "
+                "block"
             )
         where = (place.phases, place.step)
         if where != self._where:
@@ -227,7 +227,7 @@ class Talk:
         if known is None:
             raise StepError(
                 f"this worker's script is at {call.title}, and the run has made no such call there: all workers, and a "
-                "script that goes on from a checkpoint, must make the same calls"
+                "script that resumes from a checkpoint, must make the same calls"
             )
         found: list[bytes] = from_bytes(known)
         return found

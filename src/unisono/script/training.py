@@ -185,7 +185,7 @@ class Training:
             where = "`for batch in step`, where each worker is at another micro-batch"
             if not self.loop.is_in_microbatch():
                 where = "`for step in round`, where each worker is at another replica"
-            raise UsageError(f"{what} was called inside of {where}: call it after that loop")
+            raise UsageError(f"{what} was called inside {where}: call it after that loop")
         return CallPlace(
             rounds=self._rounds,
             phases=self.phases,
@@ -212,9 +212,9 @@ class Training:
             return
         if self.is_open:
             raise UsageError(
-                "run.steps was called inside of another run.steps, which is not finished. For another pass over the "
-                "same global batch: `for batch in step.again()`. For two data sets in one loop: one run.steps over a "
-                "data set that gives a sample of each, e.g. torch.utils.data.StackDataset(a, b)"
+                "run.steps was called inside another run.steps, which is not finished. For another pass over the same "
+                "global batch: `for batch in step.again()`. For two datasets in one loop: one run.steps over a dataset "
+                "that gives a sample of each, e.g. torch.utils.data.StackDataset(a, b)"
             )
         if self.loop is not None and self.loop.step is not None:
             self.loop.leave()

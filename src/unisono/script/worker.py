@@ -129,8 +129,8 @@ def _take_spec() -> WorkerSpec | None:
         return WorkerSpec.decode(take_inherited(given), take_token(os.environ))
     except (msgspec.MsgspecError, KeyError, ValueError, OSError) as error:
         raise UsageError(
-            f"{WORKER} is set, but with {TOKEN_FILE} it does not make a worker ({type(error).__name__}: {error}); "
-            "start workers with `unisono run` or `unisono join`"
+            f"{WORKER} is set, but together with {TOKEN_FILE} it does not define a worker ({type(error).__name__}: "
+            f"{error}); start workers with `unisono run` or `unisono join`"
         ) from error
 
 

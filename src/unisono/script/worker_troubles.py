@@ -100,7 +100,7 @@ class OwnTroubles:
             more = f" and {len(found.parameters) - len(names)} more" if len(found.parameters) > len(names) else ""
             detail = (
                 f"gradients that are not finite there: those of {listed(names)}{more}, of {found.num_parameters} "
-                "parameters; the last one is the nearest to the loss, so look at what comes after it"
+                "parameters; the last one is nearest to the loss, so look at what comes after it"
             )
         samples = list(found.samples)
         if self._member is not None:
@@ -139,7 +139,7 @@ class OwnTroubles:
             elif kind == "out-of-memory":
                 detail, advised = self._about_memory(error, rounds, cursor)
         except Exception as failure:  # e.g. no memory is left even for this
-            detail = f"(nothing more could be found out: {in_one_line(failure)})"
+            detail = f"(no more could be found out: {in_one_line(failure)})"
         if self._member is not None:
             self._member.failures.explained(error, kind, detail, advised)
         elif is_end:
@@ -248,14 +248,12 @@ def _about_parameters(rounds: Rounds) -> str:
         named += [(f"{name}.{key}", one) for key, one in module.named_buffers()]
     wrong = [name for name, one in named if one.is_floating_point() and not bool(torch.isfinite(one).all())]
     if not wrong:
-        return (
-            "all parameters and buffers are finite: these samples, or what the model does with them, made the loss so"
-        )
+        return "all parameters and buffers are finite: these samples, or what the model does with them, caused the loss"
     shown = listed([repr(name) for name in wrong[:NUM_NAMES]])
     more = f" and {len(wrong) - NUM_NAMES} more" if len(wrong) > NUM_NAMES else ""
     return (
-        f"parameters or buffers that were not finite before this micro-batch: {shown}{more}; so an earlier update made "
-        "them so, by a gradient that was not finite or by too large a step"
+        f"parameters or buffers that were not finite before this micro-batch: {shown}{more}; so an earlier update "
+        "caused them, with a gradient that was not finite or with too large a step"
     )
 
 

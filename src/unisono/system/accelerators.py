@@ -53,7 +53,7 @@ LOST_PEERS: Final = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""What NCCL's group must do when a member is gone: nothing, for the others go on. By default its watchdog, or its
+"""What NCCL's group must do when a member is gone: nothing, for the others continue. By default its watchdog, or its
 monitor, ends the process."""
 KERNELS: Final = ("nvidia-cublas-cu12", "nvidia-cublas", "triton")
 """Packages with kernels that torch has no version of its own for."""

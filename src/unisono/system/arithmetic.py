@@ -69,7 +69,7 @@ def check(name: Instructions, environment: Mapping[str, str], *, is_alone: bool)
         UsageError: it does not, or the processor lacks them; says what to do.
     """
     if name not in _VARIABLES:
-        raise UsageError(f"arithmetic is one of {', '.join(_VARIABLES)}; got {name!r}")
+        raise UsageError(f"arithmetic must be one of {', '.join(_VARIABLES)}; got {name!r}")
     if missing := sorted(_NEEDED[name] - flags) if (flags := _of_processor("flags")) else []:
         raise UsageError(f"arithmetic={name} needs {listed(missing)}, which the processor of this machine lacks")
     wanted = variables(name)
@@ -77,13 +77,13 @@ def check(name: Instructions, environment: Mapping[str, str], *, is_alone: bool)
         words = " ".join(f"{variable}={value}" for variable, value in wanted.items())
         start = f"{words} python train.py" if is_alone else f"unisono run train.py --set arithmetic={name}"
         raise UsageError(
-            f"the script wants arithmetic={name!r}, and this process computes otherwise: libraries choose their "
+            f"the script wants arithmetic={name!r}, but this process computes differently: libraries choose their "
             f"kernels when they are loaded. Start it with: {start}"
         )
     import torch
 
     if (found := torch.backends.cpu.get_cpu_capability()) != wanted[_TORCH].upper():
-        raise UsageError(f"arithmetic={name} was asked for, and torch {torch.__version__} computes with {found} here")
+        raise UsageError(f"arithmetic={name} was requested, but torch {torch.__version__} computes with {found} here")
 
 
 @functools.cache

@@ -58,8 +58,8 @@ class Workers(NamedTuple):
         """
         if number < parts:
             raise UsageError(
-                f"there is room for {count(number, 'worker')}, and a group has {parts} (--workers autox{parts}); "
-                "name the number of groups, or use more machines"
+                f"there is room for {count(number, 'worker')}, and a group has {parts} (--workers autox{parts}); give "
+                "the number of groups, or use more machines"
             )
         return Workers(number, parts, number, grows=True, parts=parts)
 
@@ -78,7 +78,7 @@ def parse_workers(text: str, threads: int) -> Workers:
     """
     groups, parts = split_parts(text)
     behind = "" if groups == text else f" before the x of {text}"
-    wrong = UsageError(f"--workers is a number from 1, 'auto', or A:B with 1 <= A <= B, got {groups!r}{behind}")
+    wrong = UsageError(f"--workers must be a number from 1, 'auto', or A:B with 1 <= A <= B; got {groups!r}{behind}")
     if groups == "auto":
         return Workers.found(max(1, free_workers(threads) // parts) * parts, parts)
     first, colon, last = groups.partition(":")

@@ -65,8 +65,8 @@ def install_words(extra: str) -> str:
     command = f"pip install {' '.join(packages)}"
     if extra == "torch" and sys.platform == "linux":
         return (
-            f"{command} --index-url {CPU_BUILDS} is the build for machines without a GPU; {command} brings CUDA, some "
-            f"gigabytes; {BUILDS} has the commands for ROCm and other versions of CUDA"
+            f"{command} --index-url {CPU_BUILDS} is the build for machines without a GPU; {command} includes CUDA, "
+            f"several gigabytes; {BUILDS} has the commands for ROCm and other versions of CUDA"
         )
     return command
 
@@ -76,5 +76,5 @@ def check_platform() -> None:
     if sys.platform == "win32":
         raise UsageError(
             "unisono needs Linux (or macOS, where it was not tried), and this is Windows; install it in WSL 2, which "
-            "is a Linux: https://learn.microsoft.com/windows/wsl/install"
+            "is Linux: https://learn.microsoft.com/windows/wsl/install"
         )

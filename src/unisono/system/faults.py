@@ -63,7 +63,7 @@ POINTS: Final[dict[str, str]] = {
     "shard.in_lending": "a state that no writer of a checkpoint holds is about to travel to one that writes it",
     "evaluation.asked": "rank 0 is about to look for an evaluator",
     "evaluation.written": "a snapshot for an evaluator has its name, and the other workers do not know",
-    "delay.under_way": "it has given its part of a step's sum to the thread that exchanges it, and goes on",
+    "delay.under_way": "it has given its part of a step's sum to the thread that exchanges it, and continues",
     "delay.waiting": "it waits for the sum of a step of some steps ago",
     "delay.applied": "the gradient of an earlier step is in force, and those of later ones are under way",
     "delay.again": "after a loss it computes what is missing of a step that was under way",

@@ -42,7 +42,7 @@ def read_owned(folder: Path, name: str, *, is_folder_shared: bool = False) -> by
         owner = os.fstat(within).st_uid
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotOwned(f"{folder / name} is a link; it has to be a file of that directory itself") from None
+            raise NotOwned(f"{folder / name} is a link; it must be a file in that directory itself") from None
         raise
     finally:
         os.close(within)
@@ -57,13 +57,13 @@ def read_owned(folder: Path, name: str, *, is_folder_shared: bool = False) -> by
 def _check(folder: Path, owner: int, file: Path, found: os.stat_result, is_folder_shared: bool) -> None:
     own = os.geteuid()
     if not is_folder_shared and owner not in (own, ROOT):
-        raise NotOwned(f"{folder} is a directory of {_user(owner)}, and this command runs as {_user(own)}")
+        raise NotOwned(f"{folder} belongs to {_user(owner)}, but this command runs as {_user(own)}")
     if found.st_uid != own:
-        raise NotOwned(f"{file} is a file of {_user(found.st_uid)}, and this command runs as {_user(own)}")
+        raise NotOwned(f"{file} belongs to {_user(found.st_uid)}, but this command runs as {_user(own)}")
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > MOST_BYTES:
         raise NotOwned(
-            f"{file} is no file of that directory alone: it is a pipe, a directory or the like, has a second name "
-            f"elsewhere, or more than {MOST_BYTES >> 20} MiB"
+            f"{file} is not a plain file of that directory: it is a pipe, a directory or similar, has a second name "
+            f"elsewhere, or has more than {MOST_BYTES >> 20} MiB"
         )
 
 

@@ -41,8 +41,8 @@ class Process:
         if not self.is_this:
             raise UsageError(
                 f"{what} was called in process {os.getpid()}, a fork of process {self._pid}, which made the run: a "
-                "fork takes no part in that. End it with os._exit() when it has done its work, or make a unisono.Run "
-                "of its own there, with another directory"
+                "fork takes no part in it. End it with os._exit() when its work is done, or create a separate "
+                "unisono.Run there, with another directory"
             )
 
     def keep(self, thing: object) -> None:

@@ -107,7 +107,7 @@ def refuse_others(environment: Mapping[str, str]) -> None:
     if "TORCHELASTIC_RUN_ID" in environment and size.isdecimal() and int(size) > 1:
         raise UsageError(
             f"this script uses unisono.Run, and was started by torchrun or `unisono run --plain`: its {size} processes "
-            f"would train {size} times the same. Start it by unisono run SCRIPT --workers {size}"
+            f"would train the same thing {size} times. Start it with unisono run SCRIPT --workers {size}"
         )
 
 
@@ -124,7 +124,7 @@ def refuse_unknown(environment: Mapping[str, str]) -> None:
         if environment.get(rank, "").isdecimal() and number != "1":
             raise UsageError(
                 f"{starter} has started this process as task {environment[rank]} of {number or 'several'} ({rank}), "
-                "and Unisono does not know how its tasks find each other: each would train alone. Start `unisono run` "
+                "but Unisono does not know how its tasks find each other: each would train alone. Start `unisono run` "
                 f"once, and `unisono join` in the other tasks; or take {rank} out of the environment if this process "
                 "is meant to be alone"
             )

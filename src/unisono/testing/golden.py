@@ -59,15 +59,15 @@ def golden_difference(golden: GoldenBits, now: GoldenBits) -> str:
     """Return the first difference from golden bits, in words; "" if there is none."""
     for step, (then, here) in enumerate(zip(golden.digests, now.digests, strict=False)):
         if then != here:
-            return f"step {step} is the first that differs: its gradient has the digest {here}, and the golden {then}"
+            return f"step {step} is the first that differs: its gradient has the digest {here}, the golden one {then}"
     steps = count(len(now.digests), "step")
     if len(golden.digests) != len(now.digests):
         return f"there are {steps}, and {len(golden.digests)} golden ones"
     if not (paths := unequal(golden.state, now.state)):
         return ""
     return (
-        f"all gradients of the {steps} are the golden ones, and after them {paths[0]} is another. So the updates "
-        "differ, or what is done between the steps"
+        f"all gradients of the {steps} are the golden ones, but {paths[0]} differs after them. So the updates "
+        "differ, or something done between the steps"
     )
 
 
@@ -80,8 +80,8 @@ def changed_words(golden: GoldenBits, now: GoldenBits, name: str) -> str:
     if not golden.script or not now.script:
         return ""
     return changed_lines(("\n".join(now.script), "\n".join(golden.script)), (name, f"the golden {name}")) or (
-        f"{name} is the text that it was. So something that it reads has changed: a module, its data, or a package. "
-        "`unisono compare --bisect GOOD BAD SCRIPT` finds the commit"
+        f"{name} has not changed. So something that it reads has: a module, its data, or a package. `unisono compare "
+        "--bisect GOOD BAD SCRIPT` finds the commit"
     )
 
 
@@ -95,7 +95,7 @@ def golden_file(test: Path, name: str) -> Path:
         UsageError: the name would not be a part of a file's name everywhere.
     """
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
-        raise UsageError(f"golden={name!r} is a part of a file's name: letters, digits, and - _ .")
+        raise UsageError(f"golden={name!r} is part of a file name: use letters, digits, and - _ .")
     return test.with_name(f"{test.stem}.{name}.bits.json")
 
 
@@ -110,7 +110,7 @@ def read(path: Path) -> list[GoldenBits]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} holds no golden bits: {error}; remove it, and run pytest --unisono-update") from None
+        raise UsageError(f"{path} has no golden bits: {error}; remove it, and run pytest --unisono-update") from None
 
 
 def write(path: Path, now: GoldenBits) -> None:

@@ -170,13 +170,13 @@ class SameBits:
             )
             return (words, "") if os.environ.get("CI") else ("", words)
         if same.steps != now.steps:
-            raise UsageError(f"{path.name} was made with steps={same.steps}, and the test has steps={now.steps}")
+            raise UsageError(f"{path.name} was made with steps={same.steps}, but the test has steps={now.steps}")
         if not (difference := goldens.golden_difference(same, now)):
             return "", ""
         said = [
-            f"{tried.name} has other bits than the golden ones in {path.name}:",
+            f"{tried.name} has different bits from the golden ones in {path.name}:",
             *(difference, *_parting(tried, runner, alone, same), goldens.changed_words(same, now, tried.name)),
-            "Where the change is meant: pytest --unisono-update writes the new bits",
+            "If the change is intended: pytest --unisono-update writes the new bits",
         ]
         return "\n".join(filter(None, said)), ""
 
@@ -227,7 +227,7 @@ def _compared(name: str, runner: Runner, trials: Sequence[Trial]) -> tuple[str, 
 
 def _broken_words(name: str, verdict: CheckVerdict) -> str:
     """Return what has differed, by trial, and the line that is the reason."""
-    said = [f"{name} has not the same bits everywhere ({count(verdict.steps, 'step')} were computed):"]
+    said = [f"{name} does not have the same bits everywhere ({count(verdict.steps, 'step')} were computed):"]
     for found in (each for each in verdict.found if not each.is_same):
         has_reason = found.difference is not None or found.culprit is not None
         said += [f"{found.trial.name}: {finding_words(found)}", culprit_words(found) if has_reason else found.failure]

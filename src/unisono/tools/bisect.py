@@ -95,7 +95,7 @@ class _Bisect:
             return []
         if again := self._differs(reference, good, self._needed(good)):
             raise UsageError(
-                f"the script has not the same bits twice at {self.name}, so no commit can be named: {again[0]}; "
+                f"the script does not give the same bits twice at {self.name}, so no commit can be named: {again[0]}; "
                 "`unisono check SCRIPT` there names the line"
             )
         self._git("bisect", "start", bad, good, "--")
@@ -103,7 +103,7 @@ class _Bisect:
         while not (commits := progress(self._git("bisect", "log"))):
             commit = self._git("rev-parse", "HEAD").strip()
             if commit in tried:
-                raise UsageError(f"git bisect does not go on from {commit[:12]}: does it come from {self.name}?")
+                raise UsageError(f"git bisect does not continue from {commit[:12]}: does it come from {self.name}?")
             tried.add(commit)
             self._git("bisect", self._judged(reference, commit), may_fail=True)  # as where only skipped ones are left
         parted = next((self._parted[commit] for commit in commits if commit in self._parted), [])
@@ -125,8 +125,8 @@ class _Bisect:
         outcome = self._run(commit)
         if failure := _failure(outcome):
             raise UsageError(
-                f"the script cannot run at {commit[:12]}, with which others are compared:\n{failure}\nThe worktree has "
-                "what git has; --link PATH adds a file or folder of this one, e.g. data"
+                f"the script cannot run at {commit[:12]}, with which the others are compared:\n{failure}\nThe worktree "
+                "has what git has; --link PATH adds a file or folder of this one, e.g. data"
             )
         return outcome
 

@@ -124,6 +124,6 @@ class Silences:
             return ""
         self._told_at[agent_id] = now
         return (
-            f"nothing came from {state.agents[agent_id].host} for {min(held):.1f} s, and then it went on: the network "
-            "between the machines was cut or crowded, or that machine stood still. Steps have waited for it"
+            f"nothing came from {state.agents[agent_id].host} for {min(held):.1f} s, and then it continued: the "
+            "network between the machines was cut or congested, or that machine stood still. Steps waited for it"
         )

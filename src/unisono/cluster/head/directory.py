@@ -258,9 +258,9 @@ class Directory:
         if self._waits_for_other == found.may_write:
             self._waits_for_other = not found.may_write
             if found.may_write:
-                self._told(f"this side of the run writes into {path} now")
+                self._told(f"this side of the run now writes into {path}")
             else:
-                self._told(f"another side of the run writes into {path}: this one keeps what it has to write")
+                self._told(f"another side of the run writes into {path}: this one holds back its output")
         if found.error:
             self._told(found.error)
         if found.has_written and path != self.path:
@@ -317,26 +317,26 @@ def go_on_in(run_dir: str, run_id: str, facts: str) -> str:
     try:
         if come_back(folder, run_id):
             return (
-                f"the run has left {folder} of this machine and comes back: journal and checkpoints go on in {folder}"
+                f"the run left {folder} of this machine and has come back: journal and checkpoints continue in {folder}"
             )
         found = holder(folder)
         if found == run_id:
             return ""
         if found is not None:
             return (
-                f"no machine that is left sees the run's directory, and {folder} here holds another run ({found}): the "
-                "run goes on without journal and checkpoints"
+                f"no remaining machine sees the run's directory, and {folder} here holds a different run ({found}): "
+                "the run continues without journal and checkpoints"
             )
         make(folder)
         describe(folder, {**json.loads(facts), "run_id": run_id})
     except (OSError, ValueError, RunDirectoryError) as error:
         return (
-            f"no machine that is left sees the run's directory, and {folder} cannot be made here ({error}): the run "
-            "goes on without journal and checkpoints"
+            f"no remaining machine sees the run's directory, and {folder} cannot be created here ({error}): the run "
+            "continues without journal and checkpoints"
         )
     return (
-        f"no machine that is left sees the run's directory: journal and checkpoints go on in {folder} of this machine. "
-        "Lines of the journal that nobody here knows are missing there"
+        f"no remaining machine sees the run's directory: journal and checkpoints continue in {folder} of this machine. "
+        "Journal lines that no machine here has are missing"
     )
 
 
@@ -352,8 +352,8 @@ def leave(run_dir: str, run_id: str) -> str:
     except OSError as error:
         return f"{folder / RUN_FILE} cannot be renamed: {error}"
     return (
-        f"the run goes on in the directory of the side that has come further. {folder} of this machine keeps what was "
-        f"written until now ({RUN_FILE} is named {LEFT_FILE})"
+        f"the run continues in the directory of the side that is further ahead. {folder} of this machine keeps what "
+        f"was written so far ({RUN_FILE} is named {LEFT_FILE})"
     )
 
 

@@ -33,8 +33,8 @@ AT_ONCE: Final = 16  # connections that are accepted between two looks at the me
 FEWEST_STRANGERS: Final = 64
 MOST_CONNECTIONS: Final = 4096
 WITHOUT_TOKEN: Final = "without the run's token"
-NO_REQUEST: Final = "that spoke another protocol"
-TOO_SLOW: Final = f"that had not said what it wants after {OPEN_S:.0f} s"
+NO_REQUEST: Final = "that used a different protocol"
+TOO_SLOW: Final = f"that had not said what it wanted after {OPEN_S:.0f} s"
 PIECE_BYTES: Final = 512
 FRAME_BYTES: Final = 64  # what reading a frame costs, in bytes of a long one
 MOST_UNREAD_BYTES: Final = 2**20
@@ -78,7 +78,7 @@ class Refusals:
         self._last = where
         if self._since is None:
             self._since = self._clock()
-            self._tell(f"the head has refused a connection {why}, from {where}; the run goes on")
+            self._tell(f"the head rejected a connection {why}, from {where}; the run continues")
             self._later(EVERY_S, self._tell_number)
             return True
         self._untold[why] += 1
@@ -92,7 +92,7 @@ class Refusals:
             return
         total = count(self._untold.total(), "more connection")
         kinds = listed([f"{number} {why}" for why, number in self._untold.most_common()])
-        self._tell(f"the head has refused {total} in {seconds:.0f} s ({kinds}), the last from {self._last}")
+        self._tell(f"the head rejected {total} in {seconds:.0f} s ({kinds}), the last from {self._last}")
         self._untold.clear()
         self._since = now
         self._later(EVERY_S, self._tell_number)

@@ -174,8 +174,8 @@ class Meeting:
             return
         self._directory.put_down_pen()
         self._telling.announce(
-            f"another side of the run can be reached again, and has done {stand.their_step + 1} steps where this one "
-            f"has done {state.committed + 1}: all machines of this side join the other one"
+            f"another side of the run can be reached again; it has done {stand.their_step + 1} steps, and this one "
+            f"{state.committed + 1}: all machines of this side join the other one"
         )
         self._table.close()
         self._sent_away |= state.agents.keys() & self._lines.keys()

@@ -65,8 +65,8 @@ class Present:
     def notes(self) -> list[str]:
         where = f" {self.directory}" if self.directory else ""
         return [
-            f"the machine of the head does not see the run's directory{where}: here are the present and the loss; "
-            f"`unisono watch --web{where}` on a machine that sees the directory shows the whole run"
+            f"the head's machine does not see the run's directory{where}: only the current state and the loss are "
+            f"shown; `unisono watch --web{where}` on a machine that sees the directory shows the whole run"
         ]
 
     def facts(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Reading:
         task = self._waiting.get(key)
         if task is None:
             if len(self._waiting) >= MOST_WAITING:
-                raise Unanswered(f"{MOST_WAITING} questions wait already; ask again in some seconds")
+                raise Unanswered(f"{MOST_WAITING} questions are waiting already; ask again in a few seconds")
             task = self._waiting[key] = asyncio.create_task(self._find(key, question))
         return await asyncio.shield(task)
 
@@ -189,7 +189,7 @@ class Reading:
                 raise Unanswered(f"the run's directory cannot be read at the moment: {error}") from error
             if not found.endswith(b"\n"):
                 self._drop()
-                raise Unanswered("the process that reads the run's directory has ended; ask again in some seconds")
+                raise Unanswered("the process that reads the run's directory has ended; ask again in a few seconds")
             self._set_idle()
             return found
 
@@ -197,7 +197,7 @@ class Reading:
         if self._process is not None and self._process.returncode is None:
             return self._process
         if time.monotonic() - self._started_at < PAUSE_S:
-            raise Unanswered("the process that reads the run's directory has ended; ask again in some seconds")
+            raise Unanswered("the process that reads the run's directory has ended; ask again in a few seconds")
         self._started_at = time.monotonic()
         command = (sys.executable, "-P", "-m", "unisono.views.page.reader", self._run_id)
         pipe = asyncio.subprocess.PIPE

@@ -280,8 +280,8 @@ class Head:
         elif time.monotonic() - self._full_at > FULL_EVERY_S:
             self._full_at = time.monotonic()
             self._announce(
-                f"the head cannot take another connection ({error.strerror}); it has {len(self._lines)} of workers and "
-                "machines. Does a program flood its port? The limit of open files is that of `ulimit -n`"
+                f"the head cannot accept another connection ({error.strerror}); it has {len(self._lines)} of workers "
+                "and machines. Is a program flooding its port? `ulimit -n` is the limit of open files"
             )
 
     async def _serve(self, connection: Caller) -> None:
@@ -343,7 +343,7 @@ class Head:
                     line.put(encode(answer))
                 return self._welcome(line, first) if answer is HelloAnswer.WELCOME else ""
             case _:
-                raise ProtocolError(f"the first message of a connection is a hello, not {type(first).__name__}")
+                raise ProtocolError(f"the first message of a connection must be a hello, not {type(first).__name__}")
         return ""
 
     async def _take(self, line: Line, name: str, message: Message) -> None:
@@ -423,7 +423,7 @@ class Head:
             # Refused, now and later. The name may belong to another connection, which keeps it.
             line.put(encode(Ended(ok=False, reason=str(error), exit_code=1)))
             if isinstance(first, Hello):
-                self._announce(f"a worker is refused: {error}")
+                self._announce(f"a worker was rejected: {error}")
             who, host = (name, first.info.host) if isinstance(first, Hello) else ("", first.host)
             self._troubles.take(Trouble(kind="failed-join", worker_id=who, host=host, error=str(error)))
             if before is None:
@@ -447,7 +447,7 @@ class Head:
 
     def _refuse(self, line: Line, first: Hello | AgentHello) -> None:
         """Send away what is left of an earlier run at this address with this token: it holds another state."""
-        why = f"the head at this address is that of run {self._run_id}, and no longer of run {first.run_id}"
+        why = f"the head at this address now belongs to run {self._run_id}, not to run {first.run_id}"
         line.put(encode(Ended(ok=False, reason=why, exit_code=1)))
 
     # -- what the parts of the head call -------------------------------------------------------------

@@ -192,10 +192,10 @@ def how_to_join(url: str, directory: str) -> str:
     line = f"with the line that `{status}` shows"
     if is_local(HeadUrl.parse(url).host):
         return (
-            f"more workers join, on this machine, {line}; other machines cannot reach the head: start the run with "
-            "--bind and an address of this machine that they reach, or with --bind 0.0.0.0"
+            f"more workers can join, on this machine, {line}; other machines cannot reach the head: for that, start "
+            "the run with --bind and an address of this machine that they reach, or with --bind 0.0.0.0"
         )
-    return f"other machines join {line}"
+    return f"other machines can join {line}"
 
 
 def workers_status(state: State) -> list[dict[str, Any]]:

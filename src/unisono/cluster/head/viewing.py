@@ -68,7 +68,7 @@ class Viewing:
     def _fail(self) -> None:
         if not self._has_failed:
             self._has_failed = True
-            print("unisono: what is shown of the run may be wrong from here on; the run goes on", file=sys.stderr)
+            print("unisono: what is shown of the run may be wrong from here on; the run continues", file=sys.stderr)
             traceback.print_exc()
 
     def reads_from(self, run_dir: str, facts: str) -> None:
@@ -96,7 +96,8 @@ class Viewing:
         if len(self._viewers) < self._most:
             return ""
         return (
-            f"{self._most} watch this run already, and no more can; the limit is a quarter of `ulimit -n`, at most 4096"
+            f"{self._most} are watching this run already, which is the limit; the limit is a quarter of `ulimit -n`, "
+            "at most 4096"
         )
 
     async def serve(self, connection: Caller) -> None:

@@ -47,9 +47,10 @@ _PAGE: Final = (
 )
 _NO_TOKEN: Final = _PAGE.format(
     head="",
-    body="<p>A run is going here. To look at it, open the address that "
-    "<code>unisono watch --once RUN</code> shows on the machine that has started the run: it has the token for "
-    "looking.</p>",
+    body=(
+        "<p>A run is active here. To watch it, open the address that <code>unisono watch --once RUN</code> shows "
+        "on the machine that started the run: it contains the token for watching.</p>"
+    ),
 )
 _COME_IN: Final = _PAGE.format(
     head='<meta http-equiv="refresh" content="0; url=/">', body='<p><a href="/">The page of the run</a></p>'
@@ -157,8 +158,8 @@ class Visitors:
             # No browser is a member: what a page of another site can send is refused whatever it knows.
             if access is Access.ALL and not request.headers.get_all("Origin"):
                 return None
-            self._refused("with a token for looking, to do more", connection)
-            return say(403, "this token is for looking at the run only")
+            self._refused("with a token for watching, to do more", connection)
+            return say(403, "this token is only for watching the run")
         if path != site.WATCH:
             return say(404, f"there is the WebSocket of members at /, and that of viewers at {site.WATCH}")
         if (wrong := self._wrong_host(request)) is not None:
@@ -180,7 +181,7 @@ class Visitors:
         text = (
             f"this head does not go by the name {name!r}: use its address, or start the run with --set advertise=NAME"
         )
-        return say(421, text if name else "the request does not say for which host it is")
+        return say(421, text if name else "the request does not name its host")
 
     def _let_in(self, request: Request) -> Response:
         """Give a browser the cookie, and send it to the page.

@@ -100,7 +100,7 @@ def run(
     machines = launcher.machines() if machines is None else machines
     total = sum(machine.num_workers for machine in machines)
     if total < 1 and service is None:
-        raise UsageError("a run has at least 1 worker, and the launcher's machines have none")
+        raise UsageError("a run needs at least 1 worker, and the launcher's machines have none")
     if spec.folder:
         os.chdir(spec.folder)
     spec = replace(spec, folder=os.getcwd(), script=script_checksum(spec.arguments))

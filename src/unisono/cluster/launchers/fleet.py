@@ -142,7 +142,7 @@ class Fleet(Machines):
                     await self._compare()
                 said = ""
             except Exception as error:  # of a launcher: the run goes on with the machines that it has
-                text = f"no machine can be got or given back: {type(error).__name__}: {error}"
+                text = f"no machine can be requested or released: {type(error).__name__}: {error}"
                 if text != said and not self._is_closing:
                     self._listener.on_notice(text)
                 said = text
@@ -162,7 +162,7 @@ class Fleet(Machines):
                 self._start_again(before)
 
     def _start_again(self, lost: _Agent) -> None:
-        words = f"{lost.name} is lost: its agent is started again, after {lost.attempts.pause_s:.0f} s"
+        words = f"{lost.name} is lost: restarting its agent after {lost.attempts.pause_s:.0f} s"
         self._listener.on_notice(words)
         try:
             self._start(lost.machine)
@@ -228,7 +228,7 @@ class Fleet(Machines):
         is_last = all(other.ended.is_set() for other in self._agents.values())
         if agent.exit_code:
             is_back = not self._launcher.is_elastic and self._is_lost(agent)
-            again = f"; it is started again after {agent.attempts.pause_s:.0f} s" if is_back and not is_last else ""
+            again = f"; restarting it after {agent.attempts.pause_s:.0f} s" if is_back and not is_last else ""
             self._listener.on_notice(_how_it_ended(agent) + again)
         if is_last:
             failures = listed([_how_it_ended(other) for other in self._agents.values()])

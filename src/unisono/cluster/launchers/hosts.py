@@ -178,7 +178,7 @@ def _host(word: str, where: str) -> Host:
     found = _NAME.match(word)
     name, rest = (word[: found.end()], word[found.end() :]) if found else ("", word)
     if not name or (rest and not rest.startswith(":")):
-        raise UsageError(f"{where}: {word!r} is no name of a machine; write NAME, NAME:N or USER@NAME:N")
+        raise UsageError(f"{where}: {word!r} is not the name of a machine; write NAME, NAME:N or USER@NAME:N")
     name = name.replace("[", "").replace("]", "")
     return Host(name, *_number(rest[1:], f"{where}: {word}")) if rest else Host(name)
 

@@ -307,7 +307,7 @@ class _Agent(Handle):
                     on_line(line.rstrip("\n"))
             code = await self._actor.wait.remote()
         except self._ray.exceptions.RayActorError:
-            on_line("the actor of the agent is gone: its node is lost, or its process was killed")
+            on_line("the agent's actor is gone: its node was lost, or its process was killed")
         except self._ray.exceptions.RayTaskError as error:
             code = 1
             on_line(f"the agent could not be started: {str(error).strip().splitlines()[-1]}")

@@ -32,7 +32,7 @@ while kill -0 "$run" 2>/dev/null; do
     code=$?
 done
 
-# The run is not finished: the job goes back into the queue, and goes on from the checkpoint, with the same bits.
+# The run is not finished: the job goes back into the queue, and resumes from the checkpoint, with the same bits.
 if [ -n "$asked" ] && [ "$code" -ne 0 ]; then
     if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
         scontrol requeue "$SLURM_JOB_ID"

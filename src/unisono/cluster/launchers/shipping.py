@@ -55,8 +55,8 @@ def inspect(folder: str, *, without: str, max_bytes: int) -> ShippedFiles:
         if os.path.islink(path):
             if not is_inside(folder, path):
                 raise UsageError(
-                    f"--ship cannot send the link {name} -> {os.readlink(path)}: it leaves the folder {folder}; name "
-                    "the link in .gitignore, or put a file in its place"
+                    f"--ship cannot send the link {name} -> {os.readlink(path)}: it points outside the folder "
+                    f"{folder}; name the link in .gitignore, or put a file in its place"
                 )
             sizes[name] = 0
         elif os.path.isfile(path):

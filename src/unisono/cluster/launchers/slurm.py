@@ -49,7 +49,7 @@ class Slurm(Launcher):
 
     def __init__(self, request: Request) -> None:
         if not in_allocation(request):
-            raise UsageError("--launcher slurm works in a batch script or a shell of Slurm (sbatch, salloc), not here")
+            raise UsageError("--launcher slurm works in a Slurm batch script or shell (sbatch, salloc), not here")
         self._environment = request.environment
         nodes = node_names(request.environment)
         room, gpus = capacities(request.environment, nodes, request.spec.threads)
@@ -64,8 +64,8 @@ class Slurm(Launcher):
         others = [machine.name for machine in self._machines if machine.name != HERE]
         if others and shutil.which("srun") is None:
             raise UsageError(
-                f"the job of Slurm has {', '.join(others)} as well, and there is no srun here to start agents there "
-                "(in a container?); use --launcher local for this node alone"
+                f"the Slurm job has {', '.join(others)} as well, and there is no srun here to start agents there (in a "
+                "container?); use --launcher local for this node alone"
             )
         check_workers(sum(numbers), len(nodes))
         check_open_files(max(machine.num_workers for machine in self._machines))
@@ -99,7 +99,7 @@ def capacities(environment: Mapping[str, str], nodes: Sequence[str], threads: in
         tasks = counts(environment.get("SLURM_TASKS_PER_NODE", "1"))
         gpus = gpus_of_nodes(environment, nodes)
     except ValueError as error:
-        raise UsageError(f"the variables of Slurm cannot be read: {error}") from error
+        raise UsageError(f"Slurm's variables cannot be read: {error}") from error
     num_nodes = len(nodes)
     cores += cores[-1:] * (num_nodes - len(cores))
     if any(gpus):

@@ -196,7 +196,7 @@ class Ssh(Launcher):
             raise Unfit(f"{name} is not in {self._folder} there; copy the project to it, or send it with --ship")
         if found.script != own and not self._request.settings.allow_different_script:
             raise Unfit(
-                f"{arguments[0]} has another text there (checksum {found.script}, and {own} here), so it would compute "
+                f"{arguments[0]} differs there (checksum {found.script}, and {own} here), so it would compute "
                 "something else; copy it, send it with --ship, or give --set allow-different-script=yes"
             )
         return self._folder
@@ -261,12 +261,12 @@ class _Session(AgentProcess):
         if exit_code == SSH_FAILED:
             cause, line = why_ssh_failed(last_lines)
             if cause == "has lost its connection":
-                return f"is out of reach by ssh ({line}); it goes on if it reaches the head"
+                return f"is out of reach over ssh ({line}); it continues if it reaches the head"
             return f"could not be started: {self._name} {cause} ({line})"
         if exit_code > 128:
             return exit_words(128 - exit_code)
         return (
-            f"is out of reach: its ssh {exit_words(exit_code)}; it goes on if it reaches the head"
+            f"is out of reach: its ssh {exit_words(exit_code)}; it continues if it reaches the head"
             if exit_code < 0
             else ""
         )
@@ -300,7 +300,7 @@ def _check_alike(places: Sequence[_Place]) -> None:
             for name in sorted(own.keys() | other.keys())
             if own.get(name) != other.get(name)
         ]
-        return Unfit(f"it may compute other bits (--strict): {'; '.join(differ)}") if differ else place
+        return Unfit(f"it may compute different bits (--strict): {'; '.join(differ)}") if differ else place
 
     _all_or_none({place.host.name: compared(place) for place in places})
 

@@ -66,7 +66,7 @@ _CAUSES: Final = (
 )
 _ADVICE: Final = {
     "refuses the key of this user": "`ssh-copy-id {name}`, or an agent (`ssh-add`): ssh must not have to ask",
-    "has an unknown or a changed host key": "call `ssh {name}` once by hand and check the key",
+    "has an unknown or a changed host key": "run `ssh {name}` once by hand and check the key",
     "cannot be reached": "see `ssh {name}`, and the name, port and jump host in the configuration of ssh",
 }
 
@@ -94,11 +94,11 @@ class Answer(msgspec.Struct, frozen=True):
         version = ".".join(map(str, self.python))
         other = "name another interpreter with --set remote-python=PATH"
         if self.python < (3, 11, 0):
-            return f"{python} is Python {version} there, and 3.11 is the oldest that Unisono runs with; {other}"
+            return f"{python} is Python {version} there, and Unisono needs at least 3.11; {other}"
         if not self.unisono:
             return f"{python} has no unisono there ({self.error}); install version {VERSION}, or {other}"
         if self.unisono != VERSION:
-            return f"{python} has unisono {self.unisono} there, and this is {VERSION}; install the same"
+            return f"{python} has unisono {self.unisono} there, and this is {VERSION}; install the same version"
         if not self.has_source:
             return (
                 f"{python} has another unisono {self.unisono} there than this one (its source differs); update both to "
@@ -120,7 +120,7 @@ def why_ssh_failed(lines: Sequence[str]) -> tuple[str, str]:
             if re.search(pattern, line, re.IGNORECASE):
                 return meaning, line.strip()
     said = [line.strip() for line in lines if line.strip()]
-    return "has lost its connection", said[-1] if said else "ssh has said nothing"
+    return "has lost its connection", said[-1] if said else "ssh printed nothing"
 
 
 def why_no_answer(name: str, python: str, code: int | None, output: str) -> str:
@@ -133,7 +133,7 @@ def why_no_answer(name: str, python: str, code: int | None, output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else "nothing was printed"
     if code is None:
-        return f"it has not answered in time; see `ssh {name}`"
+        return f"it did not answer in time; see `ssh {name}`"
     if code == SSH_FAILED:
         cause, line = why_ssh_failed(lines)
         advice = _ADVICE.get(cause, "").format(name=name)

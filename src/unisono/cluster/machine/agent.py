@@ -185,7 +185,7 @@ def _of_agents(settings: RunSettings) -> list[Sink]:
             if (sink := named(text)) is not None:
                 sinks.append(sink)
         except UsageError as error:  # here, and not on the machine of the command, which has checked them
-            print_error(f"{error}; the run goes on without this sink")
+            print_error(f"{error}; the run continues without this sink")
     return sinks
 
 
@@ -511,7 +511,7 @@ class _Agent:
         """Offer this machine's workers, or take them back at the end of the step."""
         offered = self._spec.num_workers if holds and not self._num_signals else 0
         if not holds:
-            self.say(f"this machine's workers wait: {why}")
+            self.say(f"this machine's workers are waiting: {why}")
         self._following.send(Offer(num_workers=offered, reason=f"{self._host}: {why}"))
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -624,7 +624,7 @@ class _Agent:
         patience_s = self._patience_s(ended)
         if not await self._workers.ended_within(patience_s) and ended is not None and ended.ok:
             late = ", ".join(self._workers.running())
-            self.on_notice(f"{late}: still running {patience_s:.0f} s after the end of the run; ended now")
+            self.on_notice(f"{late}: still running {patience_s:.0f} s after the end of the run; killing it now")
         reporter.close()
         await self._evaluators.close()
         await self._workers.close()
@@ -699,19 +699,19 @@ class _Agent:
         if not done:
             return ""
         if ended.sound < 0:
-            return f"the newest checkpoint is {done[-1].name}; to go on from it: {_command(self.run_dir)}"
+            return f"the newest checkpoint is {done[-1].name}; to resume from it: {_command(self.run_dir)}"
         from unisono.core.audit_rules import advice  # few runs have had a worker that computes wrong values
 
         step, is_sound = advice(map(files.step_of, done), ended.sound)
         path = str(next(one for one in done if files.step_of(one) == step))
         if is_sound:
             return (
-                f"checkpoints of more than {count(ended.sound, 'step')} may hold wrong values; to go on from before "
+                f"checkpoints of more than {count(ended.sound, 'step')} may hold wrong values; to resume from before "
                 f"that: {_command(path)}"
             )
         return (
-            f"every checkpoint may hold wrong values: begin anew (--overwrite), or, if you know the oldest one to be "
-            f"right, go on from it: {_command(path)}"
+            "every checkpoint may hold wrong values: start over (--overwrite), or, if you know that the oldest one is "
+            f"right, resume from it: {_command(path)}"
         )
 
 

@@ -55,7 +55,7 @@ class Evaluators:
         def on_end(child: Child) -> None:
             del self._children[name]
             if child.exit_code is not None and child.exit_code < 0 and not self._is_closing:
-                self._listener.on_notice(f"evaluator {name} was killed, and is started again")
+                self._listener.on_notice(f"evaluator {name} was killed, and is being restarted")
                 self._timers.append(asyncio.get_running_loop().call_later(AGAIN_S, self._start, number))
 
         try:

@@ -216,7 +216,7 @@ class Following:
             try:
                 why = await self._follow()
             except Refused as refused:
-                why = f"the head at {shown(self._url)} refuses this machine with {refused}"
+                why = f"the head at {shown(self._url)} rejects this machine with {refused}"
                 self._end(Ended(ok=False, reason=why, exit_code=1))
             except OSError as error:
                 why = f"the connection to the head at {shown(self._url)} broke: {error}"
@@ -242,12 +242,12 @@ class Following:
         if self._absence is None:
             self._absence = Absence(now)
             if not self._is_over and not self._hello.primary:
-                self._owner.on_notice(f"{why}; the workers go on for {self._away_s:.0f} s")
+                self._owner.on_notice(f"{why}; the workers continue for {self._away_s:.0f} s")
         self._absence = self._absence.tried(self._was_refused, now)
         has_never_followed = not self.agent_id and not self._hello.primary
         if now - self._absence.since > self._patience_s() or has_never_followed:
             if self._partition == "wait" and self._may_be_next():
-                why += "; this machine could go on without that head, and is not to (--set when-cut=wait)"
+                why += "; this machine could continue without that head, but must not (--set when-cut=wait)"
             self._end(self._owner.known_end() or Ended(ok=False, reason=why, exit_code=1))
         gone_since = self._absence.refused_since
         if self._url == self._command and gone_since is not None and now >= gone_since + GONE_S:
@@ -295,7 +295,7 @@ class Following:
             self._end(Ended(ok=False, reason=f"{why}; the next one {NOT_STARTED.format(error)}", exit_code=1))
             return
         self._url, self._absence = self._head.url, None
-        self._owner.on_notice(f"{why}; this machine has the next head, and the run goes on")
+        self._owner.on_notice(f"{why}; this machine runs the next head, and the run continues")
 
     async def _leave_side(self) -> None:
         """End the workers of this machine, and the head that has given way: the head that it joins has answered."""
@@ -447,10 +447,10 @@ class Following:
                 )
                 if self._side.joins != self._found:
                     self._avoided[self._found] = time.monotonic() + AVOID_S
-                raise ConnectionError(f"the head at {self._found} has gone on without this machine")
+                raise ConnectionError(f"the head at {self._found} continued without this machine")
             case Moved():
                 self._side = self._side.sent(message.url)
-                raise ConnectionError(f"the head gives way to the one at {message.url}")
+                raise ConnectionError(f"the head yields to the one at {message.url}")
             case Happened(events=[*_, StepFinished() as event]):
                 self._last_step = max(self._last_step, event.step)
                 self._owner.receive(message)
@@ -506,7 +506,7 @@ class Following:
             why = f"{reason}; another one {NOT_STARTED.format(error)}"
             self._end(Ended(ok=False, reason=why, exit_code=1))
         else:
-            self._owner.on_notice(f"{reason}; another one takes over, the workers go on")
+            self._owner.on_notice(f"{reason}; another one takes over, and the workers continue")
 
 
 def _drop(attempt: asyncio.Future[Link]) -> None:

@@ -286,7 +286,7 @@ def welcome_words(invitation: Invitation, service: Service, run_dir: str) -> lis
             words = f"other machines join with: {invitation.command}"
         others = [f"{each.address} ({each.name})" for each in other_addresses(service)]
         if others:
-            words += f"\nthe head is reached at {host}; this machine has {listed(others)} as well: "
+            words += f"\nthe head is reached at {host}; this machine also has {listed(others)}: "
             words += "--set advertise=HOST names another"
         found.append(words)
     if is_terminal:

@@ -239,7 +239,7 @@ class Nursery:
         self.is_alive = False
         self._loop.remove_reader(self._channel.fileno())
         pid = f" (pid {self.child.pid})" if self.child is not None else ""
-        what = "the workers go on, and later ones start without it" if self._adopts else "the workers end with it"
+        what = "the workers continue, and later ones start without it" if self._adopts else "the workers end with it"
         # The user reads this before the ends of workers that end with the nursery.
         self._listener.on_notice(f"the nursery{pid}, which forks workers, has ended; {what}")
         requests, self._requests = self._requests, {}

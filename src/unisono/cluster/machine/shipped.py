@@ -105,7 +105,9 @@ def receive(stream: IO[bytes], digest: str, max_bytes: int) -> str:
                 os.rename(fresh, place)
             if _is_whole(place, digest):
                 return str(place / FOLDER)
-        raise UsageError(f"scripts have changed {count(MAX_COPIES, 'copy')} of the folder in {base}; remove them")
+        raise UsageError(
+            f"{base} already holds {count(MAX_COPIES, 'copy')} of the folder, changed by scripts; remove them"
+        )
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UsageError(f"the folder cannot be unpacked: {error}") from error
     finally:
@@ -137,7 +139,7 @@ def _unpack(stream: IO[bytes], folder: Path, max_bytes: int) -> list[str]:
         for member in archive:
             name = member.name
             if name.startswith("/") or not name or ".." in name.split("/") or "\0" in name:
-                raise UsageError(f"the archive has a path outside of the folder: {name!r}")
+                raise UsageError(f"the archive contains a path outside the folder: {name!r}")
             num_bytes += member.size
             if num_bytes > max_bytes or len(names) >= MAX_FILES:
                 raise UsageError(f"the archive has more than {max_bytes} bytes or {MAX_FILES} files")
@@ -156,12 +158,16 @@ def _unpack(stream: IO[bytes], folder: Path, max_bytes: int) -> list[str]:
                     shutil.copyfileobj(source, target, BLOCK_BYTES)
                 path.chmod(0o700 if member.mode & 0o100 else 0o600)
             else:
-                raise UsageError(f"the archive has something that is neither a file nor a folder nor a link: {name!r}")
+                raise UsageError(
+                    f"the archive contains something that is neither a file nor a folder nor a link: {name!r}"
+                )
     for path, target_name in links:
         os.symlink(target_name, path)
     for path, target_name in links:  # when all are there: one may lead over another
         if not is_inside(folder, path):
-            raise UsageError(f"the archive has a link that leaves the folder: {path.name!r} -> {target_name!r}")
+            raise UsageError(
+                f"the archive contains a link that points outside the folder: {path.name!r} -> {target_name!r}"
+            )
     return names
 
 

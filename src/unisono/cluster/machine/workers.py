@@ -126,7 +126,7 @@ class Places:
         whose = ""
         if taken:
             pids = sorted({others[name] for name in taken})
-            whose = f", and {len(taken)} of them {'is' if len(taken) == 1 else 'are'} taken by other runs (pid " + (
+            whose = f", and {len(taken)} of them {'is' if len(taken) == 1 else 'are'} used by other runs (pid " + (
                 f"{listed([str(pid) for pid in pids])})"
             )
         want = "wants" if num_workers == 1 else "want"

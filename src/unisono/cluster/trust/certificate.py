@@ -151,18 +151,16 @@ def check(certificate: bytes | None, url: HeadUrl, token: str) -> None:
     """
     if is_reader(token) and not url.fingerprint:
         raise Untrusted(
-            f"nothing was sent to {url.place}: this address does not say which certificate the head of the run has. "
-            "Use the whole line, or the whole address of the page, that `unisono watch --once RUN` shows: with what "
-            "stands "
-            "behind #"
+            f"nothing was sent to {url.place}: this address lacks the fingerprint of the head's certificate. Use the "
+            "whole line or page address that `unisono watch --once RUN` shows, with the part after #"
         )
     found = _digest(certificate or b"")
     if found == url.fingerprint or (not is_reader(token) and found == _derived_fingerprint(token)):
         return
-    known = f"that of the invitation is {url.fingerprint[:16]}..." if url.fingerprint else "the token has another one."
+    known = f"the invitation's is {url.fingerprint[:16]}..." if url.fingerprint else "the token has another one."
     raise Untrusted(
         f"the process at {url.place} is not the head of this run: its certificate is {found[:16]}..., {known} Nothing "
-        "was sent to it. Is the invitation that of an earlier run?"
+        "was sent to it. Is the invitation from an earlier run?"
     )
 
 

@@ -257,7 +257,7 @@ class Connection:
                 try:
                     link = self._dial()
                 except Refused as refused:
-                    self._worker.stop(RunStopped(f"the head refuses this worker: {refused}"))
+                    self._worker.stop(RunStopped(f"the head rejects this worker: {refused}"))
                     return
                 except OSError as error:
                     self._give_up_if_away(away_since, error)
@@ -294,7 +294,7 @@ class Connection:
         link = Link.dial(head, self._spec.token)
         if self._find_head() != head:
             link.close()
-            raise ConnectionError("this worker's machine follows another head now")
+            raise ConnectionError("this worker's machine now follows a different head")
         return link
 
     def _give_up_if_away(self, away_since: float, error: Exception) -> None:
@@ -355,7 +355,7 @@ class Connection:
         if parent_is_gone():
             os._exit(1)
         if self._find_head() not in ("", self._head):
-            raise ConnectionError("this worker's machine follows another head now")
+            raise ConnectionError("this worker's machine now follows a different head")
         late_s = now - due
         # The process was stopped, or a call held the interpreter: that is no hang.
         beat = encode(self._worker.beat(now, late_s if late_s > LATE_S else 0.0))

@@ -221,8 +221,8 @@ class Member:
         """
         if self._has_run:
             raise UsageError(
-                "a script makes one unisono.Run under `unisono run`, and this is the second; call run.steps again in "
-                "the first, or start the script once for each training, with an argument that says which"
+                "under `unisono run` a script makes one unisono.Run, and this is the second; call run.steps again in "
+                "the first, or start the script once per training, with an argument that says which"
             )
         self._has_run = True
 

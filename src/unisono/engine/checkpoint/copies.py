@@ -377,8 +377,8 @@ class Copier:
             newest = f"that of step {self._copied} is the newest" if self._copied >= 0 else "there is none yet"
             name = max(path.name for path in held)
             tell(
-                f"unisono: the copy of {name} to {without_password(self._url)} was not done within {waited_s:.0f} s "
-                f"and is given up; of the copies by this worker, {newest}. Checkpoints(copies_wait_s=...) waits longer"
+                f"unisono: the copy of {name} to {without_password(self._url)} was not finished within {waited_s:.0f} "
+                f"s and was abandoned; of this worker's copies, {newest}. Checkpoints(copies_wait_s=...) waits longer"
             )
         elif self._said:
             tell(f"unisono: the newest checkpoint has no copy in {without_password(self._url)}: {self._said}")
@@ -412,8 +412,8 @@ class Copier:
         self._store = None  # a connection that broke is made again
         if not self._said:
             tell(
-                f"unisono: {checkpoint.name} was not copied to {without_password(self._url)}: {why}. The training goes "
-                "on; it is tried again with the next checkpoint"
+                f"unisono: {checkpoint.name} was not copied to {without_password(self._url)}: {why}. Training "
+                "continues; copying is tried again with the next checkpoint"
             )
         self._said = why
 
@@ -448,8 +448,8 @@ class Copier:
         for copy in copies:
             if not lineage(copy.facts) & lineage(facts):
                 raise CheckpointError(
-                    f"it holds copies of another run ({copy.facts.get('run_id')}), which are left alone; to go on with "
-                    "that run: --resume, else choose another place"
+                    f"it holds copies of another run ({copy.facts.get('run_id')}), which are left alone; to continue "
+                    "that run, use --resume; otherwise choose another place"
                 )
 
 

@@ -137,7 +137,7 @@ class Snapshots:
         try:
             return read_owned(path, TOTALS)
         except NotOwned as error:
-            tell(f"unisono: {error}: these totals are not believed, and the workers compute them")
+            tell(f"unisono: {error}: these totals are not used, and the workers compute them")
             return b""
         except OSError:
             pass
@@ -149,7 +149,7 @@ class Snapshots:
         """Return in words why no evaluator computes an evaluation."""
         with contextlib.suppress(OSError, NotOwned):
             return read_owned(self.path(number), FAILED).decode(errors="replace")[:MOST_WORDS]
-        return "its evaluator does not get on" if self.has_evaluators() else "there is no evaluator any more"
+        return "its evaluator makes no progress" if self.has_evaluators() else "there is no evaluator any longer"
 
     def _stands_still(self, number: int) -> bool:
         """Return whether nobody has got on with an evaluation for a long time, by the clock of this process."""

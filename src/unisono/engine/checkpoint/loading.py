@@ -225,5 +225,5 @@ def _empty(entry: Entry) -> Tensor:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointDiffers(f"a tensor has the type {name!r}, which this torch does not know")
+        raise CheckpointDiffers(f"a tensor has the type {name!r}, which this version of torch does not have")
     return found

@@ -32,7 +32,7 @@ from unisono.record.rundir import RunDirectory
 
 __all__ = ["Saver", "Wish"]
 
-UNSEEN: Final = "no worker that is left sees that directory, which all machines must share"
+UNSEEN: Final = "no remaining worker sees that directory, which all machines must share"
 SLOW_S = 1.0
 """A checkpoint that takes longer than this, and is not done when the next one is due, causes a warning."""
 
@@ -206,9 +206,8 @@ class Saver:
             self._wanted = True
             warnings.warn(
                 f"{changed} parameters or optimizer states were changed between the beginning of step "
-                f"{under_way.step} and its update, while a checkpoint copied them; it is made again, and from "
-                "now on they are copied before a step begins. "
-                "unisono.Checkpoints(overlap=False) does so from the start",
+                f"{under_way.step} and its update, while a checkpoint was copying them; it is repeated, and from now "
+                "on they are copied before a step begins. unisono.Checkpoints(overlap=False) does so from the start",
                 stacklevel=2,
             )
         return changed > 0
@@ -492,7 +491,7 @@ class Saver:
             why = f"the checkpoint of step {step} was not written{into}: {in_words(error)}"
         if self._policy is not None and self._policy.must_succeed:
             raise CheckpointError(f"{why}. The run ends because Checkpoints(must_succeed=True) asks for it") from error
-        why += "; the training goes on, and the next one is tried when it is due"
+        why += "; training continues, and the next one is tried when it is due"
         self._news = {"step": step, "lost": why}
         if error is not None:
             warnings.warn(why, stacklevel=2)
@@ -504,8 +503,8 @@ class Saver:
         if (seconds := time.monotonic() - busy.began) >= SLOW_S:
             self._warned_of = busy.manifest.step
             warnings.warn(
-                f"the checkpoint of step {moment.position.total} waits: that of step {busy.manifest.step} has been "
-                f"written for {seconds:.1f} s ({sum(busy.layout.num_bytes) / 1e6:.0f} MB) and is not done. "
+                f"the checkpoint of step {moment.position.total} is waiting: that of step {busy.manifest.step} has "
+                f"been writing for {seconds:.1f} s ({sum(busy.layout.num_bytes) / 1e6:.0f} MB) and is not finished. "
                 "The disk is too slow for so many checkpoints; write them less often",
                 stacklevel=2,
             )

@@ -355,7 +355,7 @@ def _check_held(packed: Packed, holders: Sequence[tuple[str, ...]], worker_ids: 
     for path, tensor, ids in zip(packed.paths, packed.tensors, holders, strict=True):
         if tensor.is_meta and not any(one in worker_ids for one in ids):
             raise StateLost(
-                f"all workers that held {tensor_names([path])[0]} were lost, so the state of the run is not whole any "
-                "more and no checkpoint of it can be written. unisono.shard(optimizer, copies=...) says how many hold "
-                "each state; the run can go on from its newest checkpoint"
+                f"all workers that held {tensor_names([path])[0]} were lost, so the run's state is incomplete and no "
+                "checkpoint of it can be written. unisono.shard(optimizer, copies=...) sets how many workers hold "
+                "each state; the run can resume from its newest checkpoint"
             )

@@ -73,7 +73,7 @@ class Checks:
         if wrong:
             pairs = listed([f"{self._name(source)} to {self._name(target)}" for source, target in wrong])
             raise PeerLost(
-                f"what was sent from {pairs} has arrived as other bytes, so the sums are not used: a network card, a "
+                f"what was sent from {pairs} arrived with different bytes, so the sums are not used: a network card, a "
                 "switch, or the memory of one of the two is faulty"
             )
 

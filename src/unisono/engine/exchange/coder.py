@@ -71,8 +71,8 @@ class Coder:
             _told.add(missing)
             are = "has" if len(missing) == 1 else "have"
             tell(
-                f"unisono: the link to other machines is slow, and messages would be coded to fewer bytes (the same "
-                f"bits) if {listed(missing)} had zstandard, which {are} none: {install_words('coding')}"
+                "unisono: the link to other machines is slow, and messages would be compressed (with the same bits) "
+                f"if {listed(missing)} had zstandard, which {are} missing: {install_words('coding')}"
             )
 
     def encode(self, data: Tensor, width: int, earlier: Tensor | None = None) -> Tensor:

@@ -226,7 +226,7 @@ def _view(data: Tensor) -> Any:
 
 def _part(message: Tensor, start: int, end: int, most: int) -> Tensor:
     if end > most:
-        raise CodingError(f"a message goes on to byte {end}, and has {most} at most")
+        raise CodingError(f"a message continues to byte {end}, but may have {most} at most")
     return message[start:end]
 
 

@@ -161,7 +161,7 @@ class Counters:
     def gone(self, rank: int) -> PeerLost:
         """Return the error for a member that has left."""
         return PeerLost(
-            f"{self._name(rank)} has left generation {self._generation}, in which nothing can be committed any more",
+            f"{self._name(rank)} has left generation {self._generation}, in which nothing more can be committed",
             self._names[rank : rank + 1],
         )
 

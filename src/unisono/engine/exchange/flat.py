@@ -433,8 +433,8 @@ def check_counting() -> None:
     found.append(num_tensors_on(first))
     if found != expected:
         raise UsageError(
-            f"torch {torch.__version__} counts the tensors that use one memory in another way ({found} instead of "
-            f"{expected}), so gradients that a script keeps would be written over: use a version of torch that "
+            f"torch {torch.__version__} counts the tensors that share memory differently ({found} instead of "
+            f"{expected}), so gradients that a script keeps would be overwritten: use a version of torch that "
             "docs/gpus.md lists"
         )
 

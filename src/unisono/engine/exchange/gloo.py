@@ -136,7 +136,7 @@ def prove(group: Any, rank: int, size: int, secret: bytes, names: Sequence[str] 
             raise
         raise PeerLost(
             f"not all of {size} members have proved within {PROOF_S:g} s that they belong to this run: another program "
-            "may have connected to the port of a worker (docs/security.md)"
+            "may have connected to a worker's port (docs/security.md)"
         ) from failure
     wrong = [
         other
@@ -147,7 +147,7 @@ def prove(group: Any, rank: int, size: int, secret: bytes, names: Sequence[str] 
         shown = listed([names[other] if names else f"rank {other}" for other in wrong])
         raise PeerLost(
             f"what answers as {shown} has not proved that it belongs to this run: another program may have connected "
-            "to the port of a worker, or a worker of another run. Nothing was sent to it (docs/security.md)"
+            "to a worker's port, or a worker of another run. Nothing was sent to it (docs/security.md)"
         )
 
 

@@ -111,7 +111,8 @@ class WorkerPage:
         counter = _counter(self._fields, "generation")
         if generation + 1 <= counter.value:
             raise ValueError(
-                f"this worker has been in generation {counter.value - 1} and cannot enter {generation}: they only grow"
+                f"this worker has been in generation {counter.value - 1} and cannot enter {generation}: generation "
+                "numbers only grow"
             )
         self._fields.page = page.encode()
         fence()

@@ -161,9 +161,7 @@ class _Collective(dist.Work):
 
 
 def _over() -> RuntimeError:
-    return RuntimeError(
-        "this group is over, because the members of the run have changed; call run.process_group() again"
-    )
+    return RuntimeError("this group is over, because the run's members have changed; call run.process_group() again")
 
 
 def _passed_on(name: str) -> Any:

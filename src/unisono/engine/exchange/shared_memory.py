@@ -165,7 +165,7 @@ class Segment:
                     return segment
         finally:
             os.close(descriptor)
-        raise FileNotFoundError(f"shared memory {path} is gone: something else has its name now")
+        raise FileNotFoundError(f"shared memory {path} is gone: its name now belongs to something else")
 
     def tensor(self) -> Tensor:
         """(nbytes,) uint8, on the segment itself. The mapping lives as long as the tensor."""

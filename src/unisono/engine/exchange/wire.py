@@ -176,7 +176,7 @@ class Wire:
         group, overruled = accelerators.open_library(self._library, store, self.rank, self.size, timeout)
         if news := [one for one in overruled if one not in _overruled]:
             _overruled.update(news)
-            tell(f"unisono: {listed(news)} in the environment would end workers that have lost another: overruled")
+            tell(f"unisono: {listed(news)} in the environment would end workers that lose a peer: overridden")
         found = torch.zeros(self.size, dtype=torch.int64, device=device)
         own = torch.full((1,), self.rank + 1, dtype=torch.int64, device=device)
         try:
@@ -374,12 +374,12 @@ class Wire:
             if self._library and waited_s > LIBRARY_S:
                 raise DeadlineExceeded(
                     f"{self._library} could not connect {self.size} members within {LIBRARY_S:g} s: each must reach "
-                    "each other one, by the interfaces that the library has chosen"
+                    "every other one, over the interfaces that the library chose"
                 )
             if not self._library and waited_s > CONNECT_S:
                 raise DeadlineExceeded(
-                    f"{self.size} members could not be connected within {CONNECT_S:g} s: each must reach each other "
-                    "one, at any port of the address by which it reaches the head; look for a firewall between them"
+                    f"{self.size} members could not be connected within {CONNECT_S:g} s: each must reach every other "
+                    "one, at any port of the address with which it reaches the head; look for a firewall between them"
                 )
         return self._group is not None or self._failure is not None
 
@@ -518,7 +518,7 @@ def _choose_library(store: dist.Store, size: int, device: torch.device, names: S
             [f"{name} on {kind}" for name, (kind, _) in zip(names or map(str, range(size)), found, strict=True)]
         )
         raise UsageError(
-            f"the workers of a run compute on one kind of device, and these do not: {there}; use the same kind of "
+            f"all workers of a run must use the same kind of device, and these do not: {there}; use the same kind of "
             'machine for all, or unisono.Run(device="cpu")'
         )
     cards = Counter(card for _, cards in found for card in cards)
@@ -526,5 +526,5 @@ def _choose_library(store: dist.Store, size: int, device: torch.device, names: S
     library = accelerators.library(device)
     if library and shared and tuple(shared) not in _shared:
         _shared.add(tuple(shared))
-        tell(f"unisono: {listed(shared)} share a card, so sums go by way of the host's memory")
+        tell(f"unisono: {listed(shared)} share a card, so sums go through the host's memory")
     return library if max(cards.values()) == 1 else ""

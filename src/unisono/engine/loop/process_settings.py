@@ -117,7 +117,7 @@ def choose_device(argument: str | torch.device | None, number: int) -> torch.dev
         return accelerators.use(device)
     if device.type != (found := accelerators.kind()):
         has = f'the CPU and "{found}"' if found else "the CPU only"
-        raise UsageError(f"device={str(argument)!r}: torch knows no such device on this machine, which has {has}")
+        raise UsageError(f"device={str(argument)!r}: torch has no such device on this machine, which has {has}")
     if (device.index or 0) >= (number_of := torch.get_device_module(device).device_count()):
         raise UsageError(f"device={str(argument)!r}: this process sees {count(number_of, 'device')} of this kind")
     return accelerators.use(device)

@@ -32,7 +32,7 @@ class StepState(enum.Enum):
     NEW = "its inner loop has not begun"
     INSIDE = "its inner loop is under way, or was left before its end"
     COMPLETE = "it has its gradient"
-    CLOSED = "the outer loop has gone on"
+    CLOSED = "the outer loop has moved on"
     FAILED = "it was left without a gradient"
 
 
@@ -153,7 +153,7 @@ class Iteration(ABC):
             TypeError: always.
         """
         raise TypeError(
-            f"{self!r} is no batch, and has no item {index!r}: the micro-batches of a step are what `for batch in "
+            f"{self!r} is not a batch, and has no item {index!r}: the micro-batches of a step are what `for batch in "
             "step:` gives"
         )
 
@@ -181,8 +181,8 @@ class Iteration(ABC):
         """
         if self.state in (StepState.CLOSED, StepState.FAILED):
             raise StepError(
-                f"step.log of step {self.number} was called when that step was over, and its line of the journal is "
-                "written: call it within run.steps, or run.log after the training loop"
+                f"step.log of step {self.number} was called after that step was over, when its journal line was "
+                "already written: call it within run.steps, or call run.log after the training loop"
             )
         self._logs |= numbers(values, named, "step.log")
 
@@ -325,7 +325,7 @@ class Step(Iteration):
         """
         self.check_not_left()
         if not self.is_complete:
-            raise StepError(f"step.loss of {self.name} is known after the inner loop `for ... in step`")
+            raise StepError(f"step.loss of {self.name} is known only after the inner loop `for ... in step`")
         return self.round.loss if self._passes else math.nan
 
     @property
@@ -343,7 +343,7 @@ class Step(Iteration):
             StepError: the inner loop is not over.
         """
         if not self.is_complete:
-            raise StepError(f"step.totals of {self.name} are known after the inner loop `for ... in step`")
+            raise StepError(f"step.totals of {self.name} are known only after the inner loop `for ... in step`")
         return dict(self._totals)
 
     @property
@@ -371,7 +371,7 @@ class Step(Iteration):
         """(n,) int64: the samples of the current micro-batch, by their index in the dataset. Within the inner loop."""
         if self.microbatch is None:
             raise StepError(
-                "step.indices names the samples of the current micro-batch: use it inside of `for ... in step`"
+                "step.indices names the samples of the current micro-batch: use it inside `for ... in step`"
             )
         return torch.tensor(self.sample_indices(self.microbatch), dtype=torch.int64)
 
@@ -392,8 +392,8 @@ class Step(Iteration):
         self.check_not_left()
         if self.microbatch is not None:
             raise StepError(
-                "step.log was called inside of `for batch in step`, where each worker is at another micro-batch: call "
-                "it after that loop (step.loss is the mean loss then, and step.add gives exact sums)"
+                "step.log was called inside `for batch in step`, where each worker is at another micro-batch: call it "
+                "after that loop (step.loss is the mean loss then, and step.add gives exact sums)"
             )
         self._log(values, named)
 
@@ -412,7 +412,7 @@ class Step(Iteration):
             )
         if self.state is not StepState.NEW:
             raise StepError(
-                f"{self.name} was iterated before; `for ... in step` can be run once for each step. For another "
+                f"{self.name} was already iterated over; `for ... in step` can run only once per step. For another "
                 "pass over the same global batch: `for ... in step.again()`"
             )
         return self._run()
@@ -445,7 +445,8 @@ class Step(Iteration):
             return self._run()
         if self.state is not StepState.COMPLETE:
             raise StepError(
-                f"step.again of {self.name} begins another pass when the one before is complete, and {self.state.value}"
+                f"step.again of {self.name} can start another pass only when the one before is complete, but "
+                f"{self.state.value}"
             )
         return self._run(reseed=reseed)
 
@@ -534,8 +535,8 @@ class Step(Iteration):
         current = self._computing
         if current is None or current.microbatch is None:
             raise StepError(
-                f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all "
-                "workers would add the same; what is known there needs no sum"
+                f"step.add was called outside of the inner loop `for ... in step` of {self.name}, where all workers "
+                "would add the same value; what is known there needs no sum"
             )
         current.add(values)
 
@@ -572,9 +573,8 @@ class Step(Iteration):
 
     def _left_error(self) -> StepError:
         return StepError(
-            f"the inner loop of {self.name} was left before its end (break, return or an exception): "
-            f"the step has no gradient. "
-            "To leave out a micro-batch, call step.backward(loss, weight=0) and go on"
+            f"the inner loop of {self.name} was left before its end (break, return or an exception): the step has no "
+            "gradient. To leave out a micro-batch, call step.backward(loss, weight=0) and continue"
         )
 
     @property
@@ -596,7 +596,9 @@ class Step(Iteration):
         )
 
     def _unused_error(self) -> StepError:
-        return StepError(f"{self.name} was not iterated: write `for batch in step:` with step.backward(loss) in it")
+        return StepError(
+            f"{self.name} was not iterated over: write `for batch in step:` with step.backward(loss) in it"
+        )
 
 
 def _digest(round_: GradientRound) -> int:

@@ -125,9 +125,9 @@ def check_dataset(dataset: Any) -> int:
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise RecipeError(
-            f"the dataset is a {type(dataset).__qualname__}, which can only be iterated, and Unisono finds samples by "
-            "their index; give it __len__ and __getitem__ (a list of the samples will do if they fit in memory), or "
-            "read it as streams: unisono.Streams(lambda stream, num_streams, epoch: ...)"
+            f"the dataset is a {type(dataset).__qualname__}, which can only be iterated over, and Unisono finds "
+            "samples by index; give it __len__ and __getitem__ (a list of the samples will do if they fit in memory), "
+            "or read it as streams: unisono.Streams(lambda stream, num_streams, epoch: ...)"
         )
     try:
         return len(dataset)

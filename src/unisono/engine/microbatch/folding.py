@@ -355,8 +355,8 @@ class GradientFolder:
         if parts is not None and current.num_calls > known:
             raise StepError(
                 f"step.backward was called {current.num_calls} times for this micro-batch and {known} times for the "
-                "first one; call it equally often for every micro-batch (at most as often as for the first), or add up "
-                "the losses and call it once"
+                "first one; call it the same number of times for every micro-batch (at most as often as for the "
+                "first), or add up the losses and call it once"
             )
         current.in_backward = True
         try:
@@ -501,9 +501,9 @@ class GradientFolder:
         name = self.trained[index][0]
         if not current.in_backward:
             raise StepError(
-                f"the gradient of {name!r} was computed by a call that cannot be taken as step.backward(loss): "
+                f"the gradient of {name!r} was computed by a call that cannot stand for step.backward(loss): "
                 "torch.autograd.backward, or backward() of a tensor with more than one element, with gradient=, "
-                "inputs= or create_graph=, or in another thread. Inside of `for ... in step` call loss.backward() or "
+                "inputs= or create_graph=, or in another thread. Inside `for ... in step` call loss.backward() or "
                 "step.backward(loss); for other gradients use torch.autograd.grad"
             )
         gradient = parameter.grad

@@ -102,9 +102,9 @@ class Structure:
         if what:
             name = changes[what][0]
             raise StepError(
-                f"parameter {name!r} {what} within {where}, on this worker only. Make all layers and parameters before "
-                "run.steps (if the first batch decides on a shape, pass one batch through the model before that), and "
-                "change the model only between two calls of run.steps"
+                f"parameter {name!r} {what} within {where}, on this worker only. Create all layers and parameters "
+                "before run.steps (if the first batch decides on a shape, pass one batch through the model before "
+                "that), and change the model only between two calls of run.steps"
             )
         self.renew()  # modules without parameters came or went: an activation that forward makes anew each time
 
@@ -178,7 +178,7 @@ class ParameterCheck:
                 f"parameter {self._named[other][0]!r} was {'frozen' if was_trained else 'unfrozen'} within a "
                 f"micro-batch (requires_grad was {was_trained} when the step began), so its gradient differs between "
                 "the workers. Freeze and unfreeze parameters before the inner loop, or set requires_grad back before "
-                "the micro-batch ends, and let a parameter that was frozen get no gradient meanwhile"
+                "the micro-batch ends, and make sure that a frozen parameter gets no gradient in between"
             )
 
 
@@ -308,9 +308,9 @@ class UnusedGradients:
         member = members.current()
         if known == self._digest and (member is None or member.worker_id == "w0"):  # once for all workers
             warnings.warn(
-                "no tracked parameter has changed in the last two steps, and step() of no tracked optimizer was called "
-                "there: is `optimizer.step()` missing after `for batch in step`, or does it belong to an optimizer "
-                "that was not tracked and has other parameters?",
+                "no tracked parameter has changed in the last two steps, and step() was called on no tracked "
+                "optimizer: is `optimizer.step()` missing after `for batch in step`, or does it belong to an "
+                "optimizer that is not tracked and has other parameters?",
                 stacklevel=level_outside(),
             )
 
@@ -336,10 +336,10 @@ class UnusedGradients:
         self._is_updated = True
         if (step := self._unused.pop(name, None)) is not None:
             raise StepError(
-                f"{name}.step() is called now, and was not called after {step}: the gradients of that step are "
-                "lost, because each step begins with empty gradients. To accumulate gradients, use a larger batch_size "
-                "(and more microbatches) instead of several steps for one update. To skip the update of a step on "
-                f"purpose, call {name}.zero_grad() in that step"
+                f"{name}.step() is being called now, but was not called after {step}: the gradients of that step are "
+                "lost, because each step begins with empty gradients. To accumulate gradients, use a larger "
+                "batch_size (and more microbatches) rather than several steps per update. To skip the update of a "
+                f"step on purpose, call {name}.zero_grad() in that step"
             )
 
 
@@ -419,8 +419,8 @@ def watched_clipping(is_inside: Callable[[], bool]) -> Iterator[None]:
     def warn(name: str) -> None:
         if is_inside():
             warnings.warn(
-                f"torch.nn.utils.{name} was called inside of `for batch in step`, where parameters have no "
-                "gradient yet: it did nothing. Call it after that loop, where .grad is the mean over the global batch",
+                f"torch.nn.utils.{name} was called inside `for batch in step`, where parameters have no gradient yet: "
+                "it did nothing. Call it after that loop, where .grad is the mean over the global batch",
                 stacklevel=6,
             )
 

@@ -66,7 +66,7 @@ def stream_source_of(
         return None
     if sampler is not None or shuffle is not None:
         raise RecipeError(
-            f"{caller} got {'sampler' if sampler is not None else 'shuffle'}= for data that can only be iterated, "
+            f"{caller} got {'sampler' if sampler is not None else 'shuffle'}= for data that can only be iterated over, "
             "whose order is that of the streams; unisono.Streams(..., shuffle=n) shuffles within windows of n samples"
         )
     if loader is not None:
@@ -80,14 +80,16 @@ def stream_source_of(
         check_own_batches(loader, f"give {caller} the dataset itself, with batch_size= and collate=")
         if loader.worker_init_fn is not None and loader.num_workers:
             raise RecipeError(
-                f"{caller} got a DataLoader with worker_init_fn over an IterableDataset: that function is called in "
-                "loader processes, which are no workers that divide the data. Let __iter__ of the dataset read the "
-                "part that torch.utils.data.get_worker_info() names, and leave worker_init_fn out"
+                f"{caller} got a DataLoader with worker_init_fn over an IterableDataset: that function runs in loader "
+                "processes, and it is not those that divide the data here. Let the dataset's __iter__ read the part "
+                "that torch.utils.data.get_worker_info() names, and leave out worker_init_fn"
             )
         assert loader.batch_size is not None
         return StreamSource(data, given, loader.batch_size, loader.drop_last, loading_of(loader))
     if batch_size is None:
-        raise RecipeError(f"{caller} needs batch_size=, the samples of a global batch (or a DataLoader, which has one)")
+        raise RecipeError(
+            f"{caller} needs batch_size=, the number of samples in a global batch (or a DataLoader, which has one)"
+        )
     loading = Loading(collate or default_collate, loader_workers or 0)
     return StreamSource(data, given, batch_size, bool(drop_last), loading)
 
@@ -101,14 +103,15 @@ def batches_of(source: StreamSource, seed: int) -> StreamBatches:
     lengths = source.data.lengths(source.data.num_streams or 1)
     if lengths is None:
         raise RecipeError(
-            "run.evaluate got data that can only be iterated, whose length nobody knows, and it evaluates every sample "
-            "once: give it a list of the samples, unisono.TarShards, or unisono.Streams(..., lengths=[...])"
+            "run.evaluate got data that can only be iterated over, whose length is unknown, but it must evaluate every "
+            "sample once: give it a list of the samples, unisono.TarShards, or unisono.Streams(..., lengths=[...])"
         )
     batches = StreamBatches(lengths, source.batch_size, seed, source.drop_last)
     if source.batch_size < 1 or min(lengths) < 1 or batches.num_batches < 1:
         raise RecipeError(
-            f"run.evaluate got streams of {', '.join(map(str, lengths))} samples, and batch_size={source.batch_size}"
-            f"{' with drop_last=True' if source.drop_last else ''}: it needs 1 batch of 1 sample at least"
+            f"run.evaluate got streams of {', '.join(map(str, lengths))} samples, and "
+            f"batch_size={source.batch_size}{' with drop_last=True' if source.drop_last else ''}: it needs at least 1 "
+            "batch of 1 sample"
         )
     return batches
 
@@ -155,7 +158,7 @@ class _Part:
         except Exception as error:
             raise RecipeError(
                 f"the {type(dataset).__qualname__} cannot be copied ({type(error).__name__}: {error}), and each stream "
-                "needs one of its own; let it open its files in __iter__, or give run.steps unisono.Streams(lambda "
+                "needs its own copy; let it open its files in __iter__, or give run.steps unisono.Streams(lambda "
                 "stream, num_streams, epoch: ...)"
             ) from error
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):

@@ -136,7 +136,7 @@ def source_of(
         return _of_loader(dataset, caller)
     num_samples = check_dataset(dataset)
     if sampler is not None and shuffle:
-        raise RecipeError(f"{caller} got sampler= and shuffle=True: the sampler alone decides about the order")
+        raise RecipeError(f"{caller} got sampler= and shuffle=True: the sampler alone determines the order")
     if sampler is not None:
         order = order_of(sampler, num_samples)
         batch_size = sampler.batch_size if batch_size is None and isinstance(sampler, BucketSampler) else batch_size
@@ -144,7 +144,9 @@ def source_of(
         is_shuffled = shuffles if shuffle is None else shuffle
         order = orders.Shuffled.of(num_samples) if is_shuffled else orders.Sequential.of(num_samples)
     if batch_size is None:
-        raise RecipeError(f"{caller} needs batch_size=, the samples of a global batch (or a DataLoader, which has one)")
+        raise RecipeError(
+            f"{caller} needs batch_size=, the number of samples in a global batch (or a DataLoader, which has one)"
+        )
     loading = Loading(collate or default_collate, loader_workers or 0)
     return _checked(Source(dataset, order, batch_size, bool(drop_last), loading))
 
@@ -154,8 +156,8 @@ def check_said_once(caller: str, given: Mapping[str, object]) -> None:
     twice = [f"{name}=" for name, value in given.items() if value is not None]
     if twice:
         raise RecipeError(
-            f"{caller} got a DataLoader and {', '.join(twice)}: a DataLoader has these itself. Say it in the "
-            f"DataLoader, or give {caller} the dataset instead"
+            f"{caller} got a DataLoader and {', '.join(twice)}: a DataLoader has its own. Set it in the DataLoader, or "
+            f"give {caller} the dataset instead"
         )
 
 
@@ -172,13 +174,13 @@ def check_own_batches(loader: DataLoader[Any], instead: str) -> None:
     """
     if has_own_iter(loader):
         raise RecipeError(
-            f"the loader is a {type(loader).__qualname__}, which makes its batches in a way of its own (it overrides "
+            f"the loader is a {type(loader).__qualname__}, which makes its batches in its own way (it overrides "
             f"__iter__), and Unisono loads the samples itself; {instead}"
         )
     if loader.batch_sampler is None:
         raise RecipeError(
-            "the DataLoader has batch_size=None, so nothing says how many samples a global batch has; give it a "
-            f"batch_size, or {instead}"
+            "the DataLoader has batch_size=None, so the size of a global batch is unknown; give it a batch_size, or "
+            f"{instead}"
         )
 
 
@@ -202,9 +204,9 @@ def _of_loader(loader: DataLoader[Any], caller: str) -> Source:
     cuts = loader.batch_sampler
     if type(cuts) is not BatchSampler:
         raise RecipeError(
-            f"the DataLoader has a batch_sampler of a kind of its own ({type(cuts).__qualname__}), and Unisono cuts "
-            "the batches itself; use DataLoader(batch_size=, sampler=) with a sampler of single samples, for batches "
-            "of like lengths unisono.BucketSampler(lengths, batch_size=...)"
+            f"the DataLoader has a batch_sampler of an unknown kind ({type(cuts).__qualname__}), and Unisono cuts the "
+            "batches itself; use DataLoader(batch_size=, sampler=) with a sampler of single samples or, for batches "
+            "of similar lengths, unisono.BucketSampler(lengths, batch_size=...)"
         )
     dataset: Any = loader.dataset
     num_samples = check_dataset(dataset)
@@ -274,7 +276,7 @@ def _listed(sampler: Any, num_samples: int) -> SampleOrder:
     if (count := getattr(sampler, "num_replicas", 1)) != 1:
         raise RecipeError(
             f"the sampler is a {kind} with num_replicas={count}: it gives one of {count} processes its part of the "
-            "data, and Unisono divides the data itself; make it with num_replicas=1, rank=0"
+            "data, but Unisono divides the data itself; make it with num_replicas=1, rank=0"
         )
     length = len(sampler)
     listing = _Listing(sampler, length, num_samples)
@@ -294,10 +296,10 @@ class _Listing:
         kind = type(self._sampler).__qualname__
         if first != second:
             raise RecipeError(
-                f"the sampler {kind} gave two different orders for epoch {epoch}, though the random generators were "
-                "set alike: it keeps a state from one epoch to the next, or draws from a generator of its own. Its "
+                f"the sampler {kind} gave two different orders for epoch {epoch}, though the random generators had the "
+                "same state: it keeps state from one epoch to the next, or draws from a generator of its own. Its "
                 "order must follow from set_epoch(epoch) and the global generators of torch, numpy and random (or a "
-                "torch.Generator among its attributes), because each worker asks it by itself"
+                "torch.Generator among its attributes), because each worker calls it separately"
             )
         if len(first) != self._length:
             raise RecipeError(
@@ -329,8 +331,8 @@ class _Listing:
             kinds = sorted({type(index).__qualname__ for index in given} - {"int"})
             raise RecipeError(
                 f"the sampler {type(self._sampler).__qualname__} gave values of type {', '.join(kinds)}; Unisono needs "
-                "one integer for each sample. A sampler that gives whole batches has no place here: "
-                "unisono.BucketSampler makes batches of like lengths"
+                "one integer for each sample. A sampler that gives whole batches does not work here: "
+                "unisono.BucketSampler makes batches of similar lengths"
             ) from None
 
 

@@ -181,8 +181,8 @@ class Microbatch:
         if self._first_weight is not None and share != self._first_weight:
             raise LossError(
                 f"{self.where}: the losses of one micro-batch have weights {self._first_weight * self._scale:g} and "
-                f"{given:g}; one division by the total weight cannot serve both: give them the same weight and scale "
-                "the loss itself"
+                f"{given:g}; a single division by the total weight cannot serve both: give them the same weight and "
+                "scale the loss itself"
             )
         self._first_weight = share
         if self._reduction == "mean" and not math.isfinite(float(torch.tensor(share, dtype=dtype))):
@@ -205,7 +205,7 @@ class Microbatch:
             )
         elif self._reduction == "mean" and is_sum(loss, self._num_samples):
             warnings.warn(
-                f"the loss of {self.where} is a sum over its {self._num_samples} samples, and is taken for their mean: "
+                f"the loss of {self.where} is a sum over its {self._num_samples} samples, but is taken as their mean: "
                 "the gradients are then the mean of the sums of all micro-batches. Add reduction='sum' to run.steps "
                 "for their sum, or call step.backward(loss / n) with the mean over the n samples of the micro-batch",
                 stacklevel=level_outside(),
@@ -261,8 +261,8 @@ def _check_loss(loss: Tensor, where: str) -> None:
         raise LossError(f"{where}: the loss has shape {tuple(loss.shape)}, it must be a scalar: take its mean")
     if not loss.requires_grad:
         raise LossError(
-            f"{where}: the loss needs no gradient: it does not depend on a parameter that requires one "
-            "(detached, computed under torch.no_grad(), or everything is frozen)"
+            f"{where}: the loss has no gradient: it does not depend on a parameter that requires one (detached, "
+            "computed under torch.no_grad(), or everything is frozen)"
         )
 
 
@@ -319,7 +319,7 @@ class _Taker:
         if self._has_dropped is microbatch:
             raise StepError(
                 f"zero_grad() was called between two loss.backward() of {microbatch.where}, but the gradients of the "
-                "first are added to the step already. For gradients that are not trained with (of the inputs, say), "
+                "first are already part of the step. For gradients that are not for training (of the inputs, say), "
                 "use torch.autograd.grad; for another pass over the batch, `for ... in step.again()`"
             )
         self._take(loss, scaler, retain_graph)

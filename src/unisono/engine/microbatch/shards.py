@@ -74,7 +74,7 @@ class TarShards(Streams):
         given = [shards] if isinstance(shards, (str, PathLike)) else list(shards)
         self.shards = [path for one in given for path in _expanded(fspath(one))]
         if not self.shards:
-            raise RecipeError("unisono.TarShards got no shard: an empty list of paths")
+            raise RecipeError("unisono.TarShards got an empty list of paths")
         self._counts = [lengths] * len(self.shards) if isinstance(lengths, int) else lengths and list(lengths)
         if self._counts is not None and len(self._counts) != len(self.shards):
             raise RecipeError(
@@ -164,7 +164,7 @@ def _expanded(path: str) -> list[str]:
     if not choices and int(first) > int(last):
         raise RecipeError(
             f"unisono.TarShards got {path}: {found.group()} counts from {int(first)} to {int(last)}, which names no "
-            "shard; say the smaller number first"
+            "shard; put the smaller number first"
         )
     texts = choices.split(",") if choices else [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return [each for text in texts for each in _expanded(path[: found.start()] + text + path[found.end() :])]
@@ -297,7 +297,7 @@ def _number(field: bytes, path: str, at: int) -> int:
     try:
         return int(field.rstrip(b"\0 ") or b"0", 8)
     except ValueError:
-        raise RecipeError(f"the shard {path} is no tar archive: byte {at} begins no entry") from None
+        raise RecipeError(f"the shard {path} is not a tar archive: no entry begins at byte {at}") from None
 
 
 def _of_pax(content: bytes) -> str:

@@ -89,7 +89,7 @@ class _Pass:
         has_states = seek is None and is_stateful(source)
         if bookmark is not None:
             if not has_states:
-                raise BadState("its iterable has no state_dict() and load_state_dict(), and had them before")
+                raise BadState("its iterable no longer has state_dict() and load_state_dict()")
             self._source = self._from(source, bookmark)
         else:
             if first and seek is not None:
@@ -182,7 +182,7 @@ class _Pass:
             raise NotOpened(f"{type(error).__name__}: {error}") from error
         if digest != bookmark.digest:
             raise BadState(
-                f"after load_state_dict() it gives other samples than after state_dict(), at position "
+                "it gives different samples after load_state_dict() than after state_dict(), at position "
                 f"{bookmark.position} of its epoch {bookmark.epoch} (a shuffle buffer whose content is not in the "
                 "state? unisono.Streams(..., shuffle=n) needs none)"
             )
@@ -228,10 +228,12 @@ class _Open:
             found = _Pass(self._data, self._seed, wanted, epoch, begin=begin, bookmark=bookmark, notes=notes)
         except BadState as error:
             if notes is not None:
-                notes.give_up(f"{place} does not go on from its state: {error}")
+                notes.give_up(f"{place} does not continue from its state: {error}")
             return None
         except NotOpened as error:
-            warnings.warn(f"{place} is read from its beginning, as its state was of no use now: {error}", stacklevel=2)
+            warnings.warn(
+                (f"{place} is read from its beginning, because its state could not be used: {error}"), stacklevel=2
+            )
             return None
         self._begin, self._epoch = begin, epoch
         return found
@@ -239,7 +241,7 @@ class _Open:
     def take(self, wanted: WantedSamples) -> list[Any]:
         if (gap := wanted.first - self._begin - self._pass.position) > MANY:
             warnings.warn(
-                f"stream {wanted.stream} of {wanted.num_streams} is read over {gap} samples to come to the one that is "
+                f"stream {wanted.stream} of {wanted.num_streams} is read past {gap} samples to reach the one that is "
                 "needed, because it cannot be opened in the middle: give its iterable a method seek(n), and "
                 "unisono.Streams the lengths, or state_dict() and load_state_dict(); or use unisono.TarShards",
                 stacklevel=2,
@@ -250,8 +252,8 @@ class _Open:
         if wanted.length == wanted.first + wanted.number and self._pass.has_more():
             raise RecipeError(
                 f"stream {wanted.stream} of {wanted.num_streams} gives more than {wanted.length} samples in epoch "
-                f"{wanted.epoch}, and lengths says {wanted.length}: give unisono.Streams the true number for each "
-                "stream, or leave lengths out and say max_steps"
+                f"{wanted.epoch}, but lengths says {wanted.length}: give unisono.Streams the true number for each "
+                "stream, or leave lengths out and give max_steps"
             )
         return samples
 
@@ -264,14 +266,14 @@ class _Open:
         place = f"stream {wanted.stream} of {wanted.num_streams}"
         if wanted.length >= 0:
             raise RecipeError(
-                f"{place} has ended after {counted(at, 'sample')} of epoch {wanted.epoch}, and lengths says "
-                f"{wanted.length}: give unisono.Streams the true number for each stream, or leave lengths out and say "
+                f"{place} has ended after {counted(at, 'sample')} of epoch {wanted.epoch}, but lengths says "
+                f"{wanted.length}: give unisono.Streams the true number for each stream, or leave lengths out and give "
                 "max_steps"
             )
         if at == 0:
             raise RecipeError(
                 f"{place} gives no sample in its epoch {self._epoch}: every micro-batch needs a stream with data. Use "
-                f"fewer micro-batches than {wanted.num_streams}, or cut the data otherwise"
+                f"fewer micro-batches than {wanted.num_streams}, or cut the data differently"
             )
         self._begin, self._epoch = self._begin + at, self._epoch + 1
         self._pass = _Pass(self._data, self._seed, wanted, self._epoch, begin=self._begin, notes=self._notes)
@@ -326,9 +328,9 @@ class Reader:
                     self._is_checked = True
                     if not self._can_load and self._notes is not None:
                         self._notes.give_up(
-                            "the states of streams are not used, because the function of unisono.Streams returns an "
-                            "object that it has returned before, or one that shares a part with it: a state that is "
-                            "loaded stays in it. Let it make a new object each time"
+                            "the states of streams are not used, because the function of unisono.Streams returned an "
+                            "object that it had returned before, or one that shares parts with it: a loaded state "
+                            "would stay in it. Make a new object each time"
                         )
                 known = self._newest[wanted.stream] = wanted, self._read(wanted, bookmark)
         self._close_what_has_moved(wanted.stream)
@@ -394,11 +396,11 @@ def _check_streams(data: Streams, seed: int, wanted: WantedSamples) -> bool:
     if (place := _first_difference(first, second)) is not None:
         raise RecipeError(
             f"stream {wanted.stream} of {wanted.num_streams} gave two different samples at position {place} of epoch "
-            f"{wanted.epoch} when it was made twice, with the random generators set alike. Each worker that computes "
-            "its micro-batch makes it by itself, so it must follow from (stream, num_streams, epoch) and the global "
-            "generators of torch, numpy and random: no clock, no pid, no generator seeded by itself (WebDataset: "
-            "shuffle(n, seed=...) or no shuffle, and unisono.Streams(..., shuffle=n)), no order of a set or of the "
-            "file system, no state from the time before"
+            f"{wanted.epoch} when it was made twice with the same state of the random generators. Each worker that "
+            "computes its micro-batch makes the stream itself, so it must follow from (stream, num_streams, epoch) "
+            "and the global generators of torch, numpy and random: no clock, no pid, no self-seeded generator "
+            "(WebDataset: shuffle(n, seed=...) or no shuffle, and unisono.Streams(..., shuffle=n)), no order of a set "
+            "or of the file system, no earlier state"
         )
     if data.divides and wanted.num_streams > 1:
         _check_divided(data, seed, wanted, first)
@@ -415,7 +417,7 @@ def _check_divided(data: Streams, seed: int, wanted: WantedSamples, first: list[
             f"streams {wanted.stream} and {other} of {wanted.num_streams} begin with the same {len(first)} samples: "
             "this dataset does not divide its data. Its __iter__ must read the part that "
             "torch.utils.data.get_worker_info() names (id of num_workers), as for a DataLoader with worker processes; "
-            "or say it with unisono.Streams(lambda stream, num_streams, epoch: ...)"
+            "or use unisono.Streams(lambda stream, num_streams, epoch: ...)"
         )
 
 

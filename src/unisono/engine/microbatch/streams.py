@@ -76,7 +76,7 @@ class Streams:
                 f"{type(make).__qualname__}; an IterableDataset can be given to run.steps as it is"
             )
         if shuffle < 0:
-            raise UsageError(f"shuffle must be 0 (no shuffling) or the samples of a window, got {shuffle}")
+            raise UsageError(f"shuffle must be 0 (no shuffling) or the number of samples in a window, got {shuffle}")
         self.make = make
         self.shuffle = shuffle
         self.transform = transform
@@ -143,7 +143,7 @@ def seek_of(source: Any, wanted: WantedSamples) -> Callable[[int], object] | Non
         raise RecipeError(
             f"stream {wanted.stream} of {wanted.num_streams} is a {type(source).__qualname__}, which is a file, or has "
             "seek and tell as a file has: seek(n) of a stream goes to sample n, and that of a file to byte n. Let the "
-            "function yield from it, or wrap it into an object whose seek counts samples"
+            "function yield from it, or wrap it in an object whose seek counts samples"
         )
     return seek  # type: ignore[no-any-return]
 

@@ -179,9 +179,8 @@ def check_titles(begun: Mapping[str, str], step: int) -> None:
     if len(set(begun.values())) > 1:
         raise StepError(
             f"the workers do different things at step {step}: "
-            f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision of the script "
-            "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): "
-            "all workers must call run.steps, run.evaluate, run.save, step() of an optimizer that is shared out "
-            "(unisono.shard), unisono.clip_grad_norm_, run.barrier, run.broadcast, run.all_gather and run.main_first "
-            "alike"
+            f"{', '.join(f'{worker} is at {what}' for worker, what in begun.items())}. A decision in the script "
+            "depends on the worker (run.rank, run.is_main, the time, a sum collected within `for batch in step`): all "
+            "workers must call run.steps, run.evaluate, run.save, step() of a sharded optimizer (unisono.shard), "
+            "unisono.clip_grad_norm_, run.barrier, run.broadcast, run.all_gather and run.main_first alike"
         )

@@ -177,9 +177,9 @@ class Admission:
         """Raise RecipeError if this worker's recipe differs. Unchecked, it would silently contribute other leaves."""
         if other.phase == phase and (rows := differences(other.recipe, recipe)):
             raise RecipeError(
-                f"this worker's script has another recipe than the run:\n{table(rows, whose=('run', 'worker'))}\n"
-                "Was the script, or a file that it reads, changed after the run had begun? A worker that starts "
-                "later reads the new version"
+                "this worker's script has a different recipe from the "
+                f"run's:\n{table(rows, whose=('run', 'worker'))}\nWas the script, or a file that it reads, changed "
+                "after the run had begun? A worker that starts later reads the new version"
             )
 
 

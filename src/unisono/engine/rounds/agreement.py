@@ -41,22 +41,22 @@ __all__ = [
 ]
 
 COPIES_DIFFER = (
-    "{first} and {second} hold copies of {what} that differ. Both have computed them from the same gradients with the "
-    "same arithmetic, so one of the machines computes or stores wrong values: its memory, its processor or its GPU is "
-    "probably faulty. Go on without that machine, from a checkpoint from before that; the journal says what ran where"
+    "{first} and {second} hold copies of {what} that differ. Both computed them from the same gradients with the same "
+    "arithmetic, so one of the machines computes or stores wrong values: its memory, processor or GPU is probably "
+    "faulty. Resume without that machine, from an earlier checkpoint; the journal says what ran where"
 )
 
 OUT_OF_STEP = (
     "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
-    "step.loss or run.evaluate), run.rank or run.is_main in a decision, the time, or something that changes and was "
+    "step.loss or run.evaluate), run.rank or run.is_main in a decision, the time, or something that changes but was "
     f"not tracked when the worker joined. {NAMES_THE_LINE}"
 )
 USUAL_CAUSES = (
-    "Look for whatever the inner loop, the model, its hooks or the dataset remember of other batches, or take from "
-    "elsewhere: a counter, a running value in a plain attribute, a random generator of the script's own, a cache, the "
-    "clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or Python's global "
-    "generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a sample goes into "
-    f"a unisono.Carried. {NAMES_THE_LINE}"
+    "Look for anything that the inner loop, the model, its hooks or the dataset remember from other batches, or take "
+    "from elsewhere: a counter, a running value in a plain attribute, a random generator of the script's own, a "
+    "cache, the clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or "
+    "Python's global generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a "
+    f"sample goes into a unisono.Carried. {NAMES_THE_LINE}"
 )
 
 
@@ -274,9 +274,8 @@ class Agreement:
         if own is not None and other is not None and own.leaf == other.leaf and own.digest != other.digest:
             what = own.difference(other, "the first time", "the second")
             raise DivergenceError(
-                f"micro-batch {own.leaf} of step {self._step} was computed twice, and its gradient is not the same: "
-                f"{what}. On several workers the result would depend on their number. Nothing was updated. "
-                f"{USUAL_CAUSES}"
+                f"micro-batch {own.leaf} of step {self._step} was computed twice, with different gradients: {what}. On "
+                f"several workers the result would depend on their number. Nothing was updated. {USUAL_CAUSES}"
             )
 
     def _states_differ(self, said: Sequence[Compared], states: Mapping[int, int]) -> None:
@@ -328,7 +327,7 @@ class Agreement:
             if mine is not None and theirs is not None:
                 what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
         raise DivergenceError(
-            f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient is not the same on "
+            f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient differs between "
             f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
         )
 
@@ -350,8 +349,8 @@ def _is_recurrent(tracked: Tracked) -> bool:
 
 
 _OTHER_ARITHMETIC = (
-    "workers whose arithmetic differs do not hold the same state any more. All of them go on, and the result is that "
-    "of the first worker. unisono run --strict refuses such workers"
+    "workers whose arithmetic differs no longer hold the same state. All of them continue, and the result is that of "
+    "the first worker. unisono run --strict rejects such workers"
 )
 
 

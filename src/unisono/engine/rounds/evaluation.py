@@ -84,8 +84,8 @@ class BatchSums:
         """
         if self.batch is None:
             raise StepError(
-                "numbers are added up within `for batch in run.batches(...)`; outside of that loop all workers would "
-                "add the same, and what is known there needs no sum"
+                "numbers are added up within `for batch in run.batches(...)`; outside that loop all workers would add "
+                "the same value; what is known there needs no sum"
             )
         assert self._totals is not None
         for name, value in values.items():
@@ -133,8 +133,8 @@ class Evaluator:
         written = [name for name, carried in self._carried.items() if carried.discard()]
         if written:
             raise UsageError(
-                f"a batch of {self.sums.what} has written rows of {written[0]!r} (a unisono.Carried), and another "
-                "worker may evaluate the next batch of the same key. It may only read them"
+                f"a batch of {self.sums.what} has written rows of {written[0]!r} (a unisono.Carried). It may only read "
+                "them, because another worker may evaluate the next batch of the same key"
             )
         self._structure.check(f"batch {batch} of {self.sums.what}")
         self._structure.restore_modes()
@@ -353,9 +353,9 @@ def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str
             if digest != digest_of_state(have[batch]):
                 return (
                     f"batch {batch} of {what} was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, which the other one got. Either the script computes other totals on another "
-                    "worker, or one of the two machines computes wrong values; with three workers and unisono run "
-                    f"--audit it is found out. The totals were used nowhere. For the script: {USUAL_CAUSES}"
+                    f"{have[batch]}, the totals of the other one. Either the script computes different totals on "
+                    "different workers, or one of the two machines computes wrong values; three workers and unisono "
+                    f"run --audit find out which. The totals were not used. For the script: {USUAL_CAUSES}"
                 )
     return ""
 

@@ -126,10 +126,10 @@ class CommittedStep:
         self.members.release(summed.slot)
         if summed.digest != self.digest and self.counts:
             raise DivergenceError(
-                f"{self.name} was computed again after a loss and its sums have digest "
-                f"{summed.digest:016x}, not {self.digest:016x}. Either a micro-batch does not give the same "
-                "gradient on every worker (see docs/guarantees.md for what a micro-batch may depend on), or the "
-                f"hardware of a worker is broken. If it is the script: {NAMES_THE_LINE}"
+                f"{self.name} was recomputed after a loss and its sums have digest {summed.digest:016x}, not "
+                f"{self.digest:016x}. Either a micro-batch does not give the same gradient on every worker (see "
+                "docs/guarantees.md for what a micro-batch may depend on), or the hardware of a worker is broken. If "
+                f"it is the script: {NAMES_THE_LINE}"
             )
 
 

@@ -115,7 +115,7 @@ class Book:
 
     def give(self, source: int, targets: Sequence[int]) -> None:
         """Send the result of the newest commit from rank ``source`` to the ranks that have not seen it. Collective."""
-        raise AssertionError("no member says that it can send a result, so nobody asks for it")
+        raise AssertionError("no member can send a result, so none is requested")
 
     def redo(self) -> None:
         """Forget the sums that are committed and not applied, because a member that is wrong has a part in them: they
@@ -211,8 +211,8 @@ class Rounds:
         """
         if self._round is not None:
             raise StepError(
-                f"{round_.title} was begun inside of {self._round.title}, where each worker is elsewhere: begin it "
-                "when that is over"
+                f"{round_.title} was begun inside {self._round.title}, where each worker is at a different place: "
+                "begin it after that"
             )
         self.drain()
         plan = self._begin(round_)

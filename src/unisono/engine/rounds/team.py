@@ -138,7 +138,7 @@ class Team:
         """Report to the head that this member's exchange failed, which the head may not have seen."""
 
     def is_evicted(self) -> bool:
-        """Return whether the others go on without this worker, which has not noticed yet."""
+        """Return whether the others continue without this worker, which has not noticed yet."""
         return False
 
     def check(self) -> None:
@@ -328,8 +328,8 @@ class HeadTeam(Team):
             notice = self._await(_is_immediate)
             if self._rank_in(notice) < 0:
                 raise LeftBehind(
-                    f"generation {notice.generation} goes on without this worker ({notice.reason}); this "
-                    "worker ends, and a new one may join"
+                    f"generation {notice.generation} continues without this worker ({notice.reason}); this worker "
+                    "ends, and a new one may join"
                 )
             try:
                 self._enter(notice)

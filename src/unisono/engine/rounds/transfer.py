@@ -54,7 +54,7 @@ class StateHeader(msgspec.Struct, frozen=True):
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise PeerLost if tensors that were received are not those that were sent."""
         if digest_of_each(tensors) != self.digests:
-            raise PeerLost("tensors have changed on their way between two workers")
+            raise PeerLost("tensors changed on their way between two workers")
 
 
 def share_state(
@@ -106,7 +106,7 @@ def _share_apart(team: Team, tracked: Tracked, reports: Sequence[Report]) -> dic
         fresh = [rank for rank in lane if reports[rank].fresh]
         holding = [rank for rank in lane if not reports[rank].fresh]
         if not holding:
-            raise StateLost(f"no worker is left that has the state of part {part} of the model")
+            raise StateLost(f"no remaining worker has the state of part {part} of the model")
         packed = None
         if team.rank == holding[0]:
             packed = pack_held({name: one.state_dict() for name, one in tracked.spread_apart.items()}, "tracked")
@@ -151,8 +151,8 @@ def _make_alike(
     changed = [index for index, (a, b) in enumerate(zip(own.digests, first.digests, strict=True)) if a != b]
     what = f"{len(changed)} tensors, the first is {packed.paths[changed[0]]}" if changed else "settings, no tensor"
     warnings.warn(
-        f"{ids[team.rank]} starts with another state than {ids[lane[0]]}, and uses the "
-        f"state of {ids[lane[0]]}: {what}. Set the seed before the model is made (unisono.Run(seed=...) does)",
+        f"{ids[team.rank]} starts with a different state from {ids[lane[0]]}'s, and uses that of {ids[lane[0]]}: "
+        f"{what}. Set the seed before making the model (unisono.Run(seed=...) does)",
         stacklevel=3,
     )
     tracked.load(state)

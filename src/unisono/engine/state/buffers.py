@@ -120,7 +120,7 @@ class Buffers:
             index = next(index for index, part in zip(numbers, parts, strict=True) if bool(part.any()))
             raise StepError(
                 f"buffer {self.names[index]!r} was infinite and is finite after this step: such a change has no mean "
-                "over the micro-batches. Give the buffer finite values before run.steps, e.g. by one forward pass"
+                "over the micro-batches. Give the buffer finite values before run.steps, e.g. with one forward pass"
             )
 
     def _wrong(self, changes: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
@@ -179,8 +179,8 @@ class Buffers:
         if start.shape != now.shape and attribute not in module._non_persistent_buffers_set:
             raise StepError(
                 f"buffer {self.names[index]!r} had shape {tuple(start.shape)} and has {tuple(now.shape)} after a "
-                "micro-batch, only on the worker that computed the micro-batch. Give the buffer its final shape before "
-                "run.steps, e.g. by one forward pass; or register it with persistent=False if it is a cache"
+                "micro-batch, only on the worker that computed the micro-batch. Give the buffer its final shape "
+                "before run.steps, e.g. with one forward pass; or register it with persistent=False if it is a cache"
             )
         if start.shape == now.shape and not torch.equal(start, now):
             raise StepError(

@@ -57,7 +57,7 @@ class Carried:
         for one in given:
             if not isinstance(one, Tensor) or not -one.dim() <= dim < one.dim() or one.layout is not torch.strided:
                 raise UsageError(
-                    f"unisono.Carried takes tensors with one row for each key along dimension {dim}, e.g. "
+                    f"unisono.Carried takes tensors with one row per key along dimension {dim}, e.g. "
                     "torch.zeros(num_streams, width); got "
                     + (f"shape {tuple(one.shape)}" if isinstance(one, Tensor) else f"a {type(one).__qualname__}")
                 )
@@ -158,8 +158,8 @@ class Carried:
         room = views[0].shape[1]
         if len(keys) > room:
             raise StepError(
-                f"{where} has written {len(keys)} rows of a unisono.Carried, and there is room for {room}: "
-                "say how many rows a sample writes, unisono.Carried(rows, writes_per_sample=...)"
+                f"{where} wrote {len(keys)} rows of a unisono.Carried, but there is room for {room}: give the number "
+                "of rows that a sample writes, unisono.Carried(rows, writes_per_sample=...)"
             )
         views[0][leaf, : len(keys)] = (keys + 1).to(views[0].device)
         for number, view in enumerate(views[1:]):
@@ -214,8 +214,8 @@ class Carried:
         index = index.to(device="cpu", dtype=torch.int64)
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
             raise UsageError(
-                f"keys from {int(index.min())} to {int(index.max())} were given, and the unisono.Carried has rows "
-                f"0 to {len(self) - 1}"
+                f"keys from {int(index.min())} to {int(index.max())} were given, but the unisono.Carried has rows 0 to "
+                f"{len(self) - 1}"
             )
         return index
 

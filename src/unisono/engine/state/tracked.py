@@ -129,7 +129,9 @@ class Tracked:
                     "object these two methods"
                 )
             if name in self._objects and self._objects[name] is not value:
-                raise UsageError(f"run.track({name}=...) was called before with another object; choose another name")
+                raise UsageError(
+                    f"run.track({name}=...) was called before with a different object; choose a different name"
+                )
             self._objects[name] = value
             if isinstance(value, nn.Module):
                 for module in value.modules():
@@ -233,14 +235,15 @@ class Tracked:
                 if isinstance(part, nn.SyncBatchNorm):
                     raise UsageError(
                         f"{name}.{path} is a SyncBatchNorm, which needs the activations of all micro-batches of a step "
-                        "at the same time, while Unisono keeps those of one: with 16 micro-batches a worker would need "
-                        "some ten times the memory. Use BatchNorm (normalizes each micro-batch by itself, and averages "
-                        "the running statistics over them) with larger and fewer micro-batches, or GroupNorm"
+                        "at the same time, while Unisono keeps only those of one: with 16 micro-batches a worker "
+                        "would need about ten times the memory. Use BatchNorm (normalizes each micro-batch by itself, "
+                        "and averages the running statistics over them) with larger and fewer micro-batches, or "
+                        "GroupNorm"
                     )
                 if _is_cumulative(part):
                     raise UsageError(
                         f"{name}.{path} is a BatchNorm with momentum=None, whose running statistics are means over all "
-                        "batches so far. Each step would count as M batches and weigh as one, so later steps would "
+                        "batches so far. Each step would count as M batches but weigh as one, so later steps would "
                         "hardly count; set a momentum, or call eval() on the layer"
                     )
             for path, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -251,8 +254,8 @@ class Tracked:
                     )
                 if tensor.is_inference():
                     raise UsageError(
-                        f"{name}.{path} was made under torch.inference_mode(), so it can neither be trained nor "
-                        "compared; make the model outside of inference mode, or clone() the tensor"
+                        f"{name}.{path} was created under torch.inference_mode(), so it can be neither trained nor "
+                        "compared; create the model outside inference mode, or clone() the tensor"
                     )
                 if tensor.layout is not torch.strided:
                     raise UsageError(
@@ -271,7 +274,7 @@ class Tracked:
                 self._warn_of_untracked(name, module)
         if not self.modules:
             warnings.warn(
-                "an optimizer is tracked and no module: the buffers of a model (running statistics of BatchNorm) stay "
+                "an optimizer is tracked but no module: the buffers of a model (running statistics of BatchNorm) stay "
                 "with the worker that changed them, and a worker that joins does not get them; track the model too: "
                 "run.track(model=model)",
                 stacklevel=3,
@@ -376,7 +379,7 @@ class Tracked:
         theirs, ours = state["objects"].keys(), self._objects.keys()
         if theirs != ours:
             raise UsageError(
-                f"this script tracks {sorted(ours)}, the run tracks {sorted(theirs)}; give run.track the same names"
+                f"this script tracks {sorted(ours)}, but the run tracks {sorted(theirs)}; give run.track the same names"
             )
         shards = state.get("sharded")  # None: this is the state of a checkpoint, and not that of a run under way
         if shards is not None and shards != sorted(self.sharded):
@@ -401,9 +404,9 @@ class Tracked:
                 loaded = {key: loaded[key] for key in loaded if key in part}
             if not is_same_state(loaded, part):
                 raise StepError(
-                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(), so a "
-                    "worker that joins, or a run that resumes, would go on from another state: its state_dict() must "
-                    "hold everything that changes"
+                    f"{name} ({type(value).__qualname__}) is not the same after load_state_dict(), so a worker that "
+                    "joins, or a run that resumes, would continue from a different state: its state_dict() must hold "
+                    "everything that changes"
                 )
 
     def load_own(self, state: dict[str, Any]) -> None:
@@ -484,8 +487,8 @@ class Tracked:
                 found[name] = f"{digest_of_state(value.state_dict(), held.get(name, {})):016x}"
             except KeyError:
                 raise StateLost(
-                    f"all workers that held some states of {name} were lost in the last moment of the run, so its end "
-                    "is not known; go on from the newest checkpoint, and with more copies (unisono.shard)"
+                    f"all workers that held some states of {name} were lost in the last moments of the run, so its "
+                    "result is unknown; resume from the newest checkpoint, with more copies (unisono.shard)"
                 ) from None
         return found
 

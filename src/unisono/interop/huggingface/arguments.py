@@ -18,7 +18,7 @@ from unisono.script.run import Run
 __all__ = ["adapted", "check_dataset"]
 
 _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
-    "deepspeed": (bool, "leave it out; unisono.shard shares out an optimizer's states"),
+    "deepspeed": (bool, "leave it out; unisono.shard distributes an optimizer's states"),
     "fsdp": (bool, "leave it out; each worker holds the whole model"),
     "parallelism_config": (bool, "leave it out; each worker holds the whole model"),
     "auto_find_batch_size": (bool, "choose the batch size: it is part of what the bits depend on"),
@@ -26,7 +26,7 @@ _REFUSED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
         lambda value: value == "batch_rebalance",
         'choose "group_by_length" (Unisono balances the workers itself, by what they take for a micro-batch)',
     ),
-    "ignore_data_skip": (bool, "leave it out: a training that goes on computes the samples that are left"),
+    "ignore_data_skip": (bool, "leave it out: a resumed training computes the samples that are left"),
     "save_on_each_node": (bool, "leave it out: one worker writes; unisono run --copies-to keeps copies elsewhere"),
     "enable_jit_checkpoint": (bool, "use unisono.Checkpoints(exit_code_on_sigterm=...) in unisono.Run(checkpoint=...)"),
     "fp16_full_eval": (bool, "cast the model before the trainer is made"),
@@ -79,7 +79,7 @@ def adapted(given: TrainingArguments, run: Run) -> TrainingArguments:
     if given.world_size > 1:
         raise UsageError(
             f"the process is one of {given.world_size} of a torch.distributed launcher (torchrun, accelerate launch), "
-            "and Unisono starts the workers itself: unisono run train.py --workers 4"
+            "but Unisono starts the workers itself: unisono run train.py --workers 4"
         )
     args = copy.copy(given)
     args.per_device_train_batch_size *= args.gradient_accumulation_steps
@@ -95,7 +95,7 @@ def _use_device(args: TrainingArguments, run: Run) -> None:
     """Let the arguments, and the Accelerator that is made of them, have the device of this worker, and no other."""
     if args.use_cpu and run.device.type != "cpu":
         raise UsageError(
-            f'TrainingArguments(use_cpu=True) and a run on {run.device} do not fit: unisono.Run(device="cpu")'
+            f'TrainingArguments(use_cpu=True) does not fit a run on {run.device}: unisono.Run(device="cpu")'
         )
     args.use_cpu = run.device.type == "cpu"
     if args.use_cpu and args.fp16 and run.is_main:
@@ -109,7 +109,7 @@ def _use_device(args: TrainingArguments, run: Run) -> None:
         device = args.device
     if device != run.device:
         raise UsageError(
-            f"the worker's device is {run.device}, and TrainingArguments chose {device}; give the device to "
+            f"the worker's device is {run.device}, but TrainingArguments chose {device}; give the device to "
             "unisono.Run(device=...), and leave ACCELERATE_USE_CPU unset"
         )
     args._n_gpu = int(run.device.type != "cpu")  # never DataParallel

@@ -173,8 +173,8 @@ class _Read:
 
     def _other_length(self, found: str) -> UsageError:
         return UsageError(
-            f"the evaluation dataset gave {found} samples, and by its len, or when they were counted, they were "
-            f"{self._length}: an evaluation needs the same samples each time, on each worker. Give a list of them"
+            f"the evaluation dataset gave {found} samples, but its len, or an earlier count, was {self._length}: an "
+            "evaluation needs the same samples each time, on each worker. Give a list of them"
         )
 
 
@@ -185,7 +185,7 @@ counted once in a training. Datasets need no hash.
 
 
 def _agreed_length(dataset: Any, run: Run) -> int | None:
-    """Return the samples of a dataset; None: it cannot be shared out. Collective.
+    """Return the samples of a dataset; None: it cannot be distributed. Collective.
 
     Raises:
         UsageError: workers have other numbers of samples.
@@ -198,8 +198,8 @@ def _agreed_length(dataset: Any, run: Run) -> int | None:
         few, many = min(lengths), max(lengths)
         raise UsageError(
             f"the evaluation dataset has {few} samples on one worker, and {many} on another: all workers need the same "
-            "samples, which must follow from nothing but the script and the seed (no file that only one machine has, "
-            "no clock, no generator that is seeded by itself)"
+            "samples, which must depend only on the script and the seed (no file that only one machine has, no clock, "
+            "no generator that is seeded by itself)"
         )
     return length
 

@@ -101,12 +101,12 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         """
         if trial is not None:
             raise UsageError(
-                "a trial of a hyperparameter search begins anew with another model, and a run of Unisono has one: "
+                "each trial of a hyperparameter search starts with a new model, but a run of Unisono has only one: "
                 "start a run for each trial"
             )
         if self.model_init is not None and self._handout is not None:
             raise UsageError(
-                "a Trainer with model_init makes another model at each call of train, and a run of Unisono trains one: "
+                "a Trainer with model_init makes a new model at each call of train, but a run of Unisono trains one: "
                 "give model= to train it further, or start a run for each model"
             )
         # The newest one is another when a worker joins later, also where the script has looked for it.
@@ -221,8 +221,8 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
         is_left = self.state.global_step % self.steps_per_epoch != 0 and not self.control.should_training_stop
         if self.control.should_epoch_stop and is_left:
             raise UsageError(
-                "a callback has set control.should_epoch_stop, and a run of Unisono does not leave out samples of an "
-                "epoch: set control.should_training_stop, or give the Trainer fewer samples"
+                "a callback has set control.should_epoch_stop, but a run of Unisono does not skip samples of an epoch: "
+                "set control.should_training_stop, or give the Trainer fewer samples"
             )
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
@@ -235,7 +235,7 @@ class UnisonoTrainer(Trainer):  # type: ignore[misc]
             self.args.load_best_model_at_end and best is not None and not all(self.run.all_gather(Path(best).is_dir()))
         ):
             raise UsageError(
-                f"load_best_model_at_end reads {best}, and not all workers see it: choose an output_dir that all "
+                f"load_best_model_at_end reads {best}, which not all workers see: choose an output_dir that all "
                 "machines of the run share"
             )
         self._handout.end()

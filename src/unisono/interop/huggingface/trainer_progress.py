@@ -139,9 +139,9 @@ class Handout:
             return False
         if following.number_in_loop // self._per_epoch < epoch:
             raise UsageError(
-                f"the run goes on with step {following.number_in_loop}, and the Trainer's checkpoint would have it "
+                f"the run continues with step {following.number_in_loop}, and the Trainer's checkpoint would have it "
                 f"begin with step {epoch * self._per_epoch} or later: call train() without resume_from_checkpoint "
-                "where a run is resumed (unisono run --resume), or go on from the Trainer's checkpoint in a new run"
+                "where a run is resumed (unisono run --resume), or use the Trainer's checkpoint in a new run"
             )
         return following.number_in_loop // self._per_epoch == epoch
 

@@ -167,7 +167,7 @@ def _kind_of(name: str, reduce: Any) -> str:
     if kind is None:
         raise UsageError(
             f"self.log({name!r}, reduce_fx={reduce!r}): UnisonoStrategy reduces the values of micro-batches by "
-            '"mean", "sum", "max" and "min"; log what the value is made of, with one of these'
+            '"mean", "sum", "max" and "min"; log the parts of the value, with one of these'
         )
     return kind
 

@@ -38,10 +38,14 @@ _KINDS: Final[dict[Any, str]] = {
 _GROUPING: Final = ("_enable_compute_groups", "_groups", "_groups_checked", "_state_is_copy")
 """Attributes of a MetricCollection: which of its metrics share states."""
 _REFUSED: Final[dict[type[nn.Module], str]] = {
-    Running: "counts the calls of one process, and here each worker has other micro-batches: log the value with "
-    "on_step=True, and smooth it where it is shown",
-    MinMaxMetric: "keeps its extremes outside of its states, and each worker computes them of other micro-batches: log "
-    "the metric itself, and compare its values of the epochs in on_validation_epoch_end",
+    Running: (
+        "counts the calls of one process, but here each worker has different micro-batches: log the value with "
+        "on_step=True, and smooth it where it is shown"
+    ),
+    MinMaxMetric: (
+        "keeps its extremes outside its states, and each worker computes them from different micro-batches: log "
+        "the metric itself, and compare its values of the epochs in on_validation_epoch_end"
+    ),
     MetricTracker: "makes metrics while it runs, which a worker that joins does not have: log the metric itself, and "
     "compare its values of the epochs in on_validation_epoch_end",
 }
@@ -255,9 +259,9 @@ def _kinds(path: str, metric: Metric) -> dict[str, str]:
     own = next((name for name, kind in found.items() if not kind), None)
     if own is not None:
         raise UsageError(
-            f"the state {own!r} of the metric {path!r} ({type(metric).__qualname__}) is reduced in a way of its own "
-            "(dist_reduce_fx), and UnisonoStrategy knows sums, means, maxima, minima and, in evaluations, lists of "
-            "rows: log the sums that the metric is made of"
+            f"the state {own!r} of the metric {path!r} ({type(metric).__qualname__}) has its own reduction "
+            "(dist_reduce_fx), but UnisonoStrategy supports only sums, means, maxima, minima and, in evaluations, "
+            "lists of rows: log the sums that the metric is made of"
         )
     return found
 

@@ -15,13 +15,13 @@ from unisono.core.errors import UsageError
 __all__ = ["check"]
 
 _ON_ERRORS: Final = (
-    "an error of one worker is not known to the others, and a checkpoint is written together; give "
-    "UnisonoStrategy(checkpoint=unisono.Checkpoints(every_steps=...)), from which the run can go on"
+    "an error on one worker is unknown to the others, but a checkpoint is written together; give "
+    "UnisonoStrategy(checkpoint=unisono.Checkpoints(every_steps=...)), from which the run can resume"
 )
 _CALLBACKS: Final[dict[type[pl.Callback], str]] = {
     callbacks.GradientAccumulationScheduler: "all steps of a training have a global batch of one size; give "
     "Trainer(accumulate_grad_batches=...), and call trainer.fit again for each phase",
-    callbacks.Timer: "clocks of workers differ, so they would end at different steps; use max_steps=",
+    callbacks.Timer: "the workers' clocks differ, so they would end at different steps; use max_steps=",
     callbacks.StochasticWeightAveraging: "a worker that joins does not get its averages; average in the module, in a "
     "torch.optim.swa_utils.AveragedModel that is one of its submodules",
     callbacks.WeightAveraging: "a worker that joins does not get its averages; average in the module, in a "
@@ -29,8 +29,8 @@ _CALLBACKS: Final[dict[type[pl.Callback], str]] = {
     callbacks.BaseFinetuning: "it adds groups to the optimizer while it trains, which a worker that joins does not "
     "know of; give the optimizer all groups from the start, and call trainer.fit again for each phase",
     callbacks.OnExceptionCheckpoint: _ON_ERRORS,
-    callbacks.LearningRateFinder: "it trains and goes back; find the rate without this strategy, then give it",
-    callbacks.BatchSizeFinder: "it trains and goes back; `unisono plan --find batch` finds what fits",
+    callbacks.LearningRateFinder: "it trains and then rewinds; find the rate without this strategy, then set it",
+    callbacks.BatchSizeFinder: "it trains and then rewinds; `unisono plan --find batch` finds what fits",
 }
 
 
@@ -47,12 +47,12 @@ def _refusals(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
     if trainer.num_nodes > 1 or (str(devices).isdecimal() and int(devices) > 1):
         yield (
             f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}): each worker is one process with one device. "
-            "Leave devices= and num_nodes= out, and say `unisono run --workers N train.py`"
+            "Leave out devices= and num_nodes=, and use `unisono run --workers N train.py`"
         )
     for hook in ("training_step", "validation_step", "test_step"):
         function = getattr(module, hook)
         if callable(function) and is_param_in_hook_signature(function, "dataloader_iter", explicit=True):
-            yield f"{hook}(self, dataloader_iter) takes batches itself; write {hook}(self, batch, batch_idx)"
+            yield f"{hook}(self, dataloader_iter) fetches batches itself; write {hook}(self, batch, batch_idx)"
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if not module.automatic_optimization:
@@ -68,8 +68,8 @@ def _refusals(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[str]:
         )
     if isinstance(seconds := _given(trainer, "_val_check_time_interval"), (int, float)):
         yield (
-            f"val_check_interval of {seconds:g} seconds: clocks of workers differ, so they would validate at different "
-            "steps; give a number of steps, or a share of an epoch"
+            f"val_check_interval of {seconds:g} seconds: the workers' clocks differ, so they would validate at "
+            "different steps; give a number of steps, or a share of an epoch"
         )
     for callback in _given(trainer, "callbacks"):
         why = next((words for kind, words in _CALLBACKS.items() if isinstance(callback, kind)), None)

@@ -80,8 +80,9 @@ class TrainerState:
                 _load_callback(callback, found)
                 if not is_same_state(_callback_state(callback), found):
                     raise UsageError(
-                        f"the callback {type(callback).__qualname__} has another state_dict() after load_state_dict(), "
-                        "so a worker that joins, or a run that resumes, would not go on as the others do"
+                        f"the callback {type(callback).__qualname__} has a different state_dict() after "
+                        "load_state_dict(), so a worker that joins, or a run that resumes, would not continue as the "
+                        "others do"
                     )
         for metrics, found in zip(self._metrics, state["metrics"], strict=True):
             metrics.load_state_dict(found)

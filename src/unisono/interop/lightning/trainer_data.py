@@ -47,15 +47,15 @@ def checked(loader: object, what: str) -> DataLoader[Any]:
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         if has_own_iter(loader):
             raise UsageError(
-                f"the loader of {what} is a {type(loader).__qualname__}, which makes its batches in a way of its own "
-                "(it overrides __iter__), and UnisonoStrategy loads the samples itself: give a torch DataLoader, and "
-                "do in its collate_fn, or in the dataset, what __iter__ does"
+                f"the loader of {what} is a {type(loader).__qualname__}, which makes its batches in its own way (it "
+                "overrides __iter__), but UnisonoStrategy loads the samples itself: give a torch DataLoader, and move "
+                "the work of __iter__ into its collate_fn or the dataset"
             )
         return loader
     of = f" of a {type(loader.dataset).__qualname__}" if isinstance(loader, DataLoader) else ""
     raise UsageError(
-        f"UnisonoStrategy shares out the samples of {what} by their numbers, and a {type(loader).__qualname__}{of} "
-        "has none: give a torch DataLoader of a dataset with __len__ and __getitem__"
+        f"UnisonoStrategy distributes the samples of {what} by index, and a {type(loader).__qualname__}{of} has none: "
+        "give a torch DataLoader of a dataset with __len__ and __getitem__"
     )
 
 
@@ -68,8 +68,8 @@ def in_one_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     for sampler in (loader.sampler, loader.batch_sampler):
         if getattr(sampler, "generator", None) is not None:
             raise UsageError(
-                f"UnisonoStrategy: the {type(sampler).__qualname__} of a loader for an evaluation has a generator, and "
-                "a worker that joins later would cut other batches by it than the others: leave generator= out, or "
+                f"UnisonoStrategy: the {type(sampler).__qualname__} of a loader for an evaluation has a generator, "
+                "with which a worker that joins later would cut different batches: leave out generator=, or "
                 "shuffle=True"
             )
     return loader
@@ -117,9 +117,9 @@ def steps_of(batches: int, per_epoch: int, accumulates: int) -> int:
     """
     if batches % accumulates and batches != per_epoch:
         raise UsageError(
-            f"UnisonoStrategy: the Trainer goes on after batch {batches} of an epoch, in the middle of a step of "
-            f"{accumulates} batches (accumulate_grad_batches={accumulates}), whose gradient nobody has kept: go on "
-            "from a checkpoint that was written after a step"
+            f"UnisonoStrategy: the Trainer resumes after batch {batches} of an epoch, in the middle of a step of "
+            f"{accumulates} batches (accumulate_grad_batches={accumulates}), whose gradient was not kept: resume from "
+            "a checkpoint that was written after a step"
         )
     return -(-batches // accumulates)
 
@@ -321,8 +321,8 @@ class WholeSet:
 
     def __iter__(self) -> NoReturn:
         raise UsageError(
-            "within an evaluation the loaders of the Trainer have one item, which stands for all batches, and the "
-            "workers share these: to look at batches there, iterate over the DataLoader that you gave to the Trainer"
+            "within an evaluation the loaders of the Trainer have one item, which stands for all batches, because the "
+            "workers share them: to look at batches there, iterate over the DataLoader that you gave to the Trainer"
         )
 
     def __getitem__(self, index: int) -> tuple[int, Any]:

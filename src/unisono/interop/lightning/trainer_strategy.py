@@ -266,8 +266,8 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if (now := self.trainer.accumulate_grad_batches) != self._accumulates:
             raise UsageError(
                 f"UnisonoStrategy: accumulate_grad_batches was {self._accumulates} when the training began, and is "
-                f"{now} at step {step.number}: the steps of a training have global batches of one size; for another "
-                "call trainer.fit again"
+                f"{now} at step {step.number}: all steps of a training have global batches of one size; for another "
+                "size call trainer.fit again"
             )
         self._follow_rank()
 
@@ -356,7 +356,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         if weight is not None and is_overridden("backward", module, pl.LightningModule):
             raise UsageError(
                 f"UnisonoStrategy: {type(module).__name__} has a backward() of its own, and its training_step returned "
-                'a "weight", with which the backward pass is that of step.backward: do without one of them'
+                'a "weight", which makes step.backward the backward pass: drop one of them'
             )
         scaled = self.precision_plugin.pre_backward(loss, module)
         if weight is None:

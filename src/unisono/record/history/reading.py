@@ -38,8 +38,8 @@ __all__ = ["EXACT_STEPS", "History", "without_head"]
 
 EXACT_STEPS: Final = 1 << 13
 """Where a question is about so few steps, their lines are read, and not only the index."""
-NO_END: Final = "no process has said how the run ended: all were killed, or their machines were lost"
-NO_HEAD: Final = "a process of the run holds its directory, and no head answers from here"
+NO_END: Final = "no process reported how the run ended: all were killed, or their machines were lost"
+NO_HEAD: Final = "a process of the run holds its directory, but no head answers from here"
 _FACTS: Final = {"run_id": str, "recipe": dict, "command": dict, "environment": dict, "resumed": list, "earlier": list}
 """What ``run.json`` has, where it is as this version knows it."""
 _ORDER: Final = ("loss", "samples_per_s", "step_s", "sent_bytes")
@@ -305,7 +305,7 @@ class History:
             )
         elif lines.head:
             is_begun = lines.head.startswith(b'{"line"')
-            what = "has no whole line yet" if is_begun else "is not a journal"
+            what = "has no complete line yet" if is_begun else "is not a journal"
             found.append(f"{lines.path} {what}: it begins with {lines.head.decode(errors='replace')!r}")
         if self._is_foreign:
             found.append(f"{lines.path} is not a journal: it begins with {lines.first_broken!r}")
@@ -315,11 +315,11 @@ class History:
                 f"{'is' if lines.num_broken == 1 else 'are'} left out; the first begins with {lines.first_broken!r}"
             )
         if lines.missing:
-            found.append(f"{lines.path} is long, and {lines.missing:.0%} of it is not read yet")
+            found.append(f"{lines.path} is long, and {lines.missing:.0%} of it has not been read yet")
         elif lines.with_steps and (lost := self._last_told()) > (last := self.span()[1]):
             found.append(
                 f"{lines.path} ends with step {last}, and the run ended after step {lost}: the last lines were cut "
-                "off, or could not be written (a full disk, or all workers were killed)"
+                "off, or could not be written (the disk was full, or all workers were killed)"
             )
         return found
 
@@ -345,7 +345,7 @@ class History:
         self._facts = {name: value for name, value in facts.items() if name not in odd}
         schema = facts.get("schema", RUN_SCHEMA)
         if odd:
-            self._facts_note = f"{path} has no usable {', '.join(odd)}; all else is shown"
+            self._facts_note = f"{path} has no usable {', '.join(odd)}; everything else is shown"
         if not isinstance(schema, int) or schema > RUN_SCHEMA:
             self._facts_note = (
                 f"{path} was written by a newer version (schema {schema}, this one knows {RUN_SCHEMA}); what this "
@@ -357,7 +357,10 @@ def without_head(overview: Overview) -> Overview:
     """Return what to show of a run that no process is seen of: it may go on elsewhere, unless it has an end."""
     if overview.state not in ("starting", "waiting"):
         return overview
-    reason = "no head answers, and the journal has no end: the run was killed, or goes on where this is not seen"
+    reason = (
+        "no head answers, and the journal has no end: the run was killed, or continues where it cannot be seen "
+        "from here"
+    )
     return msgspec.structs.replace(overview, state="unknown", reason=reason, left_s=None)
 
 

@@ -104,7 +104,7 @@ class StoryLines:
             following = after
 
     def _note(self, text: bytes) -> None:
-        said = f"a line of {self.path} is no event: {text[:40].decode(errors='replace')!r}"
+        said = f"a line of {self.path} is not an event: {text[:40].decode(errors='replace')!r}"
         if len(self.notes) < 3 and said not in self.notes:
             self.notes.append(said)
 

@@ -44,7 +44,7 @@ def compare(a: Path, b: Path) -> str:
     ours, theirs = _Comparable(a), _Comparable(b)
     for each in (ours, theirs):
         if each.line is None:
-            raise ValueError(f"{each.path} holds no journal: it has no step and no end")
+            raise ValueError(f"{each.path} is not a journal: it has no step and no end")
     try:
         said = _compare(ours, theirs)
     except Difference as difference:
@@ -76,7 +76,7 @@ def _compare(ours: _Comparable, theirs: _Comparable) -> str:
         theirs.next()
     for longer, shorter in ((ours, theirs), (theirs, ours)):
         if longer.line is not None:
-            why = "" if shorter.last["kind"] == "end" else " (it was stopped or killed, or is still going)"
+            why = "" if shorter.last["kind"] == "end" else " (it was stopped or killed, or is still running)"
             raise Difference(
                 f"equal for {count(num_steps, 'step')}; then {longer.path} {_does(longer.line)}, and {shorter.path} "
                 f"ends{why}"

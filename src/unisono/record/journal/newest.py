@@ -53,7 +53,7 @@ class Newest:
                 known = 0
         with self._path.open("ab", buffering=0) as file:
             if os.write(file.fileno(), data) < len(data):
-                raise OSError(f"{self._path} took only a part of what was to be written: the disk is full")
+                raise OSError(f"{self._path} took only part of the data: the disk is full")
         self._num_records = known + len(records)
 
 

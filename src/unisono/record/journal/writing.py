@@ -185,7 +185,7 @@ class Journal:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"the journal {self._path} cannot be written: {error}; training goes on, and the last "
+                f"the journal {self._path} cannot be written: {error}; training continues, and the last "
                 f"{MOST_KEPT_LINES:,} lines are kept until it can be written again",
                 stacklevel=3,
             )
@@ -218,7 +218,7 @@ def _take_over(path: Path, number: int) -> tuple[int, bytes]:
         truncate(path, last["line"])
         last, broken = _cut(path)
     if broken:
-        warnings.warn(f"{broken}; the run goes on after its last whole line", stacklevel=2)
+        warnings.warn(f"{broken}; the run continues after its last complete line", stacklevel=2)
     return int(last["line"]) if last is not None else -1, chain.value_in(last)
 
 

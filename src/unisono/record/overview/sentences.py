@@ -173,7 +173,7 @@ def text_of(event: Event) -> str:
     """Return the sentence of an event; "": it has none."""
     match event:
         case RunStarted():
-            return f"the run goes on at step {event.step}" if event.step else "the run begins"
+            return f"the run continues at step {event.step}" if event.step else "the run begins"
         case RunEnded():
             if not event.ok:
                 return f"the run failed: {event.reason}"
@@ -187,14 +187,14 @@ def text_of(event: Event) -> str:
             return f"{event.worker_id}{_on(event.host)} {_GONE[event.how]}{after}{_why(event.reason)}"
         case WorkerLate():
             where = f"at step {event.step}" + (f", micro-batch {event.microbatch}" if event.microbatch >= 0 else "")
-            return f"{event.worker_id} makes no progress for {event.seconds:.0f} s {where}; the others wait for it"
+            return f"{event.worker_id} has made no progress for {event.seconds:.0f} s {where}; the others wait for it"
         case MachineJoined():
             return f"{event.host} offers {count(event.num_workers, 'worker')}"
         case MachineGone():
             return f"{event.host} is gone{_why(event.reason)}"
         case Interruption():
             cost = duration(event.seconds) if event.seconds > 0 else "no time"
-            return f"generation {event.generation} has cost {cost} at step {event.step}{_why(event.reason)}"
+            return f"generation {event.generation} cost {cost} at step {event.step}{_why(event.reason)}"
         case CheckpointWritten():
             took = f", {shown_bytes(event.bytes)} in {event.seconds:.1f} s" if event.bytes and event.seconds else ""
             return f"checkpoint {step_name(event.step)}{took}"

@@ -88,18 +88,18 @@ def shown(evidence: Evidence, secrets: Collection[str] = ()) -> str:
     parts = [
         f"{_title(f'Unisono: {trouble.kind}', '=')}\n\n{said}",
         redacted(_table(evidence.facts), secrets),
-        "Nothing that looked like a password, a token or a key was written here. Look through the output and the "
-        "settings all the same before you give this file to others.",
+        "Nothing that looked like a password, token or key was written here. Check the output and the settings all "
+        "the same before you share this file.",
     ]
-    parts += part("What the culprit says", trouble.detail)
+    parts += part("What the culprit reports", trouble.detail)
     parts += part("Traceback, or last output of the culprit", trouble.traceback)
-    stacks = _witnesses(first, secrets) or "(no worker was left to be asked)"
+    stacks = _witnesses(first, secrets) or "(no worker was left to ask)"
     parts += _part("Stacks of all workers, at the moment of the problem", stacks)
     machines = list(evidence.machines)[:MAX_PARTS]
     parts += _part("Machines, and the memory of their processes", _witnesses(machines, secrets))
     parts += part("Last events", "\n".join(evidence.events))
     parts += part("Versions", _table(evidence.versions))
-    parts += part("Environment variables that matter here", _table(evidence.environment))
+    parts += part("Relevant environment variables", _table(evidence.environment))
     parts += part("Settings of the run", evidence.settings)
     parts += part("Recipe", evidence.recipe)
     whole = "\n\n".join(filter(None, parts)) + "\n"

@@ -91,7 +91,7 @@ def advice(held: Held, setting: FitSetting) -> str:
             f"Parameters, gradients, optimizer state and the program alone need {shown_bytes(held.fixed)} of "
             f"{shown_bytes(held.limit)}, so no number of micro-batches makes it fit"
         )
-        return f"{alone}: {workers or 'it takes a smaller model, an optimizer with less state, or more memory'}"
+        return f"{alone}: {workers or 'use a smaller model, an optimizer with less state, or more memory'}"
     if not held.rest:
         return ""
     wanted = setting.microbatches * math.ceil(held.rest / room)
@@ -99,12 +99,12 @@ def advice(held: Held, setting: FitSetting) -> str:
     if not fitting:
         least = shown_bytes(held.fixed + held.rest * setting.microbatches / setting.batch_size)
         text = f"Even micro-batches of 1 sample would need about {least} of {shown_bytes(held.limit)}"
-        return f"{text}: {workers or 'it takes a smaller model or samples, or more memory'}"
+        return f"{text}: {workers or 'use a smaller model, smaller samples, or more memory'}"
     need = shown_bytes(held.fixed + held.rest * setting.microbatches / fitting)
     samples = count(setting.batch_size // fitting, "sample")
     text = (
         f"microbatches={fitting} instead of {setting.microbatches}, so {samples} each of the same batch, would need "
-        f"about {need} of {shown_bytes(held.limit)} (the number is part of the bits)"
+        f"about {need} of {shown_bytes(held.limit)} (the number affects the bits)"
     )
     return f"{text}; or {workers}" if workers else text
 

@@ -102,9 +102,11 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
             if is_sum
             else "its loss is, and so is the gradient of each micro-batch before it",
             detail=detail,
-            advice="The derivatives of sqrt, norm, log and division at 0 are infinite, and numbers of 16 bits overflow "
-            "early. The run goes on; a script may leave out such an update where step.loss or the norm of the gradient "
-            "says so, which are equal on all workers",
+            advice=(
+                "The derivatives of sqrt, norm, log and division at 0 are infinite, and numbers of 16 bits "
+                "overflow early. The run continues; a script may skip such an update depending on step.loss or the "
+                "gradient norm, which are equal on all workers"
+            ),
         )
 
 
@@ -216,37 +218,37 @@ def what_to_do(trouble: Trouble) -> str:
     match trouble.kind:
         case "hang":
             return (
-                f"The stack of {who} in the evidence shows the line to look at; if the script may take so long there, "
-                "raise --set kill-after=TIME"
+                f"The stack of {who} in the evidence shows the line to look at; if the script may take that long "
+                "there, raise --set kill-after=TIME"
             )
         case "unreachable":
             return "Look at the network between the machines: `unisono doctor` measures it"
         case "crash" if trouble.exit_code in (-9, -15):
             return (
-                "Nothing on the machine says that it was for memory: somebody, or what schedules jobs there, has sent "
-                "the signal"
+                "Nothing on the machine suggests that memory was the reason: somebody, or the job scheduler there, "
+                "sent the signal"
             )
         case "crash" if trouble.exit_code < 0:
             return (
-                f"Native code has failed: the last output of {who} in the evidence has the Python stack, if one could "
-                "be written"
+                f"Native code crashed: the last output of {who} in the evidence has the Python stack, if it could be "
+                "written"
             )
         case "crash":
-            return f"The script has left by os._exit, or native code has ended it: see the last output of {who}"
+            return f"The script called os._exit, or native code ended it: see the last output of {who}"
         case "nan":
             return (
-                "Look at these samples and at the operation: unisono replay --with anomaly names it; a lower "
-                "learning rate, a warm-up or clipped gradients help if the values have grown before"
+                "Look at these samples and at the operation: unisono replay --with anomaly names it; a lower learning "
+                "rate, a warm-up or clipped gradients help if the values have been growing"
             )
         case "divergence":
-            return _parts(trouble.error)[1] or "docs/guarantees.md has what a micro-batch may depend on"
+            return _parts(trouble.error)[1] or "docs/guarantees.md says what a micro-batch may depend on"
         case "out-of-memory":
             return (
-                "More micro-batches of the same batch need less memory (microbatches=, which is part of the bits), and "
-                "so do fewer workers on this machine"
+                "More micro-batches of the same batch need less memory (microbatches=, which affects the bits), and so "
+                "do fewer workers on this machine"
             )
         case "failed-join":
-            return "Mend that on the machine, and start `unisono join` there again"
+            return "Fix that on the machine, and run `unisono join` there again"
         case _:
             return "The traceback in the evidence ends with the line that raised it"
 

@@ -124,9 +124,9 @@ class Kills:
         limit = self.limit = memory_limit(self._root)
         size = f" ({shown_bytes(limit.limit)} of {limit.of})" if limit is not None else ""
         if group > 0:
-            return f"the kernel has killed it because the memory of its control group was used up{size}"
+            return f"the kernel killed it because its control group ran out of memory{size}"
         if machine > 0:
-            return f"the kernel has killed a process of this machine for memory at that moment{size}"
+            return f"the kernel killed a process of this machine for lack of memory at that moment{size}"
         return f"it was killed when its control group was at its limit{size}"
 
     def _read(self) -> tuple[int, int]:

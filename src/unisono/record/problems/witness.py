@@ -53,7 +53,7 @@ def statement(number: int, now: Beat) -> Statement:
         text, place = f"{text}\n{about_process()}\n{own_stacks()}", main_place()
         known = shown_environment(os.environ)
     except Exception as error:  # evidence never ends a worker
-        text += f"\n(nothing more could be found out: {in_one_line(error)})"
+        text += f"\n(no more could be found out: {in_one_line(error)})"
     return Statement(number=number, text=text, place=place, environment=known)
 
 

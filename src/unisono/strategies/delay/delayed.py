@@ -108,13 +108,12 @@ class DelayedRound(GradientRound):
         if again.digest == own.digest:
             return ""
         return (
-            f"micro-batch {own.leaf} of {self.name} was computed again one step later, with the parameters and "
-            "buffers that it had, and its gradient is not the same: "
-            f"{own.difference(again, 'the first time', 'the second')}. After the loss of a worker, micro-batches "
-            "of steps whose gradients are under way are computed again, and would change the result. Something in "
-            "the inner loop depends on a variable that the script sets outside of it: compute it there from "
-            "step.number, which is the number of the micro-batch's step, or keep it in a tracked buffer. Nothing "
-            f"was updated. {NAMES_THE_LINE}"
+            f"micro-batch {own.leaf} of {self.name} was recomputed one step later, with the same parameters and "
+            f"buffers, but its gradient differs: {own.difference(again, 'the first time', 'the second')}. After the "
+            "loss of a worker, micro-batches of steps whose gradients are in flight are recomputed, which would "
+            "change the result. Something in the inner loop depends on a variable that the script sets outside it: "
+            "compute it there from step.number, the number of the micro-batch's step, or keep it in a tracked buffer. "
+            f"Nothing was updated. {NAMES_THE_LINE}"
         )
 
     # -- ahead ---------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Gradient:
         ours = [*slot.gradients, *slot.buffers, slot.used, slot.scalars]
         theirs = [*self.gradients, *self.buffers, self.used, self.scalars]
         if [one.shape for one in ours] != [one.shape for one in theirs]:
-            raise ValueError("a gradient that is not applied yet has parameters of other shapes")
+            raise ValueError("a gradient that is not applied yet has parameters of different shapes")
         for one, other in zip(ours, theirs, strict=True):
             one.copy_(other)
         return slot

@@ -132,7 +132,7 @@ class Pipeline(Book):
         if [each.number for each in loaded] != numbers:
             raise StepError(
                 f"at iteration {first} of a training with delay={self._delay}, the gradients of the steps {numbers} "
-                f"are not applied yet, and the state that was loaded has those of {[one.number for one in loaded]}"
+                f"are not applied yet, but the loaded state has those of {[one.number for one in loaded]}"
             )
         for each in loaded:
             slot = each.to_slot(self._layout, self._device)
@@ -196,8 +196,8 @@ class Pipeline(Book):
         ours, theirs = _shapes(layout), [_shapes(one.slot.layout) for one in self._arrived()]
         if (self._open() and layout != self._layout) or any(ours != other for other in theirs):
             raise StepError(
-                "the parameters that are trained, or the buffers of the model, have changed within run.steps(delay=), "
-                "while gradients of the ones before are under way. Change them between two calls of run.steps"
+                "the parameters that are trained, or the buffers of the model, changed within run.steps(delay=), while "
+                "earlier gradients are in flight. Change them between two calls of run.steps"
             )
         self._layout = layout
 
@@ -363,8 +363,8 @@ class Pipeline(Book):
         step = self._steps[number]
         if step.has_new_sums:
             raise StepError(
-                f"step.add brought a new name in {step.name}. With delay= the gradient of a step is "
-                "under way while the next ones begin, so all names must be there in the first step: add zeros there"
+                f"step.add brought a new name in {step.name}. With delay= the gradient of a step is still in flight "
+                "when the next ones begin, so all names must occur in the first step: add zeros there"
             )
         if step.values is not None and step.is_broken:
             with self._apart(step):

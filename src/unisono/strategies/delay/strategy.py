@@ -40,41 +40,41 @@ def check_delay(delay: int, predict: bool, tracked: Tracked) -> None:
         UsageError: it cannot; says why.
     """
     if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay <= MOST_DELAY:
-        raise UsageError(f"delay is a number of steps, from 0 (none) to {MOST_DELAY}; got {delay!r}")
+        raise UsageError(f"delay must be a number of steps from 0 (none) to {MOST_DELAY}; got {delay!r}")
     if not delay:
         if predict:
             raise UsageError(
-                "predict=True computes with the parameters that are expected when a gradient is applied, which are "
-                "those in force where no gradient is under way. Give a delay, or leave it out"
+                "predict=True computes with the parameters that are expected when a gradient is applied, which are the "
+                "current ones when no gradient is in flight. Give a delay, or leave it out"
             )
         return
     for name, value in tracked.objects.items():
         if predict and isinstance(value, torch.optim.SGD) and not any(one["momentum"] for one in value.param_groups):
             warnings.warn(
-                f"{name!r} is an SGD without momentum, whose newest update is one gradient with all its noise: "
-                "predict=True goes by it, and makes such a training worse. Give it momentum, or leave predict=True out",
+                f"{name!r} is an SGD without momentum, whose latest update is a single noisy gradient: predict=True "
+                "extrapolates from it, and makes such a training worse. Give it momentum, or leave predict=True out",
                 stacklevel=3,
             )
         if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
             raise UsageError(
                 f"{name!r} is a GradScaler, and run.steps(delay={delay}) applies a gradient {delay} steps after it was "
-                "computed, when the scale may be another one. Use bfloat16, which needs no scaler "
-                "(torch.autocast(..., dtype=torch.bfloat16)), or delay=0"
+                "computed, when the scale may have changed. Use bfloat16, which needs no scaler (torch.autocast(..., "
+                "dtype=torch.bfloat16)), or delay=0"
             )
         if isinstance(value, Spread):
             raise UsageError(
-                f"{name!r} is an optimizer of unisono.shard, whose update is common work of all workers: it waits for "
+                f"{name!r} is an optimizer of unisono.shard, whose update is joint work of all workers: it waits for "
                 f"the slowest one in every step, so run.steps(delay={delay}) would gain nothing. Use one of the two"
             )
         if isinstance(value, torch.optim.LBFGS):
             raise UsageError(
                 f"{name!r} is an LBFGS, which computes the loss of the same batch several times for one update; with "
-                f"run.steps(delay={delay}) the parameters are others by then. Use delay=0"
+                f"run.steps(delay={delay}) the parameters have changed by then. Use delay=0"
             )
     if tracked.carried:
         raise UsageError(
-            f"{next(iter(tracked.carried))!r} is a unisono.Carried, whose rows each step reads as the step before has "
-            f"left them; with run.steps(delay={delay}) the step before is still under way. Use delay=0"
+            f"{next(iter(tracked.carried))!r} is a unisono.Carried, whose rows each step reads as the previous step "
+            f"left them; with run.steps(delay={delay}) the previous step is still in flight. Use delay=0"
         )
 
 

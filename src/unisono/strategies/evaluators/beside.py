@@ -98,9 +98,9 @@ class Beside:
             if rounds.members.rank == 0 and not self._has_warned:
                 self._has_warned = True
                 tell(
-                    f"unisono: {MOST_UNDER_WAY} evaluations wait for evaluators, so the workers compute that of "
-                    f"{order.place} themselves. More evaluators (unisono run --evaluators, unisono evaluate) keep up, "
-                    "or fewer evaluations; this is said once"
+                    f"unisono: {MOST_UNDER_WAY} evaluations are waiting for evaluators, so the workers compute that of "
+                    f"{order.place} themselves. Use more evaluators (unisono run --evaluators, unisono evaluate) or "
+                    "evaluate less often; this is reported once"
                 )
             return False
         round_ = _Working(rounds, BESIDE, partial(self._put, rounds, order))
@@ -183,9 +183,7 @@ class Beside:
             for _ in rounds.play(round_):
                 pass
             if not any(each.reaches for each in round_.seen):
-                raise StepError(
-                    f"no worker sees the run's directory any more, so nobody can say {title}. {self._advice}"
-                )
+                raise StepError(f"no worker sees the run's directory any longer, so {title} is unknown. {self._advice}")
             self._conclude(rounds, round_.known)
             left = [number for number in left if not self._begun.entries[number].is_settled]
 
@@ -227,7 +225,7 @@ class Beside:
 
     @property
     def _advice(self) -> str:
-        return "The run can go on from its newest checkpoint, which is from before that evaluation (--resume)"
+        return "The run can resume from its newest checkpoint, which is from before that evaluation (--resume)"
 
     @contextmanager
     def _in_place(self, state: dict[str, Any]) -> Iterator[None]:

@@ -94,7 +94,7 @@ def decompress(compressed: Tensor, out: Tensor) -> Tensor:
     numel = out.numel()
     if compressed.numel() != compressed_bytes(numel):
         raise ValueError(
-            f"{numel} values are {compressed_bytes(numel)} bytes when they are compressed; got {compressed.numel()}"
+            f"{numel} values take {compressed_bytes(numel)} bytes when compressed; got {compressed.numel()}"
         )
     scales, codes = _parts(compressed, numel)
     flat = out.view(-1)

@@ -54,11 +54,11 @@ def check_options(given: Mapping[str, object], known: Collection[str]) -> None:
     """
     if "delay" in given:
         raise UsageError(
-            f"run.local_steps(delay={given['delay']!r}): local steps have no delay any more. In version 0.2.0 delay=1 "
-            "applied the mean change of a round at the end of the next one, and sent it meanwhile. Leave delay= out, "
-            "and give more inner_steps=, so that the workers exchange less often; or train with run.steps(delay=1), "
-            "which sends gradients while the next step is computed. A run that was begun with delay=1 is gone on with "
-            "by version 0.2.0 (pip install unisono==0.2.0)"
+            f"run.local_steps(delay={given['delay']!r}): local steps no longer have a delay. In version 0.2.0 delay=1 "
+            "applied the mean change of a round at the end of the next one, and sent it in the meantime. Leave delay= "
+            "out, and give more inner_steps=, so that the workers exchange less often; or train with "
+            "run.steps(delay=1), which sends gradients while the next step is computed. Version 0.2.0 (pip install "
+            "unisono==0.2.0) can resume a run that was started with delay=1"
         )
     if "wire" in given:
         raise UsageError(
@@ -163,8 +163,8 @@ class InnerStep(Step):
             StepError: always.
         """
         raise StepError(
-            "step.log was called in a step of a replica, which only one worker computes: after `for step in round` "
-            "call round.log (round.loss is the mean loss then, and step.add gives exact sums in round.totals)"
+            "step.log was called in a step of a replica, which only one worker computes: call round.log after `for "
+            "step in round` (round.loss is the mean loss then, and step.add gives exact sums in round.totals)"
         )
 
     def _unused_error(self) -> StepError:
@@ -250,7 +250,7 @@ class LocalRound(Iteration):
         """
         self.check_not_left()
         if not self.is_complete:
-            raise StepError(f"round.loss of round {self.number} is known after `for step in round`")
+            raise StepError(f"round.loss of round {self.number} is known only after `for step in round`")
         return self._loss
 
     @property
@@ -267,7 +267,7 @@ class LocalRound(Iteration):
     def totals(self) -> dict[str, Any]:
         """The sums of ``step.add`` over all steps of all replicas, by name. After ``for step in round``."""
         if not self.is_complete:
-            raise StepError(f"round.totals of round {self.number} are known after `for step in round`")
+            raise StepError(f"round.totals of round {self.number} are known only after `for step in round`")
         return dict(self._totals)
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
@@ -283,7 +283,7 @@ class LocalRound(Iteration):
         self.check_not_left()
         if self.state is StepState.INSIDE:
             raise StepError(
-                "round.log was called inside of `for step in round`, where each worker is at another replica: call it "
+                "round.log was called inside `for step in round`, where each worker is at another replica: call it "
                 "after that loop"
             )
         self._log(values, named)
@@ -302,8 +302,8 @@ class LocalRound(Iteration):
         self._process.check("for step in round")
         if self.state is not StepState.NEW:
             raise StepError(
-                f"round {self.number} was iterated before, or its loop is over; `for step in round` can be run once "
-                "for each round"
+                f"round {self.number} was already iterated over, or its loop is over; `for step in round` can run only "
+                "once per round"
             )
         return self._run()
 
@@ -409,5 +409,5 @@ class LocalRound(Iteration):
 
     def _unused_error(self) -> StepError:
         return StepError(
-            f"round {self.number} was not iterated: write `for step in round:`, and in it `for batch in step:`"
+            f"round {self.number} was not iterated over: write `for step in round:`, and in it `for batch in step:`"
         )

@@ -246,8 +246,8 @@ def take(optimizers: Mapping[str, torch.optim.Optimizer]) -> ReplicaState:
                 state[index] = optimizer.state.pop(parameter)
         if optimizer.state:
             raise UsageError(
-                f"{name} ({type(optimizer).__qualname__}) keeps a state that belongs to no parameter, so it cannot be "
-                "given to a replica; use another optimizer within run.local_steps"
+                f"{name} ({type(optimizer).__qualname__}) keeps state that belongs to no parameter, so it cannot be "
+                "given to a replica; use a different optimizer within run.local_steps"
             )
         taken[name] = state
     return taken

@@ -135,10 +135,10 @@ class CommittedRound:
         digest = self.changes.digest(summed.digest)
         if digest != self.digest and self.counts:
             raise DivergenceError(
-                f"round {self.step} was computed again after a loss, and the mean of its replicas has digest "
-                f"{digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result "
-                "on every worker (see docs/guarantees.md for what a step may depend on), or the hardware of a worker "
-                f"is broken. If it is the script: {NAMES_THE_LINE}"
+                f"round {self.step} was recomputed after a loss, and the mean of its replicas has digest "
+                f"{digest:016x}, not {self.digest:016x}. Either a replica's steps do not give the same result on every "
+                "worker (see docs/guarantees.md for what a step may depend on), or the hardware of a worker is "
+                f"broken. If it is the script: {NAMES_THE_LINE}"
             )
 
 
@@ -446,8 +446,8 @@ def check_held(members: Members, holders: Holders, shelf: Shelf, todo: Sequence[
     for replica in todo:
         if replica not in holders:
             raise StateLost(
-                f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of "
-                f"them are lost: the run cannot go on from here. Go on from {members.newest()}; with more copies= it "
+                f"the state of replica {replica} was held by {listed(shelf.holders.get(replica, ()))}, and all of them "
+                f"are lost: the run cannot continue from here. Resume from {members.newest()}; with more copies= a run "
                 "survives more losses within one round"
             )
 

@@ -86,9 +86,9 @@ class LocalSteps(Strategy):
         rehearses: bool,
     ) -> None:
         if inner_state not in ("kept", "fresh"):
-            raise UsageError(f'inner_state is "kept" or "fresh", got {inner_state!r}')
+            raise UsageError(f'inner_state must be "kept" or "fresh", got {inner_state!r}')
         if delta not in ("fp32", "int8"):
-            raise UsageError(f'delta is "fp32" or "int8", got {delta!r}')
+            raise UsageError(f'delta must be "fp32" or "int8", got {delta!r}')
         check_count("copies", copies)
         self._replication = replication
         self._samples = samples
@@ -130,19 +130,19 @@ class LocalSteps(Strategy):
             )
         if sharded := [*tracked.sharded]:
             raise UsageError(
-                f"{sharded[0]} is sharded (unisono.shard), and within run.local_steps each replica has a state of its "
-                "own, which lies on the workers that compute it and on copies= others anyway; use the optimizer itself"
+                f"{sharded[0]} is sharded (unisono.shard), but within run.local_steps each replica has its own state, "
+                "which is on the workers that compute it and on copies= others anyway; use the optimizer itself"
             )
         if self._tracked.carried:
             raise UsageError(
                 f"{next(iter(self._tracked.carried))} is a unisono.Carried, whose rows pass from each step to the "
-                "next; within run.local_steps each replica would have rows of its own. Use run.steps for them"
+                "next; within run.local_steps each replica would have its own rows. Use run.steps for them"
             )
         for name, value in self._objects.items():
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 raise UsageError(
-                    f"{name} is a GradScaler, whose scale follows the gradients of each replica, and all replicas must "
-                    "have it alike; train in bfloat16, or in float32 with GradScaler(enabled=False)"
+                    f"{name} is a GradScaler, whose scale follows the gradients of each replica, but must be the same "
+                    "for all replicas; train in bfloat16, or in float32 with GradScaler(enabled=False)"
                 )
 
     @property
@@ -207,8 +207,8 @@ class LocalSteps(Strategy):
         num_replicas, num_hosts = self.num_replicas, len(set(team.hosts))
         if self._context.rounds.judge.settles and team.size > num_replicas:
             warnings.warn(
-                f"audit: {team.size} workers share {num_replicas} replicas, and where several compute one together "
-                "nothing of it is audited; use at least as many replicas as workers",
+                f"audit: {team.size} workers share {num_replicas} replicas, and a replica that several compute "
+                "together is not audited; use at least as many replicas as workers",
                 stacklevel=3,
             )
         if num_hosts > num_replicas > 1:
@@ -288,8 +288,8 @@ class LocalSteps(Strategy):
         self._outer_folder = folder = context.folder()
         if any(optimizer.state for optimizer in self._optimizers.values()):
             raise StepError(
-                "an optimizer of the replicas has made a step between two rounds, when it belongs to none of them: "
-                "update the model within `for step in round`, or let the outer optimizer do it"
+                "an optimizer of the replicas made a step between two rounds, outside any of them: update the model "
+                "within `for step in round`, or let the outer optimizer do it"
             )
         with torch.no_grad():
             parameters = [parameter for _, parameter in folder.trained]

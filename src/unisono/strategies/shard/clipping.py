@@ -40,8 +40,8 @@ class NormsRound(Gather):
         if len(found) < self._number:
             raise StateLost(
                 f"{self._number - len(found)} of {self._number} gradients were on workers that are lost "
-                '(unisono.shard with gradients="owners"): the run cannot go on from here. Go on from '
-                f"{self._members.newest()}; with more copies it survives more losses at the same time"
+                '(unisono.shard with gradients="owners"): the run cannot continue from here. Resume from '
+                f"{self._members.newest()}; with more copies a run survives more simultaneous losses"
             )
         return _packed({number: found[number] for number in range(self._number)})
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each parameter by itself, so that its parameters can be shared out.
+"""Whether an optimizer updates each parameter by itself, so that its parameters can be distributed.
 
 An optimizer that looks across parameters (a norm of all gradients, a step size for all) would compute other values on a
 worker that updates a part of them, without a word. So it is tried: small copies of its parameters are updated together
@@ -28,7 +28,7 @@ MAX_PARAMETERS: Final = 8
 """Of a group, that are tried."""
 REFUSED: Final = {
     torch.optim.LBFGS: "it looks across all parameters and calls a closure for the loss",
-    torch.optim.SparseAdam: "it needs sparse gradients, and Unisono sums dense ones",
+    torch.optim.SparseAdam: "it needs sparse gradients, but Unisono sums dense ones",
 }
 
 
@@ -37,11 +37,11 @@ def check_separable(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for kind, reason in REFUSED.items():
         if isinstance(optimizer, kind):
-            raise UsageError(f"unisono.shard cannot share out the states of {name}: {reason}")
+            raise UsageError(f"unisono.shard cannot distribute the states of {name}: {reason}")
     if any(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
         raise UsageError(
-            f"unisono.shard cannot share out the states of {name}: its train() and eval() change parameters by their "
-            "states, and a worker does not have all of them"
+            f"unisono.shard cannot distribute the states of {name}: its train() and eval() change parameters depending "
+            "on all states, but a worker has only some of them"
         )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -58,16 +58,16 @@ def check_separable(optimizer: Optimizer) -> None:
     except Exception as error:
         raise UsageError(
             f"unisono.shard has tried {name} on small parameters, and its step() raised {type(error).__name__}: "
-            f"{error}. Only an optimizer whose step() needs gradients alone can be shared out"
+            f"{error}. Only an optimizer whose step() needs gradients alone can be distributed"
         ) from error
     for state in (optimizer.state, together.state):
         if strange := _strange(state):
-            raise UsageError(f"unisono.shard cannot share out the states of {name}: {strange}")
+            raise UsageError(f"unisono.shard cannot distribute the states of {name}: {strange}")
     if not all(_is_same(_of(together, index), _of(one, index)) for index, one in enumerate(apart)):
         raise UsageError(
-            f"unisono.shard cannot share out the states of {name}: it looks across parameters, or draws random "
-            "numbers. Small parameters that it updates together get other values than those that it updates one after "
-            "the other, so a worker that updates a part of them would get other bits"
+            f"unisono.shard cannot distribute the states of {name}: it looks across parameters, or draws random "
+            "numbers. Small parameters that it updates together get different values from those that it updates one "
+            "at a time, so a worker that updates only some of them would get different bits"
         )
 
 
@@ -84,14 +84,15 @@ def unhooked(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
 
 
 def _strange(states: Mapping[Any, Any]) -> str:
-    """Return what in the states cannot be shared out; "" if all can."""
+    """Return what in the states cannot be distributed; "" if all can."""
     for key, state in states.items():
         if not isinstance(key, Tensor):
-            return f"it keeps a state that belongs to no parameter ({key!r})"
+            return f"it keeps state that belongs to no parameter ({key!r})"
         for name, value in state.items():
             if not isinstance(value, Tensor) and not is_plain(value):
                 return (
-                    f"state[...][{name!r}] is a {type(value).__qualname__}, and states can be tensors and plain numbers"
+                    f"state[...][{name!r}] is a {type(value).__qualname__}, but states can only be tensors and plain "
+                    "numbers"
                 )
     return ""
 

@@ -1,4 +1,4 @@
-"""An optimizer whose states are shared out over the workers: the first stage of ZeRO (Rajbhandari et al., 2020).
+"""An optimizer whose states are distributed over the workers: the first stage of ZeRO (Rajbhandari et al., 2020).
 
 `shard` turns an optimizer into one of a subclass of its class, so that schedulers and a GradScaler find what they look
 for. The state of a parameter is on its owners (`unisono.core.ownership`), which compute its update;
@@ -110,7 +110,7 @@ class Shares:
         if not self.is_whole:
             raise UsageError(
                 f"{type(self._optimizer).__name__}.step() was called outside of run.steps, and the states of this "
-                "optimizer are shared out over the workers (unisono.shard): call it within the loop"
+                "optimizer are distributed over the workers (unisono.shard): call it within the loop"
             )
         self.update_own(range(len(self.parameters())))
         self.begin_whole()
@@ -147,8 +147,8 @@ class Shares:
             self._known
         ):
             raise UsageError(
-                f"the param_groups of a sharded {type(self._optimizer).__name__} have other parameters than before, or "
-                "in another order; parameters may only be added, with add_param_group()"
+                f"the param_groups of a sharded {type(self._optimizer).__name__} have different parameters from "
+                "before, or in a different order; parameters may only be added, with add_param_group()"
             )
         self._known = found
         return found
@@ -186,8 +186,8 @@ class Shares:
         places = set(map(id, parameters))
         if strange := [key for key in self._optimizer.state if id(key) not in places]:
             raise UsageError(
-                f"{type(self._optimizer).__name__} keeps a state that belongs to no parameter ({strange[0]!r}), so it "
-                "cannot be shared out: use it without unisono.shard"
+                f"{type(self._optimizer).__name__} keeps state that belongs to no parameter ({strange[0]!r}), so it "
+                "cannot be distributed: use it without unisono.shard"
             )
 
     def options(self) -> list[dict[str, Any]]:
@@ -344,7 +344,7 @@ class ShardedOptimizer(Optimizer):
         """Copy or pickle it as the optimizer that it was, which has no part in a run."""
         if not self._shares.is_whole:
             raise UsageError(
-                f"a sharded {type(self).__name__} was copied or pickled, and some of its states are on other workers: "
+                f"a sharded {type(self).__name__} was copied or pickled, but some of its states are on other workers: "
                 "let the run write a checkpoint (run.save), or copy the optimizer before the training"
             )
         return _new, (self._base,), self.__getstate__()
@@ -417,21 +417,21 @@ def shard(
             `unisono.clip_grad_norm_`. A gradient is lost with all owners of its parameter.
 
     Raises:
-        UsageError: this optimizer cannot be shared out; says why.
+        UsageError: this optimizer cannot be distributed; says why.
     """
     for what, given, known in (("parameters", parameters, "host"), ("gradients", gradients, "owners")):
         if given not in ("worker", known):
             raise UsageError(f'{what} is "worker" or "{known}"; got {given!r}')
     if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
-        raise UsageError(f"copies is the number of workers that hold each state, at least 1; got {copies!r}")
+        raise UsageError(f"copies is the number of workers that hold each state and must be at least 1; got {copies!r}")
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"unisono.shard takes an optimizer of torch.optim, got a {type(optimizer).__qualname__}")
     if isinstance(optimizer, ShardedOptimizer):
-        raise UsageError("this optimizer is sharded already: call unisono.shard once")
+        raise UsageError("this optimizer is already sharded: call unisono.shard once")
     if "step" in vars(optimizer):
         raise UsageError(
             f"the step() of this {type(optimizer).__name__} was replaced before unisono.shard, by a learning rate "
-            "scheduler or a wrapper: call unisono.shard right after the optimizer was made, then make the scheduler"
+            "scheduler or a wrapper: call unisono.shard right after creating the optimizer, then create the scheduler"
         )
     check_separable(optimizer)
     base = type(optimizer)
@@ -493,8 +493,8 @@ def _part(value: object, is_beside: bool, path: str) -> tuple[Any, ...]:
     if is_plain(value):
         return ("value", value)
     raise UsageError(
-        f"{path} of an optimizer is a {type(value).__qualname__}; unisono.shard can share out states of tensors and "
-        "plain numbers: use this optimizer without it"
+        f"{path} of an optimizer is a {type(value).__qualname__}; unisono.shard can distribute only states of tensors "
+        "and plain numbers: use this optimizer without it"
     )
 
 

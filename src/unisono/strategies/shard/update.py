@@ -61,9 +61,9 @@ def state_lost(members: Members, shares: Shares, name: str, index: int, what: st
     table, copies = shares.owners, shares.copies
     had = " and ".join(table[index]) if table is not None and index < len(table) else "nobody"
     return StateLost(
-        f"{what} of parameter {index} of {name} was held by {had} (unisono.shard with copies={copies}), and "
-        f"all of them are lost: the run cannot go on from here. Go on from {members.newest()}; with more "
-        "copies it survives more losses at the same time"
+        f"{what} of parameter {index} of {name} was held by {had} (unisono.shard with copies={copies}), and all of "
+        f"them are lost: the run cannot continue from here. Resume from {members.newest()}; with more copies a run "
+        "survives more simultaneous losses"
     )
 
 
@@ -230,7 +230,7 @@ class UpdateRound(Undivided):
         if len({one["options"] for one in heard}) > 1:
             raise DivergenceError(
                 f"after {self._name}.step() its options (param_groups) are not the same on all workers: the optimizer "
-                "computes them from all of its parameters, so its states cannot be shared out. Use it without "
+                "computes them from all of its parameters, so its states cannot be distributed. Use it without "
                 "unisono.shard"
             )
         changes = {index: outline for one in heard for index, outline in one["changes"].items()}

@@ -41,10 +41,10 @@ def check_run(run: Path, said: Predicate) -> Checked:
     facts = read_facts(run)
     ids = {str(facts.get("run_id")), *map(str, facts.get("earlier", ()))}
     if said.run.id not in ids:
-        words = f"the certificate is that of run {said.run.id}, and {run} holds run {facts.get('run_id', 'unknown')}"
+        words = f"the certificate is for run {said.run.id}, but {run} holds run {facts.get('run_id', 'unknown')}"
         return Checked((words,), (), {})
     wrong = list(_journal(run, said))
-    right = [] if wrong else [f"the journal: {count(said.run.steps, 'step')} in a chain that is as certified"]
+    right = [] if wrong else [f"the journal: {count(said.run.steps, 'step')} in a chain that matches the certificate"]
     begins: dict[int, Path] = {}
     for state in said.states:
         path = run / files.FOLDER / files.step_name(state.step)
@@ -74,7 +74,7 @@ def check_models(said: Predicate, paths: Iterable[Path]) -> list[str]:
     """
     models = said.end.models if said.end is not None else {}
     return [
-        f"{path} does not hold a model that is certified: its weights have the SHA-256 {', '.join(sorted(found))}, and "
+        f"{path} does not hold a certified model: its weights have the SHA-256 {', '.join(sorted(found))}, and "
         + (", ".join(f"{name} has {value}" for name, value in models.items()) or "no model is certified")
         for path in paths
         if not (found := weights_sha256(path)) & {*models.values()}
@@ -91,15 +91,15 @@ def _journal(run: Path, said: Predicate) -> list[str]:
         return [found.wrong]
     known = {*said.gaps}
     if lacking := [gap for gap in found.gaps if gap not in known]:
-        return [f"{lacking[0].words} of the journal is missing, and was there when it was certified"]
+        return [f"{lacking[0].words} of the journal is missing, but was there when it was certified"]
     for state in said.states:
         if state.chain and found.values.get(state.lines) != state.chain:
             before = max((one.lines for one in said.states if one.lines < state.lines), default=0)
-            return [f"the journal is not the certified one: a line from {before} to {state.lines - 1} is another"]
+            return [f"the journal is not the certified one: a line from {before} to {state.lines - 1} differs"]
     for lines, part in ends.items():
         if found.values.get(lines) != part.value:
             begin = max((one.lines for one in said.states if part.first <= one.lines <= part.last), default=part.first)
-            return [f"the journal is not the certified one: a line from {begin} to {part.last} is another, or missing"]
+            return [f"the journal is not the certified one: a line from {begin} to {part.last} differs, or is missing"]
     if found.steps != said.run.steps:
         return [f"the certified lines of the journal are {count(found.steps, 'step')}, not {said.run.steps}"]
     if (end_in(found.end) if found.end is not None else None) != said.end:
@@ -115,5 +115,5 @@ def _state(path: Path, state: State) -> str:
     except CheckpointError as error:
         return f"the checkpoint of step {state.step} is broken: {error}"
     if found != state.sha256:
-        return f"the checkpoint of step {state.step} is another: its SHA-256 is {found}, not {state.sha256}"
+        return f"the checkpoint of step {state.step} differs: its SHA-256 is {found}, not {state.sha256}"
     return ""

@@ -1,4 +1,4 @@
-"""What a certificate says of a run, gathered from its directory."""
+"""Certificate of a run, gathered from its directory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Chained:
     """By number of lines, the chain up to the last of them, for those that were asked for."""
     steps: int = 0
     end: Line | None = None
-    """The line with which the script has come to its end."""
+    """The line with which the script has reached its end."""
     wrong: str = ""
     """The first line that is not as it was written, or is missing without a word, in a sentence; "": there is none."""
 
@@ -119,10 +119,10 @@ def gathered(run: Path, *, words: Collection[str] = ()) -> Statement:
         check_regular(run, name)
     facts = read_facts(run)
     if not run.is_dir() or not facts:
-        raise UsageError(f"{run} holds no run: there is no {RUN_FILE} in it")
+        raise UsageError(f"there is no run in {run}: it has no {RUN_FILE}")
     check_schema(run)
     if is_going(run):
-        raise UsageError(f"the run in {run} goes on; certify it when it has ended or was stopped")
+        raise UsageError(f"the run in {run} is still active; certify it when it has ended or was stopped")
     notes: list[str] = []
     checkpoints = _checkpoints(run, notes)
     try:
@@ -130,7 +130,7 @@ def gathered(run: Path, *, words: Collection[str] = ()) -> Statement:
     except (OSError, ValueError) as error:
         raise UsageError(f"the journal of {run} cannot be read: {error}") from None
     if journal.wrong:
-        raise UsageError(f"{journal.wrong}; such a run is not certified. `unisono replay` says what is true")
+        raise UsageError(f"{journal.wrong}; such a run is not certified. `unisono replay` shows the true values")
     if not journal.parts:
         raise UsageError(f"the run in {run} has not done a step")
     states = [
@@ -143,7 +143,7 @@ def gathered(run: Path, *, words: Collection[str] = ()) -> Statement:
     end = _end(journal.end, notes)
     script, data, recipe = _script(facts, words, notes), data_in(facts), facts.get("recipe")
     if data.digest is None:
-        notes.append("no digest of the samples was given, so it is not certified which data these were")
+        notes.append("no digest of the samples was given, so the data are not certified")
     _note_chain(journal, states, notes)
     predicate = Predicate(
         run=RunFacts(
@@ -183,11 +183,11 @@ def _checkpoints(run: Path, notes: list[str]) -> list[tuple[Path, Manifest]]:
 
 def _end(line: Line | None, notes: list[str]) -> End | None:
     if line is None:
-        notes.append("the script has not come to its end; the certificate is about the steps that are done")
+        notes.append("the script has not come to its end; the certificate covers the steps that are done")
         return None
     end = end_in(line)
     if not end.models:
-        notes.append("the end has no SHA-256 of a model: an earlier version has written it, or no module was tracked")
+        notes.append("the end has no SHA-256 of a model: an earlier version wrote it, or no module was tracked")
     return end
 
 

@@ -41,7 +41,7 @@ def make_key(path: Path) -> None:
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         except FileExistsError:
-            raise UsageError(f"{file} exists, and a new key does not replace it; give it without --make-key") from None
+            raise UsageError(f"{file} exists, and a new key would not replace it; leave out --make-key") from None
         except OSError as error:
             raise UsageError(f"the key {file} cannot be written: {error.strerror}") from None
         with open(descriptor, "wb") as opened:
@@ -158,7 +158,7 @@ def _keys(wanted: str) -> Iterator[str]:
                 yield f"{KIND} {key}"
     if not found:
         raise UsageError(
-            f"--signer {wanted} names no key: give a fingerprint (SHA256:...), a line `{KIND} ...`, or a file with such"
+            f"--signer {wanted} names no key: give a fingerprint (SHA256:...), a line `{KIND} ...`, or a file of them"
         )
 
 

@@ -108,8 +108,8 @@ class Recomputing(Inspector):
         if others := other_arithmetic(self._wanted.arithmetic, here):
             raise self._stop(
                 OTHER_ARITHMETIC,
-                f"this machine computes in another way than the run, so its bits would be others: {'; '.join(others)}."
-                f"{_remedy(self._wanted.arithmetic, here)} Nothing was computed",
+                "this machine computes differently from the run, so its bits would differ: "
+                f"{'; '.join(others)}.{_remedy(self._wanted.arithmetic, here)} Nothing was computed",
             )
 
     def after_step(self, result: StepResult) -> None:
@@ -199,12 +199,12 @@ def recomputed(target: Target, stretch: Stretch, directory: Path) -> Result:
     if result.code:
         return replace(result, words=f"{result.words}{hint}") if result.code == DIFFERS else result
     if code:
-        words = f"{name} could not be computed: the script has ended with exit code {code}"
+        words = f"{name} could not be computed: the script ended with exit code {code}"
         return replace(result, code=max(NOT_THERE, code), words=words)
     try:
         wrong = compared(target.said, stretch, directory / "run")
         if start is not None and not wrong and (other := state_sha256(start, read_state(start))) not in known:
-            wrong = f"they began with a state whose SHA-256 is {other}: the checkpoint has changed meanwhile"
+            wrong = f"they began with a state whose SHA-256 is {other}: the checkpoint has changed in the meantime"
     except (OSError, ValueError) as error:
         return replace(result, code=NOT_THERE, words=f"{name} could not be compared: {error}")
     words = f"{name} are not what was certified: {wrong}{hint}"

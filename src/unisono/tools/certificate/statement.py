@@ -190,7 +190,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return base64.b64decode(self.payload, validate=True)
         except (ValueError, binascii.Error):
-            raise UsageError("the certificate's payload is no base64") from None
+            raise UsageError("the certificate's payload is not base64") from None
 
 
 def signed_bytes(content: bytes) -> bytes:
@@ -206,11 +206,11 @@ def parse_envelope(data: bytes) -> Envelope:
         UsageError: it is none, or too large.
     """
     if len(data) > MOST_BYTES:
-        raise UsageError(f"the certificate has more than {MOST_BYTES >> 20} MiB; no run needs as much")
+        raise UsageError(f"the certificate has more than {MOST_BYTES >> 20} MiB; no run needs that much")
     try:
         found = msgspec.json.decode(data, type=Envelope)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"this is no certificate: {error}") from None
+        raise UsageError(f"this is not a certificate: {error}") from None
     if found.payload_type != PAYLOAD:
         raise UsageError(f"the envelope holds {found.payload_type!r}; a certificate holds {PAYLOAD}")
     return found
@@ -225,14 +225,14 @@ def parse_statement(content: bytes) -> Statement:
     try:
         found = msgspec.json.decode(content, type=Statement)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"this is no certificate of a run: {error}") from None
+        raise UsageError(f"this is not the certificate of a run: {error}") from None
     if found.type_ != STATEMENT or found.predicate_type != PREDICATE or found.predicate.schema != 1:
         raise UsageError(
             f"the statement is {found.type_!r} with {found.predicate_type!r}, schema {found.predicate.schema}; this "
             f"version reads {STATEMENT} with {PREDICATE}, schema 1"
         )
     if why := _misformed(found):
-        raise UsageError(f"this is no certificate of a run: {why}")
+        raise UsageError(f"this is not the certificate of a run: {why}")
     return found
 
 
@@ -257,7 +257,7 @@ def _misformed(statement: Statement) -> str:
     if statement.subject != subjects(said):
         return "its subjects are not those of its predicate"
     if said.run.has_ended != (said.end is not None):
-        return "it does not say whether the script has come to its end"
+        return "it does not say whether the script has reached its end"
     ranges = sorted([(part.first, part.last) for part in said.chain] + [(gap.first, gap.last) for gap in said.gaps])
     if any(first > last for first, last in ranges):
         return "a part of the chain, or a gap, ends before it begins"

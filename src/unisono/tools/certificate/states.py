@@ -143,7 +143,7 @@ def _of_torch(path: Path, file: BufferedReader) -> str:
             packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
             size = sum(one.file_size for one in archive.infolist())
     except (zipfile.BadZipFile, ValueError, RuntimeError) as error:
-        raise UsageError(f"{path} is no file of torch.save: {error}") from None
+        raise UsageError(f"{path} is not a file of torch.save: {error}") from None
     if packed or size > os.fstat(file.fileno()).st_size:
         raise UsageError(f"{path} holds compressed data, which torch.save does not write; it is not unpacked")
     import torch
@@ -175,7 +175,7 @@ def check_regular(folder: Path, name: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(found.st_mode) or (name == RUN_FILE and found.st_size > MOST_FACTS):
-        raise UsageError(f"{name} of {folder} is no regular file, or too large")
+        raise UsageError(f"{name} of {folder} is not a regular file, or too large")
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def _regular(folder: Path, name: str) -> Iterator[BufferedReader]:
         raise CheckpointDiffers(f"{name} of {folder.name} cannot be read: {error.strerror}") from None
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointDiffers(f"{name} of {folder.name} is no regular file")
+            raise CheckpointDiffers(f"{name} of {folder.name} is not a regular file")
         yield file
 
 

@@ -11,7 +11,7 @@ from unisono.tools.check.verdict import TrialFinding
 __all__ = ["culprit_words", "finding_words"]
 
 UNSEEN: Final = (
-    "no statement was found that reads or writes another value. Look for what cannot be seen here: a state in C code "
+    "no statement was found that reads or writes a different value. Look for what cannot be seen here: state in C code "
     "or in an installed package, a process that loads data"
 )
 
@@ -59,7 +59,7 @@ def culprit_words(found: TrialFinding) -> str:
             )
         case _:
             return (
-                f"{head}\n    decides otherwise {way} than alone, on the same values. It depends on {_source(found)}."
+                f"{head}\n    decides differently {way} than alone, on the same values. It depends on {_source(found)}."
             )
 
 

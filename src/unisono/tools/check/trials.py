@@ -146,8 +146,8 @@ class Runner:
             )
         except TimeoutError:
             raise UsageError(
-                f"the first {self.steps} steps took longer than {self.timeout_s:.0f} s; give more time (--timeout, "
-                "timeout_s=) or fewer steps, or let the script's arguments make it smaller"
+                f"the first {self.steps} steps took longer than {self.timeout_s:.0f} s; allow more time (--timeout, "
+                "timeout_s=), use fewer steps, or make the script smaller with its arguments"
             ) from None
         evaluations = list(_evaluations(run_dir / JOURNAL))
         return TrialOutcome(trial, code, output, records_of(records), evaluations, run_dir)
@@ -178,7 +178,7 @@ class Runner:
             ready, _, _ = select.select([process.stdout], [], [], self.timeout_s)
             if not ready or b"listens" not in process.stdout.readline():
                 raise UsageError(
-                    f"a process that forks workers has not come up within {self.timeout_s:.0f} s; give --timeout more"
+                    f"the process that forks workers did not start within {self.timeout_s:.0f} s; give --timeout more"
                 )
             self.nurseries[hashing] = path
         return self.nurseries[hashing]

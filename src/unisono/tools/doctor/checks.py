@@ -66,7 +66,7 @@ def _devices(facts: MachineFacts, asked: Scope) -> Finding:
     number = facts.num_gpus or facts.num_cores
     seen = f"{count(number, kind)} for workers, {facts.num_taken} taken by runs; {facts.arithmetic}"
     if facts.num_taken >= number > 0:
-        return _say(seen, f"each {kind} is taken by another run, and shared {kind}s make both slow",
+        return _say(seen, f"every {kind} is used by another run, and sharing {kind}s slows both down",
                     "wait, or use another machine")  # fmt: skip
     return _say(seen)
 
@@ -81,10 +81,10 @@ def _load(facts: MachineFacts, asked: Scope) -> Finding:
 
 def _cores(facts: MachineFacts, asked: Scope) -> Finding:
     if facts.core_limit is None:
-        return _say("no limit of CPU time")
+        return _say("no limit on CPU time")
     seen = f"the control group has the time of {facts.core_limit:g} cores"
     if facts.core_limit < 1:
-        return _say(seen, "a worker stands still for a part of every 100 ms, and all others wait for it",
+        return _say(seen, "a worker stands still for part of every 100 ms, and all others wait for it",
                     "give the container at least one whole core for each worker")  # fmt: skip
     return _say(f"{seen}; --workers auto starts {max(1, int(facts.core_limit))}")
 
@@ -93,16 +93,20 @@ def _memory(facts: MachineFacts, asked: Scope) -> Finding:
     seen = f"{size(facts.memory_free)} free of {size(facts.memory)}"
     workers = max(1, facts.num_gpus or facts.num_cores)
     if facts.memory_free < workers * MEMORY_PER_WORKER:
-        return _say(seen, f"{count(workers, 'worker')} with torch take about {size(workers * MEMORY_PER_WORKER)}; a "
-                    "worker that finds no memory is killed by the system", "start fewer workers here")  # fmt: skip
+        return _say(seen, (
+            f"{count(workers, 'worker')} with torch take about {size(workers * MEMORY_PER_WORKER)}; a worker that "
+            "runs out of memory is killed by the system"
+        ), "start fewer workers here")  # fmt: skip
     return _say(seen)
 
 
 def _shared_memory(facts: MachineFacts, asked: Scope) -> Finding:
     seen = f"/dev/shm has {size(facts.shared_memory_free)} free of {size(facts.shared_memory)}"
     if facts.shared_memory_free < LEAST_SHARED:
-        return _say(seen, "torch's DataLoader with num_workers= hands batches over there, and dies of a bus error when "
-                    "it is full (Unisono itself does not use it)",
+        return _say(seen, (
+            "torch's DataLoader with num_workers= hands batches over there, and dies with a bus error when it is "
+            "full (Unisono itself does not use it)"
+        ),
                     "docker run --shm-size=8g; or mount -o remount,size=8g /dev/shm")  # fmt: skip
     return _say(seen)
 
@@ -127,7 +131,7 @@ def _disk(facts: MachineFacts, asked: Scope) -> Finding:
     if facts.disk_free < LEAST_DISK:
         return _say(seen, "checkpoints stop when the disk is full", "make room, or choose another --run-dir")
     if facts.disk in IN_MEMORY:
-        return _say(seen, "it is memory: the run's journal and checkpoints are gone when the machine starts again",
+        return _say(seen, "it is in memory: the run's journal and checkpoints are lost when the machine restarts",
                     "choose a --run-dir on a disk")  # fmt: skip
     if facts.sync_s > SLOW_SYNC_S:
         return _say(seen, "each line of the journal and each checkpoint waits for the disk",

@@ -62,9 +62,9 @@ def _versions(known: Known) -> list[Finding]:
             places = [f"{version or 'missing'} on {host}" for host, version in versions.items()]
             seen = f"{name} is {listed(places)}"
             because = (
-                "machines with another version of unisono are refused"
+                "machines with a different version of unisono are rejected"
                 if name == "unisono"
-                else "they may compute other bits (run --strict refuses them)"
+                else "they may compute different bits (run --strict rejects them)"
             )
             found.append(Finding(check="versions", seen=seen, because=because, do="install the same on all machines"))
     return found or [Finding(check="versions", seen="the same on all machines")]
@@ -75,13 +75,15 @@ def _gloo(known: Known) -> list[Finding]:
     versions = {host: facts.versions.get("torch", "") for host, facts in known.facts.items()}
     old = [host for host, version in versions.items() if _release(version) < GLOO_MENDED]
     if not old:
-        return [Finding(check="gloo", seen="has no hole that is known")]
+        return [Finding(check="gloo", seen="has no known vulnerability")]
     return [
         Finding(
             check="gloo",
-            seen=f"beware: that of torch {versions[old[0]]} on {listed(old)} lets whoever reaches the port of a "
-            "worker, which is open while a generation begins, write into the worker's memory (pytorch/gloo#509); let "
-            "no strangers into the network between these machines (docs/security.md)",
+            seen=(
+                f"beware: with torch {versions[old[0]]} on {listed(old)}, anyone who reaches a worker's port, "
+                "which is open while a generation begins, can write into the worker's memory (pytorch/gloo#509); "
+                "keep strangers out of the network between these machines (docs/security.md)"
+            ),
         )
     ]
 
@@ -101,9 +103,11 @@ def _processors(known: Known) -> list[Finding]:
         Finding(
             check="processors",
             seen=seen,
-            because="kernels for other instructions may compute other bits (a worker that differs is announced, and "
-            "refused with --strict)",
-            do="use machines of one kind where the same bits at any number of workers matter",
+            because=(
+                "kernels for different instructions may compute different bits (a worker that differs is reported, "
+                "and rejected with --strict)"
+            ),
+            do="use machines of one kind if you need the same bits at any number of workers",
         )
     ]
 
@@ -117,7 +121,7 @@ def _clocks(known: Known) -> list[Finding]:
                     check="clock",
                     host=host,
                     seen=f"{abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}",
-                    because="times in logs and ages of files do not fit together (the run itself does not need them)",
+                    because="timestamps in logs and ages of files do not agree (the run itself does not need them)",
                     do="timedatectl set-ntp true",
                 )
             )
@@ -166,8 +170,8 @@ def _path(path: Path) -> Finding:
         return Finding(
             check=name,
             seen=seen,
-            because=f"each step waits for some round trips, {path.latency_s * 1e3:.0f} ms each",
-            do="use machines that are near each other, or larger batches",
+            because=f"each step waits for several round trips, {path.latency_s * 1e3:.0f} ms each",
+            do="use machines that are closer together, or larger batches",
         )
     return Finding(check=name, seen=seen)
 

@@ -152,14 +152,14 @@ def plain_search(made: Search) -> dict[str, object]:
 def _limits(made: Search) -> list[str]:
     best, fast = largest(made.tried), fastest(made.tried)
     if best is None or fast is None:
-        return ["No size that was tried fits; the training needs a smaller model, or more memory."]
+        return ["None of the tried sizes fits; use a smaller model, or more memory."]
     said = [f"The largest micro-batch that was tried and fits has {count(best.size, 'sample')}."]
     if made.stopped:
         said.append(f"No larger one was tried: {made.stopped}")
     elif made.num_samples and 2 * best.size * made.microbatches > max(made.num_samples, made.batch_size):
         said.append(
             f"Larger ones were not tried: {made.microbatches} of them are more than the "
-            f"{count(made.num_samples, 'sample')} of the data set."
+            f"{count(made.num_samples, 'sample')} of the dataset."
         )
     elif made.limit is not None and (need := expected_peak(made.tried, made.fixed, 2 * best.size)) > SPARE * made.limit:
         said.append(
@@ -179,8 +179,8 @@ def _microbatches(made: Search, facts: ForecastInputs, roster: Roster) -> list[s
         return [f"With {workers}, microbatches={made.microbatches} is as fast as any other number that was tried."]
     return [
         f"With {workers}, microbatches={number} (now {made.microbatches}) would take {1 - step / now:.0%} less time "
-        "for the same batches. The number is part of the recipe: the bits of the result, and BatchNorm's statistics, "
-        "are others. To have it, write:",
+        "for the same batches. The number is part of the recipe: it changes the result's bits and BatchNorm's "
+        "statistics. To use it, write:",
         f"    run.steps(..., batch_size={made.batch_size}, microbatches={number})",
     ]
 
@@ -191,9 +191,9 @@ def _batch(made: Search) -> list[str]:
         return [f"No batch larger than {made.batch_size} was found to fit in {made.microbatches} micro-batches."]
     size = best.size * made.microbatches
     return [
-        f"The largest batch that fits in {made.microbatches} micro-batches has {size} samples (now {made.batch_size}). "
-        "Another batch size is another training: fewer updates in an epoch, and the learning rate has to follow. "
-        "Nobody but you can say whether that is wanted; larger batches also fit as more micro-batches. To have it, "
-        "write:",
+        f"The largest batch that fits in {made.microbatches} micro-batches has {size} samples (now "
+        f"{made.batch_size}). A different batch size is a different training: fewer updates per epoch, and the "
+        "learning rate must be adapted. Only you can decide whether you want that; larger batches also fit as more "
+        "micro-batches. To use it, write:",
         f"    run.steps(..., batch_size={size}, microbatches={made.microbatches})",
     ]

@@ -151,7 +151,7 @@ class Parts:
             "sums within a host": self.exchange,
             "the network": self.network,
             "the update": self.update,
-            "what a step costs besides": self.other,
+            "other costs of a step": self.other,
         }
 
 

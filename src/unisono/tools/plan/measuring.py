@@ -84,7 +84,7 @@ def facts_of_run(directory: Path, samples: Sequence[Sample], room: int) -> Forec
             f"its beginning, or {IN_A_ROW_ALONE} in a row later or with one worker"
         )
     if not isinstance(size.get("gradient_bytes"), int):
-        raise UsageError(f"the run in {directory} does not say how large its gradients are; plan its script instead")
+        raise UsageError(f"the run in {directory} does not record how large its gradients are; plan its script instead")
     return facts_from(samples, recipe, size, room)
 
 
@@ -113,11 +113,11 @@ def facts_from(
 def check_recipe(recipe: Mapping[str, object]) -> None:
     """Raise UsageError unless it is that of a plain ``run.steps``."""
     if "replicas" in recipe:
-        raise UsageError("plans are made from run.steps; this script calls run.local_steps. Plan it with run.steps")
+        raise UsageError("plans are made from run.steps, but this script calls run.local_steps. Plan it with run.steps")
     if recipe.get("delay"):
-        raise UsageError("plans are made from run.steps without a delay; this script has one. Plan it without")
+        raise UsageError("plans are made from run.steps without a delay, but this script has one. Plan it without")
     if "microbatches" not in recipe:
-        raise UsageError("the run does not say into how many micro-batches it cuts a batch")
+        raise UsageError("the run does not record how many micro-batches make a batch")
 
 
 def hosts_in(directory: Path) -> dict[str, str]:

@@ -206,7 +206,7 @@ def read_plan(directory: Path) -> PlanRecord | None:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"the plan {path} cannot be read ({error}); {advice}") from None
     if plan.schema != SCHEMA:
-        raise UsageError(f"the plan {path} was written by another version of unisono; {advice}")
+        raise UsageError(f"the plan {path} was written by a different version of unisono; {advice}")
     return plan
 
 

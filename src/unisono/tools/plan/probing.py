@@ -86,8 +86,8 @@ def trial(
     samples = [one for one in samples_in(place / "run", found.first) if one.workers == workers]
     if not samples:
         raise TrialFailed(
-            f"of {found.done} steps with {count(workers, 'worker')} too few could be measured ({least} in a row, "
-            "with the same workers, are needed); give more --steps"
+            f"of {found.done} steps with {count(workers, 'worker')} too few could be measured ({least} in a row, with "
+            "the same workers, are needed); increase --steps"
         )
     return Measurement(sample=samples[0], found=found)
 

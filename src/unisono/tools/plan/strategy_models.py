@@ -107,7 +107,7 @@ class StrategyModel:
         if self.name == "local" and facts.is_rounded:
             return 'the script has wire="bf16"'
         if self.name == "local" and facts.microbatches % roster.workers != 0:
-            return f"{facts.microbatches} micro-batches cannot be shared out evenly among {roster.workers} replicas"
+            return f"{facts.microbatches} micro-batches cannot be divided evenly among {roster.workers} replicas"
         return ""
 
 
@@ -190,12 +190,14 @@ STRATEGIES: Final = {
         ),
         StrategyModel(name="bf16", how='run.steps(..., wire="bf16")', learns="nearly the same", parts=_bf16,
                  memory=_plain_memory),
-        StrategyModel(name="delay", how="run.steps(..., delay=1)", learns="a little less from each step", parts=_delay,
+        StrategyModel(name="delay", how="run.steps(..., delay=1)", learns=(
+            "slightly less progress per step"
+        ), parts=_delay,
                  memory=_delay_memory),
         StrategyModel(
             name="local",
             how="run.local_steps(..., replicas={workers}, inner_steps={inner_steps})",
-            learns="less from each sample, the more replicas the less",
+            learns="less progress per sample, the more replicas the less",
             parts=_local,
             memory=_local_memory,
         ),

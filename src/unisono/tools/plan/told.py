@@ -94,7 +94,7 @@ def shown_conclusions(facts: ForecastInputs, plan: PlanRecord, roster: Roster, r
         said.append(
             f"With {count(roster.workers, 'worker')}, a step with microbatches={number} (now {facts.microbatches}), of "
             f"{count(facts.batch_size // number, 'sample')} each, would take {gain:.0%} less time. It is part of the "
-            "recipe: the results would have other bits."
+            "recipe: the results would have different bits."
         )
     if room_bytes is not None and own and own[-1].memory_bytes:
         fit = room_bytes // max(1, own[-1].memory_bytes)

@@ -68,7 +68,9 @@ def parse_link(text: str) -> NetworkLink:
     """
     found = _LINK.fullmatch("".join(text.split()))
     if found is None or float(found[1]) <= 0:
-        raise UsageError(f"--link is a rate, with a round trip if that is long: 1gbit, 100mbit+20ms; got {text!r}")
+        raise UsageError(
+            f"--link is a rate, plus the round-trip time if that is long: 1gbit, 100mbit+20ms; got {text!r}"
+        )
     rate = float(found[1]) * _UNITS.get((found[2] or "").lower(), 1.0)
     return NetworkLink(bits_per_s=rate, round_trip_s=float(found[3] or 0) / 1000)
 

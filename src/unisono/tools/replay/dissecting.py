@@ -93,7 +93,7 @@ class Dissecting(Inspector):
             raise StopInspection("")
 
     def at_end(self) -> None:
-        self._note(failure=f"the script has come to its end, and has not done step {self._asked.step}")
+        self._note(failure=f"the script ended without doing step {self._asked.step}")
 
     def close(self) -> None:
         self._remove_hooks()

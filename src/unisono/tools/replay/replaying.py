@@ -87,10 +87,10 @@ class Replaying(Inspector):
         self._other_arithmetic = other_arithmetic(self._asked.fingerprint, fingerprint(str(loop.device)))
         if self._other_arithmetic:
             tell(
-                f"unisono: the arithmetic of this machine is not that of the run: {'; '.join(self._other_arithmetic)}. "
-                "So the bits may differ: values can be looked at, and equal digests are not to be expected"
+                f"unisono: this machine's arithmetic differs from the run's: {'; '.join(self._other_arithmetic)}. So "
+                "the bits may differ: values can be inspected, but do not expect equal digests"
             )
-        tell(f"unisono: computes {_steps(self._first, self._asked.step)} again")
+        tell(f"unisono: recomputing {_steps(self._first, self._asked.step)} again")
 
     def _check(self, loop: Loop) -> None:
         """Raise StopInspection if the step has no such micro-batch or replica."""
@@ -256,8 +256,8 @@ class Replaying(Inspector):
         if self._differs and self._other_arithmetic:
             there = f"; in the journal loss {line.get('loss')}, digest {line.get('digest')}" if line is not None else ""
             return StopInspection(
-                f"{here}{there}\n{self._equal_words()}, which is no fault: {'; '.join(self._other_arithmetic)}. A loss "
-                "that is far off would be one",
+                f"{here}{there}\n{self._equal_words()}, which is expected: {'; '.join(self._other_arithmetic)}. A "
+                "loss that is far off would not be",
                 DIFFERS,
             )
         if self._differs or (is_wrong and not self._other_arithmetic):
@@ -300,14 +300,14 @@ class Replaying(Inspector):
     def at_end(self) -> None:
         end = self._loop.steps.stop if self._loop is not None else 0
         raise StopInspection(
-            f"the script has come to its end, and has not done step {self._asked.step}"
+            f"the script ended without doing step {self._asked.step}"
             + (f": its steps are 0 to {end - 1}" if end else ": it has called no run.steps"),
             NOT_THERE,
         )
 
 
 CAUSES: Final = (
-    "with equal arithmetic that has one of these causes: the script or its data have changed; the script depends on "
+    "with equal arithmetic this has one of these causes: the script or its data have changed; the script depends on "
     "something that is not tracked (docs/guarantees.md); the journal was altered; or a machine of the run computed "
     "wrong values"
 )
@@ -341,7 +341,9 @@ class Against:
         if not name:
             self.num_equal += 1
             return line, ""
-        words = f"step {result.step} is the first that is not as in the journal: {name} is {found.get(name)} here, and"
+        words = (
+            f"step {result.step} is the first that does not match the journal: {name} is {found.get(name)} here, and"
+        )
         return line, f"{words} {line[name]} there"
 
     def line_of(self, step: int) -> Line | None:
@@ -371,8 +373,8 @@ def _listed(leaves: Sequence[int]) -> str:
 
 
 FROM_CHECKPOINT: Final = (
-    "This replay began at a checkpoint: where --from-beginning gives the journal's bits, the script has a state that "
-    "is not tracked"
+    "This replay began at a checkpoint: if --from-beginning gives the journal's bits, the script has state that is not "
+    "tracked"
 )
 
 

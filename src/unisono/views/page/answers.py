@@ -76,7 +76,7 @@ class _Series(_Question, tag="series"):
             raise ValueError(f"`names` has {len(self.names)} names; ask for at most {MOST_NAMES} at a time")
         known = set(history.names())
         if unknown := [name for name in self.names if name not in known]:
-            raise ValueError(f"the run has no series {unknown[0][:100]!r}; `names` says which it has")
+            raise ValueError(f"the run has no series {unknown[0][:100]!r}; `names` lists those it has")
         return history.series(self.names, self.first, self.last, _points(self.points))
 
 
@@ -149,7 +149,7 @@ def answer(histories: Sequence[Readable], question: Any) -> dict[str, Any]:
     try:
         asked: _OfARun | _Runs = msgspec.convert(question, _OfARun | _Runs)
     except msgspec.ValidationError as error:
-        return {"error": f"this is no question that can be answered ({error}); `get` is one of {_TAGS}"}
+        return {"error": f"this is not a question that can be answered ({error}); `get` is one of {_TAGS}"}
     try:
         if isinstance(asked, _Runs):
             return {"runs": [_run(number, history) for number, history in enumerate(histories)]}

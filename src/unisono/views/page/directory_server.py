@@ -116,7 +116,7 @@ class Directories:
         assert connection.request is not None
         given = parse_qs(connection.request.path.partition("?")[2]).get("token", [""])
         if not hmac.compare_digest(given[0].encode(errors="replace"), self._token.encode()):
-            await connection.close(WRONG_TOKEN, "the token of the printed URL is needed")
+            await connection.close(WRONG_TOKEN, "the token in the printed URL is needed")
             return
         await self._viewers.serve(connection)
 

@@ -72,7 +72,7 @@ class Account:
     problems: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
     proof: Sequence[tuple[str, str]] = ()
-    """What a certificate says, as rows."""
+    """Certificate, as rows."""
 
     @property
     def sentence(self) -> str:

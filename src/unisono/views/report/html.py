@@ -54,7 +54,7 @@ def report(accounts: Sequence[Account], made: float, table: RunsTable | None = N
         "</header><main>",
     ]
     if table is not None:
-        body += [_section("What the runs differ in", _runs(table))]
+        body += [_section("How the runs differ", _runs(table))]
     if len(accounts) > 1:
         body += [_section("Side by side", _comparison(accounts))]
     body += (
@@ -80,7 +80,7 @@ def _one(account: Account, prefix: str) -> str:
         sections.append(_section(f"{prefix}What went wrong", _problems(account)))
     sections.append(_section(f"{prefix}Recipe and environment", _facts(account)))
     if account.proof:
-        sections.append(_section(f"{prefix}What a certificate says", _pairs(account.proof)))
+        sections.append(_section(f"{prefix}Certificate", _pairs(account.proof)))
     if account.notes:
         sections.append(_section(f"{prefix}What could not be read", _list(account.notes)))
     return "\n".join(sections)
@@ -180,7 +180,7 @@ def _times(account: Account) -> str:
     of = ""
     if account.since > account.first:
         steps = count(account.last + 1 - account.since, "step")
-        of = f"<p>In the last {steps}: of earlier ones the times of each worker are not kept.</p>"
+        of = f"<p>In the last {steps}: for earlier ones, the times of each worker are not kept.</p>"
     return f'{of}<ul class="legend">{legend}</ul>' + _table(
         ("worker", "*time in steps", "of the micro-batches", *PARTS.values()), rows, ' class="times"'
     )
@@ -207,7 +207,7 @@ def _share(part: float | None) -> str:
 def _interruptions(account: Account) -> str:
     found = account.interruptions
     if not found:
-        return "<p>None: nobody came or went between the first step and the last.</p>"
+        return "<p>None: no worker came or went between the first step and the last.</p>"
     known = [each.seconds for each in found if each.seconds is not None]
     part = (
         f" ({sum(known) / account.overview.elapsed_s:.1%} of the run)" if known and account.overview.elapsed_s else ""

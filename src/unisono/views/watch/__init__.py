@@ -139,5 +139,5 @@ class EventStream:
     def _say(self, sink: Sink, call: str, error: Exception) -> None:
         self._report(
             f"the sink {type(sink).__qualname__} gets no more events: its {call} raised {type(error).__name__}: "
-            f"{error}; the run goes on"
+            f"{error}; the run continues"
         )

@@ -82,7 +82,7 @@ class _Meter:
         self._steps = meter.create_counter("unisono.steps", "{step}", "Steps that are done")
         self._samples = meter.create_counter("unisono.samples", "{sample}", "Samples that were trained")
         self._seconds = meter.create_counter("unisono.time", "s", "Wall time of the writer, by what it was spent on")
-        self._sent = meter.create_counter("unisono.sent", "By", "What the writer has sent to other hosts")
+        self._sent = meter.create_counter("unisono.sent", "By", "Bytes that the writer sent to other hosts")
         self._duration = meter.create_histogram("unisono.step.duration", "s", "Wall time of a step")
         self._loss = meter.create_gauge("unisono.loss", "1", "Loss of the newest step")
         self._position = meter.create_gauge("unisono.step", "{step}", "Number of the newest step")

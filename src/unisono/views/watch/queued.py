@@ -117,8 +117,8 @@ class Queued:
             self._has_failed = True
             self._queue.clear()
             self._report(
-                f"the sink {self._name} gets no more events: its {call}() raised {type(error).__name__}: {error}; "
-                "the run goes on"
+                f"the sink {self._name} gets no more events: its {call}() raised {type(error).__name__}: {error}; the "
+                "run continues"
             )
             if call == "emit":
                 with contextlib.suppress(Exception):
@@ -137,6 +137,6 @@ class Queued:
 
     def _tell(self, numbers: str) -> None:
         self._report(
-            f"the sink {self._name} is slower than the run, so events were dropped ({numbers}); the run goes on, and "
+            f"the sink {self._name} is slower than the run, so events were dropped ({numbers}); the run continues, and "
             "its journal has them"
         )

@@ -69,7 +69,7 @@ class Webhook(Queued):
         except ValueError:
             is_right = False
         if not is_right or any(each <= " " for each in address):
-            raise UsageError("the address of a webhook is https://HOST/PATH or http://HOST/PATH; it got another one")
+            raise UsageError("the address of a webhook is https://HOST/PATH or http://HOST/PATH; it got something else")
         client = _Client(address, pause_s, report)
         super().__init__(client, name=f"webhook at {parts.hostname}", report=report)
         self._client = client
@@ -151,5 +151,5 @@ class _Client:
                 break
         tries = "once" if number == 1 else f"{number} times"
         self._report(
-            f"the webhook at {self._name} was not told {message['event']!r}, tried {tries}: {why}; the run goes on"
+            f"the webhook at {self._name} was not told {message['event']!r}, tried {tries}: {why}; the run continues"
         )

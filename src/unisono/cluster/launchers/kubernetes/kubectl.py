@@ -51,12 +51,12 @@ class Cluster:
         try:
             if self._call("get", job_name, "--ignore-not-found", "--output=name"):
                 raise UsageError(
-                    f"there is a run {name} in namespace {self._namespace}; --set kubernetes.name=NAME names another "
-                    f"one, and `kubectl -n {self._namespace} delete {job_name}` removes that one"
+                    f"a run {name} exists in namespace {self._namespace}; choose a different name with --set "
+                    f"kubernetes.name=NAME, or remove that run with `kubectl -n {self._namespace} delete {job_name}`"
                 )
             uid = self._make([job], "--output=jsonpath={.metadata.uid}")
         except _Failed as error:
-            raise UsageError(f"the cluster cannot be asked for a run: {error}") from error
+            raise UsageError(f"the cluster did not answer whether the run exists: {error}") from error
         owner = {"apiVersion": job["apiVersion"], "kind": "Job", "name": head_name(name), "uid": uid}
         others = [
             {**each, "metadata": {**each["metadata"], "ownerReferences": [owner]}}
@@ -67,7 +67,7 @@ class Cluster:
             self._make(others, "--output=name")
         except _Failed as error:
             self._remove(job_name)
-            raise UsageError(f"the cluster refuses a part of the run: {error}") from error
+            raise UsageError(f"the cluster rejects a part of the run: {error}") from error
 
     def _make(self, objects: Sequence[Mapping[str, Any]], *words: str) -> str:
         # Not validated: a server that does not know a field yet leaves it out.
@@ -107,7 +107,7 @@ class Cluster:
         """Show what the head's pods have printed since the last look; return how its job has ended, or nothing."""
         found = self._call("get", f"job/{head_name(name)}", "--ignore-not-found", "--output=json")
         if not found:
-            raise UsageError(f"there is no run {name} in namespace {self._namespace}, or no more")
+            raise UsageError(f"there is no run {name} in namespace {self._namespace}, or no longer")
         conditions = json.loads(found).get("status", {}).get("conditions") or ()
         chosen = ",".join(f"{key}={value}" for key, value in labels(name, HEAD).items())
         for pod in json.loads(self._call("get", "pods", f"--selector={chosen}", "--output=json"))["items"]:

@@ -99,8 +99,8 @@ class ClusterRequest:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                "the name of a run in Kubernetes has lower-case letters, digits and dashes, and at most 50 of them; "
-                f"got --set kubernetes.name={self.name}"
+                "the name of a run in Kubernetes takes lower-case letters, digits and dashes, at most 50 in all; got "
+                f"--set kubernetes.name={self.name}"
             )
         num_bytes = len(self.script.encode())
         if num_bytes > MOST_SCRIPT_BYTES:
@@ -111,7 +111,7 @@ class ClusterRequest:
         run_dir = PurePosixPath(self.run_dir)
         if not any(run_dir.is_relative_to(volume.path) for volume in self.volumes):
             raise UsageError(
-                f"the run directory {self.run_dir} is on no volume, and would be gone with the pod: --set "
+                f"the run directory {self.run_dir} is on no volume, and would be lost with the pod: --set "
                 "kubernetes.pvc=CLAIM:/PATH, and --run-dir below that path"
             )
 

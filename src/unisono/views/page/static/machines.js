@@ -12,8 +12,8 @@ const CHARTS = [
   { title: "Memory", format: percent, most: 1, of: (m) => divided(m.memory_bytes, m.memory_total_bytes) },
   { title: "GPUs", format: percent, most: 1, of: (m) => m.gpu_utilization?.map((gpus) => mean(gpus ?? [])) },
   { title: "GPU memory", format: percent, most: 1, of: (m) => m.gpu_memory_bytes?.map((gpus) => (gpus ? sum(gpus) / sum(m.gpu_memory_total_bytes ?? []) : NaN)) },
-  { title: "Network, sent", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y)}B/s`, of: (m) => m.sent_bytes_per_s },
-  { title: "Network, received", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y)}B/s`, of: (m) => m.received_bytes_per_s },
+  { title: "Network, sent", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y).replace(/[kMGT]?$/, " $&")}B/s`, of: (m) => m.sent_bytes_per_s },
+  { title: "Network, received", format: (y) => `${bytes(y)}/s`, axis: (y) => `${short(y).replace(/[kMGT]?$/, " $&")}B/s`, of: (m) => m.received_bytes_per_s },
 ];
 
 /** Values of a column by those of another, which may be one number for all. */

@@ -36,7 +36,7 @@
       {
         ...size, series, bands,
         scales: { x: { time: false, range: first < last ? [first, last] : [first - 0.5, last + 0.5] } },
-        axes: [axis, { ...axis, size: 64, values: (u, splits, _, __, step) => splits.map((value) => tick(value, step)) }],
+        axes: [axis, { ...axis, size: 78, values: (u, splits, _, __, step) => splits.map((value) => tick(value, step)) }],
         legend: { show: false },
       },
       uPlot.join(tables),

@@ -117,7 +117,7 @@ class PlainTerminal(Terminal):
             self._failing.append(stream)
             if not was_failing and stream is self._out:
                 self._write(
-                    self._err, f"{self._time()} unisono: standard output cannot be written: {error}; the run goes on"
+                    self._err, f"{self._time()} unisono: standard output cannot be written: {error}; the run continues"
                 )
 
 

@@ -131,7 +131,7 @@ class Screen:
                 num_lost, self._num_lost = self._num_lost, 0
                 closing, self._is_urgent = self._is_closing, False
             if num_lost:
-                lines.appendleft(f"unisono: {num_lost:,} lines are left out here: the terminal did not take them")
+                lines.appendleft(f"unisono: {num_lost:,} lines are left out here: the terminal was too slow")
             self._write(self._frame(lines, seen, is_last=closing))
             if closing:
                 return

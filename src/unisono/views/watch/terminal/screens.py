@@ -17,8 +17,8 @@ __all__ = ["PAGES", "Looked", "draw_page", "turned"]
 
 PAGES: Final = ("run", "workers", "events", "loss")
 _HELP: Final = (
-    ("q", "quit; the run goes on"),
-    ("tab, right, left", "the next page, the one before: run, workers, events, loss"),
+    ("q", "quit; the run continues"),
+    ("tab, right, left", "next page, previous page: run, workers, events, loss"),
     ("1 2 3 4", "that page"),
     ("down, up, space, b", "scroll"),
     ("?", "this help"),
