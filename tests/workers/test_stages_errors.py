@@ -90,7 +90,6 @@ def test_an_evaluation_that_need_not_be_waited_for_is_computed_by_the_groups(tmp
 
 OPTIONS: list[tuple[list[str], str]] = [
     (["--evaluators", "1"], r"--evaluators 1 are single workers with the whole model.*--workers 1x2"),
-    (["--audit", "0.1"], r"audits compare workers that have the whole model.*groups of 2 processes"),
     (["--wait-for", "3"], r"--wait-for counts workers, and --workers 1x2 makes groups of 2: got 3"),
 ]
 
