@@ -9,6 +9,7 @@ what all have reported.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from unisono.core.errors import StateLost
@@ -22,6 +23,7 @@ __all__ = [
     "groups_of",
     "lane_of",
     "lanes_of",
+    "parts_of",
     "place_words",
     "places",
     "plan_of_groups",
@@ -50,6 +52,12 @@ def groups_of(parts: Sequence[int], worker_ids: Sequence[str], num_parts: int) -
     used = {rank for group in found for rank in group}
     lanes = [[rank for rank in lane if rank not in used] for lane in lanes_of(parts, num_parts)]
     return tuple(sorted([*found, *zip(*lanes, strict=False)], key=min))
+
+
+def parts_of(num_stages: int, num_parts: int) -> list[range]:
+    """Return by part the stages that it carries: next to each other, and equally many as far as that goes."""
+    edges = [part * num_stages // num_parts for part in range(num_parts + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(edges)]
 
 
 def lanes_of(parts: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:

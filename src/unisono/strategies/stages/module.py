@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import UsageError
+from unisono.core.groups import parts_of
 from unisono.strategies.stages.tied import untie
 
-__all__ = ["Carrier", "Stages", "parts_of", "stages_in"]
+__all__ = ["Carrier", "Stages", "stages_in"]
 
 
 class Carrier(Protocol):
@@ -171,12 +172,6 @@ class Stages(nn.Module):
 def stages_in(module: nn.Module) -> list[tuple[str, Stages]]:
     """Return the `Stages` of a module, by path: itself, or those in it."""
     return [(path, each) for path, each in module.named_modules() if isinstance(each, Stages)]
-
-
-def parts_of(num_stages: int, num_parts: int) -> list[range]:
-    """Return by part the stages that it carries: next to each other, and equally many as far as that goes."""
-    edges = [part * num_stages // num_parts for part in range(num_parts + 1)]
-    return [range(first, end) for first, end in itertools.pairwise(edges)]
 
 
 def _starts(cuts: int | Sequence[int], num_modules: int) -> tuple[int, ...]:
