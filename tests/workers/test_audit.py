@@ -324,7 +324,7 @@ def test_each_option_of_the_command_line_wins_over_its_argument_by_itself(settin
 
 def test_the_journal_has_the_digests_of_the_first_pass() -> None:
     audits = Audits(share=0.5, then="go-on", seed=0, convict=None)
-    team = SimpleNamespace(generation=1, hosts=("", ""))
+    team = SimpleNamespace(generation=1, hosts=("", ""), num_parts=1, groups=((0,), (1,)))
     members = SimpleNamespace(worker_ids=("w0", "w1"), team=team, size=2, rank=0)
     audits.enter(cast(Rounds, SimpleNamespace(members=members, taps=[])))
     part = audits.twice(plan(2, 16), 5, 0)

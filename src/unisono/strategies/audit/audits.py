@@ -153,11 +153,11 @@ class Audits(Tap):
         if turn == 0:
             self._digests = {}
         self.record.seen(step, {worker: self._hosts.get(worker, "") for worker in said})
-        leaves = self._begun.pop((step, turn), {})
+        leaves, num_parts = self._begun.pop((step, turn), {}), members.team.num_parts
         for key, pairs in itertools.groupby(sorted(_pairs_of(said), key=lambda pair: pair.key), lambda pair: pair.key):
             of_key, right = leaves.get(key, (key,)), [pair for pair in pairs if pair.is_equal]
             # Digests of the parts of a micro-batch add up to its own (`unisono.engine.exchange.flat.digest_rows`).
-            if turn == 0 and len(right) == members.team.num_parts and 1 in (len(right), len(of_key)):
+            if turn == 0 and len(right) == num_parts and (num_parts == 1 or len(of_key) == 1):
                 whole = sum(next(iter(pair.digests.values())) for pair in right) & MASK
                 self._digests[",".join(map(str, of_key))] = f"{whole:016x}"
             for pair in right if not is_disputed else ():
