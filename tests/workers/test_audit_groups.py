@@ -122,6 +122,19 @@ def test_a_loss_while_it_is_found_out_who_is_wrong_changes_no_bit(
     assert convicted(found.output) <= {"w2"}, found.output
 
 
+@pytest.mark.parametrize(("lost", "at"), [("w1", "after_backward"), ("w2", "before_combine"), ("w5", "published")])
+def test_a_loss_in_an_audited_step_changes_no_bit_and_blames_nobody(
+    lost: str, at: str, calm: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """Others may be in the middle of a micro-batch of another group."""
+    found = train(tmp_path / "run", "3x2", *GO_ON, faults=Faults().kill(lost, step=4, at=at))
+    assert found.exit_code == 0, found.output
+    assert (found.digests, found.final) == (calm[1].digests, calm[1].final), found.output
+    assert lost in ended_workers(found.output), found.output
+    assert not convicted(found.output), found.output
+    assert any(line["step"] > 4 for line in found.lines if line.get("audits")), "audits go on"
+
+
 def test_two_groups_blame_nobody(tmp_path: Path) -> None:
     faults = Faults().corrupt("w3", "gradient", step=4, lasting=True)
     found = train(tmp_path / "run", "2x2", *GO_ON, faults=faults)

@@ -15,6 +15,11 @@ A loss at any of these points is survived as in all rounds. A member that sums a
 others have begun an audit (`Rounds.follows`), and takes part. Nobody knows what a member has computed that is lost
 before all have spoken: the step is done again without that member, which is not named.
 
+Where groups carry the model in parts, a group computes what another one has computed, and members of the same part
+compare what has come out of it. Gradients alone do not say which part was wrong, because a wrong output spoils the
+gradients of all parts. So a member also remembers the digest of its output, and of all places at which two groups
+differ, the first in the order of the computation is disputed (`unisono.core.groups.places`).
+
 With a delay (`unisono.strategies.delay.pipeline`) the same happens when the gradient is about to be applied, and all
 steps whose sums are made since then are done again.
 """
