@@ -16,6 +16,7 @@ from unisono.core.audit_rules import (
     too_few,
     tried,
 )
+from unisono.core.groups import expand
 from unisono.core.plan import Plan, plan
 from unisono.core.rehearsals import digest_of, key_of, odd_ones
 from unisono.core.spec import MOST_AUDITED
@@ -104,6 +105,29 @@ def test_members_without_work_are_not_audited() -> None:
     found = parts(some, [""] * 3, [0] * 3, share=MOST_AUDITED, seed=1, step=1)
     assert found[1].own == ()
     assert len(found[0].own) == len(found[2].own) == 1
+
+
+def test_a_group_helps_another_one_and_whoever_is_in_none_does_nothing() -> None:
+    """Its ranks are anywhere; the hosts of a group count together."""
+    groups = ((0, 3), (1, 5), (2, 4))
+    every = expand(plan(3, 8), groups, 7)
+    for step in range(50):
+        found = parts(every, list("abcabca"), [0] * 7, groups=groups, share=0.4, seed=1, step=step)
+        by_group = parts(plan(3, 8), ["a", "b c", "c b"], [0] * 3, share=0.4, seed=1, step=step)
+        assert [found[group[0]] for group in groups] == list(by_group)
+        assert all(found[rank] == found[group[0]] for group in groups for rank in group)
+        assert (found[6].own, found[6].other) == ((), ())
+    one = parts(expand(plan(1, 8), ((0, 1),), 2), ["", ""], [0, 0], groups=((0, 1),), share=0.4, seed=1, step=1)
+    assert {(each.own, each.other) for each in one} == {((), ())}
+
+
+def test_groups_help_each_other_where_all_their_parts_are_of_equal_arithmetic() -> None:
+    groups = ((0, 1), (2, 3), (4, 5))
+    every = expand(plan(3, 8), groups, 6)
+    for step in range(50):
+        found = parts(every, [""] * 6, [0, 7, 0, 0, 0, 7], groups=groups, share=0.4, seed=1, step=step)
+        assert found[2].own == found[2].other == ()
+        assert found[0].own == found[4].other
 
 
 def test_several_micro_batches_are_compared_by_one_number() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.pure.test_flat import BUFFER_DTYPES, DTYPES, tensors, whole
+from unisono.core.groups import parts_of
 from unisono.engine.exchange.flat import Extra, FlatLayout, Sections, Slot, digest_rows
-from unisono.strategies.stages.module import parts_of
 
 Named = list[tuple[str, Tensor]]
 EXTRAS = (Extra("right", torch.Size([]), torch.int64), Extra("sums", torch.Size([3]), torch.float64))

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 import unisono
 from unisono.core.errors import StepError, UsageError
+from unisono.core.groups import parts_of
 from unisono.strategies.stages.flight import Away, Flight, OwnBuffers, Pilot, one_forward_one_backward
-from unisono.strategies.stages.module import Stages, parts_of, stages_in
+from unisono.strategies.stages.module import Stages, stages_in
 
 # -- cuts --------------------------------------------------------------------------------------------
 

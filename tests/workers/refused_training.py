@@ -78,7 +78,11 @@ def in_shards(run: unisono.Run) -> None:
 
 
 def few_shards(run: unisono.Run) -> None:
-    Training(run, middle=unisono.parallelize(nn.Sequential(nn.Linear(6, 6)), {"0": "rows"}, shards=2), cuts=1)
+    training = Training(
+        run, middle=unisono.parallelize(nn.Sequential(nn.Linear(6, 6)), {"0": "rows"}, shards=2), cuts=1
+    )
+    training.track()
+    training.train()
 
 
 def plain_loop(run: unisono.Run) -> None:

@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--unbalanced", action="store_true", help="all groups compute as many micro-batches")
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--gates", type=Path, default=Path("/nonexistent"))
     arguments = parser.parse_args()
     every = arguments.checkpoint_every
-    checkpoint = unisono.Checkpoints(every_steps=every) if every else None
+    checkpoint = unisono.Checkpoints(every_steps=every, keep=arguments.keep) if every else None
     with unisono.Run(seed=3, checkpoint=checkpoint, balance=not arguments.unbalanced) as run:
         modules, data = parts(arguments.kind, torch.Generator().manual_seed(1))
         if arguments.shards > 1:

@@ -50,6 +50,19 @@ with unisono.Run(None, seed=1) as run:
                 torch.nn.functional.cross_entropy(model(vectors), labels).backward()
             optimizer.step()
 """
+STAGED = """
+import torch, unisono
+
+with unisono.Run(None, seed=1) as run:
+    modules = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)]
+    model = unisono.Stages(*modules, cuts=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(2, (64,)))
+    for step in run.steps(data, batch_size=16, microbatches=4, epochs=100):
+        step.compute(lambda x, y: torch.nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+"""
 BYTES = 4 * (64 * 1000 + 1000)
 
 
@@ -241,3 +254,28 @@ def test_no_batch_is_found_that_the_data_set_does_not_have(script: Path, tmp_pat
     text = shown_search(made, facts_of([alone], room=4), Roster(workers=2, per_host=4), ["batch"])
     assert "batch_size=64, microbatches=4" in text
     assert "more than the 64 samples of the data set" in text
+
+
+def test_a_plan_of_groups_says_what_each_process_holds(tmp_path: Path) -> None:
+    script = tmp_path / "staged.py"
+    script.write_text(STAGED)
+    found = planned(script, "--steps", "15", "--workers", "1:2x3", "--json")
+    assert found.returncode == 0, found.stderr
+    made = json.loads(found.stdout)
+    assert [(one["groups"], one["parts"], len(one["memory_bytes"])) for one in made["groups"]] == [(1, 3, 3), (2, 3, 3)]
+    assert {one["workers"] for one in made["forecasts"]} == {1}
+    assert all(one["least_step_s"] > 0.0 for one in made["groups"])
+    found = planned(script, "--steps", "15", "--workers", "1")
+    assert found.returncode == 0, found.stderr
+    assert "in groups, which share out the 3 stages of the model" in found.stdout
+    assert "  1x2  " in found.stdout
+    assert "  1x3  " in found.stdout
+    found = planned(script, "--steps", "15", "--workers", "2x4")
+    assert "unisono.Stages of the script has 3 stages" in found.stderr
+
+
+def test_a_plan_of_groups_needs_a_model_in_stages_and_one_machine(script: Path) -> None:
+    found = planned(script, "--steps", "15", "--workers", "2x4", "--", "16", "1000")
+    assert "the script tracks no unisono.Stages: plan it with --workers N" in found.stderr
+    found = planned(script, "--workers", "2x4", "--link", "1gbit", "--", "16", "1000")
+    assert "--link is not part of a plan of groups" in found.stderr

@@ -390,11 +390,14 @@ def finish(command: Command, run_dir: Path, calm: Calm) -> list[list[str]]:
 
 @pytest.mark.more
 def test_groups_come_and_go(unisono: Unisono, calm: Calm, tmp_path: Path) -> None:
-    """`unisono scale` makes one group two, and takes the second one away again."""
+    """`unisono scale` makes one group two, and takes the second one away again. Evaluators have nothing to do there."""
     run_dir = tmp_path / "run"
     with Gates(tmp_path / "gates", (3, 8, 14)) as gates:
         command = start(unisono, run_dir, gates, "1x2")
         gates.wait(3)
+        guest = unisono("evaluate", run_dir)
+        assert guest.wait() == 2, guest.err
+        assert "has groups of 2 processes" in "\n".join(guest.err)
         grow = unisono("scale", run_dir, 2)
         assert grow.wait() == 0, grow.err
         gates.open(3, command.generation("; generation 2 with"))

@@ -102,9 +102,16 @@ def test_more_processes_than_shards_are_refused(tmp_path: Path) -> None:
     assert "1 stage and layers in 2 shards, and a group of this run has 4 processes (1 x 4)" in outcome.output
 
 
+@pytest.mark.more
+@pytest.mark.usefixtures("nursery")
+def test_audits_of_shards_are_refused(tmp_path: Path) -> None:
+    outcome = train(tmp_path / "run", "1x2", None, [*PATIENT, "--audit", "0.1"], ["few_shards"])
+    assert outcome.exit_code not in (0, None), outcome.output
+    assert "who was wrong cannot be told. Leave --audit out" in outcome.output
+
+
 OPTIONS: list[tuple[list[str], str]] = [
     (["--evaluators", "1"], r"--evaluators 1 are single workers with the whole model.*--workers 1x2"),
-    (["--audit", "0.1"], r"audits compare workers that have the whole model.*groups of 2 processes"),
     (["--wait-for", "3"], r"--wait-for counts workers, and --workers 1x2 makes groups of 2: got 3"),
 ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 from tests.waiting import WAIT_S
@@ -289,6 +290,25 @@ def test_a_process_that_was_killed_for_its_memory_has_said_before_what_held_it(t
     lab = play(Lab(tmp_path / "run"), story)
     assert "microbatches=8 instead of 2, so 8 samples each" in lab.told[0].text
     assert "optimizer state                   2.0 GB" in lab.files()[0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "known", "told"), [(2, 9, True), (2, 0, True), (2, 2, False), (0, 9, False), (7, 9, False)]
+)
+def test_who_was_killed_within_a_control_group_of_its_own_is_told_its_limit(
+    limit: int, known: int, told: bool, tmp_path: Path
+) -> None:
+    """And not that of the machine, which the command sees. A worker that had less was killed for something else."""
+
+    async def story(lab: Lab) -> None:
+        held = Holds(kinds={"parameters": 10**9}, batch_size=64, microbatches=2, limit_bytes=limit * 10**9)
+        lab.troubles.holds("w1", held)
+        trouble = Trouble(kind="out-of-memory", worker_id="w1", exit_code=-9, killed_for="the kernel has killed it")
+        lab.troubles.take(msgspec.structs.replace(trouble, peak_bytes=2 * 10**9, limit_bytes=known * 10**9))
+
+    (problem,) = play(Lab(tmp_path / "run"), story).told
+    words = "because the memory of its control group was used up (2.0 GB)"
+    assert (words in problem.text) == told, problem.text
 
 
 def test_the_last_events_are_in_the_file(tmp_path: Path) -> None:

@@ -55,16 +55,18 @@ def again(back: RunGoesBack, workers: Workers, machines: Sequence[Machine]) -> A
     if left:
         say(f"unisono: goes back to {checkpoint.name}, without {listed(list(back.hosts))}", err=True)
         return Again(changes, dropped)
-    noun = "worker" if workers.parts == 1 else f"group of {workers.parts} worker"
+    noun = "worker" if workers.parts == 1 else "group"
     start, least, most = (number // workers.parts for number in (workers.start, workers.minimum, workers.maximum))
     if start < 2:
-        raise UsageError(f"{back}. No {noun.partition(' ')[0]} is left to continue with; {hint}")
+        raise UsageError(f"{back}. No {noun} is left to continue with; {hint}")
     number = start - 1
+    left_over = count(number, noun)
     text = str(number) if workers.grows else f"{min(least, number)}:{max(most - 1, number)}"
     if workers.parts > 1:
         text += f"x{workers.parts}"
+        left_over += f" of {workers.parts} workers"
     say(
-        f"unisono: goes back to {checkpoint.name}, with {count(number, noun)}, on the machine that has "
+        f"unisono: goes back to {checkpoint.name}, with {left_over}, on the machine that has "
         "computed wrong values: there is no other one. Test it soon",
         err=True,
     )

@@ -17,8 +17,10 @@ from click import argument
 from unisono.cli.again import PastRun, past_run
 from unisono.cli.saying import say
 from unisono.core.errors import UsageError
+from unisono.core.settings import split_parts
 from unisono.core.words import exit_words
 from unisono.engine.checkpoint.evaluations import REFUSED, Snapshots, claimed, give_up, order_of
+from unisono.record.history import History
 from unisono.record.rundir import holder, is_going
 from unisono.script.inspected import INTERRUPTED, run_inspected
 from unisono.system.fingerprint import script_checksum
@@ -51,9 +53,24 @@ def evaluate(run: Path, script: tuple[str, ...]) -> int:
     with past_run(run, script) as (past, folder):
         if not is_going(past.run):
             raise UsageError(f"no run is active in {run}, so there is nothing to evaluate")
+        _check_groups(past)
         os.chdir(past.folder)
         _check_script(past)
         return _follow(past, Path(folder))
+
+
+def _check_groups(past: PastRun) -> None:
+    """Raise UsageError if the run leaves no evaluations to others, because its groups compute them."""
+    parts = History(past.run).overview().parts
+    match past.facts.get("command"):  # as long as nobody has joined
+        case {"settings": {"workers": [str(text), *_]}}:
+            with contextlib.suppress(UsageError):  # words
+                parts = max(parts, split_parts(text)[1])
+    if parts > 1:
+        raise UsageError(
+            f"the run in {past.run} has groups of {parts} processes, each of which has a part of the model, so it "
+            "computes its evaluations itself, also those with wait=False: an evaluator would have nothing to do"
+        )
 
 
 def _check_script(past: PastRun) -> None:

@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from unisono.cli.given import check_directory, script_arguments
 from unisono.cli.saying import say, say_json, say_lines
 from unisono.core.errors import UsageError
+from unisono.core.settings import split_parts
 from unisono.core.words import count, listed, script_in
 from unisono.record.rundir import holder, read_facts
 from unisono.system.capacity import machine_cores, machine_gpus
@@ -24,11 +25,19 @@ from unisono.system.lifetime import scratch_folder
 from unisono.tools.plan.finder import WHAT, Search, plain_search, search, shown_search
 from unisono.tools.plan.forecast import ForecastInputs, Roster, Sample
 from unisono.tools.plan.found import IN_A_ROW, IN_A_ROW_ALONE, ProbeSettings
+from unisono.tools.plan.layouts import check_layouts, forecast_groups, sizes_of
 from unisono.tools.plan.measuring import check_recipe, facts_of_run, samples_in
 from unisono.tools.plan.plans import PLAN, PlanRecord, came, differs, forecasts, read_plan, roster_of, write_plan
 from unisono.tools.plan.probing import Measurement, Script, facts_of, memories_of, trial
 from unisono.tools.plan.strategy_models import StrategyOptions, WorkerMemory
-from unisono.tools.plan.told import shown_came, shown_conclusions, shown_missing, shown_strategies, shown_workers
+from unisono.tools.plan.told import (
+    shown_came,
+    shown_conclusions,
+    shown_groups,
+    shown_missing,
+    shown_strategies,
+    shown_workers,
+)
 from unisono.tools.plan.wires import NetworkLink, parse_link
 
 __all__ = ["plan"]
@@ -44,6 +53,8 @@ NO_TRIAL: Final = ("steps", "find", "run_dir")
 """Options that mean nothing for a run that has been."""
 OF_A_PLAN: Final = ("threads", "link", "per_host", "price", "copies", "inner_steps")
 """Options that mean nothing for a plan that was made."""
+NOT_OF_GROUPS: Final = ("link", "per_host", "price", "copies", "inner_steps")
+"""Options that mean nothing for a plan of groups."""
 BUSY: Final = 0.05
 """Of the time, for which a worker had no core: from then on the plan says so."""
 
@@ -58,6 +69,8 @@ class PlanRequest:
     per_host: int
     price: float
     options: StrategyOptions
+    layouts: Sequence[tuple[int, int]] = ()
+    """Of a model in stages: (groups, processes of a group). ``workers`` is then what they are reckoned from: one."""
 
     @property
     def rosters(self) -> list[Roster]:
@@ -76,10 +89,10 @@ class PlanRequest:
     "-n",
     "--workers",
     default="",
-    metavar="N|A:B",
+    metavar="N|A:B|GxP",
     help=(
-        "Numbers of workers to plan for. Default: from 1 to as many as this machine has room for; with --link, as "
-        "4 such machines have."
+        "Numbers of workers to plan for, or groups of P workers. Default: from 1 to as many as this machine has room "
+        "for; with --link, as 4 such machines have."
     ),
 )
 @click.option("--steps", default=16, show_default=True, metavar="N", help="The least number of steps in each trial.")
@@ -155,8 +168,13 @@ def plan(
     if not 0.0 <= price < math.inf:
         raise UsageError(f"--price is the price of one worker per hour, at least 0; got {price}")
     room = max(1, len(machine_gpus()) or len(machine_cores()) // max(1, threads))
+    numbers, parts = split_parts(workers)
+    if parts > 1:
+        _refuse(NOT_OF_GROUPS, "is not part of a plan of groups, which is about one machine")
+    layouts = [(groups, parts) for groups in _numbers(numbers, MOST, 0, False)] if parts > 1 else []
     asked = PlanRequest(
-        workers=_numbers(workers, room, per_host or 0, bool(link)),
+        workers=[1] if layouts else _numbers(numbers, room, per_host or 0, bool(link)),
+        layouts=layouts,
         link=parse_link(link) if link else None,
         per_host=per_host or room,
         price=price,
@@ -166,6 +184,10 @@ def plan(
         _refuse(NO_TRIAL, "is for trials of a script, and a run has already done its steps")
         if arguments:
             raise UsageError(f"{target} is a run, which takes no arguments of a script, got {' '.join(arguments)}")
+        if layouts:
+            raise UsageError(
+                f"--workers {workers}: groups are planned from a script; a run does not say what a stage holds"
+            )
         return _plan_of_run(Path(target), workers, room, asked, as_json=as_json)
     if steps < IN_A_ROW:
         raise UsageError(f"a trial needs at least {IN_A_ROW} steps (the first ones do not count), got --steps {steps}")
@@ -179,7 +201,9 @@ def plan(
         trials = _trials(script, steps, room, asked)
         found = search(script, trials[0].found, steps, wanted) if wanted else None
     facts = facts_of(trials, room)
-    made = _made(script_in(command), facts, memories_of(trials), asked)
+    layouts = layouts or [(1, size) for size in sizes_of(trials[0].found)]
+    in_groups = forecast_groups(trials[0].found, trials[0].sample, layouts, room)
+    made = msgspec.structs.replace(_made(script_in(command), facts, memories_of(trials), asked), groups=in_groups)
     _tell(made, trials, facts, asked, found, as_json=as_json)
     if found is not None and not as_json:
         say_lines("\n" + shown_search(found, facts, asked.largest, wanted))
@@ -258,6 +282,7 @@ def _trials(script: Script, steps: int, room: int, asked: PlanRequest) -> list[M
     say("unisono: measuring the first steps, alone", err=True)
     alone = trial(script, ProbeSettings(steps=steps, seconds=SECONDS))
     check_recipe(alone.found.recipe)
+    check_layouts(asked.layouts, alone.found)
     found = [alone]
     same = ProbeSettings(steps=alone.found.done)
     together = min(room, asked.per_host, asked.workers[-1])
@@ -309,6 +334,8 @@ def _tell(
             "for a machine that is as busy"
         )
     _show(made, facts, asked, trials[0].found.limit)
+    if made.groups:
+        say_lines("\n" + shown_groups(made.groups, len(trials[0].found.stages)))
 
 
 def _show(made: PlanRecord, facts: ForecastInputs, asked: PlanRequest, room_bytes: int | None) -> None:

@@ -27,9 +27,10 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from unisono.core.cursor import seed_of
+from unisono.core.groups import Groups, plan_of_groups
 from unisono.core.plan import Plan
 from unisono.core.rehearsals import Twice, most
 
@@ -55,7 +56,15 @@ _WORD: Final = 1 << 64
 
 
 def parts(
-    plan: Plan, hosts: Sequence[str], arithmetics: Sequence[int], *, share: float, seed: int, step: int, turn: int = 0
+    plan: Plan,
+    hosts: Sequence[str],
+    arithmetics: Sequence[int],
+    *,
+    groups: Groups = (),
+    share: float,
+    seed: int,
+    step: int,
+    turn: int = 0,
 ) -> tuple[Twice, ...]:
     """Return the part of each member in the audit of a step, by rank.
 
@@ -63,10 +72,14 @@ def parts(
         plan: of the step, in which nothing is computed yet.
         hosts: by rank, the member's machine.
         arithmetics: by rank; only members with equal ones compute the same bits.
+        groups: of members that compute micro-batches together; what is said here of members is true of these. (): each
+            member by itself.
         share: of the work that is audited, from 0 to `MOST_AUDITED`.
         step: of the run.
         turn: pass over the step's global batch.
     """
+    if any(len(group) > 1 for group in groups):
+        return _parts_of_groups(plan, hosts, arithmetics, groups, share=share, seed=seed, step=step, turn=turn)
     size = len(plan.ranges)
     busy = [rank for rank in range(size) if plan.ranges[rank]]
     wanted = share * plan.num_leaves / len(busy) if busy else 0.0  # of each member
@@ -82,6 +95,19 @@ def parts(
         if one is not None:
             other[one] = own[owner]
     return tuple(map(Twice, own, other))
+
+
+def _parts_of_groups(
+    plan: Plan, hosts: Sequence[str], arithmetics: Sequence[int], groups: Groups, **draws: Any
+) -> tuple[Twice, ...]:
+    """Return the part of each member, by rank; members that are in no group have none."""
+    places = [" ".join(dict.fromkeys(hosts[rank] for rank in group)) for group in groups]
+    alike = [seed_of(0, *(arithmetics[rank] for rank in group)) for group in groups]
+    found = [Twice()] * len(plan.ranges)
+    for group, twice in zip(groups, parts(plan_of_groups(plan, groups), places, alike, **draws), strict=True):
+        for rank in group:
+            found[rank] = twice
+    return tuple(found)
 
 
 def helpers(hosts: tuple[str, ...], arithmetics: tuple[int, ...], draw: int) -> tuple[int | None, ...]:
@@ -131,13 +157,19 @@ def _some(leaves: Sequence[int], number: int, draw: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def too_few(size: int) -> str:
-    """Return what so few members cannot find out, in words; "" where there are enough."""
+def too_few(size: int, noun: str = "worker") -> str:
+    """Return what so few members cannot find out, in words; "" where there are enough.
+
+    Args:
+        noun: of what computes a micro-batch: "worker" or "group".
+    """
     match size:
         case 1:
-            return "one worker cannot audit: there is no second one to compute the same (two can find a difference)"
+            return f"one {noun} cannot audit: there is no second one to compute the same (two can find a difference)"
         case 2:
-            return "two workers can find that one of them is wrong, but not which one, and the run then ends; use three"
+            return (
+                f"two {noun}s can find that one of them is wrong, but not which one, and the run then ends; use three"
+            )
     return ""
 
 

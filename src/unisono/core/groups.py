@@ -9,13 +9,26 @@ what all have reported.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from unisono.core.errors import StateLost
 from unisono.core.plan import Plan, replan
 from unisono.core.tree import Node
 
-__all__ = ["Groups", "check_parts", "expand", "groups_of", "lane_of", "lanes_of", "replan_groups"]
+__all__ = [
+    "Groups",
+    "check_parts",
+    "expand",
+    "groups_of",
+    "lane_of",
+    "lanes_of",
+    "parts_of",
+    "place_words",
+    "places",
+    "plan_of_groups",
+    "replan_groups",
+]
 
 Groups = tuple[tuple[int, ...], ...]
 """The ranks of each group, in the order of the parts."""
@@ -39,6 +52,17 @@ def groups_of(parts: Sequence[int], worker_ids: Sequence[str], num_parts: int) -
     used = {rank for group in found for rank in group}
     lanes = [[rank for rank in lane if rank not in used] for lane in lanes_of(parts, num_parts)]
     return tuple(sorted([*found, *zip(*lanes, strict=False)], key=min))
+
+
+def parts_of(num_stages: int, num_parts: int, num_shard_parts: int = 1) -> list[range]:
+    """Return by part the stages that it carries: next to each other, and equally many as far as that goes.
+
+    Args:
+        num_shard_parts: so many neighbouring parts carry the same stages.
+    """
+    columns = num_parts // num_shard_parts
+    edges = [column * num_stages // columns for column in range(columns + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(edges) for _ in range(num_shard_parts)]
 
 
 def lanes_of(parts: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
@@ -73,6 +97,27 @@ def expand(plan: Plan, groups: Groups, size: int) -> Plan:
     if not plan.kept:
         return Plan(plan.num_leaves, ranges)
     return Plan(plan.num_leaves, ranges, tuple(plan.kept[of[rank]] if rank in of else () for rank in range(size)))
+
+
+def plan_of_groups(plan: Plan, groups: Groups) -> Plan:
+    """Return the plan by group, from one by rank."""
+    return Plan(plan.num_leaves, tuple(plan.ranges[group[0]] for group in groups))
+
+
+def places(part: int, num_parts: int) -> tuple[int, int]:
+    """Return the two places of a part in the order in which a group computes a micro-batch: forward, and back.
+
+    What comes out at a place depends on what has come out at those before it. So of the places at which two groups have
+    got other bits, the first one is that of a worker that was given the right bits.
+    """
+    return part, 2 * num_parts - 1 - part
+
+
+def place_words(place: int, num_parts: int) -> str:
+    """Return in words what comes out at a place (`places`)."""
+    if place < num_parts:
+        return f"the output of part {place} in"
+    return f"the gradient of part {2 * num_parts - 1 - place} in"
 
 
 def replan_groups(held: Sequence[Sequence[Node]], able: Sequence[bool], num_leaves: int, groups: Groups) -> Plan:

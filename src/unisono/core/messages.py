@@ -292,12 +292,16 @@ class Ailing(Message):
 
 
 class Holds(Message):
-    """What holds the memory of this worker, once: if the kernel kills it for its memory, it cannot say so then."""
+    """What holds the memory of this worker: if the kernel kills it for its memory, it cannot say so then. Told once,
+    after the first step; before that, its limit alone.
+    """
 
-    kinds: dict[str, int]
-    """Bytes of what does not depend on the size of a micro-batch, by name."""
-    batch_size: int
-    microbatches: int
+    kinds: dict[str, int] = {}
+    """Bytes of what does not depend on the size of a micro-batch, by name; {}: not known yet."""
+    batch_size: int = 0
+    microbatches: int = 0
+    limit_bytes: int = 0
+    """What its control group may have, which may be another one than that of the agent; 0: it has no limit."""
 
 
 class Statement(Message):

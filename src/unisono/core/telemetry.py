@@ -61,6 +61,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-batch of another member that this one has computed as well, or a number that stands for several."""
     other_digest: int = 0
     """The digest of the gradient of ``other_leaf``, or of those that it stands for."""
+    part: int = 0
+    """The part of the model that the member carries, of which its digests of gradients are."""
 
 
 class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +112,7 @@ class StepTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 _SECTIONS: Final[dict[str, tuple[type[Any], tuple[str, ...], struct.Struct]]] = {
     "last": (Seconds, PARTS, struct.Struct(f"<{len(PARTS)}d")),
     "times": (StepTimes, StepTimes.__struct_fields__, struct.Struct("<qdq")),
-    "compared": (Compared, Compared.__struct_fields__, struct.Struct("<qqQqQqQqQ")),
+    "compared": (Compared, Compared.__struct_fields__, struct.Struct("<qqQqQqQqQq")),
     "checkpoint": (CheckpointReport, CheckpointReport._fields, struct.Struct("<?qb?q?")),
 }
 """By field, what a section is, and its numbers in their order."""

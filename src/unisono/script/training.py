@@ -253,14 +253,14 @@ class Training:
             facts = json.dumps(read_facts(directory))
             member.send(RunDirectoryChosen(path=str(directory.resolve()), on_signal=on_signal, facts=facts))
         size, microbatches = len(rounds.team.groups), loop.cursor.microbatches
+        noun = "worker" if rounds.team.num_parts == 1 else "group"
         if size > microbatches and rounds.team.rank == 0:
-            noun = "workers" if rounds.team.num_parts == 1 else "groups"
             warnings.warn(
-                f"{size} {noun} share {microbatches} micro-batches: {size - microbatches} of them "
-                f"have nothing to compute; use more micro-batches or fewer {noun}",
+                f"{size} {noun}s share {microbatches} micro-batches: {size - microbatches} of them "
+                f"have nothing to compute; use more micro-batches or fewer {noun}s",
                 stacklevel=4,
             )
-        if self._course.audits is not None and rounds.team.rank == 0 and (words := too_few(size)):
+        if self._course.audits is not None and rounds.team.rank == 0 and (words := too_few(size, noun)):
             warnings.warn(f"audit: {words}", stacklevel=4)
         self._course.started(keeper.run_id, recipe)
         return rounds.position.step

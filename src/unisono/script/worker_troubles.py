@@ -40,6 +40,7 @@ from unisono.record.problems.limits import memory_limit, own_address_space, own_
 from unisono.record.problems.witness import about_machine, about_process, own_stacks, versions
 from unisono.record.rundir import read_facts
 from unisono.system import accelerators
+from unisono.system.controlgroups import memory_of_groups
 from unisono.system.process import tell
 from unisono.system.stacks import in_one_line, trimmed_traceback
 
@@ -89,6 +90,8 @@ class OwnTroubles:
             with contextlib.suppress(Exception):  # attributes of a data set may do anything
                 data = data_bytes(dataset, self._device)
             self._beginning = MemoryAtStart(used, data)
+            if self._member is not None and self._device.type == "cpu" and (limit := _group_limit()):
+                self._member.send(Holds(limit_bytes=limit))
 
     # -- while training goes on ----------------------------------------------------------------------
 
@@ -117,7 +120,8 @@ class OwnTroubles:
         if self._device.type != "cpu":
             return  # what the kernel kills a process for is the memory of the host
         held = kinds(rounds.tracked, rounds.slots, self._beginning or MemoryAtStart(), rounds.team)
-        self._member.send(Holds(kinds=held, batch_size=cursor.batch_size, microbatches=cursor.microbatches))
+        size, number = cursor.batch_size, cursor.microbatches
+        self._member.send(Holds(kinds=held, batch_size=size, microbatches=number, limit_bytes=_group_limit()))
 
     # -- at the end ----------------------------------------------------------------------------------
 
@@ -319,6 +323,12 @@ def held_now(
         shared=shared,
         biggest=sorted((item for item in named if item[1] >= LEAST_BYTES), key=lambda item: -item[1])[:NUM_BIGGEST],
     )
+
+
+def _group_limit() -> int:
+    """Return the bytes that the control group of this process may have; 0: there is no limit."""
+    group = memory_of_groups()
+    return group.limit if group is not None else 0
 
 
 def data_bytes(dataset: object, device: torch.device) -> int:

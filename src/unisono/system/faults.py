@@ -85,6 +85,7 @@ POINTS: Final[dict[str, str]] = {
 
 VALUES: Final[dict[str, str]] = {
     "gradient": "the gradient of a micro-batch, as autograd has computed it",
+    "activations": "what a part of a model in stages gives the next one",
     "parameter": "the parameters between two steps",
     "optimizer": "the state of an optimizer between two steps",
     "evaluation": "the first total of a batch of an evaluation",

@@ -25,12 +25,14 @@ from unisono.cluster.head.table import Table
 from unisono.core.events import Announcement, Event, Problem, StepFinished
 from unisono.core.messages import Ailing, Holds, Inquire, Statement, WriteEvidence
 from unisono.core.spec import RunSpec
+from unisono.core.words import shown_bytes
 from unisono.membership.roster import ALIVE
 from unisono.record.problems import evidence as files
 from unisono.record.problems.evidence import Witness, redacted, shown_environment
 from unisono.record.problems.evidence_files import FOLDER, stamp, write
 from unisono.record.problems.fit import FitSetting, Held, advice, table
 from unisono.record.problems.kinds import Trouble, file_name, text
+from unisono.record.problems.limits import NEAR
 from unisono.record.problems.witness import versions
 
 __all__ = ["Troubles"]
@@ -143,6 +145,13 @@ class Troubles:
             return trouble
         workers = self._table.state.workers.values()
         others = sum(self._host_of(each.worker_id) == trouble.host for each in workers if each.state in ALIVE)
+        if _has_filled(known.limit_bytes, trouble):  # a control group of its own
+            others, why = 0, f"the memory of its control group was used up ({shown_bytes(known.limit_bytes)})"
+            trouble = msgspec.structs.replace(
+                trouble, killed_for=f"the kernel has killed it because {why}", limit_bytes=known.limit_bytes
+            )
+        if not known.kinds:
+            return trouble
         held = Held(
             kinds=known.kinds,
             used=trouble.peak_bytes,
@@ -328,6 +337,14 @@ class Troubles:
     def _last_events(self) -> list[str]:
         known = sorted([*self._recent, *self._steps], key=lambda item: item[0])
         return [f"{time.strftime('%H:%M:%S', time.localtime(when))}  {_line(event)}" for when, event in known]
+
+
+def _has_filled(limit: int, trouble: Trouble) -> bool:
+    """Return whether a worker has had as much memory as its own control group may have, which is less than the limit
+    that its agent knows of.
+    """
+    is_own = 0 < limit < (trouble.limit_bytes or limit + 1)
+    return is_own and trouble.peak_bytes >= NEAR * limit
 
 
 def _line(event: Event) -> str:

@@ -75,6 +75,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
     weighted_loss: float
     parts: dict[str, str]
     """The digests of the gradients and of the changes of buffers, by name."""
+    places: dict[int, int] = {}
+    """Where workers carry parts of the model: the digests of what this worker has got, by place
+    (`unisono.core.groups.places`)."""
+
+    @property
+    def by_place(self) -> dict[int, int]:
+        """The digests by place; a worker that has the whole model has one place."""
+        return self.places or {0: self.digest}
 
     def difference(self, other: Fingerprint, name: str, other_name: str) -> str:
         """Return a sentence about the first difference."""
@@ -401,7 +409,7 @@ class GradientFolder:
         have some of them. Return their slots.
         """
         current, self._leaf = self._leaf, None
-        if current is None:
+        if current is None or current.is_apart:
             return []
         slots = [slot for _, slot in current.chain]
         if self._adopter in slots:

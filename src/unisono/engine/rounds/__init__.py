@@ -87,8 +87,8 @@ class Round(Protocol):
 class Dispute:
     """Digests that a member remembers of a round in which members have computed different values."""
 
-    leaves: Mapping[int, int]
-    """Of the micro-batches that it has computed and another member as well."""
+    leaves: Mapping[int, Mapping[int, int]]
+    """Of the micro-batches that it has computed and another member as well, by place (`Fingerprint.by_place`)."""
     state: int | None
     """Of its state before the round, if it has taken one."""
 
@@ -108,8 +108,8 @@ class Repeats(Round, Protocol):
     def dispute(self) -> Dispute | None:
         """None, once the round is over: its result counts."""
 
-    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
-        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, Mapping[int, int]]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digests by place."""
 
 
 class Reporter:

@@ -192,7 +192,7 @@ class Agreement:
 
     def says(self) -> Compared:
         """Return what this member has to compare in this step."""
-        found: dict[str, int] = {"arithmetic": self._members.team.arithmetic}
+        found: dict[str, int] = {"arithmetic": self._members.team.arithmetic, "part": self._members.team.part}
         if self._digest is not None:
             found |= {"compared_step": self._step, "state_digest": self._digest}
         if self._copies is not None and self._copies[0] == self._members.team.generation:
@@ -226,7 +226,7 @@ class Agreement:
         if len({each.arithmetic for each in said.values()}) == 1:
             is_disputed |= self._have_copies_that_differ(list(said.values()))
         if self._judge.compare(said, self._step, self._turn, is_disputed=is_disputed):
-            self.dispute = Dispute({one.leaf: one.digest for one in (*self._own, *self._other)}, self._digest)
+            self.dispute = Dispute({one.leaf: one.by_place for one in (*self._own, *self._other)}, self._digest)
         return self.dispute is not None
 
     def check(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
@@ -410,7 +410,7 @@ def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
 
 
 def _differs(owner: Compared, helper: Compared) -> bool:
-    is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf
+    is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf and owner.part == helper.part
     return is_same_leaf and owner.arithmetic == helper.arithmetic and owner.own_digest != helper.other_digest
 
 

@@ -200,7 +200,8 @@ class EvaluationRound(Undivided):
             if words and not settles:
                 raise DivergenceError(words, sound=-1)
         if is_disputed:
-            self.dispute = Dispute(own_digests | self._twice, digest_of_objects(digests))
+            known = {batch: {0: digest} for batch, digest in (own_digests | self._twice).items()}
+            self.dispute = Dispute(known, digest_of_objects(digests))
         return Gathered(self._members, msgspec.msgpack.encode(_Part(to_bytes(self._have), digests, {})))
 
     def first_plan(self) -> Plan:
@@ -220,9 +221,9 @@ class EvaluationRound(Undivided):
         """Number of the next step of the run."""
         return self._position.total
 
-    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
-        """Yield a batch whose totals are not added; return their digest."""
-        return digest_of_state((yield from self._evaluate(leaf)))
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, Mapping[int, int]]:
+        """Yield a batch whose totals are not added; return their digest, at the only place."""
+        return {0: digest_of_state((yield from self._evaluate(leaf)))}
 
     def totals(self) -> Totals:
         """Return the totals of all batches, once the round is over."""

@@ -313,10 +313,10 @@ class GradientRound:
         """None, once the round is over: its result counts."""
         return self._context.agreement.dispute
 
-    def compute_uncounted(self, leaf: int) -> Generator[Any, None, int]:
-        """Yield a micro-batch to the script, of which nothing is summed; return its digest."""
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, Mapping[int, int]]:
+        """Yield a micro-batch to the script, of which nothing is summed; return its digests by place."""
         yield from self._aside(leaf)
-        return self._folder.fingerprint(leaf).digest
+        return self._folder.fingerprint(leaf).by_place
 
     # -- the round -----------------------------------------------------------------------------------
 

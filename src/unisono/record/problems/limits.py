@@ -12,6 +12,7 @@ from unisono.core.words import shown_bytes
 from unisono.system.controlgroups import ControlGroup, control_groups, text_of, value_in
 
 __all__ = [
+    "NEAR",
     "Kills",
     "MemoryLimit",
     "limit_growth",

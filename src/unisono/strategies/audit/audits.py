@@ -15,6 +15,11 @@ A loss at any of these points is survived as in all rounds. A member that sums a
 others have begun an audit (`Rounds.follows`), and takes part. Nobody knows what a member has computed that is lost
 before all have spoken: the step is done again without that member, which is not named.
 
+Where groups carry the model in parts, a group computes what another one has computed, and members of the same part
+compare what has come out of it. Gradients alone do not say which part was wrong, because a wrong output spoils the
+gradients of all parts. So a member also remembers the digest of its output, and of all places at which two groups
+differ, the first in the order of the computation is disputed (`unisono.core.groups.places`).
+
 With a delay (`unisono.strategies.delay.pipeline`) the same happens when the gradient is about to be applied, and all
 steps whose sums are made since then are done again.
 """
@@ -30,7 +35,9 @@ import torch
 
 from unisono.cluster.worker.member import Member
 from unisono.core.audit_rules import AuditVerdict, Record, judge, parts, tried
+from unisono.core.cursor import MASK
 from unisono.core.errors import DivergenceError, PeerLost, UsageError
+from unisono.core.groups import place_words
 from unisono.core.messages import Convicted
 from unisono.core.plan import Plan
 from unisono.core.rehearsals import Twice, key_of, odd_ones
@@ -43,9 +50,10 @@ from unisono.engine.rounds import Dispute, Repeats
 from unisono.engine.rounds.agreement import COPIES_DIFFER
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import DISPUTE, Rounds
+from unisono.engine.rounds.members import Gathered
 from unisono.engine.rounds.taps import Loop, Tap
 from unisono.engine.state.tracked import Tracked
-from unisono.system.faults import spoils
+from unisono.system.faults import point, spoils
 
 __all__ = ["Audits", "Testimony", "first_difference", "make_audits", "of_states", "spoil"]
 
@@ -125,7 +133,16 @@ class Audits(Tap):
         generation, arithmetics = self._arithmetics
         if generation != members.team.generation:
             arithmetics = (0,) * members.size
-        return parts(plan, members.team.hosts, arithmetics, share=self._share, seed=self._seed, step=step, turn=turn)
+        return parts(
+            plan,
+            members.team.hosts,
+            arithmetics,
+            groups=members.team.groups,
+            share=self._share,
+            seed=self._seed,
+            step=step,
+            turn=turn,
+        )
 
     def differ(self, said: Mapping[str, Compared]) -> bool:
         states = {one: each.state_digest for one, each in said.items() if each.compared_step != NOT_COMPARED}
@@ -141,15 +158,15 @@ class Audits(Tap):
         if turn == 0:
             self._digests = {}
         self.record.seen(step, {worker: self._hosts.get(worker, "") for worker in said})
-        leaves = self._begun.pop((step, turn), {})
-        for pair in _pairs_of(said):
-            if not pair.is_equal:
-                continue
-            of_pair = leaves.get(pair.key, (pair.key,))
-            if turn == 0:
-                self._digests[",".join(map(str, of_pair))] = f"{next(iter(pair.digests.values())):016x}"
-            if not is_disputed:
-                self.record.right(step, pair.digests, len(of_pair))
+        leaves, num_parts = self._begun.pop((step, turn), {}), members.team.num_parts
+        for key, pairs in itertools.groupby(sorted(_pairs_of(said), key=lambda pair: pair.key), lambda pair: pair.key):
+            of_key, right = leaves.get(key, (key,)), [pair for pair in pairs if pair.is_equal]
+            # Digests of the parts of a micro-batch add up to its own (`unisono.engine.exchange.flat.digest_rows`).
+            if turn == 0 and len(right) == num_parts and (num_parts == 1 or len(of_key) == 1):
+                whole = sum(next(iter(pair.digests.values())) for pair in right) & MASK
+                self._digests[",".join(map(str, of_key))] = f"{whole:016x}"
+            for pair in right if not is_disputed else ():
+                self.record.right(step, pair.digests, len(of_key))
         return is_disputed
 
     def take_digests(self) -> dict[str, str]:
@@ -184,7 +201,7 @@ class Audits(Tap):
                 Testimony(
                     members.worker_ids[members.rank],
                     members.team.arithmetic,
-                    dict(dispute.leaves),
+                    {leaf: dict(digests) for leaf, digests in dispute.leaves.items()},
                     states,
                     dict(self.record.passed),
                     self.record.begins,
@@ -208,11 +225,12 @@ class Audits(Tap):
         before = self._rounds.members.worker_ids
         trial = _Trial(self._rounds, round_, pair.key)
         yield from self._rounds.play(trial)
-        results = {one.worker: one.digests for one in trial.results if one.arithmetic == pair.arithmetic}
-        columns = [dict(zip(results, each, strict=True)) for each in zip(*results.values(), strict=True)]
+        columns = trial.columns(pair)
         again = columns[0] if columns else {}
         verdict = judge(pair.digests, again, columns[1:])
-        what = f"{round_.unit} {pair.key}"
+        num_parts = self._rounds.team.num_parts
+        what = f"{place_words(pair.place, num_parts)} " if num_parts > 1 else ""
+        what += f"{round_.unit} {pair.key}"
         if verdict.kind != "convicted":
             first, sound = self._bounds([*before, *pair.digests], verdict)
             lost = [one for one in pair.digests if one not in again]
@@ -316,12 +334,6 @@ def make_audits(
         raise UsageError(f'audit_then is "go-back" or "go-on"; got {then!r}')
     if not share:
         return None
-    if settings.parts > 1:
-        raise UsageError(
-            "audits compare workers that have the whole model, and this run has groups of "
-            f"{settings.parts} processes (--workers Nx{settings.parts}), each of which carries a part of it: leave the "
-            "audit out, or start with --workers N"
-        )
     convict = member.convict if member is not None else None
     return Audits(share=share, then=then, seed=seed, convict=convict)
 
@@ -330,11 +342,12 @@ def spoil(tracked: Tracked) -> None:
     """Flip a bit of the state, where a test wants this worker's machine to be faulty. Between two steps."""
     with torch.no_grad():
         if (bit := spoils("parameter")) is not None:
-            parameter = next(one for _, one in tracked.parameters())
+            parameter = next(one for _, one in tracked.parameters() if not one.is_meta)
             parameter.copy_(with_flipped_bit(parameter, bit))
         if (bit := spoils("optimizer")) is not None:
             states = (state for one in tracked.optimizers.values() for state in one.state.values())
-            found = next((value for state in states for value in state.values() if value.numel() > 1), None)
+            values = (value for state in states for value in state.values() if not value.is_meta)
+            found = next((value for value in values if value.numel() > 1), None)
             if found is None:
                 raise UsageError("the optimizers have no state yet that a fault could spoil: choose a later step")
             found.copy_(with_flipped_bit(found, bit))
@@ -351,6 +364,8 @@ class _Pair(msgspec.Struct, frozen=True):
     arithmetic: int
     digests: dict[str, int]
     """By worker, of all these micro-batches together: of the one that has summed them, and of its helper."""
+    place: int = 0
+    """At which they have computed this, where workers carry parts of the model (`unisono.core.groups.places`)."""
 
     @property
     def is_equal(self) -> bool:
@@ -363,9 +378,9 @@ def _pairs_of(said: Mapping[str, Compared]) -> Iterator[_Pair]:
     Args:
         said: with the sum of a step, by worker.
     """
-    owners = {each.own_leaf: worker for worker, each in said.items() if each.own_leaf != NOT_COMPARED}
+    owners = {(each.own_leaf, each.part): worker for worker, each in said.items() if each.own_leaf != NOT_COMPARED}
     for helper, each in said.items():
-        owner = owners.get(each.other_leaf, helper)
+        owner = owners.get((each.other_leaf, each.part), helper)
         if owner != helper and said[owner].arithmetic == each.arithmetic:
             digests = {owner: said[owner].own_digest, helper: each.other_digest}
             yield _Pair(each.other_leaf, each.arithmetic, digests)
@@ -381,8 +396,8 @@ class Testimony(msgspec.Struct, frozen=True):
 
     worker: str
     arithmetic: int
-    leaves: dict[int, int]
-    """The digests of the micro-batches that it has computed and another member as well."""
+    leaves: dict[int, dict[int, int]]
+    """The digests of the micro-batches that it has computed and another member as well, by place."""
     states: dict[str, int]
     """The digests of its state before the step, if it has taken one, and of the states of sharded optimizers that it
     holds, by what they are of in words."""
@@ -397,8 +412,8 @@ class _Result(msgspec.Struct, frozen=True):
 
     worker: str
     arithmetic: int
-    digests: list[int]
-    """In the order in which they were asked for."""
+    digests: list[dict[int, int]]
+    """By place, in the order in which they were asked for; []: the member is in no group, and has computed nothing."""
 
 
 class _Trial(TalkRound):
@@ -408,17 +423,44 @@ class _Trial(TalkRound):
         super().__init__(rounds, f"the trial of {round_.unit} {leaf} of step {round_.number}", self._said, DISPUTE)
         self._round = round_
         self._leaves = tried(leaf, round_.num_leaves)
-        self._digests: list[int] = []
+        self._digests: list[dict[int, int]] = []
 
-    @property
-    def results(self) -> list[_Result]:
-        """Of all members, once the round is over."""
-        return [msgspec.msgpack.decode(each, type=_Result) for each in self.values]
+    def columns(self, pair: _Pair) -> list[dict[str, int]]:
+        """Return for each of the micro-batches what has come out at the place of a pair, by worker, on all members of
+        its arithmetic. Once the round is over.
+        """
+        results = [msgspec.msgpack.decode(each, type=_Result) for each in self.values]
+        known = {one.worker: one.digests for one in results if one.digests and one.arithmetic == pair.arithmetic}
+        columns = (dict(zip(known, each, strict=True)) for each in zip(*known.values(), strict=True))
+        at_place = (
+            {worker: each[pair.place] for worker, each in column.items() if pair.place in each} for column in columns
+        )
+        return [column for column in at_place if column]
 
     def compute(self, plan: Plan) -> Iterator[object]:
+        if self._members.team.num_parts == 1:
+            yield from self._compute()
+
+    def combine(self, plan: Plan) -> Gathered:
+        """A group computes together, so its members begin together, and anew after a loss: only where all know that
+        nobody has the result already.
+        """
+        members = self._members
+        if members.team.num_parts > 1:
+            final = next((letter.payload for letter in members.letters(b"") if letter.is_final), None)
+            if final is not None:
+                self.result = final
+                return Gathered(members, final)
+            self._digests = []
+            for _ in self._compute():
+                raise AssertionError("a group does not yield micro-batches to the script")
+        return super().combine(plan)
+
+    def _compute(self) -> Iterator[object]:
+        point("in_talk")
         for leaf in self._leaves[len(self._digests) :]:
-            digest = yield from self._round.compute_uncounted(leaf)
-            self._digests.append(digest)
+            if digests := (yield from self._round.compute_uncounted(leaf)):
+                self._digests.append(dict(digests))
 
     def _said(self) -> bytes:
         own = self._members.worker_ids[self._members.rank]
@@ -443,7 +485,7 @@ def of_states(said: Sequence[Testimony], step: int, record: Record) -> _Found | 
     for name in sorted({name for one in said for name in one.states}, key=lambda name: (name != _WHOLE, name)):
         digests = {one.worker: one.states[name] for one in said if name in one.states}
         if wrong := odd_ones(digests, arithmetics):
-            what = _WHOLE if name == _WHOLE else "its copy of an optimizer's state"
+            what = _WHOLE if name == _WHOLE else f"its copy of {name.partition(' (')[0]}"
             return AuditVerdict("convicted", wrong, is_lasting=True, is_of_state=True), what
         for first, second in itertools.combinations(digests, 2):
             if name != _WHOLE and arithmetics[first] == arithmetics[second] and digests[first] != digests[second]:
@@ -454,12 +496,15 @@ def of_states(said: Sequence[Testimony], step: int, record: Record) -> _Found | 
 
 
 def first_difference(said: Sequence[Testimony]) -> _Pair | None:
-    """Return the first micro-batch that members of equal arithmetic have computed differently; None: there is none."""
-    found: dict[tuple[int, int], dict[str, int]] = {}
+    """Return the first micro-batch that members of equal arithmetic have computed differently, at the first place where
+    they have; None: there is none.
+    """
+    found: dict[tuple[int, int, int], dict[str, int]] = {}
     for one in said:
-        for leaf, digest in one.leaves.items():
-            found.setdefault((leaf, one.arithmetic), {})[one.worker] = digest
-    pairs = (_Pair(leaf, arithmetic, digests) for (leaf, arithmetic), digests in sorted(found.items()))
+        for leaf, digests in one.leaves.items():
+            for place, digest in digests.items():
+                found.setdefault((leaf, place, one.arithmetic), {})[one.worker] = digest
+    pairs = (_Pair(leaf, arithmetic, each, place) for (leaf, place, arithmetic), each in sorted(found.items()))
     return next((pair for pair in pairs if not pair.is_equal), None)
 
 
@@ -472,7 +517,8 @@ def _undecided(verdict: AuditVerdict, disputed: str, step: int, pair: _Pair, los
         doubt: what is to be doubted.
     """
     first = sorted(pair.digests)
-    what = f"{disputed} of step {step} was computed by {listed(first)}, and its gradient is not the same"
+    its = "" if "part" in disputed else "its gradient "
+    what = f"{disputed} of step {step} was computed by {listed(first)}, and {its}is not the same"
     if verdict.kind == "many":
         return (
             f"{what}; when all workers computed it again, there were so many results that not one machine is wrong: "

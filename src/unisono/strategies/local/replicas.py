@@ -306,12 +306,14 @@ class ReplicaRound:
         """Let the states be those of the boundary again, because the round is done again. Local."""
         self._replicas.now, self._replicas.before = self._replicas.before, Shelf()
 
-    def compute_uncounted(self, leaf: int) -> Generator[object, None, int]:
-        """Yield the first step of a replica, of which nothing is summed; return the digest of its first micro-batch."""
+    def compute_uncounted(self, leaf: int) -> Generator[object, None, Mapping[int, int]]:
+        """Yield the first step of a replica, of which nothing is summed; return the digest of its first micro-batch, at
+        the only place.
+        """
         self._groups.leave()  # after a loss, members may have computed a replica together; now each computes by itself
         found = yield from self._trainer.rehearse(leaf, fetches=True)
         assert found is not None
-        return found.digest
+        return found.by_place
 
     # -- one replica ---------------------------------------------------------------------------------
 

@@ -44,6 +44,8 @@ class Flight:
     """Of the script's function, where the last stage is."""
     buffers: list[Tensor | None] = field(default_factory=list)
     """After the forward."""
+    places: dict[int, int] | None = None
+    """Digests of what has come out here, by place (`unisono.core.groups.places`); None: nobody compares them."""
 
 
 class Pilot:

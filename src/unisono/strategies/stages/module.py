@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import UsageError
+from unisono.core.groups import parts_of
 from unisono.core.words import count
 from unisono.strategies.parallel.layers import layers_in
 from unisono.strategies.parallel.place import Place
 from unisono.strategies.stages.tied import untie
 
-__all__ = ["Carrier", "Stages", "parts_of", "stages_in"]
+__all__ = ["Carrier", "Stages", "stages_in"]
 
 
 class Carrier(Protocol):
@@ -280,17 +281,6 @@ class Stages(nn.Module):
 def stages_in(module: nn.Module) -> list[tuple[str, Stages]]:
     """Return the `Stages` of a module, by path: itself, or those in it."""
     return [(path, each) for path, each in module.named_modules() if isinstance(each, Stages)]
-
-
-def parts_of(num_stages: int, num_parts: int, num_shard_parts: int = 1) -> list[range]:
-    """Return by part the stages that it carries: next to each other, and equally many as far as that goes.
-
-    Args:
-        num_shard_parts: so many neighbouring parts carry the same stages.
-    """
-    columns = num_parts // num_shard_parts
-    edges = [column * num_stages // columns for column in range(columns + 1)]
-    return [range(first, end) for first, end in itertools.pairwise(edges) for _ in range(num_shard_parts)]
 
 
 def _starts(cuts: int | Sequence[int], num_modules: int) -> tuple[int, ...]:

@@ -9,28 +9,31 @@ each lane has them, and divides by the same weight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.core.cursor import Recipe
+from unisono.core.cursor import Recipe, seed_of
 from unisono.core.errors import StateLost, StepError, UsageError
+from unisono.core.groups import places
 from unisono.core.plan import Plan
-from unisono.engine.exchange.flat import SUM_DTYPE, Sections
+from unisono.engine.exchange.flat import SUM_DTYPE, Sections, with_flipped_bit
 from unisono.engine.exchange.lanes import Lanes
 from unisono.engine.loop.step import Step, called_with, loss_and_weight
 from unisono.engine.loop.strategies import Strategy
-from unisono.engine.microbatch.folding import gradient_of
+from unisono.engine.microbatch.folding import Fingerprint, gradient_of
 from unisono.engine.microbatch.guards import UnusedGradients
 from unisono.engine.rounds import Round
 from unisono.engine.rounds.apart import forget_loop, note_loop
 from unisono.engine.rounds.gradient import GradientRound, Pass, StepContext
 from unisono.engine.rounds.life import Rounds
-from unisono.engine.rounds.team import Team
+from unisono.engine.rounds.team import LOST, Team
 from unisono.engine.state.buffers import Buffers
+from unisono.engine.state.packing import quick_digest
 from unisono.engine.state.tracked import Tracked
 from unisono.strategies.parallel.layers import layers_in
 from unisono.strategies.stages.flight import Away, Flight, OwnBuffers, Pilot, one_forward_one_backward
@@ -38,7 +41,7 @@ from unisono.strategies.stages.link import Link
 from unisono.strategies.stages.module import Stages, stages_in
 from unisono.strategies.stages.spreading import SpreadModule, SpreadOptimizer, drop_elsewhere
 from unisono.strategies.stages.tied import TiedRound
-from unisono.system.faults import point
+from unisono.system.faults import point, spoils
 from unisono.system.process import Process
 
 __all__ = ["Staged", "evaluated", "find_stages"]
@@ -109,6 +112,12 @@ class Staged(Strategy):
         return StagedStep(self, self._context, number, unused=unused, process=process)
 
     def open(self, context: StepContext, first: int) -> None:
+        if self.stages.num_shard_parts > 1 and context.rounds.judge.settles:
+            raise UsageError(
+                "audits (--audit) compare what each process of a group has computed, and of layers that are cut into "
+                "shards every process gets the sums of all: who was wrong cannot be told. Leave --audit out, or give as "
+                "many stages as a group has processes"
+            )
         super().open(context, first)
         if self.stages.num_parts > 1:
             note_loop(self, context.rounds, lambda one: id(one) in self.section_of)
@@ -275,12 +284,13 @@ class StagedRound(GradientRound):
         self._pilot = Pilot(
             stages,
             lambda leaf, stage: self.turn.seed(context.seed, "stage", self.number, leaf, stage),
-            lambda value: self._link.send(self._following, value),
-            lambda: self._waited(lambda link: link.receive(self._preceding)),
+            self._give,
+            lambda: self._received(self._preceding),
             self._exchange,
         )
         self._link_of: tuple[Any, Link] | None = None
         self._tied: TiedRound | None = None
+        self._is_apart = False  # what is computed now is not summed
         self._buffers = OwnBuffers(self._folder.buffers.owners)
         self._folder.chain = self._pilot.chain
         stages.carry(self._pilot)
@@ -318,29 +328,46 @@ class StagedRound(GradientRound):
         nodes, members = self._members.slots.nodes, self._members
         for node in [one for one in nodes if one not in (plan.kept[members.rank] if plan.kept else ())]:
             members.release(nodes.pop(node))
-        self._context.note_plan(self.position.number, plan, (), self.turn.number)
-        todo = list(plan.ranges[members.rank])
-        flights: dict[int, Flight] = {}
-        ahead = (self._stages.num_parts - 1 - self._stages.part) // self._stages.num_shard_parts
-        for is_forward, leaf in one_forward_one_backward(todo, ahead):
-            if is_forward:
-                flights[leaf] = self._forward(leaf)
-            else:
-                index = todo.index(leaf)
-                following = todo[index + 1] if index + 1 < len(todo) else None
-                self._backward(flights.pop(leaf), following, plan)
-        if todo:
+        compared, agreement = self._compared, self._context.agreement
+        self._context.note_plan(self.position.number, plan, compared.other, self.turn.number)
+        todo = plan.ranges[members.rank]
+        for found in self._fly(todo, plan, compared.own):
+            agreement.note_own(found)
+        if compared.other and self._all_come(compared.other):
+            for found in self._fly_apart(compared.other):
+                agreement.note_other(found)
+        if todo or compared.other:
             self._link.finish()
         self._clock.switch("exchange")
 
+    def compute_uncounted(self, leaf: int) -> Generator[Any, None, Mapping[int, int]]:
+        """Return what has come out of a micro-batch here; {} where this member is in no group."""
+        if self._is_whole:
+            return (yield from super().compute_uncounted(leaf))
+        exchange = self._members.exchange
+        assert isinstance(exchange, Lanes)
+        if exchange.link is None:
+            return {}
+        try:
+            (found,) = self._fly_apart([leaf])
+            self._link.finish()
+        except LOST:
+            self._let_go()
+            raise
+        return found.by_place
+
     def interrupt(self) -> Any:
+        self._let_go()
+        return super().interrupt()
+
+    def _let_go(self) -> None:
+        """Leave the flights, because a member was lost. Local."""
         if self._link_of is not None:
             self._link_of[1].let_go()
             self._link_of = None
         self._pilot.flight = self.microbatch = None
         for slot in self._folder.abandon_leaf():
             self._members.release(slot)
-        return super().interrupt()
 
     def more(self) -> Iterator[Round]:
         if self._is_whole or not self._ties:
@@ -420,20 +447,81 @@ class StagedRound(GradientRound):
         found: Tensor = self._waited(lambda link: link.exchange(self._stages.beside(number), tensor))
         return found
 
+    def _received(self, part: int) -> Any:
+        return self._waited(lambda link: link.receive(part))
+
     def _waited(self, call: Callable[[Link], Any]) -> Any:
         """Return what another worker of the group has sent."""
-        self._clock.switch("exchange")
+        self._switch("exchange")
         with self._members.waiting():
             found = call(self._link)
-        self._clock.switch("compute")
+        self._switch("compute")
         return found
 
-    def _forward(self, leaf: int) -> Flight:
-        self._clock.switch("data")
+    def _give(self, value: tuple[list[Tensor], list[bool]]) -> None:
+        """Send the output of the stages here to the next part."""
+        flight, part = self._pilot.flight, self._stages.part
+        assert flight is not None
+        if (bit := spoils("activations", flight.leaf)) is not None:
+            value[0][0] = with_flipped_bit(value[0][0], bit)
+        if flight.places is not None:
+            flight.places[places(part, self._stages.num_parts)[0]] = quick_digest(value)
+        self._link.send(self._following, value)
+
+    def _all_come(self, leaves: Sequence[int]) -> bool:
+        """Return whether all of the group get these micro-batches where the others come from; the same on all of them.
+        Collective in the group.
+        """
+        fetcher, part, last = self._context.fetcher, self._stages.part, self._stages.num_parts - 1
+        found = all(fetcher.comes(self.position.number, leaf, self.turn.number) for leaf in leaves)
+        if part > 0:
+            found &= self._received(part - 1)
+        if part < last:
+            self._link.send(part + 1, found)
+            return bool(self._received(last))
+        for other in range(last):
+            self._link.send(other, found)
+        return found
+
+    def _fly_apart(self, leaves: Sequence[int]) -> list[Fingerprint]:
+        """Compute micro-batches of which nothing is summed."""
+        known = {leaf: self._values.pop(leaf, None) for leaf in leaves}
+        self._is_apart = True
+        try:
+            return self._fly(leaves, None, leaves)
+        finally:  # also if a member is lost meanwhile
+            self._is_apart = False
+            for leaf, values in known.items():
+                self._values.pop(leaf, None)
+                if values is not None:
+                    self._values[leaf] = values
+
+    def _fly(self, leaves: Sequence[int], plan: Plan | None, compared: Sequence[int]) -> list[Fingerprint]:
+        """Take micro-batches through the stages here, and fold their gradients.
+
+        Args:
+            plan: that has them; None: nothing of them is summed.
+            compared: those whose fingerprints are returned.
+        """
+        flights, found = dict[int, Flight](), list[Fingerprint]()
+        ahead = (self._stages.num_parts - 1 - self._stages.part) // self._stages.num_shard_parts
+        for is_forward, leaf in one_forward_one_backward(leaves, ahead):
+            if is_forward:
+                flights[leaf] = self._forward(leaf, compares=leaf in compared)
+                continue
+            flight, index = flights.pop(leaf), leaves.index(leaf)
+            following = leaves[index + 1] if index + 1 < len(leaves) else None
+            if (fingerprint := self._backward(flight, following, plan)) is not None:
+                found.append(fingerprint)
+        return found
+
+    def _forward(self, leaf: int, *, compares: bool) -> Flight:
+        self._switch("data")
         batch = self._fetch(leaf)
-        self._clock.switch("compute")
-        point("before_backward", leaf)
-        flight = self._pilot.flight = Flight(leaf, self.microbatch)
+        self._switch("compute")
+        if not self._is_apart:
+            point("before_backward", leaf)
+        flight = self._pilot.flight = Flight(leaf, self.microbatch, places={} if compares else None)
         self._values.pop(leaf, None)  # of a forward before a loss
         if not self._is_empty:
             self._buffers.take_off()
@@ -447,7 +535,12 @@ class StagedRound(GradientRound):
         self._pilot.flight = self.microbatch = None
         return flight
 
-    def _backward(self, flight: Flight, following: int | None, plan: Plan) -> None:
+    def _switch(self, part: str) -> None:
+        """Note what takes the time from now on. That of `_fly_apart` must not count for the pace of this member."""
+        self._clock.switch("other" if self._is_apart and part != "exchange" else part)
+
+    def _backward(self, flight: Flight, following: int | None, plan: Plan | None) -> Fingerprint | None:
+        """Compute the gradients of a micro-batch here, and fold them; returns its fingerprint if it is compared."""
         stages, microbatch, folder = self._stages, flight.microbatch, self._folder
         assert microbatch is not None
         gradients: list[Tensor | None] = []
@@ -456,10 +549,11 @@ class StagedRound(GradientRound):
             gradients, weight, weighted_loss, values = self._waited(lambda link: link.receive(self._following))
             microbatch.take_over(weight, weighted_loss)
             self._values[flight.leaf] = values
-        self._clock.switch("compute")
+        self._switch("compute")
         self.microbatch, self._pilot.flight = microbatch, flight
-        folder.start_leaf(flight.leaf, self._members.new_slot, following)
-        if following is None:
+        alone = following if flight.places is None else None  # a gradient that is compared is not adopted
+        folder.start_leaf(flight.leaf, self._members.new_slot, alone, apart=plan is None)
+        if following is None and plan is not None:
             self._offer_rows(plan)
         if microbatch.is_empty:
             pass
@@ -477,12 +571,22 @@ class StagedRound(GradientRound):
         finally:
             if not microbatch.is_empty:
                 self._buffers.land()
+        made: list[Tensor | None] = []
         if stages.own.start > 0 and not microbatch.is_empty:
             made = self._pilot.take_gradients() if weight else []
             self._link.send(self._preceding, (made, weight, weighted_loss, self._values.get(flight.leaf, {})))
         self._pilot.flight = None
-        self._computed.append(flight.leaf)
-        point("after_backward", flight.leaf)
+        found = None
+        if flight.places is not None:
+            found = folder.fingerprint(flight.leaf)
+            flight.places[places(stages.part, stages.num_parts)[1]] = seed_of(0, found.digest, quick_digest(made))
+            found = msgspec.structs.replace(found, places=flight.places)
+        if self._is_apart:
+            self._check_losses()
+        else:
+            self._computed.append(flight.leaf)
+            point("after_backward", flight.leaf)
+        return found
 
     def _compute_again(self, leaf: int) -> Iterator[Any]:
         if not self._is_whole:

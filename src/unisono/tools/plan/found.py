@@ -19,6 +19,7 @@ __all__ = [
     "PROGRAM",
     "WARM_UP",
     "ProbeSettings",
+    "StageFindings",
     "WorkerFindings",
     "found_in",
 ]
@@ -52,6 +53,17 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Bytes by which the memory of a worker may grow from the beginning of its training; None: there is no limit."""
 
 
+class StageFindings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage of a model holds, in bytes."""
+
+    held: int
+    """Parameters and buffers."""
+    states: int
+    """Of optimizers."""
+    gradient: int
+    """Of one sum."""
+
+
 class WorkerFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker has found besides the times, which are among the run's own files."""
 
@@ -72,6 +84,8 @@ class WorkerFindings(msgspec.Struct, frozen=True, kw_only=True):
     """The most memory that the process has had in the loop; of what it shares with others, its part."""
     limit: int | None
     """What it could have had; None: unknown."""
+    stages: list[StageFindings] = []
+    """Of a model in stages; [] of any other."""
     held_up: float = 0.0
     """Part of the time for which the worker could have run, and had no core: other programs use the machine."""
 

@@ -12,6 +12,7 @@ import msgspec
 from unisono.core.errors import UsageError
 from unisono.core.words import listed
 from unisono.tools.plan.forecast import ForecastInputs, Parts, Roster, Sample, candidates, forecast
+from unisono.tools.plan.layouts import GroupForecast
 from unisono.tools.plan.strategy_models import STRATEGIES, StrategyOptions, WorkerMemory
 from unisono.tools.plan.wires import NetworkLink
 
@@ -75,6 +76,8 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     spread: float
     """Of a repetition: the largest of the samples, as a part of the step."""
     forecasts: list[Forecast]
+    groups: list[GroupForecast] = []
+    """Of a model in stages."""
 
 
 class Came(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,11 +17,14 @@ from unisono.core.cursor import Recipe
 from unisono.core.errors import StopInspection
 from unisono.core.events import StepResult
 from unisono.engine.rounds.taps import Loop
+from unisono.engine.state.tracked import Tracked
 from unisono.record.problems.limits import limit_growth, memory_limit, own_memory, own_peak, own_share, reset_peak
 from unisono.script.inspecting import Inspector
+from unisono.strategies.stages.module import Stages
+from unisono.strategies.stages.strategy import find_stages
 from unisono.system import accelerators
 from unisono.system.owned import write_whole
-from unisono.tools.plan.found import FILE, PROGRAM, ProbeSettings, WorkerFindings
+from unisono.tools.plan.found import FILE, PROGRAM, ProbeSettings, StageFindings, WorkerFindings
 
 __all__ = ["Probe"]
 
@@ -97,9 +100,7 @@ class Probe(Inspector):
         device = loop.device
         held = {
             "parameters": tracked.num_bytes(),
-            "buffers": sum(
-                one.numel() * one.element_size() for module in tracked.modules.values() for one in module.buffers()
-            ),
+            "buffers": sum(one.nbytes for module in tracked.modules.values() for one in module.buffers()),
         }
         gradient_bytes = tracked.gradient_bytes()
         limit: int | None = None
@@ -111,13 +112,9 @@ class Probe(Inspector):
             if (known := memory_limit()) is not None:
                 limit = max(0, known.limit - known.used) + own_share()
         states = sum(
-            value.numel() * value.element_size()
-            for optimizer in tracked.optimizers.values()
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
+            _state_bytes(optimizer, one) for optimizer in tracked.optimizers.values() for one in optimizer.state
         )
+        stages = find_stages(tracked)
         leaves = -(-int(loop.recipe.get("microbatches", 1)) // self._settings.workers)
         return WorkerFindings(
             first=self._first,
@@ -135,8 +132,28 @@ class Probe(Inspector):
             },
             peak=peak,
             limit=limit,
+            stages=[_look_at_stage(stages, stage, tracked) for stage in range(stages.num_stages)] if stages else [],
             held_up=(without_core() - self._without_core) / max(1e-9, time.monotonic() - self._since),
         )
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Return the bytes of what an optimizer keeps of a parameter."""
+    state = optimizer.state.get(parameter)
+    values = state.values() if isinstance(state, dict) else ()
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def _look_at_stage(stages: Stages, stage: int, tracked: Tracked) -> StageFindings:
+    modules = [*stages.modules_of(stage)]
+    parameters = [one for module in modules for one in module.parameters()]
+    buffers = [one for module in modules for one in module.buffers()]
+    optimizers = tracked.optimizers.values()
+    return StageFindings(
+        held=sum(one.nbytes for one in (*parameters, *buffers)),
+        states=sum(_state_bytes(optimizer, one) for optimizer in optimizers for one in parameters),
+        gradient=sum(one.numel() * max(4, one.element_size()) for one in parameters if one.requires_grad),
+    )
 
 
 def _alike(one: Recipe, other: Recipe) -> bool:

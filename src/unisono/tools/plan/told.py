@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from unisono.core.words import count, short_duration, shown_bytes
 from unisono.tools.plan.forecast import ForecastInputs, Roster
+from unisono.tools.plan.layouts import GroupForecast
 from unisono.tools.plan.plans import WORTH, Came, Forecast, PlanRecord, best_microbatches
 from unisono.tools.plan.strategy_models import STRATEGIES, StrategyOptions
 
@@ -15,6 +16,7 @@ __all__ = [
     "shown_came",
     "shown_conclusions",
     "shown_cost",
+    "shown_groups",
     "shown_missing",
     "shown_strategies",
     "shown_table",
@@ -72,6 +74,23 @@ def shown_missing(facts: ForecastInputs, roster: Roster) -> str:
     why = {one.name: one.refuses(facts, roster) for one in STRATEGIES.values()}
     told = "; ".join(f"{name} ({reason})" for name, reason in why.items() if reason)
     return f"Without a row: {told}." if told else ""
+
+
+def shown_groups(made: Sequence[GroupForecast], num_stages: int) -> str:
+    """Return the layouts as text for people."""
+    rows = [
+        [
+            f"{one.groups}x{one.parts}",
+            shown_time(one.least_step_s),
+            ", ".join(map(shown_bytes, one.memory_bytes)),
+        ]
+        for one in made
+    ]
+    table = shown_table([["workers", "step, at least", "memory of each process of a group"], *rows])
+    return (
+        f"in groups, which share out the {count(num_stages, 'stage')} of the model (reckoned from one process: "
+        f"docs/memory.md):\n\n{table}\n"
+    )
 
 
 def shown_conclusions(facts: ForecastInputs, plan: PlanRecord, roster: Roster, room_bytes: int | None) -> list[str]:
