@@ -13,6 +13,7 @@ from unisono.core.errors import UsageError
 from unisono.engine.exchange import Exchange
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.pages import WorkerPage
+from unisono.engine.exchange.pairs import Pairs
 from unisono.engine.exchange.wire import Wire
 
 __all__ = ["Builder", "Context"]
@@ -74,6 +75,21 @@ class Context:
             secret=self.secret,
             checks=self.checks,
             coding=self.coding,
+        )
+
+    def open_pairs(self, name: str, ranks: Sequence[int], *, shares_memory: bool) -> Pairs:
+        """Begin to connect this member with each of ``ranks``, of which it is one, by itself. Waits for nobody.
+
+        Args:
+            shares_memory: members on one host use shared memory.
+        """
+        host_of = {rank: host for host, members in enumerate(self.hosts) for rank in members}
+        return Pairs(
+            self.open_wire(name, ranks),
+            [host_of[rank] if shares_memory else rank for rank in ranks],
+            generation=self.generation,
+            timeout_s=self.timeout_s,
+            names=[self.names[rank] for rank in ranks if self.names],
         )
 
 

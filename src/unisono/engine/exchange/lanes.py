@@ -25,7 +25,7 @@ from unisono.engine.exchange import Combine, Committed, Exchange, Parcel, Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.exchange.helping import HostWork
 from unisono.engine.exchange.pages import WorkerPage
-from unisono.engine.exchange.wire import Wire
+from unisono.engine.exchange.pairs import Pairs
 from unisono.system.faults import point
 
 __all__ = ["LaneMemory", "Lanes"]
@@ -86,7 +86,7 @@ class Lanes:
         lanes: Sequence[tuple[int, ...]],
         connect: Callable[[Sequence[str]], Exchange],
         memory: LaneMemory,
-        link: Wire | None,
+        link: Pairs | None,
     ) -> None:
         self.rank, self.size = whole.rank, whole.size
         self.memory = memory

@@ -1,14 +1,14 @@
 """Shared memory of a worker that the other members of its host read: two pages, and its slots.
 
 A worker has one `WorkerPage` for its whole life; the other members get its address once. For every generation that the
-worker enters it makes a new `GenerationPage`, whose address it writes on the worker's page. Both pages have one writer,
-the worker.
+worker enters it makes a new `GenerationPage`, whose address it writes on the worker's page. Where it is in a group with
+others, which carry one model together, it makes a `GroupPage` as well. Each page has one writer, the worker.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -16,13 +16,26 @@ from unisono.core.telemetry import TELEMETRY_BYTES
 from unisono.engine.exchange.flat import FlatLayout, Pool, Slot
 from unisono.engine.exchange.shared_memory import Segment, fence, futex_wake
 
-__all__ = ["MAX_NODES", "MAX_TEAM", "MAX_WORK", "GenerationPage", "NodeFields", "OpenedWorkerPage", "WorkerPage"]
+__all__ = [
+    "MAX_MESSAGES",
+    "MAX_NODES",
+    "MAX_TEAM",
+    "MAX_WORK",
+    "GenerationPage",
+    "GroupPage",
+    "NodeFields",
+    "OpenedWorkerPage",
+    "Partner",
+    "WorkerPage",
+]
 
 MAX_NODES = 256
 MAX_WORK = 512
 """Leaves of one member that others may help with."""
 MAX_TEAM = 4096
 """Members of one generation, on all hosts, whose telemetry fits on a page."""
+MAX_MESSAGES = 256
+"""Messages to one member of a group that this member has not read yet."""
 
 COUNTERS = ("published", "shown", "reduced", "posted", "read", "staged", "copied")
 """Names of the counters; `unisono.engine.exchange.host` says what each of them counts."""
@@ -84,6 +97,11 @@ class GenerationPage:
         self.counters = {name: _counter(self.fields, name) for name in COUNTERS}
         self.mapped: dict[str, Tensor] = {}
 
+    @property
+    def words(self) -> Collection[ctypes.c_uint32]:
+        """Return the words that others may wait for until this member leaves."""
+        return self.counters.values()
+
     def map(self, address: bytes) -> Tensor:
         """Return other memory of the same member.
 
@@ -94,6 +112,47 @@ class GenerationPage:
         if key not in self.mapped:
             self.mapped[key] = Segment.open(key).tensor()
         return self.mapped[key]
+
+
+class _PartnerFields(ctypes.Structure):
+    """What a member of a group has for one other member; `unisono.engine.exchange.pairs` says what each field is."""
+
+    _fields_ = [
+        *((name, _Counter) for name in ("sent", "taken", "shown")),
+        ("swap", _Address),
+        ("slots", _Address * MAX_MESSAGES),
+    ]
+
+
+class Partner:
+    """The part of a `GroupPage` that is for one other member."""
+
+    def __init__(self, segment: Segment, start: int) -> None:
+        self.fields = _PartnerFields.from_buffer(segment.map, start)
+        self.sent, self.taken, self.shown = (_counter(self.fields, name) for name in ("sent", "taken", "shown"))
+
+
+class GroupPage:
+    """Page of one member of a group of ``size``, as the members on its host see it.
+
+    Args:
+        segment: of ``num_bytes(size)`` bytes.
+    """
+
+    def __init__(self, segment: Segment, size: int) -> None:
+        self.left = ctypes.c_uint32.from_buffer(segment.map)
+        first, each = ctypes.sizeof(_Counter), ctypes.sizeof(_PartnerFields)
+        self.partners = [Partner(segment, first + index * each) for index in range(size)]
+        """What it has for each member of the group."""
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        return ctypes.sizeof(_Counter) + size * ctypes.sizeof(_PartnerFields)
+
+    @property
+    def words(self) -> Collection[ctypes.c_uint32]:
+        """Return the words that others may wait for until this member leaves."""
+        return [word for each in self.partners for word in (each.sent, each.taken, each.shown)]
 
 
 class WorkerPage:

@@ -118,8 +118,10 @@ def build_lanes(
     def connect(pages: Sequence[str]) -> Exchange:
         return build_part(notice, Part(f"lane-{own}", notice.generation, lanes[own], memory.page, tuple(pages)), rank)
 
-    context = _context(notice, rank, member, torch.device("cpu"), timeout_s)
-    link = context.open_wire(f"group-{group[0]}", group) if group else None
+    context, link = _context(notice, rank, member, torch.device("cpu"), timeout_s), None
+    if group:
+        can_share = member.spec.run.settings.exchange != "gloo" and all(notice.members[each].page for each in group)
+        link = context.open_pairs(f"group-{group[0]}", group, shares_memory=can_share)
     return Lanes(build(notice, rank), lanes, connect, memory, link)
 
 
