@@ -115,8 +115,8 @@ class Staged(Strategy):
         if self.stages.num_shard_parts > 1 and context.rounds.judge.settles:
             raise UsageError(
                 "audits (--audit) compare what each process of a group has computed, and of layers that are cut into "
-                "shards every process gets the sums of all: who was wrong cannot be told. Leave --audit out, or give as "
-                "many stages as a group has processes"
+                "shards every process gets the sums of all: who was wrong cannot be told. Leave --audit out, or give "
+                "as many stages as a group has processes"
             )
         super().open(context, first)
         if self.stages.num_parts > 1:
