@@ -24,6 +24,7 @@ from unisono.engine.exchange.reduce import Reduction
 from unisono.engine.exchange.stream import RangeSum, cut
 from unisono.engine.exchange.wire import DIGEST_BYTES
 from unisono.testing import run_workers
+from unisono.tools.plan.wires import num_pieces
 
 pytestmark = pytest.mark.more
 
@@ -221,3 +222,12 @@ def test_pieces_cover_the_rows_and_grow_with_them() -> None:
             range(7, 7 + num_rows, max(1, num_rows // 9))
         )
         assert len(pieces) <= 96
+        assert len(pieces) == num_pieces(num_rows * ROW_BYTES)  # as forecasts count them
+
+
+def test_pieces_are_large_and_the_last_ones_small() -> None:
+    """Each costs a wake-up and some Python; only of the last one everybody waits for its way there and back."""
+    *large, half, last = [len(piece) * ROW_BYTES for piece in cut(range(8200))]
+    assert (half, last) == (512 << 10, 256 << 10)
+    assert len(large) == 4
+    assert 1 << 19 < min(large) <= max(large) <= 1 << 20

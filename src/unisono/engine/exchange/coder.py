@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -75,14 +75,18 @@ class Coder:
                 f"if {listed(missing)} had zstandard, which {are} missing: {install_words('coding')}"
             )
 
-    def encode(self, data: Tensor, width: int, earlier: Tensor | None = None) -> Tensor:
-        """Return a message, if this member codes what it sends; else ``data``."""
+    def encode(self, data: Tensor, width: Callable[[], int], earlier: Tensor | None = None) -> Tensor:
+        """Return a message, if this member codes what it sends; else ``data``.
+
+        Args:
+            width: returns the bytes of the numbers that most of the data are; called where they are coded.
+        """
         if self.senders[self._rank]:
-            return self._encoded(data, width, earlier)
+            return self._encoded(data, width(), earlier)
         if self._rule.wants_trial and data.numel() >= TRIAL_BYTES.start:
             sample = data[: TRIAL_BYTES.stop]
-            encode(sample, width)  # what the first call of a thread makes is not measured
-            self._decoded(self._encoded(sample, width, None), torch.empty_like(sample), None)
+            encode(sample, own_width := width())  # what the first call of a thread makes is not measured
+            self._decoded(self._encoded(sample, own_width, None), torch.empty_like(sample), None)
         return data
 
     def decode(self, message: Tensor, out: Tensor, sender: int, earlier: Tensor | None = None) -> int:

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class _Crossing:
         for host, (parts, data) in enumerate(self._by_host(self.turn.sent, self._sent)):
             if parts and parts not in coded:
                 earlier = _joined(parts, [self._earlier.get(part) for part in parts])
-                coded[parts] = coder.encode(data, luggage.width(parts), earlier)
+                coded[parts] = coder.encode(data, partial(luggage.width, parts), earlier)
             if parts:
                 under_way.append(wire.send(coded[parts], host, tag))
 

@@ -20,11 +20,13 @@ class Job:
 
     Attributes:
         failure: the exception that has ended the job, or one before it.
+        is_awaited: somebody waits for the end of the job, or has begun to. Nobody is woken by the end of another one.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run: Callable[[], None] | None = run
         self.failure: Exception | None = None
+        self.is_awaited = False
 
     def is_completed(self) -> bool:
         """Return whether the pump does not need the job any more."""
@@ -35,7 +37,7 @@ class Pump:
     """One thread; it starts with the first job and ends at `stop`, or at the first failure.
 
     Args:
-        changed: is notified when a job is over.
+        changed: is notified when a job that is awaited is over, or has failed.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -87,7 +89,8 @@ class Pump:
                 if failure is not None:
                     self._failure = failure
                     self._forget()
-                self._changed.notify_all()
+                if job.is_awaited or failure is not None:
+                    self._changed.notify_all()
             del job
             if failure is not None:
                 return

@@ -26,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,18 +43,28 @@ from unisono.system.faults import spoils
 
 __all__ = ["PIECE_BYTES", "Ballot", "RangeSum", "cut"]
 
-PIECE_BYTES = 256 << 10
-"""Of a stream's pieces, at least."""
+PIECE_BYTES = 1 << 20
+"""Of a stream's pieces, about."""
+LAST_BYTES = 256 << 10
+"""Of the last one. When nothing is left to compute, its way there and back is all that is waited for."""
 MAX_PIECES = 96
-"""A stream of many rows has larger pieces rather than more: every piece costs all members some Python."""
+"""A stream of many rows has larger pieces rather than more: every piece costs all members some Python and wake-ups."""
 WINDOW = 4
 """Pieces under way at the same time, among three members and more."""
 
 
 def cut(rows: range) -> list[range]:
-    """Return the pieces of ``rows``: of nearly equal size. Pure: the same on all members."""
-    num_pieces = min(max(1, len(rows) * ROW_BYTES // PIECE_BYTES), MAX_PIECES)
-    return split_rows(rows, num_pieces)
+    """Return the pieces of ``rows``: of nearly equal size, and smaller ones at the end, each half of the one before.
+    Pure: the same on all members.
+    """
+    last: list[range] = []
+    stop, size = rows.stop, LAST_BYTES // ROW_BYTES
+    while size * ROW_BYTES < PIECE_BYTES and stop - rows.start >= 2 * size:
+        last.append(range(stop - size, stop))
+        stop, size = stop - size, 2 * size
+    first = range(rows.start, stop)
+    num_pieces = min(max(1, -(-len(first) * ROW_BYTES // PIECE_BYTES)), MAX_PIECES - len(last))
+    return [*split_rows(first, num_pieces), *reversed(last)]
 
 
 class _Arrival(NamedTuple):
@@ -198,7 +209,7 @@ class RangeSum:
                     for other in self._others:
                         if chunk := self._pieces[piece].added[other]:
                             packed = self._packing.pack(self._nodes[node], chunk, node)
-                            message = self._wire.coder.encode(packed, self._packing.width(chunk, node))
+                            message = self._wire.coder.encode(packed, partial(self._packing.width, chunk, node))
                             self._send(packed, message, other, self._tag(piece, turn))
                 self._num_sent += 1
 
@@ -230,14 +241,15 @@ class RangeSum:
                 if part_of := chunks.sum_for(wire.rank, other):
                     if part_of not in sums:
                         packed = self._packing.pack(self._out, part_of, self._root)
-                        message = wire.coder.encode(packed, self._packing.width(part_of, self._root))
+                        message = wire.coder.encode(packed, partial(self._packing.width, part_of, self._root))
                         sums[part_of] = packed, message
                     self._send(*sums[part_of], other, self._tag(piece))
             arriving[piece] = []
             wire.look_at_links()
-            with wire.changed:
-                self._num_folded += 1
-                wire.changed.notify_all()
+            self._num_folded += 1
+            if self._num_folded == self._num_ready:  # nobody waits for less
+                with wire.changed:
+                    wire.changed.notify_all()
             self._send_on()
         for receives in gathers:
             wire.look_at_links()

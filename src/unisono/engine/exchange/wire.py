@@ -282,6 +282,7 @@ class Wire:
         Raises:
             PeerLost: a member is gone. DeadlineExceeded: a member did not send in time.
         """
+        job.is_awaited = True  # before the first look at it
         self._await(lambda: done() or job.is_completed(), "the messages")
         if job.failure is not None:
             raise self._lost(job.failure) from job.failure

@@ -22,11 +22,13 @@ from typing import Final
 
 from unisono.core.errors import UsageError
 
-__all__ = ["NetworkLink", "Traffic", "num_messages", "parse_link", "seconds_of", "sent_bytes"]
+__all__ = ["NetworkLink", "Traffic", "num_messages", "num_pieces", "parse_link", "seconds_of", "sent_bytes"]
 
 OF_A_FRAME: Final = 1448 / 1514
 """Data in a full TCP segment, of the bytes that travel for it."""
-PIECE_BYTES: Final = 256 << 10
+PIECE_BYTES: Final = 1 << 20
+LAST_BYTES: Final = (256 << 10, 512 << 10)
+"""Of the pieces at the end, from the last one on."""
 MOST_PIECES: Final = 96
 ROW_BYTES: Final = 512
 MESSAGE_S: Final = 23e-6
@@ -115,6 +117,15 @@ def seconds_of(traffic: Traffic, complete: Sequence[float] = (0.0,)) -> float:
 
 def num_messages(nbytes: float, hosts: int, nodes: int) -> int:
     """Return how many messages a host sends and receives in a step: chunks to their owners, sums, and votes."""
-    pieces = min(MOST_PIECES, max(1, int(nbytes) // PIECE_BYTES))
+    pieces = num_pieces(int(nbytes))
     owners = min(hosts - 1, max(1, int(nbytes) // pieces // ROW_BYTES))
     return 2 * (owners * pieces * (nodes + 1) + hosts - 1)
+
+
+def num_pieces(nbytes: int) -> int:
+    """Return into how many pieces a sum is cut (`unisono.engine.exchange.stream.cut`)."""
+    last = 0
+    for size in LAST_BYTES:
+        if nbytes >= 2 * size:
+            nbytes, last = nbytes - size, last + 1
+    return last + min(max(1, -(-nbytes // PIECE_BYTES)), MOST_PIECES - last)
