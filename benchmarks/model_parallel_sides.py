@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.sharding_sides import synchronised
-from benchmarks.sides import BATCHES, Control, _batches, _prepare
+from benchmarks.sides import BATCHES, Control, _batches, prepare
 from unisono.engine.loop.process_settings import keep_freed_memory
 from unisono.system.lifetime import bind_to_parent
 
@@ -208,7 +208,7 @@ def main() -> None:
     if arguments.side in UNISONO:
         with_unisono(shape, control, processes)
     else:
-        _prepare()
+        prepare()
         store = dist.FileStore(arguments.meeting, processes)
         dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=processes)
         peer = with_pipelining if arguments.side == "1f1b" else with_fsdp
