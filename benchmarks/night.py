@@ -1,7 +1,7 @@
 """Every benchmark of the documentation, one after the other on one machine, with its raw results in a file each.
 
-    python -m benchmarks.night                      # hours: leave the machine alone
-    python -m benchmarks.night --quick              # about half an hour: the same files, with less in them
+    python -m benchmarks.night                      # eight hours: leave the machine alone
+    python -m benchmarks.night --quick              # some 25 to 40 minutes: the same files, with less in them
     python -m benchmarks.night --only peers,recovery
     make figures                                    # tables and figures of the documentation, from the newest results
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,15 +67,15 @@ BENCHMARKS: Final = {
     "step_time": Benchmark(
         module="step_time",
         full=f"{_CASES} --workers 2 --seconds 150",
-        quick=f"{_CASES} --workers 2 --seconds 12",
+        quick=f"{_CASES} --workers 2 --seconds 6 --turns 4",
         smoke=f"{_TINY} --workers 2 --sides ddp",
-        minutes=(20, 5),
+        minutes=(20, 4),
         answers="a step beside DDP, an uncut batch, loops in step and alone",
     ),
     "peers": Benchmark(
         module="step_time",
         full=f"{_CASES} --workers 2 --microbatches 8 --seconds 240 {_PEERS}",
-        quick=f"{_CASES} --workers 2 --microbatches 8 --seconds 15 {_PEERS}",
+        quick=f"{_CASES} --workers 2 --microbatches 8 --seconds 8 --turns 3 {_PEERS}",
         smoke=f"{_TINY} --workers 2 --sides zero",
         minutes=(18, 4),
         answers="a step beside ZeRO, FSDP2, Accelerate, Lightning, torchft, DeepSpeed",
@@ -87,14 +88,22 @@ BENCHMARKS: Final = {
         minutes=(9, 1),
         answers="one worker beside a plain loop",
     ),
-    "recovery": Benchmark(module="recovery", smoke="--kills 1", minutes=(20, 5), answers="killed workers"),
-    "uneven": Benchmark(module="uneven", smoke="--quick --cases equal", minutes=(20, 4), answers="uneven workers"),
+    "recovery": Benchmark(
+        module="recovery", quick="--kills 4", smoke="--kills 1", minutes=(20, 2.5), answers="killed workers"
+    ),
+    "uneven": Benchmark(
+        module="uneven",
+        quick="--quick --cases two_2x,two_4x,equal",
+        smoke="--quick --cases equal",
+        minutes=(20, 3),
+        answers="uneven workers",
+    ),
     "network": Benchmark(
         module="network",
         full=f"--links 100m,100m_20ms,1g --sizes 4 --turns 12 {_WIRES}",
         quick=f"--links 100m,1g --hosts 2 --sizes 4 --turns 3 {_WIRES}",
         smoke="--links 1g --hosts 2 --sizes 4 --turns 1 --steps 2 --sides unisono,ddp",
-        minutes=(20, 2),
+        minutes=(15, 1.3),
         answers="hosts, 4 MB of gradients",
     ),
     "network_large": Benchmark(
@@ -102,7 +111,7 @@ BENCHMARKS: Final = {
         full=f"--links 100m,1g,10g --hosts 2 --sizes 100 --turns 8 {_WIRES}",
         quick=f"--links 1g --hosts 2 --sizes 100 --turns 3 {_WIRES}",
         smoke="--links 10g --hosts 2 --sizes 4 --turns 1 --steps 2 --sides unisono",
-        minutes=(40, 3),
+        minutes=(40, 2),
         answers="hosts, 100 MB of gradients",
     ),
     "network_members": Benchmark(
@@ -110,7 +119,7 @@ BENCHMARKS: Final = {
         full=f"--links 100m,1g --hosts 2 --sizes 4 --members 2 --turns 12 {_WIRES}",
         quick=f"--links 100m --hosts 2 --sizes 4 --members 2 --turns 3 {_WIRES}",
         smoke="--links 1g --hosts 2 --sizes 4 --members 2 --turns 1 --steps 2 --sides unisono",
-        minutes=(8, 1.5),
+        minutes=(8, 1),
         answers="hosts of two workers",
     ),
     "strategies": Benchmark(
@@ -118,28 +127,29 @@ BENCHMARKS: Final = {
         full="--settings host,1g,100m,stalls --turns 8",
         quick="--quick --settings host",
         smoke="--quick --turns 1 --settings stalls --sides unisono",
-        minutes=(90, 5),
+        minutes=(60, 2.5),
         answers="strategies",
     ),
     "model_parallel": Benchmark(
         module="model_parallel",
+        quick="--quick --seconds 1 --width 256 --depth 8",
         smoke="--quick --seconds 0.1 --width 64 --depth 4 --sides 1x2",
-        minutes=(5, 2),
+        minutes=(5, 1),
         answers="models in stages",
     ),
-    "loading": Benchmark(module="loading", smoke="--quick --sides unisono", minutes=(5, 1), answers="loading data"),
+    "loading": Benchmark(module="loading", smoke="--quick --sides unisono", minutes=(5, 0.5), answers="loading data"),
     "checkpoint": Benchmark(
         module="checkpoint",
         quick="--quick --sizes 100MB",
         smoke="--quick --sizes 100MB --rounds 1",
-        minutes=(6, 1),
+        minutes=(6, 0.7),
         answers="checkpoints",
     ),
     "planning": Benchmark(
         module="planning",
         quick="--cases cnn --links host --workers 1,2 --rounds 1",
         smoke="--cases cnn --links host --workers 1 --rounds 1",
-        minutes=(40, 2),
+        minutes=(40, 1),
         answers="forecasts, against what came",
     ),
     "planning_simulated": Benchmark(
@@ -147,14 +157,14 @@ BENCHMARKS: Final = {
         full="--simulate 1024 --cases transformer --links 1g,10g --microbatches 12",
         quick="--simulate 8 --cases cnn --links 1g",
         smoke="--simulate 4 --cases cnn --links 1g",
-        minutes=(4, 1.5),
+        minutes=(4, 1),
         answers="where a forecast sees the end of efficiency",
     ),
     "start_time": Benchmark(
         module="start_time", full="--runs 15", quick="--runs 3", smoke="--runs 1", minutes=(6, 1.5), answers="start"
     ),
     "watching": Benchmark(
-        module="watching", quick="--blocks 4", smoke="--blocks 1", minutes=(12, 1.5), answers="cost of watching"
+        module="watching", quick="--blocks 4", smoke="--blocks 1", minutes=(12, 1.3), answers="cost of watching"
     ),
     "membership": Benchmark(
         module="membership",
@@ -165,17 +175,17 @@ BENCHMARKS: Final = {
     ),
     "watchers": Benchmark(
         module="watchers",
-        quick="--watchers 50 --seconds 3 --settle-s 1 --kills 1 --rounds 1 --only plain",
-        smoke="--watchers 2 --seconds 1 --settle-s 0.5 --kills 1 --rounds 1 --processes 1 --only plain",
+        quick="--watchers 50 --seconds 2 --settle-s 1 --kills 1 --rounds 1 --only='in the clear'",
+        smoke="--watchers 2 --seconds 1 --settle-s 0.5 --kills 1 --rounds 1 --processes 1 --only='in the clear'",
         minutes=(9, 1),
         answers="1,000 viewers",
     ),
-    "curves": Benchmark(module="curves", quick="", smoke="", minutes=(3, 3), answers="loss curves"),
+    "curves": Benchmark(module="curves", quick="", smoke="", minutes=(2, 2), answers="loss curves"),
     "quality": Benchmark(
         module="quality",
         quick="--replicas 4 --inner-steps 10 --outer average --steps 20",
         smoke="--replicas 2 --inner-steps 2 --outer average --steps 2",
-        minutes=(60, 0.5),
+        minutes=(60, 0.2),
         answers="loss of local steps",
     ),
     "staleness": Benchmark(
@@ -183,35 +193,35 @@ BENCHMARKS: Final = {
         full="quality",
         quick="quality --delays 0,1 --optimizers adamw --seeds 1 --steps 10",
         smoke="quality --delays 0 --optimizers adamw --seeds 1 --steps 2",
-        minutes=(40, 0.5),
+        minutes=(40, 0.2),
         answers="loss with a delay",
     ),
     "rounding": Benchmark(
         module="rounding",
         quick="--seeds 1 --steps 20 --microbatches 8 --turns 2",
         smoke="--seeds 1 --steps 2 --microbatches 8 --turns 1",
-        minutes=(12, 0.7),
+        minutes=(12, 0.3),
         answers="loss with bfloat16 on the way",
     ),
     "audits": Benchmark(
         module="audits",
         quick="--leaves 60 --cases cnn --repeats 1 --only cost",
         smoke="--cases cnn --repeats 1 --steps 70 --size 1 --only cost",
-        minutes=(15, 1),
+        minutes=(15, 0.5),
         answers="cost of audits",
     ),
     "messages": Benchmark(
         module="messages",
         quick="--sizes 1 --hosts 2,3",
         smoke="--sizes 1 --hosts 2,3",
-        minutes=(2, 0.5),
+        minutes=(2, 0.3),
         answers="cost of messages",
     ),
     "history": Benchmark(
         module="history",
         quick="--steps 2000 --workers 4",
         smoke="--steps 200 --workers 2",
-        minutes=(6, 0.5),
+        minutes=(6, 0.1),
         answers="long runs",
     ),
 }
@@ -220,7 +230,7 @@ BENCHMARKS: Final = {
 
 def arguments_of(benchmark: Benchmark, size: Size) -> list[str]:
     """Return the words that follow the module."""
-    return {"full": benchmark.full, "quick": benchmark.quick, "smoke": benchmark.smoke}[size].split()
+    return shlex.split({"full": benchmark.full, "quick": benchmark.quick, "smoke": benchmark.smoke}[size])
 
 
 def measure(name: str, size: Size, folder: Path) -> dict[str, Any]:
@@ -337,6 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (load := os.getloadavg()[0]) > QUIET:
         print(f"the load is {load:.1f}: figures of a busy machine say little", file=sys.stderr, flush=True)
     rows = []
+    minutes = sum(BENCHMARKS[name].minutes[size != "full"] for name in names)
+    print(f"{len(names)} benchmarks, about {minutes:.0f} minutes on two cores", file=sys.stderr, flush=True)
     for name in names:
         result = measure(name, size, folder)
         rows.append(_row(name, result))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -185,9 +186,9 @@ def _own_address() -> str:
 
 def with_deepspeed(case: Case, microbatches: int, control: Control, *, rank: int, size: int) -> None:
     """Loops whose gradients DeepSpeed sums in shared memory: its all-reduce for CPUs of one host, compiled here."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size))
-    os.environ.setdefault("MASTER_ADDR", "localhost")  # looked at, and not used: the group is there
-    os.environ.setdefault("MASTER_PORT", "0")
+    # Address and port are used for nothing but the names of the memory: those of a run that was killed would be found.
+    own = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(os.getppid()), "LOCAL_SIZE": str(size)}
+    os.environ.update(own, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     from deepspeed import comm, init_distributed  # type: ignore[import-not-found]
 
     init_distributed("gloo", dist_init_required=False, verbose=False)
@@ -201,6 +202,8 @@ def with_deepspeed(case: Case, microbatches: int, control: Control, *, rank: int
 
     control.hello(rank)
     loop(model, case, microbatches, control, rank=rank, size=size, before_update=summed_by(model, mean))
+    for left in Path("/dev/shm").glob(f"deepspeed_*_localhost_{own['MASTER_PORT']}_{rank}"):
+        left.unlink(missing_ok=True)
 
 
 def summed_by(model: nn.Module, mean: Callable[[Tensor], object]) -> Callable[[], None]:

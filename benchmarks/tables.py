@@ -2,8 +2,8 @@
 
     python -m benchmarks.tables            # `make figures` does this first, and then draws the figures from the tables
 
-On a page such a part stands between ``<!-- results: NAME -->`` and ``<!-- /results -->``. `PARTS` has what each shows:
-a function of the newest results, by benchmark. Where a benchmark has no result yet, or only one with less in it than
+On a page such a part stands between ``<!-- results: NAME -->`` and ``<!-- /results -->``, in lines of its own or within
+a sentence. `PARTS` has what each shows: a function of the newest results, by benchmark. Where a benchmark has no result yet, or only one with less in it than
 the table needs, the part stays as it is. `tests/docs/test_results.py` compares pages and results.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["CURVES", "PARTS", "curves", "main", "pages", "written"]
 
 Result = Mapping[str, Any]
 Results = Mapping[str, Result]
-REGION: Final = re.compile(r"<!-- results: (?P<name>\w+) -->\n(?P<text>.*?)<!-- /results -->", re.DOTALL)
+REGION: Final = re.compile(r"<!-- results: (?P<name>\w+) -->(?P<text>.*?)<!-- /results -->", re.DOTALL)
 CASES: Final = {"cnn": "CNN", "mlp": "MLP", "transformer": "transformer"}
 CURVES: Final = ROOT / "docs" / "assets" / "curves.json"
 LINKS: Final = {"100m": "100 Mbit/s", "100m_20ms": "100 Mbit/s + 20 ms", "1g": "1 Gbit/s", "10g": "10 Gbit/s"}
@@ -107,12 +107,8 @@ def _range(ratios: Sequence[Interval]) -> str:
     return f"{min(medians):.2f} to {max(medians):.2f}"
 
 
-def summary(results: Results) -> str:
-    ratios = [ratio(run["step_ms"]["unisono"], run["step_ms"]["ddp"]) for run in _steps(results)]
-    return (
-        f"A step on two CPU workers takes {_range(ratios)} of the time of DistributedDataParallel with the same\n"
-        "micro-batches, partly because Unisono tunes the memory allocator ([benchmarks](docs/benchmarks.md))."
-    )
+def step_range(results: Results) -> str:
+    return _range([ratio(run["step_ms"]["unisono"], run["step_ms"]["ddp"]) for run in _steps(results)])
 
 
 PEERS: Final = {
@@ -502,7 +498,7 @@ def night(results: Results) -> str:
 PARTS: Final[dict[str, Callable[[Results], str]]] = {
     each.__name__: each
     for each in (
-        *(night, step_time, summary, peers, others, recovery, uneven, network, half_the_bytes, rounding),
+        *(night, step_time, step_range, peers, others, recovery, uneven, network, half_the_bytes, rounding),
         *(strategies_host, strategies_hosts, stalls, model_parallel, loading, checkpoint, planning, planning_simulated),
         *(membership, local_quality, staleness),
     )
@@ -518,7 +514,8 @@ def written(page: str, results: Results) -> str:
             text = PARTS[found["name"]](results)
         except LacksError:
             return found[0]
-        return f"<!-- results: {found['name']} -->\n\n{text}\n\n<!-- /results -->"
+        space = "\n\n" if found["text"].startswith("\n") else ""
+        return f"<!-- results: {found['name']} -->{space}{text}{space}<!-- /results -->"
 
     return REGION.sub(part, page)
 

@@ -75,6 +75,12 @@ def test_a_part_is_replaced_by_what_was_measured() -> None:
     assert tables.written(new, {"step_time": result([steps(unisono=10.0, ddp=12.5)])}) == new
 
 
+def test_a_part_within_a_sentence_stays_there() -> None:
+    page = "takes <!-- results: step_range -->1 to 2<!-- /results --> of it"
+    new = tables.written(page, {"step_time": result([steps(unisono=10.0, ddp=12.5)])})
+    assert new == "takes <!-- results: step_range -->0.80 to 0.80<!-- /results --> of it"
+
+
 def test_a_quick_result_does_not_replace_what_needs_all_of_a_benchmark() -> None:
     page = "<!-- results: membership -->\n\n| old |\n\n<!-- /results -->\n"
     assert tables.written(page, {"membership": result([], size="quick")}) == page
