@@ -127,18 +127,34 @@ FROM_STEPS: Final = ("compute", "in_step", "ddp", "ddp_whole")
 PEERS_M: Final = 8
 
 
-def peers(results: Results) -> str:
+def _to_peers(results: Results) -> dict[str, dict[str, Interval]]:
+    """Return Unisono's time to that of each peer, by case."""
     own = {run["case"]: run for run in _steps(results) if run["microbatches"] == PEERS_M}
-    measured = of(results, "peers")
-    others = {run["case"]: run for run in measured["runs"]}
-    rows = []
-    for side, words in PEERS.items():
-        cells = []
+    others = {run["case"]: run for run in of(results, "peers")["runs"]}
+    found: dict[str, dict[str, Interval]] = {}
+    for side in PEERS:
         for case in CASES:
             step = (own if side in FROM_STEPS else others).get(case, {}).get("step_ms", {})
-            cells.append(short(ratio(step["unisono"], step[side])) if side in step else "")
-        if any(cells):
-            rows.append([words, *cells])
+            if side in step:
+                found.setdefault(side, {})[case] = ratio(step["unisono"], step[side])
+    return found
+
+
+def behind(results: Results) -> str:
+    slower = [
+        f"{PEERS[side]} ({', '.join(f'{CASES[case]} {each.median:.2f}' for case, each in cases.items())})"
+        for side, by_case in _to_peers(results).items()
+        if (cases := {case: each for case, each in by_case.items() if each.low > 1})
+    ]
+    return f"Steps whose whole interval is above 1, of the time of {'; '.join(slower) or 'no peer'}."
+
+
+def peers(results: Results) -> str:
+    rows = [
+        [PEERS[side], *(short(found[case]) if case in found else "" for case in CASES)]
+        for side, found in _to_peers(results).items()
+    ]
+    measured = of(results, "peers")
     header = ("Unisono's time to that of", *(f"{words}, M = {PEERS_M}" for words in CASES.values()))
     lacking = "".join(f"\n\n{PEERS[side]} took no part: {_plain(why)}." for side, why in measured["left_out"].items())
     return markdown(header, rows) + lacking
@@ -498,7 +514,7 @@ def night(results: Results) -> str:
 PARTS: Final[dict[str, Callable[[Results], str]]] = {
     each.__name__: each
     for each in (
-        *(night, step_time, step_range, peers, others, recovery, uneven, network, half_the_bytes, rounding),
+        *(night, step_time, step_range, behind, peers, others, recovery, uneven, network, half_the_bytes, rounding),
         *(strategies_host, strategies_hosts, stalls, model_parallel, loading, checkpoint, planning, planning_simulated),
         *(membership, local_quality, staleness),
     )

@@ -95,6 +95,10 @@ def test_a_peer_that_took_no_part_is_named_with_the_reason() -> None:
     assert "| loops in step | 1.25 (1.25-1.25) | | |" in text
     assert "| DDP + ZeroRedundancyOptimizer | 0.25 (0.25-0.25) | | |" in text
     assert text.endswith("torchft took no part: torchft is not installed.")
+    assert (
+        tables.behind(found) == "Steps whose whole interval is above 1, of the time of loops alone (CNN 2.00); "
+        "loops in step (CNN 1.25)."
+    )
 
 
 def test_the_night_says_what_is_measured_where_and_what_is_not() -> None:
