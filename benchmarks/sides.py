@@ -1,4 +1,5 @@
 """The processes that are measured: the same training with Unisono, with DistributedDataParallel, and as a plain loop.
+Those of other peers are in `benchmarks.peers`.
 
 ``python -m benchmarks.sides SIDE CASE ...`` is started by `benchmarks.step_time`, which says over a socket whose turn
 it is. A side that is not measured waits in a blocking read.

@@ -3,8 +3,9 @@
     python -m benchmarks.tables            # `make figures` does this first, and then draws the figures from the tables
 
 On a page such a part stands between ``<!-- results: NAME -->`` and ``<!-- /results -->``, in lines of its own or within
-a sentence. `PARTS` has what each shows: a function of the newest results, by benchmark. Where a benchmark has no result yet, or only one with less in it than
-the table needs, the part stays as it is. `tests/docs/test_results.py` compares pages and results.
+a sentence. `PARTS` has what each shows: a function of the newest results, by benchmark. Where a benchmark has no result
+yet, or only one with less in it than the part needs, the part stays as it is. `tests/docs/test_results.py` compares
+pages and results.
 """
 
 from __future__ import annotations
