@@ -169,7 +169,7 @@ BENCHMARKS: Final = {
     "membership": Benchmark(
         module="membership",
         quick="--workers 200 --agents 25 --seconds 5",
-        smoke="--workers 8 --agents 2 --seconds 1 --processes 1",
+        smoke="--workers 9 --agents 3 --seconds 1 --processes 1",
         minutes=(4, 1),
         answers="1,000 workers",
     ),

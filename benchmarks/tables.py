@@ -55,8 +55,8 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         raise LacksError("no rows")
     separator = "|" + "---|" * len(header)
-    shown = ["| " + " | ".join(row) + " |" for row in lines]
-    return "\n".join([shown[0], separator, *(re.sub(r"\|  (?=\|)", "| ", row) for row in shown[1:])])
+    shown = [re.sub(r"\|  (?=\|)", "| ", "| " + " | ".join(row) + " |") for row in lines]
+    return "\n".join([shown[0], separator, *shown[1:]])
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
