@@ -131,7 +131,10 @@ def overhead_of(outcome: Outcome) -> float:
     return 1.0 + part * (statistics.median(audited) / statistics.median(plain) - 1)
 
 
-def cost(folder: Path, share: float, repeats: int, num_steps: int, names: Sequence[str]) -> dict[str, float]:
+def cost(
+    folder: Path, share: float, repeats: int, num_steps: int, names: Sequence[str]
+) -> dict[tuple[str, str], list[float]]:
+    """Return by case and exchange what the audits of each repetition cost."""
     found: dict[tuple[str, str], list[float]] = {}
     for turn in range(repeats):
         for case in names:
@@ -141,7 +144,7 @@ def cost(folder: Path, share: float, repeats: int, num_steps: int, names: Sequen
                 found.setdefault((case, exchange), []).append(overhead_of(outcome))
     rows = [[*names_, str(median_interval(values))] for names_, values in found.items()]
     print_table(["case", "exchange", f"audit {share:g}"], rows)
-    return {f"cost.{case}.{exchange}": statistics.median(values) for (case, exchange), values in found.items()}
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -160,15 +163,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.be:
         train(given.be, given.steps, given.size)
         return
-    figures: dict[str, float] = {}
+    figures, costs = dict[str, float](), dict[tuple[str, str], list[float]]()
     with tempfile.TemporaryDirectory(prefix="unisono-audits-") as folder:
         if given.only != "cost":
             figures |= false_alarms(Path(folder), given.leaves, given.cases.split(","), given.seed)
         if given.only != "alarms":
-            figures |= cost(Path(folder), given.share, given.repeats, given.steps, given.cases.split(","))
+            costs = cost(Path(folder), given.share, given.repeats, given.steps, given.cases.split(","))
+    figures |= {f"cost.{case}.{exchange}": statistics.median(values) for (case, exchange), values in costs.items()}
     print(figures)
     if given.json:
-        write_json(given.json, figures, [{"command": sys.argv}])
+        runs = [{"case": case, "exchange": exchange, "cost": values} for (case, exchange), values in costs.items()]
+        write_json(given.json, figures, [*runs, {"command": sys.argv}])
 
 
 if __name__ == "__main__":

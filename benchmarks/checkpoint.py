@@ -253,7 +253,8 @@ def _resume(num_bytes: int, directory: Path) -> float:
         training = Training(num_bytes)
         _forget(_newest_files(directory))
         began = time.perf_counter()
-        step = next(training.steps(run))
+        steps = training.steps(run)
+        step = next(steps)
         seconds = time.perf_counter() - began
         training.do(step)
     return seconds

@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from benchmarks import curves_sides
+from benchmarks.report import write_json
 from unisono.testing import Faults, run_workers
 
 __all__ = ["RECORD", "main", "record"]
@@ -74,11 +75,15 @@ def record() -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RECORD, help="where the losses go")
+    parser.add_argument("--json", type=Path, help="write them as a result of the night, and nothing else")
     options = parser.parse_args()
     found = record()
     first, *others = (found["unisono"][str(workers)] for workers in WORKERS)  # type: ignore[index]
     if any(other != first for other in others):
         sys.exit("the runs of Unisono differ: this is a bug")
+    if options.json is not None:
+        write_json(options.json, {}, [found])
+        return
     options.out.write_text(json.dumps(found) + "\n")
     print(options.out)
 

@@ -4,7 +4,8 @@
     python -m benchmarks.figures --step-time mine.json --out .   # one's own `benchmarks.step_time --json mine.json`
     python -m benchmarks.figures --recovery mine.json --out .    # and of `benchmarks.recovery`
 
-A table stands in one place, and its figure follows it: no number is in this file.
+A table stands in one place, where `benchmarks.tables` writes it from the results of `benchmarks.night`, and its figure
+follows it: no number is in this file.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def _intervals(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
 def recovery(axes: Axes, given: Mapping[str, float] | None = None) -> None:
     """Time lost by the death of a worker."""
     if given is None:
-        rows = table("benchmarks.md", "figure", "quiet")
-        given = {row["figure"]: numbers(row["quiet"])[0] for row in rows if row["figure"].startswith("lost_ms.")}
+        rows = table("benchmarks.md", "figure", "time")
+        given = {row["figure"]: numbers(row["time"])[0] for row in rows if row["figure"].startswith("lost_ms.")}
     names = {"unisono": "Unisono", "torchft_tuned": "torchft, short deadlines", "torchft": "torchft",
              "torchrun": "torchrun, snapshot\nevery 50 steps"}  # fmt: skip
     shown = [(words, given[f"lost_ms.{name}"] / 1e3) for name, words in names.items() if f"lost_ms.{name}" in given]
@@ -136,7 +137,7 @@ def workers(axes: Axes) -> None:
     most = max(int(row["workers"]) for row in rows)
     axes.plot([1, most], [1, most], color=INK, linewidth=1, linestyle=":", label="ideal")
     axes.set_xticks(range(1, most + 1))
-    axes.set_xlabel("workers on one machine with 4 cores")
+    axes.set_xlabel("workers on one machine")
     axes.set_ylabel("speed, 1 worker = 1")
     axes.legend()
 

@@ -157,10 +157,16 @@ def main() -> None:
     num_samples = 2_000 if arguments.quick else 12_000
     turns = 3 if arguments.quick else arguments.turns
     rows, figures, runs = list[list[str]](), dict[str, float](), list[dict[str, Any]]()
+    left_out = dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         shards = write_shards(Path(folder), num_samples, 16)
         for processes in map(int, arguments.processes.split(",")):
-            sides = [name for name in arguments.sides.split(",") if _can(name, shards, arguments.batch, processes)]
+            left_out |= {
+                name: reason
+                for name in arguments.sides.split(",")
+                if (reason := _missing(name, shards, arguments.batch, processes))
+            }
+            sides = [name for name in arguments.sides.split(",") if name not in left_out]
             found: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(turns):
                 for name in sides if turn % 2 == 0 else reversed(sides):
@@ -179,17 +185,18 @@ def main() -> None:
                 )
     print_table(["loader processes", "side", "samples/s (median)", "unisono / side"], rows)
     if arguments.json:
-        write_json(arguments.json, figures, runs)
+        write_json(arguments.json, figures, runs, left_out)
 
 
-def _can(name: str, shards: list[str], batch: int, processes: int) -> bool:
+def _missing(name: str, shards: list[str], batch: int, processes: int) -> str:
+    """Return why a side takes no part; "" if it does."""
     try:
         for _ in itertools.islice(SIDES[name](shards, batch, processes), 2):
             pass
     except ImportError as error:
         print(f"{name} takes no part: {error}")
-        return False
-    return True
+        return f"{name} is not installed: {error}"
+    return ""
 
 
 if __name__ == "__main__":

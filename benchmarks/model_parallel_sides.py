@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.sharding_sides import synchronised
-from benchmarks.sides import BATCHES, Control, _batches, _prepare
+from benchmarks.sides import BATCHES, Control, _batches, prepare
 from unisono.engine.loop.process_settings import keep_freed_memory
 from unisono.strategies.parallel.layers import layers_in
 from unisono.system.lifetime import bind_to_parent
@@ -275,7 +275,7 @@ def main() -> None:
     if arguments.side in UNISONO:
         with_unisono(shape, control, processes, has_shards=arguments.side.endswith("s"))
     else:
-        _prepare()
+        prepare()
         store = dist.FileStore(arguments.meeting, processes)
         dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=processes)
         peers = {"1f1b": with_pipelining, "fsdp2": with_fsdp, "dtensor": with_dtensor}

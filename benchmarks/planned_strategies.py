@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import signal
 import statistics
@@ -23,10 +22,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.planned import COPIES, INNER_STEPS, SPENT, STRATEGIES
 from benchmarks.planning import HOST, ROOM, STEPS, roster_over, train
-from benchmarks.report import print_table
+from benchmarks.report import print_table, write_json
 from unisono.core.rehearsals import is_compared
 from unisono.record.journal.times import by_step
 from unisono.system.lifetime import scratch_folder
@@ -171,11 +171,11 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4", metavar="A,B")
     parser.add_argument("--microbatches", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="add each round's figures, one object a line")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write machine, commit and all rounds")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what it has started ends
     workers = [int(each) for each in options.workers.split(",")]
-    found = []
+    found, told = [], list[dict[str, Any]]()
     for number in range(options.rounds):
         for case in options.cases.split(","):
             for one in one_round(case, options.microbatches, options.links.split(","), workers):
@@ -191,9 +191,10 @@ def main() -> None:
                     file=sys.stderr,
                     flush=True,
                 )
+                scalars = {name: value for name, value in vars(one).items() if isinstance(value, int | float | str)}
+                told.append({"round": number, **scalars})
                 if options.json is not None:
-                    with options.json.open("a") as file:
-                        file.write(json.dumps({"round": number, **dataclasses.asdict(one)}) + "\n")
+                    write_json(options.json, {}, told)
     print_table(HEADER, list(rows(found)))
 
 

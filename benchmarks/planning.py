@@ -215,7 +215,7 @@ def simulated(facts: ForecastInputs, most: int, per_host: int, links: Sequence[s
             number *= 2
 
 
-def _simulate(case: str, microbatches: int, most: int, links: Sequence[str]) -> None:
+def _simulate(case: str, microbatches: int, most: int, links: Sequence[str]) -> dict[str, Any]:
     with scratch_folder("unisono-plan-") as folder:
         script = Script(command=["-m", "benchmarks.planned", case, str(microbatches)], directory=folder)
         alone = trial(script, ProbeSettings(steps=STEPS, seconds=SECONDS))
@@ -235,7 +235,9 @@ def _simulate(case: str, microbatches: int, most: int, links: Sequence[str]) -> 
         "own",
         "most",
     )
-    print_table(header, list(simulated(facts, most, ROOM, links)))
+    rows = list(simulated(facts, most, ROOM, links))
+    print_table(header, rows)
+    return {"case": case, "simulated": [dict(zip(header, row, strict=True)) for row in rows]}
 
 
 def _told(turn: Turn) -> dict[str, Any]:
@@ -264,7 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in options.cases.split(","):
         if options.simulate:
             print(case)
-            _simulate(case, options.microbatches, options.simulate, [each for each in links if each != HOST])
+            over = [each for each in links if each != HOST]
+            runs.append(_simulate(case, options.microbatches, options.simulate, over))
+            if options.json:
+                write_json(options.json, figures, runs)
             continue
         workers = [int(each) for each in options.workers.split(",")]
         turns: list[Turn] = []

@@ -247,14 +247,19 @@ def hurt_torchrun(num_kills: int, folder: Path) -> list[Loss]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer losses")
+    parser.add_argument("--kills", type=int, help="losses of each side")
     parser.add_argument("--json", default="", metavar="FILE", help="write figures and single losses there")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     num_kills = QUICK_KILLS if arguments.quick else KILLS
+    if arguments.kills:
+        num_kills = dict.fromkeys(KILLS, arguments.kills)
+    left_out = dict[str, str]()
     sides: dict[str, Callable[[int, Path], list[Loss]]] = {"unisono": hurt_unisono, "torchrun": hurt_torchrun}
     if importlib.util.find_spec("torchft") is not None:
         sides |= {name: partial(hurt_torchft, name=name) for name in ("torchft", "torchft_tuned")}
     else:
+        left_out["torchft"] = "torchft is not installed"
         print(f"lost_time_vs_torchft: skipped, torchft is not installed (pip install {TORCHFT})", flush=True)
     losses = {}
     with tempfile.TemporaryDirectory(prefix="unisono-benchmark-") as place:
@@ -265,6 +270,7 @@ def main() -> None:
             except TimeoutError as error:
                 if "torchft" not in name:
                     raise
+                left_out[name] = str(error).splitlines()[0]
                 print(f"lost_time_vs_{name}: not measured, it did not go on: {error}", flush=True)
     ours = losses["unisono"]
     recover = [one["recover_ms"] for one in ours]
@@ -280,7 +286,8 @@ def main() -> None:
     }
     print_table(["figure", "value"], [[name, f"{value:.1f}"] for name, value in figures.items()])
     if arguments.json:
-        write_json(arguments.json, figures, [{"side": name, **one} for name, found in losses.items() for one in found])
+        runs = [{"side": name, **one} for name, found in losses.items() for one in found]
+        write_json(arguments.json, figures, runs, left_out)
 
 
 if __name__ == "__main__":

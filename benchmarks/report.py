@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Interval", "commit", "machine", "median_interval", "print_table", "write_json"]
+__all__ = ["ROOT", "Interval", "commit", "compact", "machine", "median_interval", "print_table", "write_json"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,7 +53,9 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "cores": cores,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.system(),
+        "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
     }
@@ -69,11 +72,27 @@ def commit() -> str:
     return name + ("+" if name and git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def write_json(path: str | os.PathLike[str], figures: Mapping[str, float], runs: Iterable[Mapping[str, Any]]) -> None:
-    """Write the result of a benchmark: ``{"figures", "machine", "commit", "runs"}``."""
+def write_json(
+    path: str | os.PathLike[str],
+    figures: Mapping[str, float],
+    runs: Iterable[Mapping[str, Any]],
+    left_out: Mapping[str, str] | None = None,
+) -> None:
+    """Write the result of a benchmark: ``{"figures", "machine", "commit", "runs", "left_out"}``.
+
+    Args:
+        runs: every repetition, as it was measured.
+        left_out: by name, why a side took no part.
+    """
     rounded = {name: round(value, 5) for name, value in figures.items()}
     result = {"figures": rounded, "machine": machine(), "commit": commit(), "runs": list(runs)}
-    Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(compact({**result, "left_out": dict(left_out or {})}), encoding="utf-8")
+
+
+def compact(value: object) -> str:
+    """Return JSON in which a list of numbers is one line."""
+    written = json.dumps(value, indent=1, default=str)
+    return re.sub(r'\[\n\s+([^\[\]{}"]*?)\n\s*\]', lambda found: f"[{' '.join(found[1].split())}]", written) + "\n"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

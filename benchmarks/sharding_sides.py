@@ -24,7 +24,7 @@ from torch.optim import AdamW, Optimizer
 
 import unisono
 from benchmarks.models import CASES, Case, large
-from benchmarks.sides import BATCHES, Control, _batches, _prepare
+from benchmarks.sides import BATCHES, Control, _batches, prepare
 from unisono.engine.loop.process_settings import keep_freed_memory
 from unisono.engine.state.elsewhere import Elsewhere
 from unisono.system.lifetime import bind_to_parent
@@ -79,7 +79,7 @@ def with_unisono(
 
 def with_peer(case: Case, arguments: argparse.Namespace, control: Control) -> dict[str, int]:
     """What torch offers for the same; returns the bytes of what a worker holds."""
-    _prepare()
+    prepare()
     rank, size, microbatches = arguments.rank, arguments.workers, arguments.microbatches
     dist.init_process_group("gloo", store=dist.FileStore(arguments.meeting, size), rank=rank, world_size=size)
     model: nn.Module = case.model()

@@ -1,4 +1,5 @@
 """The processes that are measured: the same training with Unisono, with DistributedDataParallel, and as a plain loop.
+Those of other peers are in `benchmarks.peers`.
 
 ``python -m benchmarks.sides SIDE CASE ...`` is started by `benchmarks.step_time`, which says over a socket whose turn
 it is. A side that is not measured waits in a blocking read.
@@ -13,7 +14,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Client
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from benchmarks.models import CASES, Case
 from unisono.engine.loop.process_settings import keep_freed_memory
 from unisono.system.lifetime import bind_to_parent
 
-__all__ = ["SIDES", "as_bfloat16"]
+__all__ = ["SIDES", "Control", "adamw", "as_bfloat16", "loop", "meet", "prepare", "shares"]
 
 BATCHES = 16  # of the data set; then it begins again in another order
 
@@ -143,13 +144,13 @@ def with_ddp(
     stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """DistributedDataParallel, one replica; "bf16": gradients are sent, and added up, as bfloat16."""
-    _prepare()
-    _meet(rank, size, meeting)
+    prepare()
+    meet(rank, size, meeting)
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
     if wire == "bf16":
         model.register_comm_hook(None, lambda state, bucket: as_bfloat16(bucket))  # torch looks at annotations
     control.hello(rank)
-    _loop(model, case, microbatches, control, rank=rank, size=size, stalls=stalls)
+    loop(model, case, microbatches, control, rank=rank, size=size, stalls=stalls, accumulate=_quiet(model))
     dist.destroy_process_group()
 
 
@@ -172,21 +173,23 @@ def with_plain_loop(
         size: the micro-batches are divided by so many processes; each computes its part.
         meeting: file at which the processes meet, to wait for each other before each update; "": nobody waits.
     """
-    _prepare()
+    prepare()
     if meeting:
-        _meet(rank, size, meeting)
+        meet(rank, size, meeting)
     control.hello(rank)
     wait = dist.barrier if meeting else None
-    _loop(case.model(), case, microbatches, control, rank=rank if size > 1 else 0, size=size, before_update=wait)
+    loop(case.model(), case, microbatches, control, rank=rank if size > 1 else 0, size=size, before_update=wait)
     if meeting:
         dist.destroy_process_group()
 
 
-def _meet(rank: int, size: int, meeting: str) -> None:
+def meet(rank: int, size: int, meeting: str) -> None:
+    """Make the group of torch's processes, with a file at which they meet."""
     dist.init_process_group("gloo", store=dist.FileStore(meeting, size), rank=rank, world_size=size)
 
 
-def _prepare() -> None:
+def prepare() -> None:
+    """Make this process one of torch's sides."""
     torch.set_num_threads(1)
     # What the library does by default, here for all sides.
     torch.use_deterministic_algorithms(True)
@@ -194,7 +197,7 @@ def _prepare() -> None:
     torch.manual_seed(1)
 
 
-def _loop(
+def loop(
     model: nn.Module,
     case: Case,
     microbatches: int,
@@ -202,25 +205,50 @@ def _loop(
     *,
     rank: int,
     size: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: Callable[[bool], AbstractContextManager[None]] = lambda is_last: nullcontext(),
     before_update: Callable[[], object] | None = None,
     stalls: tuple[float, float] = (0.0, 0.0),
 ) -> None:
+    """Train as PyTorch's own loops do, each process its share of the micro-batches.
+
+    Args:
+        optimizer: default: fused AdamW.
+        accumulate: in which each micro-batch is computed, given whether it is the last of its step.
+    """
     stalled = Stalls(rank, *stalls)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = optimizer or adamw(model)
     own = microbatches // size
-    batches = _batches(case.data(case.microbatch_size * microbatches * BATCHES), case.microbatch_size)
+    parts = shares(case, microbatches, rank, size)
     while control.go_on():
         stalled.wait()
         optimizer.zero_grad()
-        everyones = [next(batches) for _ in range(microbatches)]
-        for place, fetch in enumerate(everyones[rank * own : (rank + 1) * own]):
+        for place, fetch in enumerate(next(parts)):
             inputs, labels = fetch()
-            is_last = place == own - 1
-            with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+            with accumulate(place == own - 1):
                 (case.loss(model, inputs, labels) / own).backward()
         if before_update is not None:
             before_update()
         optimizer.step()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all sides."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _quiet(model: DistributedDataParallel) -> Callable[[bool], AbstractContextManager[None]]:
+    """Let DDP sum gradients once in a step."""
+    return lambda is_last: nullcontext() if is_last else model.no_sync()
+
+
+def shares(case: Case, microbatches: int, rank: int, size: int) -> Iterator[list[_Fetch]]:
+    """Yield a process's micro-batches of each step."""
+    own = microbatches // size
+    batches = _batches(case.data(case.microbatch_size * microbatches * BATCHES), case.microbatch_size)
+    while True:
+        everyones = [next(batches) for _ in range(microbatches)]
+        yield everyones[rank * own : (rank + 1) * own]
 
 
 class _Fetch:
@@ -244,8 +272,10 @@ SIDES = ("unisono", "ddp", "plain")
 
 
 def main() -> None:
+    from benchmarks.peers import PEERS
+
     parser = argparse.ArgumentParser(description="one process of a measurement; started by benchmarks.step_time")
-    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("side", choices=[*SIDES, *PEERS])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--microbatches", type=int, required=True, help="of a global batch, over all workers")
     parser.add_argument("--microbatch-size", type=int, default=0, help="samples; default: the case's")
@@ -291,6 +321,11 @@ def main() -> None:
             wire=arguments.wire,
             stalls=stalls,
         )
+    elif arguments.side in PEERS:
+        prepare()
+        meet(arguments.rank, arguments.workers, arguments.meeting)
+        PEERS[arguments.side](case, microbatches, control, rank=arguments.rank, size=arguments.workers)
+        dist.destroy_process_group()
     else:
         with_plain_loop(
             case, microbatches, control, rank=arguments.rank, size=arguments.workers, meeting=arguments.meeting

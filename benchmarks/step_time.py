@@ -5,10 +5,12 @@ python -m benchmarks.step_time --quick --json step_time.json    # under five min
 python -m benchmarks.step_time --cases mlp --workers 2 --microbatches 2
 python -m benchmarks.step_time --quick --against HEAD~1         # and beside the library of another commit
 
-With several workers there are two more sides. ``compute`` is that many plain loops at once: each computes its share of
+With several workers there are more sides. ``compute`` is that many plain loops at once: each computes its share of
 the micro-batches and the whole update, and exchanges nothing. ``in_step`` is the same with a barrier before each
 update, and nothing else: what it takes longer than ``compute`` is waiting for the slowest, and that all update at the
 same time, when what limits them is the memory they share. What Unisono takes longer than ``in_step`` are the sums.
+``ddp_whole`` is DDP as most run it: each process computes its part of the batch in one pass, uncut. ``--sides`` chooses
+others, those of `benchmarks.peers` among them; one that is not installed or fails is left out, and the result says why.
 
 All sides train the same model on the same data with the same optimizer, one thread a worker. They are started together
 and take turns, a block of steps each; who is not on turn waits without using the processor. So what else happens on the
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import CASES
+from benchmarks.peers import PEERS, missing
 from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.same_as import checked_out
 
@@ -50,6 +53,18 @@ ANSWER_S = 300.0
 MEMORY_S = 1.5
 LIMIT_S = {"quick": 8.0, "full": 45.0}
 """How long the sides of one comparison take turns, together."""
+LEAST_TURNS = 5
+OWN = "unisono"
+ALONE, SEVERAL = ("plain", "ddp"), ("compute", "in_step", "ddp", "ddp_whole")
+"""The sides beside Unisono, with one worker and with several."""
+
+
+class SideFailed(RuntimeError):
+    """A side has ended, or says nothing."""
+
+    def __init__(self, side: str, message: str) -> None:
+        super().__init__(f"{side}: {message}")
+        self.side = side
 
 
 @dataclass
@@ -119,8 +134,12 @@ class Team:
         for pipe in self.pipes:
             pipe.send(0)
         for process in self.processes:
-            if process.wait(60) != 0:
-                raise RuntimeError(f"{self.name}: process {process.pid} ended with exit code {process.returncode}")
+            try:
+                code = process.wait(60)
+            except subprocess.TimeoutExpired:
+                raise SideFailed(self.name, f"process {process.pid} has not ended after its last step") from None
+            if code != 0:
+                raise SideFailed(self.name, f"process {process.pid} ended with exit code {code}")
 
     def end(self) -> None:
         """Whatever happened: nothing is left."""
@@ -145,11 +164,14 @@ def _receive(pipe: Connection, team: Team) -> dict[str, Any]:
     deadline = time.monotonic() + ANSWER_S
     while not pipe.poll(1.0):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{team.name}: no answer within {ANSWER_S:.0f} s")
+            raise SideFailed(team.name, f"no answer within {ANSWER_S:.0f} s")
         for process in team.processes:
             if process.poll() is not None:
-                raise RuntimeError(f"{team.name}: process {process.pid} ended with exit code {process.returncode}")
-    message: dict[str, Any] = pipe.recv()
+                raise SideFailed(team.name, f"process {process.pid} ended with exit code {process.returncode}")
+    try:
+        message: dict[str, Any] = pipe.recv()
+    except EOFError:
+        raise SideFailed(team.name, "a process has ended") from None
     return message
 
 
@@ -187,19 +209,18 @@ def _pss(pid: int) -> float:
 
 @contextmanager
 def teams(
-    case: str, microbatches: int, workers: int, *, same_allocator: bool, before: Path | None
+    case: str, microbatches: int, workers: int, names: Sequence[str], *, same_allocator: bool, before: Path | None
 ) -> Iterator[list[Team]]:
     """All sides of one comparison, started and ready for their first step.
 
     Args:
         before: a checkout of another commit.
     """
-    options = [case, "--microbatches", str(microbatches), *(["--keep-freed-memory"] if same_allocator else [])]
-    names = ["unisono", *(["compute", "in_step"] if workers > 1 else ["plain"]), "ddp"]
+    options = [case, *(["--keep-freed-memory"] if same_allocator else [])]
     roots = {} if before is None else {"before": before}
-    names += roots
-    with started({name: partial(_commands, name, options, workers) for name in names}, workers, roots) as sides:
-        yield sides
+    sides = {name: partial(_commands, name, options, microbatches, workers) for name in [*names, *roots]}
+    with started(sides, workers, roots) as ready:
+        yield ready
 
 
 @contextmanager
@@ -257,14 +278,19 @@ def started(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _commands(side: str, options: list[str], workers: int, folder: Path) -> list[list[str]]:
-    shared = [*options, "--control", str(folder / f"{side}.socket")]
-    program = {"compute": "plain", "in_step": "plain", "before": "unisono"}.get(side, side)
+def _commands(side: str, options: list[str], microbatches: int, workers: int, folder: Path) -> list[list[str]]:
+    cut = ["--microbatches", str(microbatches)]
+    if side == "ddp_whole":
+        whole = CASES[options[0]].microbatch_size * microbatches // workers
+        cut = ["--microbatches", str(workers), "--microbatch-size", str(whole)]
+    shared = [*options, *cut, "--control", str(folder / f"{side}.socket")]
+    programs = {"compute": "plain", "in_step": "plain", "before": OWN, "ddp_whole": "ddp"}
+    program = programs.get(side, side)
     this = [sys.executable, "-m", "benchmarks.sides", program, *shared]
-    if program == "unisono" and workers > 1:
+    if program == OWN and workers > 1:
         head = [sys.executable, "-m", "unisono", "run", "-m", "benchmarks.sides", "--workers", str(workers)]
         return [[*head, "--run-dir", str(folder / side), "--", program, *shared]]
-    if program == "unisono":
+    if program == OWN:
         return [[*this, "--directory", str(folder / side)]]
     if side == "plain":
         return [this]
@@ -281,8 +307,8 @@ def _connect(team: Team, listener: Listener, workers: int) -> None:
     waiting: list[Connection] = []
     while len(found) < workers:
         if time.monotonic() > deadline or any(process.poll() is not None for process in team.processes):
-            raise RuntimeError(
-                f"{team.name}: {len(found)} of {workers} workers came within {START_S:.0f} s, or one has ended"
+            raise SideFailed(
+                team.name, f"{len(found)} of {workers} workers came within {START_S:.0f} s, or one has ended"
             )
         with suppress(TimeoutError):
             waiting.append(listener.accept())
@@ -299,6 +325,7 @@ def take_turns(
     sides: Sequence[Team],
     limit_s: float,
     measure_memory: Callable[[Team], None] = lambda team: team.measure_memory(MEMORY_S),
+    least_turns: int = LEAST_TURNS,
 ) -> int:
     """Measure the sides in turns for a while, then their memory, and end them; returns the steps of a turn."""
     for team in sides:
@@ -308,7 +335,7 @@ def take_turns(
     for team in sides:
         team.blocks.clear()
     start, turn = time.monotonic(), 0
-    while turn < 5 or time.monotonic() - start < limit_s:
+    while turn < least_turns or time.monotonic() - start < limit_s:
         for team in sides if turn % 2 == 0 else reversed(sides):
             team.measure(number)
         turn += 1
@@ -319,12 +346,29 @@ def take_turns(
     return number
 
 
+def compare_those_that_can(
+    names: Sequence[str], measured: Callable[[Sequence[str]], dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compare, without the peers that fail; return the result, and why each of them is left out."""
+    left_out = {name: reason for name in names if (reason := missing(name))}
+    while True:
+        try:
+            return measured([name for name in names if name not in left_out]), left_out
+        except SideFailed as error:
+            if error.side not in PEERS:
+                raise
+            notes = [line for note in getattr(error, "__notes__", []) for line in note.splitlines() if line.strip()]
+            print(f"{error.side} is left out: {error}", *notes, sep="\n", file=sys.stderr, flush=True)
+            left_out[error.side] = str(error)
+
+
 def compare(
-    case: str, microbatches: int, workers: int, limit_s: float, *, same_allocator: bool, before: Path | None = None
-) -> dict[str, Any]:
+    case: str, microbatches: int, workers: int, names: Sequence[str], limit_s: float, *, same_allocator: bool,
+    before: Path | None = None, least_turns: int = LEAST_TURNS,
+) -> dict[str, Any]:  # fmt: skip
     """Let the sides take turns for a while."""
-    with teams(case, microbatches, workers, same_allocator=same_allocator, before=before) as sides:
-        number = take_turns(sides, limit_s)
+    with teams(case, microbatches, workers, names, same_allocator=same_allocator, before=before) as sides:
+        number = take_turns(sides, limit_s, least_turns=least_turns)
         return {
             "case": case,
             "microbatches": microbatches,
@@ -346,7 +390,7 @@ def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]
     figures: dict[str, float] = {}
     rows = []
     for other in step:
-        if other == "unisono":
+        if other == OWN:
             continue
         ratio = median_interval([a / b for a, b in zip(step["unisono"], step[other], strict=True)])
         cpu_ratio = statistics.median(a / b for a, b in zip(cpu["unisono"], cpu[other], strict=True))
@@ -400,6 +444,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=_numbers, default=[1, 2], metavar="N,N")
     parser.add_argument("--microbatches", type=_numbers, default=[2, 8], metavar="M,M", help="cuts of a global batch")
     parser.add_argument("--seconds", type=float, help="how long the sides of one comparison take turns")
+    parser.add_argument("--turns", type=int, default=LEAST_TURNS, help="at least so many")
+    everybody = [*dict.fromkeys([*ALONE, *SEVERAL, *PEERS])]
+    parser.add_argument("--sides", metavar="A,B", help=f"beside Unisono, of {', '.join(everybody)}")
     parser.add_argument(
         "--same-allocator",
         action="store_true",
@@ -410,6 +457,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = set(options.cases.split(",")) - set(CASES)
     if unknown:
         parser.error(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if unknown := {*filter(None, (options.sides or "").split(","))} - {*everybody}:
+        parser.error(f"unknown sides {', '.join(sorted(unknown))}; there are {', '.join(everybody)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was made is removed
     limit_s = options.seconds or LIMIT_S["quick" if options.quick else "full"]
     with tempfile.TemporaryDirectory(prefix="unisono-before-") as name:
@@ -418,9 +467,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure(options: argparse.Namespace, limit_s: float, before: Path | None, parser: argparse.ArgumentParser) -> None:
-    runs, figures, rows = [], {}, []
+    runs, figures, rows, left_out = [], {}, [], dict[str, str]()
     for case in options.cases.split(","):
         for workers in options.workers:
+            names = [OWN, *(options.sides.split(",") if options.sides else SEVERAL if workers > 1 else ALONE)]
             for microbatches in options.microbatches:
                 if options.quick and workers == 1 and microbatches > min(options.microbatches):
                     continue
@@ -428,9 +478,12 @@ def _measure(options: argparse.Namespace, limit_s: float, before: Path | None, p
                     parser.error(
                         f"{microbatches} micro-batches cannot be shared evenly by {workers} workers, which DDP needs"
                     )
-                result = compare(
-                    case, microbatches, workers, limit_s, same_allocator=options.same_allocator, before=before
-                )
+                measured = partial(
+                    compare, case, microbatches, workers, limit_s=limit_s, same_allocator=options.same_allocator,
+                    before=before, least_turns=options.turns,
+                )  # fmt: skip
+                result, without = compare_those_that_can([each for each in names if each not in left_out], measured)
+                left_out.update(without)
                 found, lines = figures_of(result)
                 runs.append(result)
                 figures.update(found)
@@ -439,7 +492,7 @@ def _measure(options: argparse.Namespace, limit_s: float, before: Path | None, p
                     print("  ".join(line), file=sys.stderr, flush=True)
     print_table(HEADER, rows)
     if options.json:
-        write_json(options.json, figures, runs)
+        write_json(options.json, figures, runs, left_out)
 
 
 if __name__ == "__main__":

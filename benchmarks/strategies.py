@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--inner-steps", type=int, default=10, help="between two averagings, where a side averages")
     parser.add_argument("--loss-steps", type=int, default=200, help="steps to the loss; 0: leave it out")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="three turns, and no loss")
+    parser.add_argument("--quick", action="store_true", help="at most three turns, and no loss")
     parser.add_argument("--json", metavar="FILE", help="write figures, machine, commit and all turns")
     options = parser.parse_args(arguments)
     settings, wanted = options.settings.split(","), [side for side in options.sides.split(",") if side]
@@ -252,12 +252,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workers=options.workers,
         microbatches=options.microbatches or options.workers,
         inner_steps=options.inner_steps,
-        turns=3 if options.quick else options.turns,
+        turns=min(3, options.turns) if options.quick else options.turns,
     )
     runs, figures, rows, losses = [], dict[str, float](), [], dict[str, float]()
+    left_out = dict[str, str]()
     for name in settings:
         for side in wanted or SETTINGS[name].sides:
             if reason := missing(side):
+                left_out[side] = reason
                 print(f"{name}: {side} is left out: {reason}", file=sys.stderr, flush=True)
                 continue
             try:
@@ -267,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 result = compare(side, SETTINGS[name], plan)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 notes = "\n".join(getattr(error, "__notes__", []))
+                left_out[f"{side}, {name}"] = str(error)
                 print(f"{name}: {side} is left out, it failed: {error}\n{notes}", file=sys.stderr, flush=True)
                 continue
             runs.append({"setting": name, "side": side, **result})
@@ -276,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows.append(row)
                 print("  ".join(row), file=sys.stderr, flush=True)
             if options.json:
-                write_json(options.json, figures, runs)
+                write_json(options.json, figures, runs, left_out)
     print_table(HEADER, rows)
 
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.models import CASES, Case
+from benchmarks.peers import torchft_manager
 from benchmarks.sides import Control, as_bfloat16
 from unisono.system.lifetime import bind_to_parent
 
@@ -261,43 +258,14 @@ def with_averager(task: Task, watch: Watch) -> None:
 
 def with_torchft(task: Task, watch: Watch) -> None:
     """Local SGD of torchft, one worker a replica group."""
-    from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
-    from torchft.coordination import LighthouseServer  # type: ignore[import-not-found]
     from torchft.local_sgd import LocalSGD  # type: ignore[import-not-found]
 
     _meet(task)
-    own = _own_address()
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=task.workers) if task.rank == 0 else None
-    address = [f"http://{own}:{lighthouse.address().rpartition(':')[2]}" if lighthouse is not None else ""]
-    dist.broadcast_object_list(address)
-    os.environ["TORCHFT_LIGHTHOUSE"] = address[0]
-    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    manager, _servers = torchft_manager(task.rank, task.workers)
     model = task.case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
-        load_state_dict=lambda state: None,
-        state_dict=dict,
-        min_replica_size=task.workers,
-        use_async_quorum=False,
-        init_sync=False,  # all begin with the same weights, and the hosts of a lab have no names
-        timeout=timedelta(seconds=60),
-        rank=0,
-        world_size=1,
-        store_addr=own,
-        store_port=store.port,
-        replica_id=f"replica{task.rank}",
-        hostname=own,
-    )
     with LocalSGD(manager, model, optimizer, sync_every=task.inner_steps):
         _loop(task, watch, model, optimizer, lambda is_last: nullcontext())
-
-
-def _own_address() -> str:
-    """Return the address at which the other processes reach this one."""
-    device = os.environ.get("GLOO_SOCKET_IFNAME")
-    found = psutil.net_if_addrs()[device] if device else []
-    return next((one.address for one in found if one.family is socket.AF_INET), "localhost")
 
 
 def _loop(

@@ -21,6 +21,7 @@ Every run must have the digests of a calm run of one worker, step by step; other
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import statistics
@@ -285,7 +286,7 @@ def changing(case: Case, sides: Sides, limit_s: float, num_turns: int) -> list[d
 def measure(name: str, calm: Calm, directory: Path, quick: bool) -> tuple[dict[str, float], dict[str, Any], list[str]]:
     """One case: its figures, its turns, and its row for the table."""
     case = CASES[name]
-    num_steps, num_turns, limit_s = (5, 2, 0.0) if quick else (12, 10, 90.0)
+    num_steps, num_turns, limit_s = (5, 3, 0.0) if quick else (12, 10, 90.0)
     with ready(["unisono", "alone", "ddp"], case, directory / name, num_steps) as sides:
         turns = (changing if case.changing else steady)(case, sides, limit_s, num_turns)
     place = directory / name / "unisono"
@@ -303,12 +304,14 @@ def measure(name: str, calm: Calm, directory: Path, quick: bool) -> tuple[dict[s
         f"speedup_to_ddp_low.{name}": speedup.low,
         f"speedup_to_ddp_high.{name}": speedup.high,
     }
+    # By worker, and then for how many steps one after the other.
+    plans = ([worker["leaves"] for worker in workers.values()] for workers in by_step(place).values())
     run = {
         "case": name,
         "model": MODEL,
         "microbatches": case.microbatches,
         "compared_steps": num_compared,
-        "leaves": [[worker["leaves"] for worker in workers.values()] for workers in by_step(place).values()],
+        "leaves": [[*plan, len([*steps])] for plan, steps in itertools.groupby(plans)],
         "turns": turns,
     }
     return figures, run, [name, str(case.microbatches), str(fraction), f"{whole:.3f}", str(speedup)]

@@ -418,7 +418,7 @@ def main() -> None:
     print_table(("", *columns), rows)
     if options.json:
         figures = {f"{side}: {figure}": value for side, column in columns.items() for figure, value in column.items()}
-        write_json(options.json, figures, [])
+        write_json(options.json, figures, [{"side": side, **column} for side, column in columns.items()])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sides
+from benchmarks import sides, step_time
 from tests.house.rooms import ROOT
 from tests.waiting import PATIENT, WAIT_S
 
@@ -58,3 +58,29 @@ def test_a_turn_ends_after_a_whole_number_of_rounds(monkeypatch: pytest.MonkeyPa
             own.send(turn)
         assert [control.go_on(2) for _ in range(4)] == [True, True, True, False]
         assert [len(own.recv()["times"]) for _ in range(2)] == [4, 2]
+
+
+def test_a_peer_that_fails_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are compared without it; one that is not installed is not tried."""
+    monkeypatch.setattr(step_time, "missing", lambda side: "not installed" if side == "torchft" else "")
+    tried = []
+
+    def measured(names: list[str]) -> dict[str, object]:
+        tried.append([*names])
+        if "fsdp2" in names:
+            raise step_time.SideFailed("fsdp2", "process 7 ended with exit code 1")
+        return {"names": names}
+
+    result, left_out = step_time.compare_those_that_can(["unisono", "ddp", "fsdp2", "torchft"], measured)
+    assert tried == [["unisono", "ddp", "fsdp2"], ["unisono", "ddp"]]
+    assert result == {"names": ["unisono", "ddp"]}
+    assert left_out == {"torchft": "not installed", "fsdp2": "fsdp2: process 7 ended with exit code 1"}
+
+
+@pytest.mark.parametrize("side", ["unisono", "ddp"])
+def test_without_the_sides_that_are_compared_with_there_is_no_result(side: str) -> None:
+    def measured(names: list[str]) -> dict[str, object]:
+        raise step_time.SideFailed(side, "no answer")
+
+    with pytest.raises(step_time.SideFailed):
+        step_time.compare_those_that_can(["unisono", "ddp"], measured)
