@@ -336,6 +336,7 @@ class WorkerProcesses:
             self._places.give_back(state.local_rank)  # it is not replaced
         killed_for = self._kills.new() if child.exit_code == -signal.SIGKILL and not child.is_killed else ""
         limit = self._kills.limit if killed_for else None
+        slot = self._beats.slot(state.local_rank) if isinstance(state, _Started) else None
         self._on_exit(
             WorkerExit(
                 worker_id=child.name,
@@ -345,6 +346,7 @@ class WorkerProcesses:
                 killed_for=killed_for,
                 peak_bytes=child.peak_bytes,
                 limit_bytes=limit.limit if limit is not None else 0,
+                step=slot.step if slot is not None else -1,
             )
         )
 
