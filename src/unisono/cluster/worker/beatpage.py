@@ -81,7 +81,8 @@ class BeatSlot:
 
     def note_step(self, step: int) -> None:
         """Note, on the worker's side, that a step is done."""
-        _DONE.pack_into(self._page, self._start + _DONE_AT, step + 1)
+        with contextlib.suppress(ValueError):  # it is closed
+            _DONE.pack_into(self._page, self._start + _DONE_AT, step + 1)
 
     @property
     def step(self) -> int:

@@ -25,6 +25,7 @@ from unisono.core.events import Event, StepFinished
 from unisono.core.messages import Beat, Happened, Hello, Message, StepDone, decode, encode
 from unisono.core.spec import WorkerSpec
 from unisono.system.lifetime import parent_is_gone
+from unisono.system.threads import NamedThread
 
 if TYPE_CHECKING:
     from unisono.cluster.worker.beatpage import BeatSlot
@@ -248,7 +249,7 @@ class Connection:
         self._link: Link | None = None
         self._closing = False
         self._emptied = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="unisono-member", daemon=True)
+        self._thread = NamedThread(self._run, "unisono-member")
 
     def start(self) -> None:
         self._thread.start()
