@@ -180,7 +180,7 @@ class Guards:
         """Remember the settings and states before the micro-batches of a step."""
         self._structure.renew()
         self._settings = self._current_settings()
-        self._states = list(_optimizer_states(self._tracked))
+        self._states = _optimizer_states(self._tracked)
         self._versions = [tensor._version for tensor in self._states]
         self._rows = self._versions_of_rows()
 
@@ -211,7 +211,7 @@ class Guards:
         """
         self._structure.check(f"the inner loop of {step}")
         _check_settings(self._settings, self._current_settings())
-        states = list(_optimizer_states(self._tracked))
+        states = _optimizer_states(self._tracked)
         if not same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
             raise StepError(
                 "the state of an optimizer was changed within `for batch in step`, where each worker computes "
@@ -454,10 +454,14 @@ def _first_difference(before: Sequence[int], now: Sequence[int]) -> int | None:
     return next(index for index, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
 
 
-def _optimizer_states(tracked: Tracked) -> Iterator[Tensor]:
-    for optimizer in tracked.optimizers.values():
-        for state in optimizer.state.values():
-            yield from (item for item in state.values() if isinstance(item, Tensor))
+def _optimizer_states(tracked: Tracked) -> list[Tensor]:
+    return [
+        item
+        for optimizer in tracked.optimizers.values()
+        for state in optimizer.state.values()
+        for item in state.values()
+        if isinstance(item, Tensor)
+    ]
 
 
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
