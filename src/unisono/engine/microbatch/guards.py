@@ -70,7 +70,7 @@ class Structure:
             self.owners = found.owners
             """(name of what is tracked, path in it, module)."""
             self._modules = [module for _, _, module in self.owners]
-            self._named = dict(found.named)
+            self._named = dict(found.of_modules)
         self._modes = [module.training for module in self._modules]
 
     def restore_modes(self) -> None:
@@ -85,9 +85,9 @@ class Structure:
         Raises:
             StepError: a parameter has come, gone or been replaced; names it.
         """
-        if self._tracked.walk() is self._found:
+        if (found := self._tracked.walk()) is self._found:
             return
-        before, now = self._named, dict(self._tracked.named_parameters())
+        before, now = self._named, dict(found.of_modules)
         changes = {
             "was replaced": [name for name in now if name in before and now[name] is not before[name]],
             "appeared": [name for name in now if name not in before],

@@ -23,22 +23,26 @@ class Walk:
 
     Attributes:
         owners: (name of what is tracked, path in it, module).
-        named: the parameters by their names in modules and in optimizers; a parameter in both has two names.
+        of_modules: the parameters by their names in modules.
+        named: by those in modules and in optimizers; a parameter in both has two names.
         parameters: the same with the first of its names, each once.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self.owners = [(name, path, module) for name, root in modules.items() for path, module in root.named_modules()]
-        self.named: list[tuple[str, nn.Parameter]] = [
+        self.of_modules: list[tuple[str, nn.Parameter]] = [
             (f"{name}.{path}", parameter)
             for name, module in modules.items()
             for path, parameter in module.named_parameters()
         ]
-        self.named += [
-            (f"{name}.{group}.{index}", parameter)
-            for name, optimizer in optimizers.items()
-            for group, options in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(options["params"])
+        self.named = [
+            *self.of_modules,
+            *(
+                (f"{name}.{group}.{index}", parameter)
+                for name, optimizer in optimizers.items()
+                for group, options in enumerate(optimizer.param_groups)
+                for index, parameter in enumerate(options["params"])
+            ),
         ]
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in self.named:
