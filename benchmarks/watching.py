@@ -5,7 +5,8 @@ python -m benchmarks.watching --quick --json watching.json   # two
 python -m benchmarks.watching --compute                      # steps compute instead of sleeping: four free cores
 
 Two runs with two workers each take turns, a block of steps each, at 50 steps/s; so what else happens on the machine
-hits both alike. Processor time is that of all processes of a run (agent, head, workers; user and system). One side is
+hits both alike. Processor time is that of all processes of a run (agent, head, workers; user and system), and of each
+of their threads: `aside_ms` is that of all but the training loops, for each step. One side is
 watched: the live view in a terminal, the journal with its index and times, events, machine use, a page that is attached
 over a WebSocket, and Prometheus every 15 s. For the other one, the variable UNISONO_WATCH=0 turns all of it off at its
 sources.
@@ -42,7 +43,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.report import median_interval, print_table, write_json
 from benchmarks.sides import Control
-from benchmarks.step_time import ROOT, Team, _connect, _cpu_s, _tree
+from benchmarks.step_time import ROOT, Team, _connect, _tree
 from unisono.cli.reach import find
 from unisono.cluster.head.client import Watching
 from unisono.cluster.trust.invitation import Invitation
@@ -55,6 +56,8 @@ SCRAPE_S = 15.0
 BLOCK_S = 7.5
 """A block holds every part of what is done once a second, and each second block a scrape."""
 BLOCKS = {"quick": 8, "full": 40}
+PROCESSES = {"head": "unisono.cluster.head", "reader": "unisono.views.page.reader", "nursery": "unisono.script.nursery"}
+"""By name, the module of a process that computes nothing."""
 SIZE = (40, 160)
 """Lines and columns of the terminal."""
 
@@ -218,10 +221,11 @@ def sides(*, computes: bool) -> Iterator[tuple[Team, Team]]:
 
 
 class Parts:
-    """Processor time of each process of a run, by what the process is."""
+    """Processor time of a run, by what each process is and by its threads: as the kernel has it, to the nanosecond."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
+        self._names: dict[int, str] = {}
         self._before = self._now()
         self._num_steps = 0
         self.ms: dict[str, float] = {}
@@ -232,17 +236,28 @@ class Parts:
         now = self._now()
         self._num_steps += num_steps
         if num_steps:
-            for pid, (name, seconds) in now.items():
-                used = seconds - self._before.get(pid, (name, 0.0))[1]
-                self.ms[name] = self.ms.get(name, 0.0) + 1000 * used
+            for thread, (name, ms) in now.items():
+                used = ms - self._before.get(thread, (name, 0.0))[1]
+                self.ms[name] = self.ms.get(name, 0.0) + used
         self._before = now
 
     def per_step(self) -> dict[str, float]:
         return {name: round(value / max(1, self._num_steps), 4) for name, value in sorted(self.ms.items())}
 
     def _now(self) -> dict[int, tuple[str, float]]:
+        """Return, by thread, what it is and its milliseconds so far."""
         (process,) = self._team.processes
-        return {pid: (self._name(pid, process.pid), _cpu_s(pid)) for pid in _tree(process.pid)}
+        found = {}
+        for pid in _tree(process.pid):
+            if pid not in self._names:
+                self._names[pid] = self._name(pid, process.pid)
+            with suppress(OSError):  # what has ended meanwhile
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    thread = "" if task.name == str(pid) else (task / "comm").read_text().strip()
+                    nanoseconds = int((task / "schedstat").read_text().split()[0])
+                    name = f"{self._names[pid]}: {thread}" if thread else self._names[pid]
+                    found[int(task.name)] = name, nanoseconds / 1e6
+        return found
 
     def _name(self, pid: int, agent: int) -> str:
         if pid == agent:
@@ -251,7 +266,7 @@ class Parts:
             return "first worker" if pid == self._team.pids[0] else "other workers"
         with suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            return next((name for name in ("head.reading", "head", "nursery") if f"unisono.{name}" in words), "other")
+            return next((name for name, module in PROCESSES.items() if module in words), "other")
         return "other"
 
 
@@ -305,9 +320,23 @@ def figures_of(result: dict[str, Any]) -> tuple[dict[str, float], list[list[str]
     by_process = result["by_process_ms"]
     for name in sorted({*by_process["watched"], *by_process["unwatched"]}):
         more = by_process["watched"].get(name, 0.0) - by_process["unwatched"].get(name, 0.0)
-        figures[f"more_ms_{name.replace(' ', '_').replace('.', '_')}"] = more
-        rows.append([f"more in: {name} (ms)", f"{more:.3f}"])
+        used = by_process["watched"].get(name, 0.0)
+        figures[f"ms_{_figure(name)}"], figures[f"more_ms_{_figure(name)}"] = used, more
+        rows.append([f"{name}: ms, and more than unwatched", f"{used:.3f}, {more:.3f}"])
+    aside = sum(ms for name, ms in by_process["watched"].items() if not _sums(name))
+    figures["aside_ms"] = aside
+    rows.append(["all but the threads that sum (ms)", f"{aside:.3f}"])
     return figures, rows
+
+
+def _figure(name: str) -> str:
+    return "_".join(name.replace(":", "").replace("-", " ").split())
+
+
+def _sums(name: str) -> bool:
+    """Return whether a thread is that of a training loop, or one of torch's in its process."""
+    process, _, thread = name.partition(": ")
+    return process.endswith(("worker", "workers")) and not thread.startswith("unisono")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -386,6 +386,16 @@ def test_progress_forgives_restarts() -> None:
     assert story.state.agents[AGENT].used_restarts == 0
 
 
+def test_the_end_of_a_worker_tells_how_far_the_run_is() -> None:
+    """Of steps that come fast, the head has not heard of all."""
+    story = training(2)
+    story.says("w0", step_done(3))
+    story.says(AGENT, WorkerExit(worker_id="w1", exit_code=-9, step=7))
+    assert story.state.committed == 7
+    story.says("w0", step_done(5))
+    assert story.state.committed == 7
+
+
 # -- joining, leaving, scaling -----------------------------------------------------------------------
 
 

@@ -38,8 +38,9 @@ class Heard:
         self.done: list[int] = []
         self.happened_: list[Event] = []
 
-    def step_done(self, done: StepDone) -> None:
-        self.done.append(done.step)
+    def step_done(self, done: StepDone, *, tells: bool) -> None:
+        if tells:
+            self.done.append(done.step)
 
     def happened(self, event: Event) -> None:
         self.happened_.append(event)

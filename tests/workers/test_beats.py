@@ -102,6 +102,18 @@ def test_a_replacement_begins_anew_in_the_slot_of_a_lost_worker(page: BeatPage) 
     assert left.data == b"of its replacement"
 
 
+def test_a_step_that_is_noted_is_seen_by_the_agent(page: BeatPage) -> None:
+    worker, agent = both_sides(page, 3)
+    assert agent.step == -1
+    worker.note_step(0)
+    worker.leave(b"x" * 64, 1.0)
+    assert agent.step == 0
+    worker.note_step(41)
+    assert agent.step == 41
+    agent.clear()
+    assert agent.step == -1
+
+
 def test_slots_do_not_touch_each_other(page: BeatPage) -> None:
     sides = [both_sides(page, index) for index in (0, 1, NUM_SLOTS - 1)]
     for number, (worker, _) in enumerate(sides):

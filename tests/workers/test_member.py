@@ -27,6 +27,7 @@ from unisono.core.messages import (
     MemberInfo,
     Message,
     Notice,
+    StepDone,
     Suspect,
     Welcome,
     decode,
@@ -321,6 +322,24 @@ def test_a_new_connection_repeats_the_steps_that_were_sent_together_last(
     assert len(said[-1].events) > 1
     first.tell(None)
     assert connections.get(timeout=WAIT_S).hears(Happened) == said[-1]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.usefixtures("slow_beats")
+def test_the_newest_step_is_told_before_what_follows_it(
+    connections: queue.Queue[Connection], member: Member, *, tells: bool
+) -> None:
+    """What the head decides by the number of steps must not be decided by an old one."""
+    first = connections.get(timeout=WAIT_S)
+    for number in range(9):
+        member.step_done(StepDone(step=number, seconds=0.1), tells=tells)
+    member.suspect(1, "a cut cable")
+    said: list[Message] = []
+    while not (said and isinstance(said[-1], Suspect)):
+        said.append(first.said.get(timeout=WAIT_S))
+    done = [message.step for message in said if isinstance(message, StepDone)]
+    assert done[-1] == 8
+    assert len(done) <= 3, "the first, one with a heartbeat, and the newest"
 
 
 def test_a_step_that_nobody_follows_is_sent_with_the_next_heartbeat(

@@ -214,7 +214,9 @@ class Suspect(Message):
 
 
 class StepDone(Message):
-    """A step is finished, from rank 0, for the membership table."""
+    """A step is finished, from rank 0, for the membership table. Of steps that come fast only some are told; before any
+    other message a worker tells the step that it has done last.
+    """
 
     step: int
     """Counted over the whole run, however often the script calls ``run.steps``."""
@@ -535,6 +537,8 @@ class WorkerExit(Message):
     """The most memory that the process has had; 0: unknown."""
     limit_bytes: int = 0
     """What all processes together could have, where the kernel has killed it for its memory; 0: unknown."""
+    step: int = -1
+    """The step that it has done last, as in `StepDone`; -1: none, or unknown."""
 
 
 class Start(Message):

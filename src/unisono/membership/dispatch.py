@@ -141,6 +141,7 @@ def _take_from_agent(draft: Draft, agent_id: str, message: Message) -> None:
             check_protocol(f"the agent of {message.host}", message.protocol)
             agents.join(draft, agent_id, message)
         case WorkerExit():
+            _take_step(draft, StepDone(step=message.step, seconds=draft.state.step_seconds))
             take_exit(draft, message)
         case Drain():
             ids = message.worker_ids or [w.worker_id for w in draft.state.workers.values() if w.agent == agent_id]
@@ -247,11 +248,8 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
             take_suspect(draft, worker, message)
         case Convicted():
             take_convicted(draft, worker, message)
-        case StepDone() if message.step > draft.state.committed:
-            forgive_restarts(draft, message)
-            draft.put(committed=message.step, step_seconds=message.seconds, suspicions=Suspicions())
-            measure(draft, message)
-            replace_suspects(draft, message.step)
+        case StepDone():
+            _take_step(draft, message)
         case Failed():
             take_failure(draft, worker, message)
         case Leaving():
@@ -267,6 +265,16 @@ def _act_on(draft: Draft, worker: Worker, message: Message) -> None:
                 draft.broken.append(f"{worker.name} has left")
             elif not draft.state.stopping:
                 draft.reasons.append(f"{worker.name} has left")
+
+
+def _take_step(draft: Draft, message: StepDone) -> None:
+    """Take note of a step that is done, of which another worker may have told already."""
+    if message.step <= draft.state.committed:
+        return
+    forgive_restarts(draft, message)
+    draft.put(committed=message.step, step_seconds=message.seconds, suspicions=Suspicions())
+    measure(draft, message)
+    replace_suspects(draft, message.step)
 
 
 def _take_holding(draft: Draft, worker: Worker, message: Holding) -> None:

@@ -25,6 +25,7 @@ from unisono.core.events import EvaluationFinished, Event, LinesLost, MachineUse
 from unisono.record.journal.lines import NO_LINE, plain
 from unisono.record.journal.newest import Newest
 from unisono.record.rundir import EVENTS_FILE, USE_FILE, holder
+from unisono.system.threads import NamedThread
 
 __all__ = ["KEPT", "Chronicle", "line_of"]
 
@@ -113,7 +114,7 @@ class Chronicle:
                 return
             self._directory, self._run_id, self._is_new = directory, run_id, True
             if self._thread is None and not self._is_closing:
-                self._thread = threading.Thread(target=self._run, name="unisono chronicle", daemon=True)
+                self._thread = NamedThread(self._run, "unisono-story")
                 self._thread.start()
             self._changed.notify()
 

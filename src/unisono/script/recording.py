@@ -304,8 +304,9 @@ class Unwatched(Recorder):
 
     def step_finished(self, result: StepResult, role: Role, *, seconds: Mapping[str, float], **rest: Any) -> None:
         self._journal.skip()
-        if role.rank == 0 and self._member is not None:
-            self._member.step_done(StepDone(step=result.step, seconds=sum(seconds.values()), samples=result.samples))
+        if self._member is not None:
+            done = StepDone(step=result.step, seconds=sum(seconds.values()), samples=result.samples)
+            self._member.step_done(done, tells=role.rank == 0)
 
     def _record(self, event: LineEvent, role: Role) -> None:
         self._journal.skip()
@@ -334,13 +335,19 @@ class _ToHead:
             for each in (*(() if was_first else self._recent), event):
                 if each is not None:
                     self._send(each)
+        elif isinstance(event, StepFinished):
+            self._note(event)
         if event is not None and event.number >= 0:
             self._recent.append(event)
 
     def _send(self, event: Event) -> None:
         if isinstance(event, StepFinished):
-            self._member.step_done(StepDone(step=event.step, seconds=event.seconds.total(), samples=event.samples))
+            self._note(event)
         self._member.happened(event)
+
+    def _note(self, event: StepFinished) -> None:
+        done = StepDone(step=event.step, seconds=event.seconds.total(), samples=event.samples)
+        self._member.step_done(done, tells=self._is_first)
 
 
 def _check(sink: object, what: str) -> None:

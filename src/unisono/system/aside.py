@@ -6,10 +6,11 @@ import math
 import os
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
+
+from unisono.system.threads import NamedThread
 
 __all__ = ["Aside"]
 
@@ -35,7 +36,7 @@ class Aside(Generic[T]):
         self._began_at: float | None = None  # with the item that the function has now
         # A program waits for the reader of a pipe, but not for a person at a terminal.
         self._patience_s = HURRY_S if sys.stderr is not None and sys.stderr.isatty() else math.inf
-        self._thread = threading.Thread(target=self._work, name="unisono-aside", daemon=True)
+        self._thread = NamedThread(self._work, "unisono-aside")
         self._thread.start()
 
     def put(self, item: T) -> None:

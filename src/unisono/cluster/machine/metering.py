@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -13,6 +12,7 @@ from typing import Final
 import msgspec
 
 from unisono.core.events import MachineUsed
+from unisono.system.threads import NamedThread
 from unisono.system.usage import Gpus, Meter
 
 __all__ = ["MESSAGES_PER_S", "Metering", "period_s"]
@@ -59,7 +59,7 @@ class Metering:
         self._asked: queue.SimpleQueue[Mapping[str, int] | None] = queue.SimpleQueue()
         self._is_busy = False
         self._cost_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="unisono metering", daemon=True)
+        self._thread = NamedThread(self._run, "unisono-meter")
         self._thread.start()
         self._timer = self._loop.call_later(PERIOD_S, self._ask)
 

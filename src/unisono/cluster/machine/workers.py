@@ -315,8 +315,9 @@ class WorkerProcesses:
         await asyncio.gather(*(state.child.close() for state in self._started()))
         await self._placement.close()
         seats.release()
-        if self._beats is not None:
-            self._beats.close()
+        beats, self._beats = self._beats, None
+        if beats is not None:
+            beats.close()
         where, self._where = self._where, None
         if where is not None:
             where.close()
@@ -345,8 +346,16 @@ class WorkerProcesses:
                 killed_for=killed_for,
                 peak_bytes=child.peak_bytes,
                 limit_bytes=limit.limit if limit is not None else 0,
+                step=self._last_step(state),
             )
         )
+
+    def _last_step(self, state: object) -> int:
+        """Return the step that a worker has noted last; -1: none."""
+        if self._beats is None or not isinstance(state, _Started):
+            return -1
+        slot = self._beats.slot(state.local_rank)
+        return slot.step if slot is not None else -1
 
     # -- one worker ------------------------------------------------------------------------------------
 

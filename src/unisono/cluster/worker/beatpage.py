@@ -6,6 +6,9 @@ machine), and the agent writes which one it has handed to the head. So a worker 
 agent does not report (it stands still, its connection is broken, it is busy), and speaks for itself until it does.
 
 Nothing is locked: a heartbeat that is read while it is written fails its checksum, and is read again.
+
+A worker also notes each step that is done, without a message, so that its agent can say how far the worker was when its
+process has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ _LEFT: Final = struct.Struct("<QdII")
 """Number of the heartbeat, its time, its length, and the checksum of all of that and the heartbeat."""
 _TAKEN: Final = struct.Struct("<Q")
 _TAKEN_AT: Final = SLOT_BYTES - 64  # on a cache line of its own: it has another writer
-_MAX_BYTES: Final = _TAKEN_AT - _LEFT.size
+_DONE: Final = struct.Struct("<Q")
+_DONE_AT: Final = _TAKEN_AT - _DONE.size
+_MAX_BYTES: Final = _DONE_AT - _LEFT.size
 
 
 class LeftBeat(NamedTuple):
@@ -40,7 +45,8 @@ class LeftBeat(NamedTuple):
 
 
 class BeatSlot:
-    """One worker's slot, as the worker sees it (`leave`) and as its agent does (`read`, `take`).
+    """One worker's slot, as the worker sees it (`leave`, `note_step`) and as its agent does (`read`,
+    `take`, `step`).
 
     Args:
         index: of the slot on its page.
@@ -72,6 +78,16 @@ class BeatSlot:
     def take(self, left: LeftBeat) -> None:
         """Note that the head is told of this heartbeat."""
         _TAKEN.pack_into(self._page, self._start + _TAKEN_AT, left.number)
+
+    def note_step(self, step: int) -> None:
+        """Note, on the worker's side, that a step is done."""
+        with contextlib.suppress(ValueError):  # it is closed
+            _DONE.pack_into(self._page, self._start + _DONE_AT, step + 1)
+
+    @property
+    def step(self) -> int:
+        """The step that the worker has done last; -1: none."""
+        return int(_DONE.unpack_from(self._page, self._start + _DONE_AT)[0]) - 1
 
     def clear(self) -> None:
         """Prepare the slot for another worker."""

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 from unisono.cluster.trust.invitation import shown
 from unisono.core.errors import ProtocolError, RunStopped
 from unisono.core.events import Event, StepFinished
-from unisono.core.messages import Beat, Happened, Hello, Message, decode, encode
+from unisono.core.messages import Beat, Happened, Hello, Message, StepDone, decode, encode
 from unisono.core.spec import WorkerSpec
 from unisono.system.lifetime import parent_is_gone
+from unisono.system.threads import NamedThread
 
 if TYPE_CHECKING:
     from unisono.cluster.worker.beatpage import BeatSlot
@@ -38,7 +39,7 @@ LATE_S: Final = 1.0
 """When a heartbeat goes out so much too late, this whole process stood still."""
 MAX_EVENT_BYTES: Final = 1 << 20
 STEPS_S: Final = 0.25
-"""Events of steps that come faster than this are sent together, after this time."""
+"""Steps that come faster than this are told together, after this time."""
 MOST_STEPS: Final = 32
 """Or when there are so many."""
 
@@ -58,12 +59,19 @@ class Outbox:
         self._steps: list[Event] = []  # that wait to be sent together
         self._steps_sent_at = -STEPS_S
         self._steps_lock = threading.Lock()
+        self._done: deque[StepDone] = deque(maxlen=1)  # the newest step that is done, if it is not told yet
+        self._tells_steps = False
+        self._done_sent_at = -STEPS_S
         self.bell, self._rope = socket.socketpair()
         self.bell.setblocking(False)
         self._rope.setblocking(False)
 
     def send(self, message: Message) -> None:
-        """Send a message, once."""
+        """Send a message, once; before it, the step that is done."""
+        self._send_done()
+        self._put(message)
+
+    def _put(self, message: Message) -> None:
         self._waiting.append(encode(message))
         self.ring()
 
@@ -74,9 +82,13 @@ class Outbox:
             kind: default: the name of the message's class.
         """
         kind = kind or type(message).__name__
+        self._send_done()
+        self._repeat(message, kind)
+
+    def _repeat(self, message: Message, kind: str) -> None:
         self._repeated.pop(kind, None)  # the order is that of sending
         self._repeated[kind] = message
-        self.send(message)
+        self._put(message)
 
     def repeated(self, kind: type[M]) -> M | None:
         """Return the message of this class that a new connection repeats."""
@@ -89,6 +101,35 @@ class Outbox:
     def forget_all(self) -> None:
         """Repeat nothing that was sent up to now."""
         self._repeated.clear()
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def step_done(self, done: StepDone, *, tells: bool) -> None:
+        """Take note of a step. To tell each of those that come fast would wake this worker's thread and the head again
+        and again, on cores that compute; so they are told now and then, and before every other message.
+
+        Args:
+            tells: this worker tells of the steps for all; else it does only before another message of its own.
+        """
+        self._done.append(done)
+        self._tells_steps = tells
+        if tells and time.monotonic() - self._done_sent_at >= STEPS_S:
+            self._send_done()
+
+    def tell_steps(self) -> None:
+        """Send all that waits of steps."""
+        if self._tells_steps:
+            self._send_done()
+        self.send_steps()
+
+    def _send_done(self) -> None:
+        with contextlib.suppress(IndexError):
+            done = self._done.pop()
+            self._done_sent_at = time.monotonic()
+            if self._tells_steps:
+                self._repeat(done, StepDone.__name__)
+            else:
+                self._put(done)
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -208,7 +249,7 @@ class Connection:
         self._link: Link | None = None
         self._closing = False
         self._emptied = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="unisono-member", daemon=True)
+        self._thread = NamedThread(self._run, "unisono-member")
 
     def start(self) -> None:
         self._thread.start()
@@ -231,7 +272,7 @@ class Connection:
 
     def _flush(self) -> None:
         """Wait until all messages are handed to the operating system."""
-        self._outbox.send_steps()
+        self._outbox.tell_steps()
         deadline = time.monotonic() + FLUSH_TIMEOUT_S
         with self._emptied:
             while self._thread.is_alive() and not self._closing and (left := deadline - time.monotonic()) > 0:
@@ -332,7 +373,7 @@ class Connection:
                     self._beat(link, now, next_beat)
                     # With the other workers of this machine, so that their agent can report all of them just then.
                     next_beat = now + heartbeat_s - now % heartbeat_s
-                    outbox.send_steps()
+                    outbox.tell_steps()
                 outbox.hand_over(link)
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write else 0)
                 selector.modify(link.sock, events)

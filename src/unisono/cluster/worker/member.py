@@ -123,6 +123,7 @@ class Member:
         self._fingerprint = fingerprint
         self._script = script
         self._outbox = Outbox()
+        self._slot = slot
         self._connection = Connection(self, spec, self._outbox, slot)
         self.store = StoreCalls(self._outbox.send)
         """The head's key-value store."""
@@ -259,9 +260,15 @@ class Member:
         """
         self._outbox.send_repeatedly(Leaving(phase=phase, step=step, goes_on=goes_on))
 
-    def step_done(self, done: StepDone) -> None:
-        """Report a committed step. One worker does this for all."""
-        self._outbox.send_repeatedly(done)
+    def step_done(self, done: StepDone, *, tells: bool) -> None:
+        """Note a committed step.
+
+        Args:
+            tells: this worker reports the steps for all.
+        """
+        if self._slot is not None:
+            self._slot.note_step(done.step)
+        self._outbox.step_done(done, tells=tells)
 
     def happened(self, event: Event) -> None:
         """Send an event to the head, for the sinks of all machines; an event that is too large for that is not sent.

@@ -40,6 +40,7 @@ from unisono.record.checkpoint_files import CheckpointDiffers, Manifest
 from unisono.record.journal import JOURNAL, end_of
 from unisono.record.rundir import RUN_FILE, read_facts
 from unisono.system.process import tell
+from unisono.system.threads import NamedThread
 
 __all__ = [
     "Copies",
@@ -362,7 +363,7 @@ class Copier:
         with self._changed:
             self._waiting = checkpoint
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True, name="unisono-copies")
+                self._thread = NamedThread(self._work, "unisono-copies")
                 self._thread.start()
             self._changed.notify_all()
 

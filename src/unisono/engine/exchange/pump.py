@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from unisono.system.threads import NamedThread
+
 __all__ = ["Job", "Pump"]
 
 
@@ -56,7 +58,7 @@ class Pump:
             self._changed.notify_all()
             if not self._is_started:
                 self._is_started = True
-                threading.Thread(target=self._work, name="unisono-pump", daemon=True).start()
+                NamedThread(self._work, "unisono-pump").start()
 
     def stop(self) -> None:
         """Let the thread end: before its next job, and in a job at the next wait for this member."""

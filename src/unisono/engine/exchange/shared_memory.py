@@ -37,6 +37,9 @@ _FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.pl
 _POLL_S: Final = 0.0002
 _STAMP_BYTES: Final = 8
 _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX is not None else None
+# A wake-up returns at once, and so it keeps the interpreter: to let go of it would let another thread run in between.
+_prompt_libc = ctypes.PyDLL(None) if _FUTEX is not None else None
+_ALL: Final = ctypes.c_int(0x7FFFFFFF)
 
 
 _LIMITS: Final = {
@@ -63,8 +66,8 @@ def futex_wait(word: ctypes.c_uint32, seen: int, timeout_s: float) -> None:
 
 def futex_wake(word: ctypes.c_uint32) -> None:
     """Wake all threads that wait for ``word``."""
-    if _libc is not None:
-        _libc.syscall(_FUTEX, ctypes.byref(word), 1, ctypes.c_int(0x7FFFFFFF), None, None, 0)
+    if _prompt_libc is not None:
+        _prompt_libc.syscall(_FUTEX, ctypes.byref(word), 1, _ALL)
 
 
 _fence_word = ctypes.c_uint32()

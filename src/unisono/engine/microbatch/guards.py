@@ -23,7 +23,6 @@ microseconds. What they cannot see (a counter in a closure, a generator of the s
 from __future__ import annotations
 
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -39,6 +38,7 @@ from unisono.core.errors import StepError, UsageError
 from unisono.engine.state.elsewhere import Elsewhere
 from unisono.engine.state.packing import digest_of_each, quick_digest
 from unisono.engine.state.tracked import Tracked
+from unisono.engine.state.walk import Walk, same_objects
 from unisono.system.stacks import level_outside
 
 __all__ = [
@@ -60,22 +60,17 @@ class Structure:
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
-        self.owners: list[tuple[str, str, nn.Module]] = []
-        """(name of what is tracked, path in it, module)."""
-        self._modules: list[nn.Module] = []
+        self._found: Walk | None = None
         self.renew()
 
     def renew(self) -> None:
         """Remember the current modules, parameters and modes."""
-        if not self._is_same():
-            self.owners = [
-                (name, path, module)
-                for name, tracked in self._tracked.modules.items()
-                for path, module in tracked.named_modules()
-            ]
+        if self._found is not (found := self._tracked.walk()):
+            self._found = found
+            self.owners = found.owners
+            """(name of what is tracked, path in it, module)."""
             self._modules = [module for _, _, module in self.owners]
-            self._parameters, self._children = self._owned()
-            self._named = dict(self._tracked.named_parameters())
+            self._named = dict(found.of_modules)
         self._modes = [module.training for module in self._modules]
 
     def restore_modes(self) -> None:
@@ -90,9 +85,9 @@ class Structure:
         Raises:
             StepError: a parameter has come, gone or been replaced; names it.
         """
-        if self._is_same():
+        if (found := self._tracked.walk()) is self._found:
             return
-        before, now = self._named, dict(self._tracked.named_parameters())
+        before, now = self._named, dict(found.of_modules)
         changes = {
             "was replaced": [name for name in now if name in before and now[name] is not before[name]],
             "appeared": [name for name in now if name not in before],
@@ -107,18 +102,6 @@ class Structure:
                 "that), and change the model only between two calls of run.steps"
             )
         self.renew()  # modules without parameters came or went: an activation that forward makes anew each time
-
-    def _is_same(self) -> bool:
-        if not self._modules:
-            return False
-        parameters, children = self._owned()
-        return _same_objects(parameters, self._parameters) and _same_objects(children, self._children)
-
-    def _owned(self) -> tuple[list[nn.Parameter | None], list[nn.Module | None]]:
-        return (
-            [parameter for module in self._modules for parameter in module._parameters.values()],
-            [child for module in self._modules for child in module._modules.values()],
-        )
 
 
 class ParameterCheck:
@@ -197,7 +180,7 @@ class Guards:
         """Remember the settings and states before the micro-batches of a step."""
         self._structure.renew()
         self._settings = self._current_settings()
-        self._states = list(_optimizer_states(self._tracked))
+        self._states = _optimizer_states(self._tracked)
         self._versions = [tensor._version for tensor in self._states]
         self._rows = self._versions_of_rows()
 
@@ -228,8 +211,8 @@ class Guards:
         """
         self._structure.check(f"the inner loop of {step}")
         _check_settings(self._settings, self._current_settings())
-        states = list(_optimizer_states(self._tracked))
-        if not _same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
+        states = _optimizer_states(self._tracked)
+        if not same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
             raise StepError(
                 "the state of an optimizer was changed within `for batch in step`, where each worker computes "
                 "different micro-batches. Change it after this loop"
@@ -471,17 +454,17 @@ def _first_difference(before: Sequence[int], now: Sequence[int]) -> int | None:
     return next(index for index, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
 
 
-def _optimizer_states(tracked: Tracked) -> Iterator[Tensor]:
-    for optimizer in tracked.optimizers.values():
-        for state in optimizer.state.values():
-            yield from (item for item in state.values() if isinstance(item, Tensor))
+def _optimizer_states(tracked: Tracked) -> list[Tensor]:
+    return [
+        item
+        for optimizer in tracked.optimizers.values()
+        for state in optimizer.state.values()
+        for item in state.values()
+        if isinstance(item, Tensor)
+    ]
 
 
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
     found = [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
     gradients = [one for one in found if not isinstance(one, Elsewhere)]
     return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-
-def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))

@@ -25,6 +25,7 @@ from unisono.engine.state.carried import Carried
 from unisono.engine.state.packing import digest_of_state, is_same_state
 from unisono.engine.state.spread import Spread, digests_of_units, held_digests, units_in
 from unisono.engine.state.sums import Sums
+from unisono.engine.state.walk import Walk
 
 __all__ = ["Calls", "Tracked"]
 
@@ -82,6 +83,7 @@ class Tracked:
         self._own: dict[str, OwnPart] = {"sums": self.sums}
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
         self._apart: dict[str, Apart] = {}
+        self._walk: Walk | None = None  # the last one
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
@@ -174,16 +176,20 @@ class Tracked:
 
     # -- parameters and buffers ----------------------------------------------------------------------
 
+    def walk(self) -> Walk:
+        """Return what there is in the tracked modules and optimizers now: the same object while that is the same."""
+        modules, optimizers = self.modules, self.optimizers
+        if self._walk is None or not self._walk.finds_the_same(modules, optimizers):
+            self._walk = Walk(modules, optimizers)
+        return self._walk
+
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all parameters of tracked modules and optimizers, each once, whether they need a gradient or not."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, parameter in self.named_parameters():
-            found.setdefault(id(parameter), (name, parameter))
-        return list(found.values())
+        return list(self.walk().parameters)
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that need a gradient."""
-        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
+        return [one for one in self.walk().parameters if one[1].requires_grad]
 
     def num_bytes(self) -> int:
         """Return the bytes of all parameters."""
@@ -194,14 +200,8 @@ class Tracked:
         return sum(one.numel() * max(4, one.element_size()) for _, one in self.trained())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by their names in modules and in optimizers; a parameter in both has two names."""
-        for name, module in self.modules.items():
-            for path, parameter in module.named_parameters():
-                yield f"{name}.{path}", parameter
-        for name, optimizer in self.optimizers.items():
-            for group, options in enumerate(optimizer.param_groups):
-                for index, parameter in enumerate(options["params"]):
-                    yield f"{name}.{group}.{index}", parameter
+        """Return the parameters by their names in modules and in optimizers; a parameter in both has two names."""
+        return iter(self.walk().named)
 
     def buffers(self) -> Buffers:
         """Return the buffers of the tracked modules; each once.
@@ -212,17 +212,16 @@ class Tracked:
         named: list[tuple[str, nn.Module, str]] = []
         shapes: dict[int, torch.Size] = {}
         seen: set[int] = set()
-        for name, module in self.modules.items():
-            for path, owner in module.named_modules():
-                for attribute, buffer in owner._buffers.items():
-                    is_cache = attribute in owner._non_persistent_buffers_set
-                    first = self._first.get((id(owner), attribute))
-                    if buffer is None or id(buffer) in seen or (is_cache and first is None):
-                        continue
-                    if is_cache and first is not None:
-                        shapes[len(named)] = first.shape
-                    seen.add(id(buffer))
-                    named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
+        for name, path, owner in self.walk().owners:
+            for attribute, buffer in owner._buffers.items():
+                is_cache = attribute in owner._non_persistent_buffers_set
+                first = self._first.get((id(owner), attribute))
+                if buffer is None or id(buffer) in seen or (is_cache and first is None):
+                    continue
+                if is_cache and first is not None:
+                    shapes[len(named)] = first.shape
+                seen.add(id(buffer))
+                named.append((".".join(filter(None, (name, path, attribute))), owner, attribute))
         return Buffers(named, shapes)
 
     def check(self, device: torch.device) -> None:

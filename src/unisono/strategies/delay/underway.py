@@ -15,6 +15,7 @@ from unisono.engine.exchange import Combined, Exchange, Share, combine
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.rounds.members import Members
 from unisono.system import accelerators
+from unisono.system.threads import NamedThread
 
 __all__ = ["Spare", "UnderWay"]
 
@@ -57,7 +58,7 @@ class UnderWay:
         written = accelerators.mark(self._device)
         self._queue.put((future, partial(self._combine, written, self._members.exchange, share, own, out)))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="unisono-sums", daemon=True)
+            self._thread = NamedThread(self._run, "unisono-sums")
             self._thread.start()
 
     def next(self) -> tuple[int, Combined, Share]:

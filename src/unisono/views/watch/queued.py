@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 from unisono.core.events import Event, RunEnded, RunStarted, StepFinished
 from unisono.core.words import count
 from unisono.system.process import tell
+from unisono.system.threads import NamedThread
 
 __all__ = ["Batched", "Queued", "print_error"]
 
@@ -76,7 +77,7 @@ class Queued:
         if self._has_failed or self._closing.is_set():
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="unisono-sink", daemon=True)
+            self._thread = NamedThread(self._work, "unisono-sink")
             self._thread.start()
         if len(self._queue) >= self._most and not isinstance(event, RunStarted | RunEnded):
             if not self._num_dropped:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from unisono.system.threads import NamedThread
 from unisono.views.watch.terminal.canvas import Canvas, size_of
 from unisono.views.watch.terminal.text import Line
 
@@ -109,7 +110,7 @@ class Screen:
     def _wake(self) -> threading.Thread:
         """Have the thread look. The caller has the lock."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="terminal", daemon=True)
+            self._thread = NamedThread(self._work, "unisono-screen")
             self._thread.start()
         self._wakes.notify()
         return self._thread
