@@ -84,7 +84,7 @@ def imported(*modules: str) -> set[str]:
     [
         (
             ("unisono.cli", "unisono.cli.run", "unisono.cluster.launchers", "unisono.cluster.launchers.local"),
-            90,
+            91,
             {*LATE, "unisono.cluster.head", "unisono.cluster.launchers.ssh", "unisono.membership"},
         ),
         (

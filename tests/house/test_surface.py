@@ -39,11 +39,14 @@ PUBLIC = [
     "TarShards",
     "UnisonoError",
     "UsageError",
+    "assemble",
     "clip_grad_norm_",
     "clip_grad_value_",
     "launch",
     "load_weights",
+    "parallelize",
     "shard",
+    "whole",
 ]
 
 

@@ -116,7 +116,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty manifest": (lambda path: os.truncate(path / files.MANIFEST, 0), "is damaged"),
     "another format": (
         lambda path: (path / files.MANIFEST).write_text('{"format": 7}'),
-        "has format 7, this version of the library reads 1",
+        "has format 7, but this version of the library reads 1",
     ),
 }  # fmt: skip
 

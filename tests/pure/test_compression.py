@@ -150,5 +150,5 @@ def test_the_memory_is_a_quarter_and_may_lie_anywhere() -> None:
 
 
 def test_memory_of_another_number_of_values_is_refused() -> None:
-    with pytest.raises(ValueError, match="300 values are 312 bytes"):
+    with pytest.raises(ValueError, match="300 values take 312 bytes"):
         decompress(torch.zeros(311, dtype=torch.uint8), torch.empty(300))

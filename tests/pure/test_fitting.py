@@ -98,8 +98,7 @@ def test_what_changes_the_training_is_said_and_not_done() -> None:
     assert with_search(known, made).paces == {16: 0.008, 8: 0.010, 4: 0.012}
     text = shown_search(made, known, Roster(workers=2, per_host=4), ["microbatches", "batch"])
     assert "run.steps(..., batch_size=128, microbatches=4)" in text
-    assert "other" in text
-    assert "the bits" in text
+    assert "it changes the result's bits and BatchNorm's statistics" in text
     assert "run.steps(..., batch_size=256, microbatches=8)" in text
     assert "another training" in text
     assert text.endswith("Nothing was changed.")

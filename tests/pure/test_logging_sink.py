@@ -23,7 +23,11 @@ def gone(how: str) -> WorkerGone:
         (evaluation(1, right=3), "INFO", "evaluation at step 1: right 3"),
         (gone("left"), "INFO", "w2 on m1 has left"),
         (gone("lost"), "WARNING", "w2 on m1 was lost"),
-        (WorkerLate(worker_id="w1", step=3, microbatch=0, seconds=4.0), "WARNING", "w1 makes no progress for 4 s at"),
+        (
+            WorkerLate(worker_id="w1", step=3, microbatch=0, seconds=4.0),
+            "WARNING",
+            "w1 has made no progress for 4 s at",
+        ),
         (Problem(problem="nan", text="the loss is not a number"), "ERROR", "the loss is not a number"),
         (end(), "INFO", "the run has finished"),
         (RunEnded(ok=False, reason="w1 died", digests={}), "ERROR", "the run failed: w1 died"),

@@ -226,7 +226,7 @@ def test_who_is_late_is_named_until_a_step_is_done() -> None:
     found = builder.overview(START)
     assert states(found) == {"w0": "waiting", "w1": "late"}
     assert found.state == "waiting"
-    assert found.reason == "w1 makes no progress for 7 s at step 1, micro-batch 2; the others wait for it"
+    assert found.reason == "w1 has made no progress for 7 s at step 1, micro-batch 2; the others wait for it"
     assert len([text for text in texts(found) if "no progress" in text]) == 1
     builder.take(step(1))
     assert (builder.overview(START).state, states(builder.overview(START))) == (

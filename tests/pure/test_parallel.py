@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unisono
+from tests.waiting import WAIT_S
 from unisono import UsageError, assemble, parallelize, whole
 from unisono.strategies.parallel.layers import layers_in
 from unisono.strategies.parallel.place import Place, assembled, cut, join, part_of
@@ -160,12 +161,12 @@ class Threads:
         for each in threads:
             each.start()
         for each in threads:
-            each.join(60)
+            each.join(WAIT_S)
         return found
 
     def _exchange(self, own: int, other: int, tensor: Tensor) -> Tensor:
         self._mail[own, other].put(tensor.clone())
-        return self._mail[other, own].get(timeout=60)
+        return self._mail[other, own].get(timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("attention", [Written, Fused])

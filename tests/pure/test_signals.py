@@ -57,4 +57,4 @@ def test_a_signal_to_all_tasks_of_a_job_is_decided_by_the_first_of_them() -> Non
     assert found(SIGTERM, is_primary=True, num_before=1) == AwaitEnd("")
     other = found(SIGTERM, is_primary=False)
     assert isinstance(other, AwaitEnd)
-    assert other.words.startswith("SIGTERM of Open MPI: the job is to end, or one of its tasks is lost")
+    assert other.words.startswith("SIGTERM of Open MPI: the job must end, or one of its tasks is lost")

@@ -104,7 +104,9 @@ def as_part(monkeypatch: pytest.MonkeyPatch, part: int, num_parts: int) -> None:
 
 def test_more_parts_than_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     as_part(monkeypatch, 0, 3)
-    with pytest.raises(UsageError, match=r"has 2 stages, and a group of this run has 3 processes.* --workers Nx2"):
+    with pytest.raises(
+        UsageError, match=r"has 2 stages and no layers .* a group of this run has 3 processes.* --workers Nx2"
+    ):
         Stages(*linears(4), cuts=2)
 
 

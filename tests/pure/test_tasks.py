@@ -170,7 +170,7 @@ def test_each_node_has_its_own_number_of_gpus(job: str, gpus: list[int], monkeyp
 
 
 def test_variables_of_slurm_that_cannot_be_read_are_an_error() -> None:
-    with pytest.raises(UsageError, match="the variables of Slurm cannot be read"):
+    with pytest.raises(UsageError, match="Slurm's variables cannot be read"):
         capacities({"SLURM_JOB_CPUS_PER_NODE": "many"}, ["a"], 1)
 
 

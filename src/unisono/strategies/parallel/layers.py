@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,7 @@ class Pieces(nn.ParameterList):
         return [self[shard] for shard in place.own]
 
 
-class CutLayer(nn.Module):
+class CutLayer(nn.Module, ABC):
     """A layer that is cut into shards.
 
     Attributes:
@@ -69,13 +70,13 @@ class CutLayer(nn.Module):
 
     place: Place
 
+    @abstractmethod
     def assembled(self, known: dict[int, nn.Parameter]) -> nn.Module:
         """Return the layer of torch that it stands for.
 
         Args:
             known: as of `Pieces.assembled`.
         """
-        raise NotImplementedError
 
     def pieces(self) -> list[Pieces]:
         return [one for one in self.children() if isinstance(one, Pieces)]
