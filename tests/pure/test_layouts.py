@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.pure.test_forecast import sample
@@ -57,6 +58,20 @@ def test_a_step_waits_for_the_first_and_the_last_micro_batch_and_for_cores() -> 
     roomy, crowded = (forecast_groups(found(10, 10), one, [(1, 2)], room=room)[0] for room in (2, 1))
     assert roomy.least_step_s == pytest.approx((8 + 2 - 1) / 2 * one.pace + one.update / 2)
     assert crowded.least_step_s == pytest.approx(8 * one.pace + one.update / 2)
+
+
+def test_shards_divide_what_is_cut() -> None:
+    cut = msgspec.structs.replace(found(20, 20), shards=4)
+    stages = [msgspec.structs.replace(one, cut=0.5) for one in cut.stages]
+    cut = msgspec.structs.replace(cut, stages=stages)
+    assert memory(cut, 1, 2) == [100 + 20 * (1 + 2 + 4 + 1)] * 2
+    assert memory(cut, 1, 4) == [100 + 20 * 0.75 * (1 + 2 + 4 + 1)] * 4
+    assert memory(cut, 1, 8) == [100 + 20 * 0.625 * (1 + 2 + 4 + 1)] * 8
+    assert sizes_of(cut) == [2, 4, 8]
+    assert sizes_of(msgspec.structs.replace(cut, stages=stages[:1])) == [2, 4]
+    assert sizes_of(msgspec.structs.replace(cut, stages=stages * 2 + stages[:1])) == [2, 4, 5, 8, 16]
+    with pytest.raises(UsageError, match="has 2 stages with layers in 4 shards"):
+        check_layouts([(1, 6)], cut)
 
 
 def test_sizes_of_groups() -> None:

@@ -19,6 +19,7 @@ from unisono.core.tree import Node
 __all__ = [
     "Groups",
     "check_parts",
+    "columns_of",
     "expand",
     "groups_of",
     "lane_of",
@@ -52,6 +53,14 @@ def groups_of(parts: Sequence[int], worker_ids: Sequence[str], num_parts: int) -
     used = {rank for group in found for rank in group}
     lanes = [[rank for rank in lane if rank not in used] for lane in lanes_of(parts, num_parts)]
     return tuple(sorted([*found, *zip(*lanes, strict=False)], key=min))
+
+
+def columns_of(num_stages: int, num_parts: int) -> int:
+    """Return how many of the processes of a group carry stages of their own: as many as possible.
+
+    The processes are a grid; those of a column have the same stages, and different shards of the layers that are cut.
+    """
+    return max(number for number in range(1, num_stages + 1) if num_parts % number == 0)
 
 
 def parts_of(num_stages: int, num_parts: int, num_shard_parts: int = 1) -> list[range]:

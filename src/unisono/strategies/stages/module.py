@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import UsageError
-from unisono.core.groups import parts_of
+from unisono.core.groups import columns_of, parts_of
 from unisono.core.words import count
 from unisono.strategies.parallel.layers import layers_in
 from unisono.strategies.parallel.place import Place
@@ -83,9 +83,7 @@ class Stages(nn.Module):
         self.num_parts = member.spec.run.settings.parts if member is not None else 1
         """Processes of a group."""
         self.part = member.part if member is not None else 0
-        self.num_stage_parts = max(
-            divisor for divisor in range(1, self.num_stages + 1) if self.num_parts % divisor == 0
-        )
+        self.num_stage_parts = columns_of(self.num_stages, self.num_parts)
         self.num_shard_parts = self.num_parts // self.num_stage_parts
         self.place = Place(1)
         """The shards that are here, of layers that are cut."""

@@ -62,6 +62,8 @@ class StageFindings(msgspec.Struct, frozen=True, kw_only=True):
     """Of optimizers."""
     gradient: int
     """Of one sum."""
+    cut: float = 0.0
+    """The part of its parameters that lies in shards, from 0 to 1."""
 
 
 class WorkerFindings(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +88,8 @@ class WorkerFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What it could have had; None: unknown."""
     stages: list[StageFindings] = []
     """Of a model in stages; [] of any other."""
+    shards: int = 1
+    """Into which layers of such a model are cut."""
     held_up: float = 0.0
     """Part of the time for which the worker could have run, and had no core: other programs use the machine."""
 

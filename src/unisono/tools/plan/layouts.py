@@ -1,11 +1,13 @@
 """Groups: what each process of a model in stages would hold, and how long a step takes at least.
 
 Reckoned from one process that has had all stages (docs/memory.md has the formula): a process holds parameters, states
-and sums of its own stages, one slot more for the sum of its part, and the activations of the micro-batches that are
-under way in it. These were measured of all stages together; each stage is taken to have an equal share.
+and sums of its own stages (of layers that are cut, its own shards), one slot more for the sum of its part, and the
+activations of the micro-batches that are under way in it. These were measured of all stages together; each stage is
+taken to have an equal share, and shards are taken to save none.
 
 Of time only a bound is known, as if stages were equally long and messages took no time: with m micro-batches in a group
-of P processes, a step has (m + P - 1) turns of a P-th of a micro-batch; and no machine is faster than its cores.
+of p x t processes (p with stages of their own, each of whose layers t share out), a step has (m + p - 1) turns of a
+(p t)-th of a micro-batch; and no machine is faster than its cores.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from collections.abc import Sequence
 import msgspec
 
 from unisono.core.errors import UsageError
-from unisono.core.groups import parts_of
+from unisono.core.groups import columns_of, parts_of
+from unisono.core.words import count
 from unisono.tools.plan.forecast import Sample
 from unisono.tools.plan.found import PROGRAM, WorkerFindings
 
@@ -37,9 +40,9 @@ class GroupForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 def sizes_of(found: WorkerFindings) -> list[int]:
     """Return the sizes of groups that a model can have: powers of two, and the number of its stages."""
-    most = len(found.stages)
-    doubled = itertools.takewhile(lambda size: size < most, (2**power for power in itertools.count(1)))
-    return [*doubled, most] if most > 1 else []
+    most = len(found.stages) * found.shards
+    doubled = itertools.takewhile(lambda size: size <= most, (2**power for power in itertools.count(1)))
+    return sorted({size for size in (*doubled, len(found.stages)) if size > 1 and _fits(found, size)})
 
 
 def check_layouts(layouts: Sequence[tuple[int, int]], found: WorkerFindings) -> None:
@@ -54,10 +57,11 @@ def check_layouts(layouts: Sequence[tuple[int, int]], found: WorkerFindings) -> 
                 f"--workers {groups}x{parts} is about groups that carry a model in stages, and the script tracks no "
                 "unisono.Stages: plan it with --workers N"
             )
-        if parts > len(found.stages):
+        if not _fits(found, parts):
+            cut = f" with layers in {found.shards} shards" if found.shards > 1 else ""
             raise UsageError(
-                f"--workers {groups}x{parts}: unisono.Stages of the script has {len(found.stages)} stages, and each "
-                "process of a group carries at least one: give more cuts, or smaller groups"
+                f"--workers {groups}x{parts}: unisono.Stages of the script has {count(len(found.stages), 'stage')}{cut}"
+                ", and each process of a group carries stages or shards of its own: give more cuts, or smaller groups"
             )
 
 
@@ -74,27 +78,33 @@ def forecast_groups(
     made = []
     for groups, parts in layouts:
         most = math.ceil(number / groups)
-        turns = max((most + parts - 1) / parts, number / room)
+        turns = max((most + columns_of(len(found.stages), parts) - 1) / parts, number / room)
         made.append(
             GroupForecast(
                 groups=groups,
                 parts=parts,
                 least_step_s=turns * sample.pace + sample.update / parts,
-                memory_bytes=[_memory(found, own, part, parts, most) for part, own in enumerate(_stages(found, parts))],
+                memory_bytes=_memory(found, parts, most),
             )
         )
     return made
 
 
-def _stages(found: WorkerFindings, parts: int) -> list[range]:
-    return parts_of(len(found.stages), parts)
+def _fits(found: WorkerFindings, parts: int) -> bool:
+    """Return whether the processes of a group of this size can have stages or shards of their own."""
+    return found.shards % (parts // columns_of(len(found.stages), parts)) == 0
 
 
-def _memory(found: WorkerFindings, own: range, part: int, parts: int, microbatches: int) -> int:
-    """Return what the process of a part holds, of a group that computes so many micro-batches at most."""
-    stages = [found.stages[stage] for stage in own]
-    activations = max(0, found.peak - sum(found.parts.values())) * len(own) / len(found.stages)
+def _memory(found: WorkerFindings, parts: int, microbatches: int) -> list[int]:
+    """Return by part what a process holds, of a group that computes so many micro-batches at most."""
+    columns = columns_of(len(found.stages), parts)
+    sharing = parts // columns
     slots = microbatches.bit_length() + (parts > 1)  # sums, with the gradient of the current one; that of the part
-    under_way = min(microbatches, parts - part)
-    held = sum(one.held + one.states + one.gradient * slots for one in stages)
-    return round(found.parts.get(PROGRAM, 0) + held + activations * under_way)
+    activations = max(0, found.peak - sum(found.parts.values())) / len(found.stages)
+    made = []
+    for part, own in enumerate(parts_of(len(found.stages), parts, sharing)):
+        stages = [found.stages[stage] for stage in own]
+        under_way = min(microbatches, columns - part // sharing)
+        held = sum((one.held + one.states + one.gradient * slots) * (1 - one.cut + one.cut / sharing) for one in stages)
+        made.append(round(found.parts.get(PROGRAM, 0) + held + activations * len(own) * under_way))
+    return made

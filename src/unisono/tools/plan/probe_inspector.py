@@ -20,6 +20,7 @@ from unisono.engine.rounds.taps import Loop
 from unisono.engine.state.tracked import Tracked
 from unisono.record.problems.limits import limit_growth, memory_limit, own_memory, own_peak, own_share, reset_peak
 from unisono.script.inspecting import Inspector
+from unisono.strategies.parallel.layers import layers_in
 from unisono.strategies.stages.module import Stages
 from unisono.strategies.stages.strategy import find_stages
 from unisono.system import accelerators
@@ -133,6 +134,7 @@ class Probe(Inspector):
             peak=peak,
             limit=limit,
             stages=[_look_at_stage(stages, stage, tracked) for stage in range(stages.num_stages)] if stages else [],
+            shards=stages.place.num_shards if stages else 1,
             held_up=(without_core() - self._without_core) / max(1e-9, time.monotonic() - self._since),
         )
 
@@ -149,10 +151,14 @@ def _look_at_stage(stages: Stages, stage: int, tracked: Tracked) -> StageFinding
     parameters = [one for module in modules for one in module.parameters()]
     buffers = [one for module in modules for one in module.buffers()]
     optimizers = tracked.optimizers.values()
+    cut = sum(
+        one.nbytes for module in modules for layer in layers_in(module) for each in layer.pieces() for one in each
+    )
     return StageFindings(
         held=sum(one.nbytes for one in (*parameters, *buffers)),
         states=sum(_state_bytes(optimizer, one) for optimizer in optimizers for one in parameters),
         gradient=sum(one.numel() * max(4, one.element_size()) for one in parameters if one.requires_grad),
+        cut=cut / max(1, sum(one.nbytes for one in parameters)),
     )
 
 

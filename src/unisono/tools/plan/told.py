@@ -88,7 +88,7 @@ def shown_groups(made: Sequence[GroupForecast], num_stages: int) -> str:
     ]
     table = shown_table([["workers", "step, at least", "memory of each process of a group"], *rows])
     return (
-        f"in groups, which share out the {count(num_stages, 'stage')} of the model (reckoned from one process: "
+        f"in groups, which share out the {count(num_stages, 'stage')} of the model (computed from one process: "
         f"docs/memory.md):\n\n{table}\n"
     )
 
