@@ -115,7 +115,7 @@ def test_a_hang_in_the_data_set(unisono: Unisono, script: Script, tmp_path: Path
         r"hung in step 1, micro-batch 2 \(samples 30, 31, 32\): its main thread has been in train.py:\d+ __getitem__"
     )
     assert re.match(rf"w[01] {HOST} {where} \(in threading.py:\d+ wait\) for \d+ s; the others compute", said(first))
-    assert re.match(rf"w\d {HOST} {where} .* for \d+ s; w[01] has hung there as well, so the script", said(last))
+    assert re.match(rf"w\d {HOST} {where} .* for \d+ s; w[01] hung there as well, so the script", said(last))
     for content in (first, last):
         whole(content)
         assert re.search(r"main thread:\n(  .*\n)+?  .*train.py:\d+ __getitem__\n", content)

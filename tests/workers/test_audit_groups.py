@@ -148,7 +148,7 @@ def test_two_groups_blame_nobody(tmp_path: Path) -> None:
 def test_one_group_audits_nothing_and_says_so(calm: tuple[Path, Outcome], tmp_path: Path) -> None:
     found = train(tmp_path / "run", "1x2", "--audit", "0.5")
     assert found.exit_code == 0, found.output
-    assert "audit: one group audits nothing" in found.output
+    assert "audit: one group cannot audit" in found.output
     assert found.digests == calm[1].digests
     assert not any(line.get("audits") for line in found.lines)
 

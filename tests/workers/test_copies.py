@@ -372,7 +372,7 @@ def test_the_end_waits_for_a_copy_for_a_limited_time(
     place = "unsteady://bucket/digits"
     train(tmp_path / "a", num_steps=2, checkpoint=policy(place, copies_wait_s=0.05))
     said = capsys.readouterr().err
-    assert f"the copy of {files.step_name(2)} to {place} was not finished within 0 s and is given up" in said
+    assert f"the copy of {files.step_name(2)} to {place} was not finished within 0 s and was abandoned" in said
     unsteady.free.set()
 
 

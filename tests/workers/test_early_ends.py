@@ -69,7 +69,7 @@ def test_a_break_of_one_worker_ends_the_run_in_a_sentence_about_the_script(
     command = start(unisono, script, how, "w1")
     assert command.wait() == 1
     pattern = (
-        r"unisono: failed: worker w1 \(pid \d+\) has left the training loop before step 3 \(by a break or a return "
+        r"unisono: failed: worker w1 \(pid \d+\) left the training loop before step 3 \(by a break or a return "
         r"that only it reached\?\), but worker w[02] \(pid \d+\) has begun step 3\. All workers must leave"
     )
     assert re.search(pattern, command.err[-1]), command.err
@@ -96,7 +96,7 @@ def test_a_worker_whose_script_exits_in_the_middle_is_reported_and_replaced(
     """As one whose process ends without a word: an exit code of 0 says nothing about the others."""
     command = start(unisono, script, "sys.exit", "w1")
     assert command.wait() == 0, command.err
-    told = command.line("has left the training loop at step 2 and ended with exit code 0")
+    told = command.line("left the training loop at step 2 and ended with exit code 0")
     assert "worker w3 replaces it now (restart 1 of 10)" in told
     assert not [line for line in command.err if "trying again" in line]
     assert History(tmp_path / "run").status()["state"] == "finished"

@@ -65,7 +65,7 @@ def test_a_snapshot_goes_on_with_the_bits_of_a_run_that_has_done_all_steps(tmp_p
         ({"first_step": 9}, "from 0 to the 8 steps"),
         ({"first_step": -1}, "from 0 to the 8 steps"),
         ({"first_step": True}, "whole number"),
-        ({"first_step": 2, "delay": 1}, "on their way"),
+        ({"first_step": 2, "delay": 1}, "still in flight"),
     ],
 )
 def test_a_first_step_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:

@@ -307,7 +307,7 @@ def test_who_was_killed_within_a_control_group_of_its_own_is_told_its_limit(
         lab.troubles.take(msgspec.structs.replace(trouble, peak_bytes=2 * 10**9, limit_bytes=known * 10**9))
 
     (problem,) = play(Lab(tmp_path / "run"), story).told
-    words = "because the memory of its control group was used up (2.0 GB)"
+    words = "because its control group ran out of memory (2.0 GB)"
     assert (words in problem.text) == told, problem.text
 
 

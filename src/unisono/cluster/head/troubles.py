@@ -146,9 +146,9 @@ class Troubles:
         workers = self._table.state.workers.values()
         others = sum(self._host_of(each.worker_id) == trouble.host for each in workers if each.state in ALIVE)
         if _has_filled(known.limit_bytes, trouble):  # a control group of its own
-            others, why = 0, f"the memory of its control group was used up ({shown_bytes(known.limit_bytes)})"
+            others, why = 0, f"its control group ran out of memory ({shown_bytes(known.limit_bytes)})"
             trouble = msgspec.structs.replace(
-                trouble, killed_for=f"the kernel has killed it because {why}", limit_bytes=known.limit_bytes
+                trouble, killed_for=f"the kernel killed it because {why}", limit_bytes=known.limit_bytes
             )
         if not known.kinds:
             return trouble
