@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import queue
 import threading
 from collections.abc import Callable
@@ -197,9 +198,12 @@ def test_any_number_of_workers_computes_the_same_bits(attention: type[nn.Module]
         assert sum("words.weight.0" in one for one in every) == 1
 
 
-def sharded(value: Tensor, dim: int, blocks: int = 1, place: Place | None = None) -> Sharded:
+def sharded(
+    value: Tensor, dim: int, blocks: int = 1, place: Place | None = None, *, needs_gradient: bool = False
+) -> Sharded:
     place = place if place is not None else Place(SHARDS)
     parts = [part_of(value, shard, place.num_shards, dim % value.dim(), blocks) for shard in place.own]
+    parts = [part.requires_grad_(needs_gradient) for part in parts]
     return Sharded.of(parts, place, dim, blocks)
 
 
@@ -248,6 +252,18 @@ EXACT: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], int, int]] = {
         1,
         1,
     ),
+    "two blocks of heads": (
+        lambda x: F.scaled_dot_product_attention(*[x.view(2, 3, 8, 4).transpose(1, 2)] * 3),
+        (2, 3, 32),
+        2,
+        2,
+    ),
+    "softmax in another dtype": (lambda x: x.softmax(-1, dtype=torch.float32), X, 2, 1),
+    "arguments by name": (lambda x: torch.sum(input=torch.transpose(input=x, dim0=0, dim1=1), dim=(-1, 0)), X, 2, 1),
+    "axis": (lambda x: torch.cat([x, x], axis=-1).sum(axis=0), X, 2, 1),  # type: ignore[call-arg]
+    "dtype of another": (lambda x: x.to(torch.ones(3)).type_as(torch.ones(1, dtype=torch.float64)), X, 2, 1),
+    "shape of another": (lambda x: x.transpose(0, 1).reshape_as(OTHER), (3, 2, 8, 5), 2, 1),
+    "not None": (lambda x: x if x != None else OTHER, X, 2, 1),  # noqa: E711
     "dropout that is off": (lambda x: F.dropout(x, 0.5, training=False), X, 2, 1),
 }
 
@@ -261,6 +277,16 @@ def test_a_function_gives_what_it_gives_of_the_whole(what: str) -> None:
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     torch.testing.assert_close(whole(found), expected, rtol=1e-12, atol=1e-12)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -279,6 +305,20 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "matrices that are cut": (lambda x: x @ x.mT, "multiplies matrices of (2, 3, 8, 5) that are cut themselves"),
     "another cut": (lambda x: x + x.transpose(1, 2), "which are cut in other dimensions"),
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), "whose dimension 2 is cut"),
+    "squeeze": (lambda x: x[:, :, :, 0].view(2, 3, 4, 2)[..., 0].squeeze(2), "squeeze cannot .* what it does not to"),
+    "pick by a tensor": (lambda x: x[torch.tensor([0, 1])], "getitem.* picks by a tensor or a list"),
+    "pick by itself": (lambda x: x[x > 0], "getitem.* picks by a tensor or a list"),
+    "another dtype": (lambda x: x.view(torch.int64), "looks at the bytes of another dtype"),
+    "no values": (lambda x: x[:0].view(0, -1), "which has no values"),
+    "in place of a plain tensor": (lambda x: OTHER.add_(x), "add_ cannot .* writes into an ordinary tensor"),
+    "a sum in place": (lambda x: operator.iadd(OTHER, x), "writes into an ordinary tensor"),
+    "out": (lambda x: torch.add(x, 1, out=OTHER), "add cannot .* has an argument out"),
+    "a view in place": (lambda x: x.transpose_(0, 1), "transpose_ cannot be computed shard by shard"),
+    "requires_grad_": (lambda x: x.requires_grad_(False), "requires_grad_ cannot be computed"),
+    "where": (torch.where, "where cannot .* asks where values are"),
+    "no dim": (lambda x: F.softmax(x), "softmax cannot .* chooses a dimension"),
+    "another size": (lambda x: x + x[:, :, :, :].reshape(2, 3, 4, 10)[..., :5], "computes with"),
+    "a function of its own": (lambda x: Twice.apply(x) + 1, "TwiceBackward.* would lose its gradients"),
     "a number of it": (lambda x: x.tolist(), "tolist cannot be computed shard by shard"),
 }
 
@@ -288,7 +328,7 @@ def test_what_mixes_shards_is_refused_in_words(what: str) -> None:
     function, words = REFUSED[what]
     pattern = words.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(UsageError, match=pattern) as error:
-        function(sharded(numbers(*X), 2))
+        function(sharded(numbers(*X), 2, needs_gradient=words.startswith("Twice")))
     assert "unisono.whole(x) gives every shard the whole tensor" in str(error.value)
 
 
@@ -341,6 +381,81 @@ def test_sums_over_shards_are_those_of_the_tree() -> None:
     for size in (1, 2, 4, 8):
         found = Threads(size).run(lambda place: join(place, [parts[shard] for shard in place.own]), shards=8)
         assert [one.numpy().tobytes() for one in found] == [expected.numpy().tobytes()] * size
+
+
+def test_the_layout_of_a_sum_does_not_depend_on_the_number_of_workers() -> None:
+    """It decides in which order what follows adds."""
+    parts = [numbers(6, 8).t() * shard for shard in range(4)]
+    for size in (1, 2, 4):
+        found = Threads(size).run(lambda place: join(place, [parts[shard] for shard in place.own]))
+        assert [one.stride() for one in found] == [(6, 1)] * size
+
+
+def test_what_is_no_class_is_refused() -> None:
+    place = Place(SHARDS)
+    logits = Sharded.of(cut(place, numbers(3, 8), 1), place, 1)
+    for target in ([0, 8, 1], [-1, 0, 0]):
+        with pytest.raises(RuntimeError, match="a target is no class from 0 to 7"):
+            F.cross_entropy(logits, torch.tensor(target))
+    with pytest.raises(ValueError, match="'middle' is no reduction"):
+        F.cross_entropy(logits, torch.tensor([0, 1, 2]), reduction="middle")
+    with pytest.raises(UsageError, match="they have to be classes"):
+        F.cross_entropy(logits, torch.tensor([[0, 1, 2]]))
+    words = parallelize(nn.Sequential(nn.Embedding(8, 4)), {"0": "vocabulary"}, shards=SHARDS)
+    with pytest.raises(RuntimeError, match="an index is not from 0 to 7"):
+        words(torch.tensor([3, 8]))
+
+
+def test_the_output_of_rows_may_be_written_into() -> None:
+    model = parallelize(nn.Sequential(nn.Linear(8, 4, bias=False)), {"0": "rows"}, shards=SHARDS)
+    found = model(numbers(2, 8).float())
+    found += 1
+    found.sum().backward()
+    assert model.get_parameter("0.weight.3").grad is not None
+
+
+def test_rows_compute_in_the_dtype_of_autocast() -> None:
+    model = parallelize(nn.Sequential(nn.Linear(8, 4)), {"0": "rows"}, shards=SHARDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(numbers(2, 8).float()).dtype == torch.bfloat16
+
+
+def test_a_module_under_two_names_stays_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.again = model[0]
+    parallelize(model, {"0": "columns", "1": "rows"}, shards=2)
+    assert model.again is model[0]
+    assert not isinstance(model.again, nn.Linear)
+    assert isinstance(assemble(model).again, nn.Linear)
+    assert model.again is model[0]
+
+
+def test_a_plan_that_was_refused_leaves_nothing_behind() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6))
+    with pytest.raises(UsageError, match="has 6 values"):
+        parallelize(model, {"0": "columns", "1": "columns"}, shards=4)
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    parallelize(model, {"0": "columns"}, shards=2)
+    assert all(bool((one == 3.0).all()) for one in model.get_submodule("0.weight").parameters())
+
+
+def test_weights_that_are_tied_to_another_module() -> None:
+    words, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = words.weight
+    first, last = nn.Sequential(words), nn.Sequential(head)
+    parallelize(first, {"0": "vocabulary"}, shards=2)
+    parallelize(last, {"0": "columns"}, shards=2)
+    assert first.get_parameter("0.weight.1") is last.get_parameter("0.weight.1")
+    words, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = words.weight
+    parallelize(nn.Sequential(words), {"0": "vocabulary"}, shards=2)
+    with torch.no_grad():
+        head.weight.zero_()
+    with pytest.raises(UsageError, match="has new values since: load weights before"):
+        parallelize(nn.Sequential(head), {"0": "columns"}, shards=2)
+    with pytest.raises(UsageError, match="a weight of head is tied to that of a layer that is cut, and head is not"):
+        parallelize(Language(Fused, tied=True), {"words": "vocabulary"}, shards=2)
 
 
 def test_an_embedding_with_padding() -> None:

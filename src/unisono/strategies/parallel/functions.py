@@ -22,11 +22,33 @@ Args = Sequence[Any]
 Named = Mapping[str, Any]
 
 
-def _each_value(func: Function, args: Args, kwargs: Named) -> Sharded:
+def _each_value(func: Function, args: Args, kwargs: Named) -> Any:
     """Of functions that compute each value from those at its position, with broadcasting."""
+    if any(one is None for one in args):
+        if func.__name__.strip("_") in ("eq", "ne"):  # a comparison with None
+            return func.__name__.strip("_") == "ne"
+        raise refused(func.__name__, "has an argument None")
     first = _first(args, kwargs)
     parts = _by_shard(func, args, kwargs, first)
     return first.like(parts, parts[0].dim() - first.from_right, first.blocks)
+
+
+def _choose(func: Function, args: Args, kwargs: Named) -> Any:
+    if len(args) < 3:
+        raise refused(func.__name__, "asks where values are")
+    return _each_value(func, args, kwargs)
+
+
+def _convert(func: Function, args: Args, kwargs: Named) -> Any:
+    """Of conversions to a dtype or a device, or those of another tensor."""
+    value, *others = args
+    for at, other in enumerate(others):
+        if isinstance(other, Tensor):
+            others[at : at + 1] = [other.device, other.dtype]
+            break
+    if not isinstance(value, Sharded):
+        return value.to(*others, **kwargs)
+    return value.like([part.to(*others, **kwargs) for part in value.parts], value.cut_dim, value.blocks)
 
 
 def _random(func: Function, args: Args, kwargs: Named) -> Sharded:
@@ -39,13 +61,19 @@ def _random(func: Function, args: Args, kwargs: Named) -> Sharded:
 
 def _views(func: Function, args: Args, kwargs: Named) -> Any:
     """Of functions that rearrange dimensions, or pick from those that are not cut."""
-    value = _first(args, kwargs)
+    value = _first(args[:1], {})
+    index = args[1] if func.__name__ == "__getitem__" else None
+    if any(isinstance(one, Tensor | list) for one in (index if isinstance(index, tuple) else (index,))):
+        raise refused(func.__name__, "picks by a tensor or a list")
     # Where the cut dimension comes to lie is seen by a tensor that is nowhere else larger than one element.
     probe = torch.empty_strided(value.shape, [int(at == value.cut_dim) for at in range(value.dim())], device="meta")
     seen = func(probe, *args[1:], **kwargs)
     if isinstance(seen, Tensor):
         dim = _cut_dim_of(seen, value, func)
-        return value.like([func(part, *args[1:], **kwargs) for part in value.parts], dim, value.blocks)
+        made = value.like([func(part, *args[1:], **kwargs) for part in value.parts], dim, value.blocks)
+        if made.shape != seen.shape:
+            raise refused(func.__name__, f"does to a part of {tuple(value.shape)} what it does not to the whole")
+        return made
     dims = [_cut_dim_of(one, value, func) for one in seen]
     found = [func(part, *args[1:], **kwargs) for part in value.parts]
     return tuple(value.like([each[at] for each in found], dim, value.blocks) for at, dim in enumerate(dims))
@@ -64,7 +92,11 @@ def _cut_dim_of(seen: Tensor, value: Sharded, func: Function) -> int:
 
 def _reshape(func: Function, args: Args, kwargs: Named) -> Sharded:
     """Of functions that give a tensor another shape, in which the shards lie in one dimension as well."""
-    value = _first(args, kwargs)
+    value = _first(args[:1], {})
+    if any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
+        raise refused(func.__name__, "looks at the bytes of another dtype")
+    if not value.numel():
+        raise refused(func.__name__, f"gives {tuple(value.shape)}, which has no values, another shape")
     shape = list(func(torch.empty(value.shape, device="meta"), *args[1:], **kwargs).shape)
     before = math.prod(value.shape[: value.cut_dim]) * value.blocks
     passed = 1
@@ -79,6 +111,11 @@ def _reshape(func: Function, args: Args, kwargs: Named) -> Sharded:
         f"{value.place.num_shards} shards as dimension {value.cut_dim} is: the number of heads has to be a multiple of "
         "that, and queries, keys and values of one layer have to be cut as 'columns:3'",
     )
+
+
+def _reshape_as(func: Function, args: Args, kwargs: Named) -> Any:
+    value, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
+    return value.reshape(tuple(other.shape))
 
 
 def _expand(func: Function, args: Args, kwargs: Named) -> Sharded:
@@ -113,7 +150,7 @@ def _put_together(func: Function, args: Args, kwargs: Named) -> Sharded:
     tensors = list(args[0] if args else kwargs["tensors"])
     first = _first(tensors, {})
     is_new = func.__name__ == "stack"
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % (first.dim() + is_new)
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0)) % (first.dim() + is_new)
     if not is_new and dim == first.cut_dim:
         raise refused(func.__name__, f"puts tensors together in dimension {dim}, which is cut")
     by_tensor = [_prepared(one, first, func) for one in tensors]
@@ -124,7 +161,10 @@ def _put_together(func: Function, args: Args, kwargs: Named) -> Sharded:
 def _along(func: Function, args: Args, kwargs: Named) -> Sharded:
     """Of functions that compute along dimensions and keep the shape."""
     value = _first(args, kwargs)
-    _check_dims(func, [kwargs["dim"] if "dim" in kwargs else args[1]], value)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dim is None:
+        raise refused(func.__name__, "chooses a dimension by itself: give it dim")
+    _check_dims(func, [dim], value)
     parts = _by_shard(func, args, kwargs, value)
     return value.like(parts, value.cut_dim, value.blocks)
 
@@ -141,8 +181,8 @@ def _norm(func: Function, args: Args, kwargs: Named) -> Sharded:
 def _reduce(func: Function, args: Args, kwargs: Named) -> Sharded:
     """Of functions that reduce dimensions."""
     value = _first(args, kwargs)
-    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if given is None:
+    given = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    if given is None or given == ():
         raise refused(func.__name__, "computes with all values, those of other shards as well")
     dims = _check_dims(func, [given] if isinstance(given, int) else given, value)
     parts = [func(part, *args[1:], **kwargs) for part in value.parts]
@@ -167,21 +207,24 @@ def _attention(func: Function, args: Args, kwargs: Named) -> Sharded:
         if isinstance(one, Sharded) and (one.from_right < 3 or one.from_right != queries.from_right):
             raise refused(func.__name__, f"attends with {tuple(one.shape)}, whose dimension {one.cut_dim} is cut")
     draws = bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    parts = _by_shard(func, args, kwargs, queries, draws=draws)
-    return queries.like(parts, queries.cut_dim)
+    parts = _by_shard(func, args, kwargs, queries, draws=draws, has_groups=bool(kwargs.get("enable_gqa")))
+    return queries.like(parts, queries.cut_dim, queries.blocks)
 
 
 # -- the arguments of each shard -------------------------------------------------------------------------------
 
 
-def _by_shard(func: Function, args: Args, kwargs: Named, like: Sharded, *, draws: bool = False) -> list[Tensor]:
+def _by_shard(
+    func: Function, args: Args, kwargs: Named, like: Sharded, *, draws: bool = False, has_groups: bool = False
+) -> list[Tensor]:
     """Call a function with the arguments of each shard here.
 
     Args:
         draws: it draws random numbers.
+        has_groups: the dimensions that are cut may have different sizes.
     """
-    positional = [_prepared(one, like, func) for one in args]
-    named = {name: _prepared(one, like, func) for name, one in kwargs.items()}
+    positional = [_prepared(one, like, func, has_groups=has_groups) for one in args]
+    named = {name: _prepared(one, like, func, has_groups=has_groups) for name, one in kwargs.items()}
     seeds = _seeds(like) if draws else None
     found = []
     for index in range(len(like.parts)):
@@ -191,7 +234,7 @@ def _by_shard(func: Function, args: Args, kwargs: Named, like: Sharded, *, draws
     return found
 
 
-def _prepared(value: Any, like: Sharded, func: Function) -> Sequence[Any]:
+def _prepared(value: Any, like: Sharded, func: Function, *, has_groups: bool = False) -> Sequence[Any]:
     """Return an argument by shard here. An ordinary tensor is cut where it is as large as the one that is cut."""
     if isinstance(value, Sharded):
         if value.from_right != like.from_right or value.blocks != like.blocks:
@@ -199,6 +242,8 @@ def _prepared(value: Any, like: Sharded, func: Function) -> Sequence[Any]:
                 func.__name__,
                 f"computes with {tuple(value.shape)} and {tuple(like.shape)}, which are cut in other dimensions",
             )
+        if value.size(value.cut_dim) != like.size(like.cut_dim) and not has_groups:
+            raise refused(func.__name__, f"computes with {tuple(value.shape)} and {tuple(like.shape)}")
         return value.parts
     if not isinstance(value, Tensor):
         return [value] * len(like.parts)
@@ -234,7 +279,10 @@ def _tensors(args: Args, kwargs: Named) -> Iterator[Tensor]:
 
 
 def _first(args: Args, kwargs: Named) -> Sharded:
-    return next(one for one in _tensors(args, kwargs) if isinstance(one, Sharded))
+    for one in _tensors(args, kwargs):
+        if isinstance(one, Sharded):
+            return one
+    raise refused("this function", "takes a tensor in shards as another argument than its first")
 
 
 def _check_dims(func: Function, dims: Iterable[int], value: Sharded) -> list[int]:
@@ -249,20 +297,38 @@ def _cross_entropy(func: Function, args: Args, kwargs: Named) -> Any:
     return cross_entropy(**given)
 
 
-register(
-    "abs neg add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv true_divide pow rpow square "
-    "sqrt rsqrt reciprocal exp expm1 log log1p log2 sin cos tanh sigmoid relu relu6 gelu silu mish elu selu celu "
-    "leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid erf clamp clamp_min clamp_max minimum "
-    "maximum where masked_fill lerp addcmul addcdiv nan_to_num float double half bfloat16 to type type_as "
-    "contiguous clone detach zeros_like ones_like lt le gt ge eq ne logical_not logical_and logical_or",
-    _each_value,
-)
-register("dropout", _random)
+EACH_VALUE = [
+    *("abs", "neg", "add", "sub", "mul", "div", "true_divide", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp"),
+    *("expm1", "log", "log1p", "log2", "sin", "cos", "tanh", "sigmoid", "relu", "relu6", "gelu", "silu", "mish", "elu"),
+    *(
+        "selu",
+        "celu",
+        "leaky_relu",
+        "softplus",
+        "softsign",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "logsigmoid",
+        "erf",
+    ),
+    *("clamp", "clamp_min", "clamp_max", "minimum", "maximum", "masked_fill", "lerp", "addcmul", "addcdiv"),
+    *("nan_to_num", "float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "zeros_like", "ones_like"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "logical_not", "logical_and", "logical_or"),
+]
+"""With ``_`` behind the name, they write into their first argument."""
+OPERATORS = "radd iadd rsub isub rmul imul rdiv truediv rtruediv itruediv rpow ipow"
+
+register(" ".join([*EACH_VALUE, *(f"{name}_" for name in EACH_VALUE), OPERATORS]), _each_value)
+register("where", _choose)
+register("to type_as", _convert)
+register("dropout dropout_", _random)
 register(
     "transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze unbind select getitem narrow mT", _views
 )
 register("iter", _iterate)
-register("view reshape flatten unflatten view_as reshape_as", _reshape)
+register("view reshape flatten unflatten", _reshape)
+register("view_as reshape_as", _reshape_as)
 register("expand", _expand)
 register("chunk split", _split)
 register("cat concat stack", _put_together)

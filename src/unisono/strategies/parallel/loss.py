@@ -96,8 +96,15 @@ def cross_entropy(
         raise refused(name, "has weight, label_smoothing, size_average or reduce")
     if target.is_floating_point() or target.dim() != input.dim() - 1:
         raise refused(name, f"has targets of {tuple(target.shape)} {target.dtype}: they have to be classes")
+    if target.shape != input.shape[:dim] + input.shape[dim + 1 :]:
+        raise ValueError(f"cross_entropy got logits of {tuple(input.shape)} and targets of {tuple(target.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{reduction!r} is no reduction of cross_entropy")
     counts = (target != ignore_index).flatten()
     chosen = torch.where(counts, target.flatten(), 0)
+    torch._assert_async(
+        ((chosen >= 0) & (chosen < input.size(dim))).all(), f"a target is no class from 0 to {input.size(dim) - 1}"
+    )
     parts = [part.movedim(dim, -1).reshape(-1, part.size(dim)) for part in input.parts]
     found: Tensor = _Nats.apply(input.place, chosen, *parts)  # type: ignore[no-untyped-call]
     is_mixed = torch.is_autocast_enabled(input.device.type)  # then torch computes losses in float32

@@ -11,7 +11,7 @@ from torch import nn
 from unisono.core.errors import UsageError
 from unisono.core.words import listed
 from unisono.strategies.parallel import functions as functions
-from unisono.strategies.parallel.layers import Columns, CutLayer, Rows, Vocabulary, layers_in
+from unisono.strategies.parallel.layers import Columns, CutLayer, Cuts, Rows, Vocabulary, layers_in
 from unisono.strategies.parallel.place import Place
 
 __all__ = ["assemble", "parallelize"]
@@ -69,7 +69,7 @@ def parallelize(model: Model, plan: Mapping[str, str], *, shards: int) -> Model:
         )
     if shards == 1:
         return model
-    names = {name: module for name, module in model.named_modules() if name}
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     chosen: dict[str, str] = {}
     for pattern, how in plan.items():
         found = [name for name in names if fnmatchcase(name, pattern)]
@@ -86,10 +86,22 @@ def parallelize(model: Model, plan: Mapping[str, str], *, shards: int) -> Model:
         for name in found:
             if chosen.setdefault(name, how) != how:
                 raise UsageError(f"unisono.parallelize: {name} is cut by {chosen[name]!r} and by {how!r}: choose one")
-    place = Place(shards)
-    layers = {name: _cut(name, names[name], how, place) for name, how in chosen.items()}
-    for name, layer in layers.items():
-        _replace(model, name, layer.train(names[name].training))
+    place, cuts = Place(shards), Cuts()
+    layers: dict[int, CutLayer] = {}
+    for name, how in chosen.items():
+        if id(names[name]) not in layers:
+            layers[id(names[name])] = _cut(name, names[name], how, place, cuts)
+    for name, module in names.items():
+        tied = [one for one in module._parameters.values() if id(one) in cuts.known]
+        if id(module) not in layers and tied:
+            raise UsageError(
+                f"unisono.parallelize: a weight of {name} is tied to that of a layer that is cut, and {name} is not: "
+                "cut both, or neither"
+            )
+    cuts.note()
+    for name, module in names.items():
+        if (layer := layers.get(id(module))) is not None:
+            _replace(model, name, layer.train(module.training))
     return model
 
 
@@ -108,7 +120,7 @@ def assemble(model: Model) -> Model:
     Raises:
         UsageError: some shards are on other processes.
     """
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, CutLayer)}
+    layers = {name: one for name, one in model.named_modules(remove_duplicate=False) if isinstance(one, CutLayer)}
     for name, layer in layers.items():
         if any(one.is_meta for one in layer.parameters()):
             raise UsageError(
@@ -116,8 +128,9 @@ def assemble(model: Model) -> Model:
                 "checkpoint, in a program of one process"
             )
     known: dict[int, nn.Parameter] = {}
+    made = {id(layer): layer.assembled(known).train(layer.training) for layer in layers.values()}
     for name, layer in layers.items():
-        _replace(model, name, layer.assembled(known).train(layer.training))
+        _replace(model, name, made[id(layer)])
     return model
 
 
@@ -126,7 +139,7 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(owner), attribute, layer)
 
 
-def _cut(name: str, module: nn.Module, how: str, place: Place) -> CutLayer:
+def _cut(name: str, module: nn.Module, how: str, place: Place, cuts: Cuts) -> CutLayer:
     kind, _, number = how.partition(":")
     if kind not in ("columns", "rows", "vocabulary") or (number and (kind != "columns" or not number.isdecimal())):
         raise UsageError(
@@ -135,7 +148,7 @@ def _cut(name: str, module: nn.Module, how: str, place: Place) -> CutLayer:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise UsageError(f"unisono.parallelize: {name} has hooks, which the shards would not have: register them later")
     if type(module) is nn.Embedding and kind == "vocabulary":
-        return Vocabulary(module, place)
+        return Vocabulary(module, place, cuts)
     if type(module) is not nn.Linear:
         wanted = "nn.Linear or nn.Embedding" if kind == "vocabulary" else "nn.Linear"
         raise UsageError(
@@ -143,5 +156,5 @@ def _cut(name: str, module: nn.Module, how: str, place: Place) -> CutLayer:
             "has to be written with these (nn.MultiheadAttention computes with its weights itself)"
         )
     if kind == "rows":
-        return Rows(module, place)
-    return Columns(module, place, int(number or 1))
+        return Rows(module, place, cuts)
+    return Columns(module, place, cuts, int(number or 1))

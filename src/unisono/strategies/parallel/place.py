@@ -54,7 +54,7 @@ class Place:
         Args:
             parts: of the shards here.
         """
-        own = list(parts)
+        own = [one.contiguous() for one in parts]  # the layout of a sum must not depend on who forms it
         while len(own) > 1:
             own = [left + right for left, right in zip(own[::2], own[1::2], strict=True)]
         total: Tensor = own[0]
@@ -69,7 +69,7 @@ class Place:
         Args:
             parts: of the shards here; all of one shape.
         """
-        block = torch.stack(list(parts))
+        block = torch.stack([one.contiguous() for one in parts]).contiguous()
         for distance in self._distances():
             other = self._exchanged(distance, block)
             block = torch.cat([other, block] if self.number & distance else [block, other])
@@ -111,7 +111,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, place: Place, *parts: Tensor) -> Tensor:
         ctx.place = place
         total = place.total(parts)
-        return total.view_as(total)  # it may be the only part
+        return total.view_as(total) if any(total is one for one in parts) else total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,7 +7,7 @@ the cut dimension alone; those that are not known to do so (`unisono.strategies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from unisono.core.errors import UsageError
 from unisono.strategies.parallel.place import Place
 from unisono.strategies.parallel.place import whole as put_together
 
-__all__ = ["Handler", "Sharded", "register", "whole"]
+__all__ = ["Handler", "Sharded", "check_recorded", "register", "whole"]
 
 Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Computes a function by shards: given the function, its arguments and its named arguments."""
@@ -25,9 +25,9 @@ Handler = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 _handlers: dict[str, Handler] = {}
 
 _KNOWN = (
-    {"dim", "dtype", "device", "element_size", "hash", "is_complex", "is_contiguous", "is_cpu", "is_cuda"}
+    {"dim", "dtype", "device", "element_size", "hash", "is_complex", "is_cpu", "is_cuda"}
     | {"is_floating_point", "is_meta", "is_nested", "is_quantized", "is_sparse", "itemsize", "layout", "len", "names"}
-    | {"ndim", "ndimension", "nelement", "numel", "shape", "size", "stride"}
+    | {"ndim", "ndimension", "nelement", "numel", "shape", "size"}
 )
 """What a tensor knows without looking at its values."""
 
@@ -65,7 +65,9 @@ class Sharded(Tensor):
         first = parts[0]
         dim %= first.dim()
         shape = [size * place.num_shards if at == dim else size for at, size in enumerate(first.shape)]
-        found = Tensor._make_wrapper_subclass(Sharded, shape, dtype=first.dtype, device=first.device)
+        found = Tensor._make_wrapper_subclass(
+            Sharded, shape, dtype=first.dtype, device=first.device, requires_grad=first.requires_grad
+        )
         found.parts, found.place, found.cut_dim, found.blocks = list(parts), place, dim, blocks
         assert isinstance(found, Sharded)
         return found
@@ -83,15 +85,25 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = _name_of(func)
+        name, named = _name_of(func), dict(kwargs or {})
+        if not args and "input" in named:
+            args = (named.pop("input"),)
         handler = _handlers.get(name)
         if handler is not None:
-            return handler(func, args, kwargs or {})
-        if name == "requires_grad":
+            check_recorded(args)
+            check_recorded(named.values())
+            if named.get("out") is not None:
+                raise refused(name, "has an argument out")
+            if _is_in_place(func) and not isinstance(args[0], Sharded):
+                raise refused(name, "writes into an ordinary tensor what each shard has a part of")
+            return handler(func, args, named)
+        if name == "attribute requires_grad":
             return args[0].parts[0].requires_grad
+        if name == "is_contiguous":
+            return args[0].parts[0].is_contiguous(*args[1:], **named)
         if name in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **named)
         raise refused(name, "is not known to leave the cut dimension alone")
 
     @classmethod
@@ -112,6 +124,23 @@ def refused(name: str, why: str) -> UsageError:
     )
 
 
+def check_recorded(values: Iterable[Any]) -> None:
+    """Check that no tensor in shards comes out of a function that knows nothing of shards, and would lose gradients.
+
+    Raises:
+        UsageError: one does.
+    """
+    for value in values:
+        if isinstance(value, Sharded):
+            with torch._C.DisableTorchFunctionSubclass():
+                maker = value.grad_fn
+            if maker is not None:
+                raise refused(
+                    maker.name(),
+                    "is no function of torch, or is checkpoint with use_reentrant=True, and would lose its gradients",
+                )
+
+
 def whole(value: Tensor) -> Tensor:
     """Return a value that is in shards as an ordinary tensor, which all processes of a group have.
 
@@ -124,11 +153,21 @@ def whole(value: Tensor) -> Tensor:
     """
     if not isinstance(value, Sharded):
         return value
+    check_recorded([value])
     return put_together(value.place, value.parts, value.cut_dim, value.blocks)
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # an attribute
+    """Return the name of a function as it is registered: of ``__add__`` add, of an attribute its name."""
+    name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":
         name = func.__self__.__name__  # type: ignore[attr-defined]
-    return name.strip("_")
+        return "attribute requires_grad" if name == "requires_grad" else name
+    return name.strip("_") if name.startswith("__") else name
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name: str = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_")

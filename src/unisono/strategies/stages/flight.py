@@ -102,10 +102,10 @@ class Pilot:
             made = flight.outputs[stage] = _checked(found, stage)
             if stage + 1 in own:
                 given = flight.inputs[stage + 1] = tuple(
-                    each.detach().requires_grad_(each.requires_grad) for each in made
+                    each.detach().contiguous().requires_grad_(each.requires_grad) for each in made
                 )
         assert self._send is not None
-        self._send(([each.detach() for each in made], [each.requires_grad for each in made]))
+        self._send(([each.detach().contiguous() for each in made], [each.requires_grad for each in made]))
         raise Away
 
     def chain(self) -> None:
@@ -123,7 +123,7 @@ class Pilot:
         assert flight is not None
         for stage in range(last, self._stages.own.start - 1, -1):
             if gradients is None:
-                gradients = [each.grad for each in flight.inputs.pop(stage + 1)]
+                gradients = _contiguous(flight.inputs.pop(stage + 1))
             pairs = [
                 (made, gradient)
                 for made, gradient in zip(flight.outputs.pop(stage), gradients, strict=True)
@@ -136,7 +136,12 @@ class Pilot:
     def take_gradients(self) -> list[Tensor | None]:
         """Return the gradients of what the first stage here has got."""
         assert self.flight is not None
-        return [each.grad for each in self.flight.inputs.get(self._stages.own.start, ())]
+        return _contiguous(self.flight.inputs.get(self._stages.own.start, ()))
+
+
+def _contiguous(inputs: Tensors) -> list[Tensor | None]:
+    """Return the gradients of what a stage has got, in the layout in which they travel between processes."""
+    return [None if each.grad is None else each.grad.contiguous() for each in inputs]
 
 
 def _checked(found: Any, stage: int) -> Tensors:

@@ -88,6 +88,7 @@ class Stages(nn.Module):
         self.place = Place(1)
         """The shards that are here, of layers that are cut."""
         self._carrier: Carrier | None = None
+        self._are_made = any(not isinstance(given, nn.Module) for given in modules)
         self.is_cut = False
         """Whether this process has its own stages only."""
         for index, given in enumerate(modules):
@@ -225,8 +226,13 @@ class Stages(nn.Module):
         if self.is_cut or self.num_parts == 1:
             return
         self.is_cut = True
+        self._divide()
         for index in range(len(self._modules)):
             self._keep_own(index)
+
+    def _divide(self) -> None:
+        if self.place.num_shards % self.num_shard_parts == 0:
+            self.place.divide(self.part % self.num_shard_parts, self.num_shard_parts)
 
     def _put_in_place(self, module: nn.Module) -> None:
         """Note which shards of the layers of a module are here.
@@ -244,8 +250,8 @@ class Stages(nn.Module):
                 )
             if not self.num_shards:
                 self.place = Place(layer.place.num_shards)
-                if self.place.num_shards % self.num_shard_parts == 0:
-                    self.place.divide(self.part % self.num_shard_parts, self.num_shard_parts)
+                if self._are_made:
+                    self._divide()
             layer.place = self.place
 
     def _keep_own(self, index: int) -> None:

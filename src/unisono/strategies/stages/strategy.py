@@ -143,6 +143,12 @@ class Staged(Strategy):
                         f"different parameter groups of {name!r}, which would update them differently: put them into "
                         "one group"
                     )
+        for pieces in (each for layer in layers_in(self.stages) for each in layer.pieces()):
+            if len({one.requires_grad for one in pieces}) > 1:
+                raise UsageError(
+                    f"some of the {len(pieces)} shards of a weight of {tuple(pieces[0].shape)} each are trained, and "
+                    "others are not: freeze all of them, or none"
+                )
         for name, parameter in self._tracked.parameters():
             if id(parameter) not in self.section_of:
                 raise UsageError(
@@ -190,12 +196,17 @@ def evaluated(stages: Stages, rounds: Rounds, function: Callable[[Any], Any]) ->
         assert isinstance(exchange, Lanes)
         assert exchange.link is not None
         link = Link(exchange.link, stages.device)
+
+        def waited(call: Callable[..., Any], *arguments: Any) -> Any:
+            with rounds.members.waiting():
+                return call(*arguments)
+
         pilot = Pilot(
             stages,
             lambda leaf, stage: None,
             lambda value: link.send(stages.part + stages.num_shard_parts, value),
-            lambda: link.receive(stages.part - stages.num_shard_parts),
-            lambda number, tensor: link.exchange(stages.beside(number), tensor),
+            lambda: waited(link.receive, stages.part - stages.num_shard_parts),
+            lambda number, tensor: waited(link.exchange, stages.beside(number), tensor),
         )
         pilot.flight = Flight(0)
         stages.carry(pilot)
