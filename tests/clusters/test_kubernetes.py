@@ -316,7 +316,7 @@ def test_the_objects_are_made(server: Server, cluster: Cluster) -> None:
 @NEEDS_KUBECTL
 def test_a_run_of_the_same_name_is_not_touched(server: Server, cluster: Cluster) -> None:
     cluster.create("plain", render(OF_AN_IMAGE))
-    with pytest.raises(UsageError, match="there is a run plain in namespace lab"):
+    with pytest.raises(UsageError, match="a run plain exists in namespace lab"):
         cluster.create("plain", render(OF_AN_IMAGE))
     assert server.calls("DELETE") == []
 
@@ -567,7 +567,7 @@ def test_after_the_loss_of_the_head_its_job_goes_on_from_the_checkpoint(
             os.kill(worker.pid, signal.SIGCONT)
         for worker in workers:
             assert worker.wait() == 1
-            worker.line("is for run ")
+            worker.line("now belongs to run ")
         gates.open(5)
         workers = [pods.worker(), pods.worker()]
         assert again.wait() == 0, again.err

@@ -310,7 +310,7 @@ def test_a_stream_that_has_other_samples_than_when_they_were_counted_is_refused(
         batches = batches_of(loader, run)
         lines.rows = list(range(8 + change))
         assert batches is not None
-        with pytest.raises(library.UsageError, match=f"{words}.*they were 8.*a list"):
+        with pytest.raises(library.UsageError, match=f"{words}.*was 8.*a list"):
             batches.evaluate(run, lambda numbered: {"samples": 1}, [0, 1])
 
 

@@ -57,7 +57,9 @@ def test_the_worker_that_is_first_to_have_other_bits_is_evicted_and_no_bit_chang
     found = train(tmp_path / "run", "3x2", *GO_ON, faults=faults)
     assert found.exit_code == 0, found.output
     assert convicted(found.output) == {worker}, found.output
-    assert re.search(rf"{worker} on host \S+ computes wrong values on device cpu: {words} has other", found.output)
+    assert re.search(
+        rf"{worker} on host \S+ computes wrong values on device cpu: {words} has different bits", found.output
+    )
     assert "replaces" not in found.output
     assert (found.digests, found.final) == (calm[1].digests, calm[1].final), found.output
     assert compare(calm[0], tmp_path / "run").startswith(f"identical: {STEPS} steps")
@@ -71,7 +73,7 @@ def test_whose_bits_are_wrong_in_the_middle_of_three_parts_and_come_and_go(
     found = train(tmp_path / "run", "3x3", *GO_ON, faults=faults)
     assert found.exit_code == 0, found.output
     assert convicted(found.output) == {"w4"}, found.output
-    assert "it comes and goes" in found.output
+    assert "the fault is intermittent" in found.output
 
 
 def test_the_journal_has_the_digests_that_one_process_gets(calm: tuple[Path, Outcome], tmp_path: Path) -> None:

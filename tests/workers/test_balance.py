@@ -90,7 +90,7 @@ def test_a_slow_worker_gets_less_and_is_named(exchange: str, calm: Outcome, star
     hurt = start("slow", 2, *MEASURED, options=["--exchange", exchange])
     assert hurt.digests == calm.digests
     assert hurt.final == calm.final
-    assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES} now"]
+    assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES}"]
     assert said(hurt)[0] in hurt.output
     assert leaves(hurt, 0, "w1") == NUM_LEAVES // 2, "nothing is known at first"
     if exchange == "gloo":  # where nobody sees the others' work, and helps
@@ -102,7 +102,7 @@ def test_a_slow_worker_gets_less_and_is_named(exchange: str, calm: Outcome, star
 def test_a_worker_that_is_fast_again_is_given_its_share_back(exchange: str, calm: Outcome, start: Start) -> None:
     hurt = start("changing", 2, *MEASURED, "--until-step", "9", options=["--exchange", exchange])
     assert hurt.digests == calm.digests
-    assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES} now"]  # and so soon after that nothing more
+    assert said(hurt) == [f"w1 {SLOW} 1 of {NUM_LEAVES}"]  # and so soon after that nothing more
     if exchange == "gloo":
         assert (leaves(hurt, 8, "w1"), leaves(hurt, max(hurt.times), "w1")) == (1, NUM_LEAVES // 2)
 
@@ -118,7 +118,7 @@ def test_members_that_are_done_compute_what_a_late_one_has_not_started(
     hurt = start("late", workers, *MEASURED, "--slow", "0", *held, options=options)
     assert hurt.digests == calm.digests
     (slow,) = said(hurt)
-    share = re.search(rf"w0 {SLOW} (\d) of {NUM_LEAVES} now", slow)
+    share = re.search(rf"w0 {SLOW} (\d) of {NUM_LEAVES}", slow)
     assert share is not None, slow
     assert sum(leaves(hurt, LATE, worker) for worker in hurt.times[LATE]) == NUM_LEAVES
     assert leaves(hurt, LATE, "w1") == 1

@@ -1079,9 +1079,7 @@ def test_a_slow_disk_makes_checkpoints_wait_and_not_the_training(
         if step.number == 8:
             open_again.set()
 
-    with pytest.warns(
-        UserWarning, match=r"the checkpoint of step 4 is waiting: that of step 2 has been in progress for"
-    ):
+    with pytest.warns(UserWarning, match=r"the checkpoint of step 4 is waiting: that of step 2 has been writing for"):
         train(tmp_path, num_steps=10, checkpoint=EVERY, at_step=watch)
     assert done == list(range(10)), "no step waited for the disk"
     check_readable(tmp_path)

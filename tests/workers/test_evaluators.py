@@ -85,7 +85,7 @@ def test_without_an_evaluator_the_members_compute_it_at_once(size: int) -> None:
     ("words", "why"),
     [
         (("run", SCRIPT, "--evaluators", "-1"), "--evaluators must be 0 or more, got --evaluators -1"),
-        (("evaluate", "."), "there is no run.json in it"),
+        (("evaluate", "."), "it has no run.json"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: tuple[object, ...], why: str) -> None:

@@ -317,7 +317,7 @@ class Sized:
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        (Own(shuffles_in_place), "the sampler Own gave two different orders for epoch 0.*keeps a state"),
+        (Own(shuffles_in_place), "the sampler Own gave two different orders for epoch 0.*keeps state"),
         (Own(lambda _: numpy.random.default_rng().permutation(21)), "two different orders for epoch 0"),
         (Own(lambda _: list(range(20))), "gave 20 samples for epoch 0, and its length is 21"),
         (Own(lambda _: list(range(1, 22))), "gave the sample index 21, and the dataset has 21 samples"),
@@ -449,7 +449,7 @@ def test_other_weights_are_refused_when_a_run_is_resumed(tmp_path: Path) -> None
     script, options = write(tmp_path, weight=6), ["--resume", str(directory)]
     end = run_workers(script, 1, directory=directory, arguments=[*arguments, "-1"], options=options)
     assert end.exit_code == 1
-    assert "was made with another recipe" in end.output
+    assert "was made with a different recipe" in end.output
     assert "order  drawn by weights" in end.output
 
 

@@ -308,6 +308,7 @@ def _pass_the_end(seat: Seat, path: str) -> None:
     link.exchange(other, torch.zeros(1))
     words = pairs._own.partners[other]
     link.exchange(other, torch.zeros(1))
+    pairs.wire.all_gather_equal(b"x")  # both have seen that
     words.sent.value = words.taken.value = 2**32 - 3
     words.shown.value = 2**32 - 3
     pairs.wire.all_gather_equal(b"x")

@@ -182,7 +182,7 @@ def test_a_script_that_trains_with_local_steps_is_refused_by_name(tmp_path: Path
     refused = planned(script, "--workers", "1:2")
     assert refused.returncode == 2
     assert "this script calls run.local_steps" in refused.stderr
-    assert refused.stderr.count("measures") == 1
+    assert refused.stderr.count("measuring") == 1
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_started(
     refused = planned(script, *arguments, "--", "16", "1000")
     assert refused.returncode == 2
     assert words in refused.stderr
-    assert "measures" not in refused.stderr
+    assert "measuring" not in refused.stderr
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_no_batch_is_found_that_the_data_set_does_not_have(script: Path, tmp_pat
     assert max(one.size for one in made.tried) == 16, "4 of these are the 64 samples that there are"
     text = shown_search(made, facts_of([alone], room=4), Roster(workers=2, per_host=4), ["batch"])
     assert "batch_size=64, microbatches=4" in text
-    assert "more than the 64 samples of the data set" in text
+    assert "more than the 64 samples of the dataset" in text
 
 
 def test_a_plan_of_groups_says_what_each_process_holds(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_run_of_other_arithmetic_may_be_looked_into(tmp_path: Path, capfd: pyt
     altered(tmp_path / "run", 9, digest="0" * 16)
     ended = replayed(train, tmp_path / "run", 9)
     assert ended.code == 1
-    assert "which is no fault: device: cuda then, cpu now; device name: H100 then, none now" in str(ended)
+    assert "which is expected: device: cuda then, cpu now; device name: H100 then, none now" in str(ended)
     assert "the bits may differ" in capfd.readouterr().err
 
 

@@ -250,7 +250,7 @@ def test_it_is_a_part_of_the_recipe(tmp_path: Path) -> None:
         steps_of(tmp_path / "cut", "fp32", 6, resume="auto")
     steps_of(tmp_path / "cut", "bf16", 6, resume="auto")
     assert compare(tmp_path / "whole", tmp_path / "cut").startswith("identical: 6 steps")
-    with pytest.warns(UserWarning, match="another recipe"):
+    with pytest.warns(UserWarning, match="a different recipe"):
         steps_of(tmp_path / "cut", "fp32", 8, resume="auto", resume_anyway={"wire"})
 
 

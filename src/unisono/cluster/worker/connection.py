@@ -49,11 +49,15 @@ M = TypeVar("M", bound=Message)
 class Outbox:
     """Messages of one worker. Methods may be called from any thread, and never wait for the network.
 
+    Args:
+        tells_each_step: steps that come fast are told one by one, for a head that decides by their times.
+
     Attributes:
         bell: a socket that can be read when there is something new; see `ring` and `silence`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells_each_step: bool = False) -> None:
+        self._step_s = 0.0 if tells_each_step else STEPS_S
         self._waiting: deque[bytes] = deque()
         self._repeated: dict[str, Message] = {}  # by kind, in the order in which they were sent
         self._steps: list[Event] = []  # that wait to be sent together
@@ -113,7 +117,7 @@ class Outbox:
         """
         self._done.append(done)
         self._tells_steps = tells
-        if tells and time.monotonic() - self._done_sent_at >= STEPS_S:
+        if tells and time.monotonic() - self._done_sent_at >= self._step_s:
             self._send_done()
 
     def tell_steps(self) -> None:

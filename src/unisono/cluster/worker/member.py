@@ -122,7 +122,7 @@ class Member:
         self.page = page
         self._fingerprint = fingerprint
         self._script = script
-        self._outbox = Outbox()
+        self._outbox = Outbox(tells_each_step=spec.run.settings.efficiency > 0)
         self._slot = slot
         self._connection = Connection(self, spec, self._outbox, slot)
         self.store = StoreCalls(self._outbox.send)

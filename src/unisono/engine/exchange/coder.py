@@ -69,10 +69,9 @@ class Coder:
         missing = tuple(self._names[rank] for rank in self._rule.misses(words))
         if missing and missing not in _told:
             _told.add(missing)
-            are = "has" if len(missing) == 1 else "have"
             tell(
                 "unisono: the link to other machines is slow, and messages would be compressed (with the same bits) "
-                f"if {listed(missing)} had zstandard, which {are} missing: {install_words('coding')}"
+                f"if {listed(missing)} had the package zstandard: {install_words('coding')}"
             )
 
     def encode(self, data: Tensor, width: Callable[[], int], earlier: Tensor | None = None) -> Tensor:
