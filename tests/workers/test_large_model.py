@@ -80,7 +80,7 @@ def test_four_processes_train_what_one_cannot_hold(groups: Path, tmp_path: Path)
     assert re.search(r"test loss [\d.]+ bits per byte", four.stdout + four.stderr)
     one = limited(groups, "1", tmp_path / "one")
     assert one.returncode != 0, "one process fits into the limit: the test shows nothing"
-    assert re.search(r"ran out of memory .*control group was used up \(3\d\d MB\)", one.stdout + one.stderr)
+    assert re.search(r"ran out of memory .*control group ran out of memory \(3\d\d MB\)", one.stdout + one.stderr)
 
 
 @pytest.mark.parametrize("more", [[], IN_SHARDS], ids=["plain", "shards"])

@@ -337,9 +337,9 @@ else:
 def test_a_run_goes_on_in_another_layout(
     before: str, after: str, recipe: list[str], calm: Calm, tmp_path: Path, mark: str
 ) -> None:
-    """All of its processes are killed at once; the checkpoints that it has left are of the other layout."""
+    """All of its processes are killed at once, when two checkpoints are whole: these are of the other layout."""
     directory, arguments = tmp_path / "run", [*recipe, "--checkpoint-every", "1"]
-    faults = Faults().kill_run("w0", step=STEP + 1, at="before_backward")
+    faults = Faults().kill_run("w0", at="checkpoint_renamed", skip=1)
     killed = train(directory, before, faults, PATIENT, arguments)
     assert killed.exit_code == -signal.SIGKILL, killed.output
     wait_until_gone({*marked(mark), *forked()}, time.monotonic() + WAIT_S)
