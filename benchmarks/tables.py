@@ -349,6 +349,10 @@ STAGES: Final = {
     "1x2": "`--workers 1x2`",
     "1x4": "`--workers 1x4`",
     "2x2": "`--workers 2x2`",
+    "1s": "4 shards in one stage, `--workers 1`",
+    "1x2s": "4 shards in one stage, `--workers 1x2`",
+    "1x4s": "4 shards in one stage, `--workers 1x4`",
+    "dtensor": "DTensor, 4 processes",
     "1f1b": "`torch.distributed.pipelining`, 1F1B, 4 processes",
     "fsdp2": "FSDP2, 4 processes, 2 micro-batches each",
 }
