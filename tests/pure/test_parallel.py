@@ -491,7 +491,13 @@ def test_a_model_with_shards_elsewhere_is_not_assembled() -> None:
         assemble(model)
 
 
-WRONG: list[tuple[nn.Module, dict[str, str], int, str]] = [
+WRONG: list[tuple[nn.Module, Any, Any, str]] = [
+    (nn.Sequential(nn.Linear(4, 4)), {"0": "rows"}, 2.0, "shards=2.0, which is no power of two"),
+    (nn.Sequential(nn.Linear(4, 4)), {"0": "rows"}, "2", "shards='2', which is no power of two"),
+    (nn.Sequential(nn.Linear(4, 4)), {}, 2, "needs a plan such as {'*.up': 'columns', '*.down': 'rows'}; got {}"),
+    (nn.Sequential(nn.Linear(4, 4)), ["0"], 2, "needs a plan such as"),
+    (nn.Sequential(nn.Linear(4, 4)), {"0": None}, 2, "0 is to be cut by None: there are columns"),
+    (nn.Sequential(nn.Linear(4, 4)), {"0": "columns:0"}, 2, "0 is to be cut by 'columns:0': there are columns"),
     (nn.Sequential(nn.Linear(4, 4)), {"0": "rows"}, 3, "shards=3, which is no power of two"),
     (nn.Sequential(nn.Linear(4, 4)), {"layer": "rows"}, 2, "no module matches 'layer'; those that can be cut are 0"),
     (nn.Sequential(nn.ReLU()), {"layer": "rows"}, 2, "no module matches 'layer'; none can be cut"),
@@ -508,7 +514,7 @@ WRONG: list[tuple[nn.Module, dict[str, str], int, str]] = [
 
 
 @pytest.mark.parametrize(("model", "plan", "shards", "words"), WRONG, ids=[one[-1][:40] for one in WRONG])
-def test_wrong_plans_are_refused_in_words(model: nn.Module, plan: dict[str, str], shards: int, words: str) -> None:
+def test_wrong_plans_are_refused_in_words(model: nn.Module, plan: Any, shards: Any, words: str) -> None:
     before = dict(model.named_modules())
     with pytest.raises(UsageError) as error:
         parallelize(model, plan, shards=shards)

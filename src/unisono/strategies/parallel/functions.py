@@ -65,9 +65,7 @@ def _views(func: Function, args: Args, kwargs: Named) -> Any:
     index = args[1] if func.__name__ == "__getitem__" else None
     if any(isinstance(one, Tensor | list) for one in (index if isinstance(index, tuple) else (index,))):
         raise refused(func.__name__, "picks by a tensor or a list")
-    # Where the cut dimension comes to lie is seen by a tensor that is nowhere else larger than one element.
-    probe = torch.empty_strided(value.shape, [int(at == value.cut_dim) for at in range(value.dim())], device="meta")
-    seen = func(probe, *args[1:], **kwargs)
+    seen = func(_probe(value), *args[1:], **kwargs)
     if isinstance(seen, Tensor):
         dim = _cut_dim_of(seen, value, func)
         made = value.like([func(part, *args[1:], **kwargs) for part in value.parts], dim, value.blocks)
@@ -81,6 +79,11 @@ def _views(func: Function, args: Args, kwargs: Named) -> Any:
 
 def _iterate(func: Function, args: Args, kwargs: Named) -> Iterator[Any]:
     return iter(_views(torch.unbind, (_first(args, kwargs), 0), {}))
+
+
+def _probe(value: Sharded) -> Tensor:
+    """Return a tensor without content that shows where a function puts the cut dimension: no other has a stride."""
+    return torch.empty_strided(value.shape, [int(at == value.cut_dim) for at in range(value.dim())], device="meta")
 
 
 def _cut_dim_of(seen: Tensor, value: Sharded, func: Function) -> int:
@@ -120,8 +123,7 @@ def _reshape_as(func: Function, args: Args, kwargs: Named) -> Any:
 
 def _expand(func: Function, args: Args, kwargs: Named) -> Sharded:
     value = _first(args, kwargs)
-    probe = torch.empty_strided(value.shape, [int(at == value.cut_dim) for at in range(value.dim())], device="meta")
-    seen = func(probe, *args[1:], **kwargs)
+    seen = func(_probe(value), *args[1:], **kwargs)
     dim = _cut_dim_of(seen, value, func)
     shape = [size // value.place.num_shards if at == dim else size for at, size in enumerate(seen.shape)]
     return value.like([part.expand(shape) for part in value.parts], dim, value.blocks)

@@ -61,8 +61,12 @@ def parallelize(model: Model, plan: Mapping[str, str], *, shards: int) -> Model:
 
     Source: Shoeybi et al., "Megatron-LM", 2019.
     """
-    if shards < 1 or shards & (shards - 1):
-        raise UsageError(f"unisono.parallelize got shards={shards}, which is no power of two: take 2, 4, 8 ...")
+    if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
+        raise UsageError(f"unisono.parallelize got shards={shards!r}, which is no power of two: take 2, 4, 8 ...")
+    if not isinstance(plan, Mapping) or not plan:
+        raise UsageError(
+            f"unisono.parallelize needs a plan such as {{'*.up': 'columns', '*.down': 'rows'}}; got {plan!r}"
+        )
     if layers_in(model):
         raise UsageError(
             "unisono.parallelize got a model with layers that are cut already: give all patterns in one call"
@@ -140,8 +144,10 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _cut(name: str, module: nn.Module, how: str, place: Place, cuts: Cuts) -> CutLayer:
-    kind, _, number = how.partition(":")
-    if kind not in ("columns", "rows", "vocabulary") or (number and (kind != "columns" or not number.isdecimal())):
+    kind, _, number = str(how).partition(":")
+    if kind not in ("columns", "rows", "vocabulary") or (
+        number and (kind != "columns" or not number.isdecimal() or not int(number))
+    ):
         raise UsageError(
             f"unisono.parallelize: {name} is to be cut by {how!r}: there are columns, columns:3, rows and vocabulary"
         )

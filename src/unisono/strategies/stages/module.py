@@ -85,6 +85,8 @@ class Stages(nn.Module):
         self.part = member.part if member is not None else 0
         self.num_stage_parts = columns_of(self.num_stages, self.num_parts)
         self.num_shard_parts = self.num_parts // self.num_stage_parts
+        self.of_parts = parts_of(self.num_stages, self.num_parts, self.num_shard_parts)
+        """By part, the stages that it carries."""
         self.place = Place(1)
         """The shards that are here, of layers that are cut."""
         self._carrier: Carrier | None = None
@@ -120,11 +122,6 @@ class Stages(nn.Module):
     def num_shards(self) -> int:
         """T of the layers that are cut into shards; 0: there are none."""
         return self.place.num_shards if self.place.num_shards > 1 else 0
-
-    @property
-    def of_parts(self) -> list[range]:
-        """By part, the stages that it carries."""
-        return parts_of(self.num_stages, self.num_parts, self.num_shard_parts)
 
     @property
     def own(self) -> range:

@@ -64,13 +64,17 @@ class _OfStages(ABC):
 class SpreadModule(_OfStages):
     """A tracked module that is, or contains, a `Stages`."""
 
-    def __init__(self, module: nn.Module, path: str, stages: Stages, team: Team) -> None:
+    def __init__(self, module: nn.Module, path: str, section_of: Mapping[int, int], stages: Stages, team: Team) -> None:
+        """
+        Args:
+            path: of the stages in the module.
+            section_of: by id of a parameter.
+        """
         super().__init__(stages, team)
         self._module = module
         self._start = f"{path}." if path else ""
-        sections = stages.sections_of
         self._section_of = {
-            f"{self._start}{name}": sections[id(one)] for name, one in stages.named_parameters(remove_duplicate=False)
+            f"{self._start}{name}": section_of[id(one)] for name, one in stages.named_parameters(remove_duplicate=False)
         }
 
     def unit(self, path: str) -> int | None:

@@ -179,7 +179,7 @@ class Staged(Strategy):
         stages, tracked = self.stages, self._tracked
         for name, module in tracked.modules.items():
             for path, found in stages_in(module):
-                tracked.hold_apart(name, SpreadModule(module, path, found, team))
+                tracked.hold_apart(name, SpreadModule(module, path, self.section_of, found, team))
         for name, optimizer in tracked.optimizers.items():
             tracked.hold_apart(name, SpreadOptimizer(optimizer, self.section_of, stages, team))
 
@@ -557,7 +557,7 @@ class StagedRound(GradientRound):
         gradients: list[Tensor | None] = []
         is_last = stages.num_stages - 1 in stages.own
         if not is_last and not microbatch.is_empty:
-            gradients, weight, weighted_loss, values = self._waited(lambda link: link.receive(self._following))
+            gradients, weight, weighted_loss, values = self._received(self._following)
             microbatch.take_over(weight, weighted_loss)
             self._values[flight.leaf] = values
         self._switch("compute")
