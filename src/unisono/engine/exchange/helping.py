@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from unisono.engine.exchange.counters import Counters
 from unisono.engine.exchange.pages import MAX_WORK, GenerationPage
-from unisono.engine.exchange.shared_memory import fence, futex_wait, futex_wake
+from unisono.engine.exchange.shared_memory import fence, futex_wake
 
 __all__ = ["HostWork"]
 
@@ -90,27 +90,31 @@ class HostWork:
         return best[1]
 
     def pause(self, seconds: float) -> bool:
-        """Wait for a moment, if another member has leaves that it has not started, or has not published its work yet.
-        False: there is nothing to wait for.
+        """Wait for so many seconds, if another member has leaves that it has not started; wait longer for one that has
+        not published its work yet. May return early. False: there is nothing to wait for.
 
         Beginning the combine earlier would gain nothing, because the combine needs that member anyway.
         """
         if self._counters.error is not None or self._own.left.value or time.perf_counter() > self._deadline:
             return False
         taken = self._taken()
+        coming: tuple[GenerationPage, int] | None = None
         for page in self._counters.pages:
             if page is self._own or page.left.value:
                 continue
             shown = page.work.value
             if shown != self._coming:
-                futex_wait(page.work, shown, seconds)
-                return True
+                coming = page, shown
+                continue
             fence()
             started, left = _not_started(page, taken)
-            if left:
-                futex_wait(page.started, started, seconds)
+            if left:  # whether it is late is a question of time
+                self._counters.rest(page.started, started, seconds)
                 return True
-        return False
+        if coming is not None:  # it wakes this member with its work, or when it leaves
+            page, shown = coming
+            self._counters.rest(page.work, shown)
+        return coming is not None
 
     def _taken(self) -> set[int]:
         at_work = [page.fields for page in self._counters.pages if self._is_at_work(page)]

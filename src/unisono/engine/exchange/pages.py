@@ -100,7 +100,7 @@ class GenerationPage:
     @property
     def words(self) -> Collection[ctypes.c_uint32]:
         """Return the words that others may wait for until this member leaves."""
-        return self.counters.values()
+        return [*self.counters.values(), self.work]
 
     def map(self, address: bytes) -> Tensor:
         """Return other memory of the same member.

@@ -88,6 +88,15 @@ class Watcher:
         if watched is not None:
             futex_wake(watched)
 
+    def rest(self, word: ctypes.c_uint32, seen: int, seconds: float = SLICE_S) -> None:
+        """Sleep until a word of another member may differ from ``seen``, this member is interrupted, or the seconds are
+        over. Local.
+        """
+        self._watched = word
+        if self.error is None:
+            futex_wait(word, seen, seconds)
+        self._watched = None
+
     def gone(self, rank: int) -> PeerLost:
         """Return the error for a member that has left."""
         return PeerLost(
