@@ -14,12 +14,17 @@ from unisono.core.cadence import CheckpointReport
 from unisono.core.events import Seconds
 from unisono.core.waits import NOBODY, UNTOLD
 
-__all__ = ["NOT_COMPARED", "PARTS", "TELEMETRY_BYTES", "UNKNOWN", "StepTelemetry", "StepTimes"]
+__all__ = ["NOT_COMPARED", "PARTS", "TELEMETRY_BYTES", "UNKNOWN", "StepTelemetry", "StepTimes", "in_microseconds"]
 
 NOT_COMPARED: Final = -1
 
 PARTS: Final = Seconds.__struct_fields__
 """Names of the parts of a step's wall time."""
+
+
+def in_microseconds(seconds: float) -> float:
+    """Return seconds, rounded to microseconds, where they are measured: what keeps or shows them has less to write."""
+    return round(seconds, 6)
 
 
 class StepTimes(msgspec.Struct, frozen=True):

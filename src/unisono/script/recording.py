@@ -54,8 +54,6 @@ __all__ = ["OUTSIDE", "Recorder", "Role", "Unwatched"]
 NUM_REPEATED: Final = 64
 """More than those that rank 0 sends together (`unisono.cluster.worker.connection.MOST_STEPS`) and those that are on
 their way."""
-DIGITS: Final = 6
-"""Of the seconds in an event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +172,8 @@ class Recorder:
             **{**msgspec.structs.asdict(result), "time": self._now()},
             num_steps=num_steps,
             generation=role.generation,
-            seconds=_rounded(seconds),
-            means=_rounded(msgspec.structs.asdict(mean_seconds([each.last for each in telemetry.values()]))),
+            seconds=Seconds(**seconds),
+            means=mean_seconds([each.last for each in telemetry.values()]),
             workers={worker_id: _times(each, ids) for worker_id, each in telemetry.items()},
             logs=logs,
             sent_bytes=sent_bytes,
@@ -355,10 +353,6 @@ def _check(sink: object, what: str) -> None:
         raise UsageError(f"{what} takes objects with emit(event) and close(); got {sink!r}")
 
 
-def _rounded(seconds: Mapping[str, float]) -> Seconds:
-    return Seconds(**{part: round(value, DIGITS) for part, value in seconds.items()})
-
-
 def _times(telemetry: StepTelemetry, worker_ids: Sequence[str]) -> WorkerTimes:
     """Return the times of one worker for an event.
 
@@ -368,11 +362,11 @@ def _times(telemetry: StepTelemetry, worker_ids: Sequence[str]) -> WorkerTimes:
     measured = telemetry.times
     return WorkerTimes(
         leaves=telemetry.leaves,
-        data=round(telemetry.data_s, DIGITS),
-        compute=round(telemetry.compute_s, DIGITS),
-        last=_rounded(msgspec.structs.asdict(telemetry.last)),
+        data=telemetry.data_s,
+        compute=telemetry.compute_s,
+        last=telemetry.last,
         waits_for=_name(measured.waits_for, worker_ids),
-        waits_s=round(measured.waits_s, DIGITS),
+        waits_s=measured.waits_s,
         page_faults=measured.page_faults,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from unisono.core.telemetry import PARTS, UNKNOWN, StepTimes
+from unisono.core.telemetry import PARTS, UNKNOWN, StepTimes, in_microseconds
 from unisono.core.waits import NOBODY, Wait
 
 __all__ = ["Clock"]
@@ -73,13 +73,14 @@ class Clock:
         self.parts[target] += seconds
 
     def reset(self) -> dict[str, float]:
-        """Return the parts since the last reset."""
+        """Return the parts since the last reset, in whole microseconds."""
         self.switch(self._now)
         faults = _page_faults()
         waits_for = max(self._waits, key=self._waits.__getitem__, default=NOBODY)
-        self.times = StepTimes(waits_for, self._waits.get(waits_for, 0.0), faults - self._faults)
+        self.times = StepTimes(waits_for, in_microseconds(self._waits.get(waits_for, 0.0)), faults - self._faults)
         self.generation, self._waits, self._faults = self._waited_in, {}, faults
-        self.last, self.parts = self.parts, dict.fromkeys(PARTS, 0.0)
+        self.last = {part: in_microseconds(seconds) for part, seconds in self.parts.items()}
+        self.parts = dict.fromkeys(PARTS, 0.0)
         return self.last
 
 

@@ -18,7 +18,7 @@ from unisono.core.events import Seconds
 from unisono.core.plan import Plan
 from unisono.core.rehearsals import Twice, is_compared
 from unisono.core.routes import Ranges, Route, rows_for
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import StepTelemetry, in_microseconds
 from unisono.core.tree import Node
 from unisono.core.waits import Wait
 from unisono.core.words import NAMES_THE_LINE
@@ -621,8 +621,8 @@ class GradientRound:
         team = self._members.team
         return StepTelemetry(
             leaves=self.num_computed,
-            data_s=now["data"] - before["data"],
-            compute_s=now["compute"] - before["compute"],
+            data_s=in_microseconds(now["data"] - before["data"]),
+            compute_s=in_microseconds(now["compute"] - before["compute"]),
             last=Seconds(**last),
             times=self._clock.times if self._clock.generation == team.generation else self._clock.times.of_workers(),
             new_sums=self._new_sums,

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from unisono.core.events import Interruption, MachineUsed, Seconds
+from unisono.core.telemetry import in_microseconds
 
 __all__ = [
     "CURVE_POINTS",
@@ -147,9 +148,9 @@ def efficiency(computing_s: float, total_s: float) -> float | None:
 
 
 def mean_seconds(told: Sequence[Seconds]) -> Seconds:
-    """Return the mean of each part; all 0 where there is nothing to take it of."""
+    """Return the mean of each part, in whole microseconds; all 0 where there is nothing to take it of."""
     columns = zip(*map(msgspec.structs.astuple, told), strict=True)
-    means = (math.fsum(column) / len(told) for column in columns)
+    means = (in_microseconds(math.fsum(column) / len(told)) for column in columns)
     return Seconds(**dict(zip(Seconds.__struct_fields__, means, strict=False)))
 
 

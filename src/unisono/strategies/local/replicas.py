@@ -34,7 +34,7 @@ from unisono.core.holdings import Holders, computed, copied, handed_over, holder
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
 from unisono.core.rehearsals import Twice
-from unisono.core.telemetry import StepTelemetry
+from unisono.core.telemetry import StepTelemetry, in_microseconds
 from unisono.core.tree import Node, leaf, parent, sibling
 from unisono.core.words import NAMES_THE_LINE, listed
 from unisono.engine.exchange import Share
@@ -369,7 +369,7 @@ class ReplicaRound:
         team = self._members.team
         return StepTelemetry(
             leaves=self.num_computed,
-            compute_s=self._seconds,
+            compute_s=in_microseconds(self._seconds),
             last=Seconds(**self._clock.last),
             times=self._clock.times if self._clock.generation == team.generation else self._clock.times.of_workers(),
         )
