@@ -193,7 +193,7 @@ class Bench:
         versions = counts.get("HeadSnapshot", (0, 0))
         figures["versions"] = versions[0] / 2  # two of the three heirs are simulated
         figures["events_mb_s"] = counts.get("Happened", (0, 0))[1] / 1e6 / options.seconds
-        await self._lose(pid, "loss", "kill_worker", f"w{options.workers // 2}", lost=1)
+        await self._lose(pid, "loss", "kill_worker", options.agents // 2, lost=1)
         await self._lose(pid, "machine_loss", "kill_agent", options.agents - 1, lost=options.workers // options.agents)
         versions = (await self._counts())["HeadSnapshot"]
         figures["version_kb"] = versions[1] / versions[0] / 1e3

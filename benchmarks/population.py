@@ -394,11 +394,16 @@ class Population:
             await asyncio.sleep(TICK_S)
         return max((worker.welcome_at for worker in living), default=0.0)
 
-    async def kill_worker(self, worker_id: str) -> float:
-        """End a worker, if it is one of these, as its agent sees it; returns the time (0.0: of another population)."""
-        worker = self._workers.pop(worker_id, None)
-        if worker is None:
+    async def kill_worker(self, index: int) -> float:
+        """End a worker of an agent, as the agent sees it; returns the time (0.0: of another population).
+
+        The head names workers in the order in which agents happen to connect, so a name does not say whose a worker is.
+        """
+        agent = self._agents.get(index)
+        if agent is None:
             return 0.0
+        worker_id = next(name for name in agent.workers if name in self._workers)
+        worker = self._workers.pop(worker_id)
         now = time.monotonic()
         worker.agent.line.send(WorkerExit(worker_id=worker_id, exit_code=-9))
         worker.line.close()

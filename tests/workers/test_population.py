@@ -109,7 +109,7 @@ def test_a_run_of_many_workers_sends_each_of_them_what_it_needs_and_no_more() ->
             assert counts["Happened"] <= 2 * MAX_HEIRS, "what happens, and what machines use, to few agents"
             assert counts["HeadSnapshot"] <= 3 * (MAX_HEIRS - 1), "the members hold the generation; a step is done"
 
-            await found.ask("kill_worker", "w20")
+            await found.ask("kill_worker", AGENTS // 2)
             await found.all_hear(WORKERS - 1)
             counts = await found.counts()
             assert counts["Notice"] == WORKERS - 1
