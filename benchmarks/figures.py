@@ -280,9 +280,7 @@ def draw(name: str, given: Mapping[str, float] | None = None) -> str:
     from matplotlib import pyplot
 
     one, height, title = FIGURES[name]
-    look: dict[str, Any] = dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-    )
+    look: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
     look |= {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 10.5}
     look |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "axes.axisbelow": True}
     with mpl.rc_context(look):

@@ -264,7 +264,10 @@ def measure(name: str, size: Size, folder: Path) -> dict[str, Any]:
         "runs": told.get("runs", []),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(compact(result), encoding="utf-8")
+    text = compact(result)
+    for path in (scratch, ROOT):  # of this machine, and of no use to a reader
+        text = text.replace(f"{path}/", "")
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
     return result
 
 
