@@ -111,11 +111,22 @@ def _intervals(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
     _one(axes, names)
 
 
+LOST: Final = {
+    "lost_ms.unisono": "Unisono: all the time lost, mean",
+    "lost_ms.torchft_tuned": "torchft, deadlines of 1 s: all the time lost, mean",
+    "lost_ms.torchft": "torchft, deadlines of 5 s: all the time lost, mean",
+    "lost_ms.torchrun": "torchrun, a snapshot every 50 steps: all the time lost, mean",
+}
+"""By figure of `benchmarks.recovery`: its name in the table of the documentation."""
+
+
 def recovery(axes: Axes, given: Mapping[str, float] | None = None) -> None:
     """Time lost by the death of a worker."""
     if given is None:
-        rows = table("benchmarks.md", "figure", "time")
-        given = {row["figure"]: numbers(row["time"])[0] for row in rows if row["figure"].startswith("lost_ms.")}
+        found = {
+            row["one of four workers"]: row["time"] for row in table("benchmarks.md", "one of four workers", "time")
+        }
+        given = {name: numbers(found[words])[0] for name, words in LOST.items()}
     names = {"unisono": "Unisono", "torchft_tuned": "torchft, short deadlines", "torchft": "torchft",
              "torchrun": "torchrun, snapshot\nevery 50 steps"}  # fmt: skip
     shown = [(words, given[f"lost_ms.{name}"] / 1e3) for name, words in names.items() if f"lost_ms.{name}" in given]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.figures import LOST
 from benchmarks.night import BENCHMARKS, RESULTS, newest
 from benchmarks.report import ROOT, Interval, median_interval
 
@@ -189,10 +190,19 @@ def others(results: Results) -> str:
 # -- losses and unequal workers ----------------------------------------------------------------------------
 
 
+RECOVERY: Final = {
+    "recover_ms.median": "Unisono: delay beyond the lost worker's own micro-batches, median",
+    "recover_ms.worst": "Unisono: the longest of these delays",
+    **LOST,
+    "admit_ms.median": "Unisono: members wait so long when a replacement is admitted, median",
+}
+
+
 def recovery(results: Results) -> str:
-    found = of(results, "recovery")
-    names = [name for name in found["figures"] if name.startswith(("recover_ms.", "lost_ms.", "admit_ms."))]
-    return markdown(("figure", "time"), [[f"`{name}`", f"{found['figures'][name]:,.0f} ms"] for name in names])
+    figures = of(results, "recovery")["figures"]
+    return markdown(
+        ("one of four workers", "time"), [[words, f"{figures[name]:,.0f} ms"] for name, words in RECOVERY.items()]
+    )
 
 
 UNEVEN: Final = {
@@ -371,7 +381,12 @@ def model_parallel(results: Results) -> str:
         ]
         for side, times in run["step_ms"].items()
     ]
-    return markdown(("", "peak, MiB", formula, "MB sent per step by one process, at most", "step (95%)"), rows)
+    shape = (
+        "A transformer of width {width} and depth {depth}, "
+        "{microbatches} micro-batches of {microbatch_size} x {length} tokens:"
+    )
+    table = markdown(("", "peak, MiB", formula, "MB sent per step by one process, at most", "step (95%)"), rows)
+    return f"{shape.format_map(run['shape'])}\n\n{table}"
 
 
 # -- data, checkpoints, forecasts, many workers ------------------------------------------------------------
