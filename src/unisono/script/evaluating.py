@@ -109,8 +109,28 @@ class Evaluations:
         self._course.evaluated(self._course.num_steps, {}, logs=found)
         policy = keeper.policy
         if is_new and place.step is None and policy is not None and policy.keep_best in found:
-            keeper.saver.request()  # the checkpoint of this step was written without the figure
-            keeper.save_together(place.rounds)
+            self._save(place)  # the checkpoint of this step was written without the figure
+
+    def save(self, place: CallPlace) -> None:
+        """Write a checkpoint after a training loop. Collective.
+
+        It knows of this call: a script that resumes from it repeats the code up to here, and has its state then.
+        """
+        is_new = False
+
+        def note() -> bool:
+            nonlocal is_new
+            is_new = not place.is_skipped
+            return True
+
+        drive(self._talk.once(place, "run.save", lambda: at_once(note)), lambda nothing: None)
+        if is_new:
+            self._save(place)
+
+    def _save(self, place: CallPlace) -> None:
+        keeper = self._course.keeper
+        keeper.saver.request()
+        keeper.save_together(place.rounds)
 
     def add_to_total(self, name: str, value: float | Tensor) -> None:
         """Add to a `RunTotal`, in the loop that the script is in. Local."""

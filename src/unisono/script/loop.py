@@ -122,6 +122,7 @@ class TrainingLoop:
         self._base = 0  # steps of the run before this loop
         self._clock = Clock()  # of `run`: the time before it belongs to no step
         self._folder: GradientFolder | None = None
+        self._has_left = False
         self._unused = UnusedGradients(self._tracked)
 
     @property
@@ -133,12 +134,13 @@ class TrainingLoop:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def run(self, phase: int, first: int, make_fetcher: MakeFetcher) -> Iterator[Iteration]:
+    def run(self, phase: int, first: int, make_fetcher: MakeFetcher, *, is_left: bool = False) -> Iterator[Iteration]:
         """Yield the steps from ``first`` on. Collective.
 
         Args:
             phase: number of this loop among those of the run.
             make_fetcher: makes what fetches the data; gets what will probably be needed next.
+            is_left: the run has left this loop before ``first``, and has saved its state behind it.
         """
         rounds, team = self._rounds, self._rounds.team
         check_begun(
@@ -196,7 +198,8 @@ class TrainingLoop:
                 taken_backward(self._microbatch, self._trained, self._take_backward),
                 shared_updates(rounds, self._tracked, self._clock),
             ):
-                for number in range(first, self.num_steps + self.strategy.num_more):
+                end = first if is_left else max(first, self.num_steps + self.strategy.num_more)
+                for number in range(first, end):
                     at_step(self._base + number)
                     self._move_to(number)
                     team.in_loop((phase, self._base + number))
@@ -218,11 +221,12 @@ class TrainingLoop:
                     self._process.check("run.steps")
                     check_unchanged(at_begin, f"step {self.step.number}")
                     self._end_step(self.step)
-            self._move_to(end := max(first, self.num_steps + self.strategy.num_more))
+            self._move_to(end)
             if self.step is not None:
                 with self.apart():
                     self._planned.before_step(end, rounds)
-            self._keeper.end_loop(rounds)
+            if not is_left:
+                self._keeper.end_loop(rounds)
             self.step = None
             team.in_loop(None)
         finally:
@@ -238,11 +242,15 @@ class TrainingLoop:
                 self._folder = None
 
     def leave(self) -> None:
-        """End the last step, if its inner loop has begun: the script has left the loop, perhaps by ``break``.
+        """End the last step, if its inner loop has begun: the script has left the loop, perhaps by ``break``. Does
+        nothing the second time.
 
         Raises:
             StepError: the step has no gradient.
         """
+        if self._has_left:
+            return
+        self._has_left = True
         step = self.step
         if step is not None and (self.is_open or step.has_begun):
             self._end_step(step)

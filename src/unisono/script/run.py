@@ -253,7 +253,7 @@ class Run:
                 audits=audits,
                 profiling=profiling,
             )
-            self._training = Training(self._course, self._process, self._arithmetic, self.device)
+            self._training = Training(self._course, self._talk, self._process, self._arithmetic, self.device)
             self._evaluations = Evaluations(
                 self._course, self._training, self._talk, seed=self.seed, device=self.device, patience_s=patience_s
             )
@@ -716,13 +716,12 @@ class Run:
         self._course.check_not_in_batches("run.save was called")
         if self.directory is None:
             raise UsageError("run.save needs the directory of the run: unisono.Run(directory), or --run-dir")
-        if not self._course.has_joined:
-            if self.is_catching_up:
-                return  # the run is past this place
+        if not self.has_begun:
             raise UsageError("run.save writes the state of a training; call it inside run.steps, or after it")
-        self._keeper.saver.request()
-        if not self._training.is_open:
-            self._keeper.save_together(self._rounds)
+        if self._training.is_open:
+            self._keeper.saver.request()
+        else:
+            self._evaluations.save(self._training.place("run.save"))
 
     def play(self, make: Callable[[Rounds], Round]) -> Round:
         """Take part in a round of a kind of one's own, between two steps. Collective.

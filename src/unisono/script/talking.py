@@ -100,6 +100,10 @@ class _Log:
             )
         return result
 
+    def num_after(self, phases: int) -> int:
+        """Return how many calls were made when so many loops had begun."""
+        return len(self._results.get(phases, []))
+
     def add(self, call: _Call, result: bytes) -> None:
         self._results.setdefault(call.place.phases, []).append((call.kind, result))
 
@@ -128,6 +132,28 @@ class Talk:
         self._num_here = 0
         self._num_early = 0
         self._is_in_block = False
+        self._then: Callable[[], None] | None = None
+
+    def repeats(self, phases: int) -> bool:
+        """Return whether the run has made calls after the last of so many loops. Local."""
+        return self._log.num_after(phases) > 0
+
+    def when_repeated(self, then: Callable[[], None]) -> None:
+        """Call this once, when the script has repeated the last of the calls that the run has made. Local."""
+        self._then = then
+
+    def check_repeated(self) -> None:
+        """Check, where the next loop begins, that the script has repeated these calls.
+
+        Raises:
+            StepError: it has not.
+        """
+        if self._then is not None:
+            raise StepError(
+                "the run resumed from a checkpoint that was written after a training loop (by run.save, or by run.log "
+                "with the figure of keep_best), and this script did not come to that call before its next run.steps: a "
+                "script that resumes from a checkpoint must make the same calls"
+            )
 
     def barrier(self, place: CallPlace) -> None:
         self._say(self._call("run.barrier", place), bytes)
@@ -154,7 +180,7 @@ class Talk:
         try:
             if place.is_early:
                 yield from self._early_block(call)
-            elif place.is_skipped or (place.step is None and self._log.find(call) is not None):
+            elif place.is_skipped or (place.step is None and self._known(call) is not None):
                 self._find(call)
                 yield False
             else:
@@ -186,7 +212,7 @@ class Talk:
         call = self._call(kind, place)
         if place.is_early or place.step is not None:
             return (yield from make())
-        if (known := self._log.find(call)) is not None:
+        if (known := self._known(call)) is not None:
             found: T = from_bytes(known)
             return found
         result = yield from make()
@@ -214,12 +240,20 @@ class Talk:
         place = call.place
         if place.is_early:
             return self._say_early(call, value())
-        if place.step is None and (place.is_skipped or self._log.find(call) is not None):
+        if place.step is None and (place.is_skipped or self._known(call) is not None):
             return self._find(call)
         round_ = TalkRound(place.rounds, call.title, value)
         for _ in place.rounds.play(round_):
             pass
         return self._keep(call, round_.values[:num_kept])
+
+    def _known(self, call: _Call) -> bytes | None:
+        """Return the result of a call that the run has made before; None: this is the first time."""
+        known = self._log.find(call)
+        if self._then is not None and call.number + 1 >= self._log.num_after(call.place.phases):
+            then, self._then = self._then, None
+            then()
+        return known
 
     def _find(self, call: _Call) -> list[bytes]:
         """Return the result of a call that the run has made before."""

@@ -29,7 +29,7 @@ from unisono.script.course import Course
 from unisono.script.evaluator import Visiting
 from unisono.script.loop import Summing, TrainingLoop
 from unisono.script.schedule import Asked, Schedule
-from unisono.script.talking import CallPlace
+from unisono.script.talking import CallPlace, Talk
 from unisono.system.process import Process
 
 __all__ = ["Length", "Training"]
@@ -93,7 +93,9 @@ class Training:
         device: of this worker.
     """
 
-    def __init__(self, course: Course, process: Process, arithmetic: Arithmetic, device: torch.device) -> None:
+    def __init__(
+        self, course: Course, talk: Talk, process: Process, arithmetic: Arithmetic, device: torch.device
+    ) -> None:
         self.loop: TrainingLoop | None = None
         self.phases = 0
         self.asked = Asked(members.spec().run.settings.without)
@@ -102,6 +104,7 @@ class Training:
         self._keeper = course.keeper
         self._process = process
         self._course = course
+        self._talk = talk
         self._arithmetic = arithmetic
         self._device = device
         self.visiting = course.inspector if isinstance(course.inspector, Visiting) else None
@@ -186,6 +189,8 @@ class Training:
             if not self.loop.is_in_microbatch():
                 where = "`for step in round`, where each worker is at another replica"
             raise UsageError(f"{what} was called inside {where}: call it after that loop")
+        if self.loop is not None and not self.loop.is_open:
+            self.loop.leave()  # by `break`: what is called now comes after its last step
         return CallPlace(
             rounds=self._rounds,
             phases=self.phases,
@@ -221,11 +226,16 @@ class Training:
             if self._course.has_joined:
                 rounds.team.leaving(rounds.position.phase, rounds.position.number, goes_on=True)
         phase, self.phases = self.phases, self.phases + 1
+        was_in = self._course.has_joined
         first = self._join(phase, loop, first_step)
         if first is not None:
             self.loop, self._course.num_more = loop, more
+            # The state was saved behind this loop. What the script changes until it comes there again, it has changed.
+            is_left = not was_in and self._talk.repeats(self.phases)
+            if is_left:
+                self._talk.when_repeated(self._admission.keep())
             try:
-                yield from loop.run(phase, first, make_fetcher)
+                yield from loop.run(phase, first, make_fetcher, is_left=is_left)
             except GeneratorExit:  # the script has left the loop by `break`
                 if self.phases == phase + 1:
                     seed_at(loop.cursor.seed, "after loop", phase)
@@ -238,6 +248,7 @@ class Training:
         rounds, keeper = self._rounds, self._keeper
         recipe = keeper.recipe(loop.recipe, loop.num_steps)
         if self._course.has_joined:
+            self._talk.check_repeated()
             rounds.enter_phase(recipe, msgspec.structs.replace(rounds.position, phase=phase, step=0))
             keeper.enter_phase(loop.recipe)
             return 0

@@ -112,6 +112,23 @@ class Admission:
                 self._state = _Fresh()
         return self._arrive(self._state, phase, recipe)
 
+    def keep(self) -> Callable[[], None]:
+        """Copy what this member holds of the state, and return what loads it once more. Both are local."""
+        tracked = self._tracked
+        packed = pack_held(tracked.whole_state(), "tracked")
+        kept = [one if one.is_meta else one.to("cpu", copy=True) for one in packed.tensors]
+        apart = set(tracked.apart_in(packed.paths) if tracked.is_spread else ())
+        common = [one.to("meta") if number in apart else one for number, one in enumerate(kept)]
+
+        def load() -> None:
+            tracked.load(unpack(packed.skeleton, common))
+            if apart:
+                whole = unpack(packed.skeleton, kept)
+                for (kind, name), part in tracked.spread.items():
+                    part.load_shares(whole[kind][name], part.plan(places(self._team)))
+
+        return load
+
     def _meet(self, phase: int) -> list[Report]:
         own = msgspec.structs.replace(self._rounds.report(), fresh=True)
         if isinstance(self._state, _BeginsLater):  # this member is in the generation already
