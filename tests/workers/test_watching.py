@@ -180,6 +180,25 @@ def test_a_run_ends_although_nobody_reads_its_terminal(
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.usefixtures("nursery")
+def test_a_run_in_a_terminal_ends_with_its_summary(terminal: Pty, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "unisono", "run", SCRIPT, "-n", "2", "--run-dir", tmp_path / "run"],
+        stdin=subprocess.DEVNULL,
+        stdout=terminal.theirs,
+        stderr=terminal.theirs,
+        start_new_session=True,
+    )
+    try:
+        shown = terminal.until("finished: ")
+        assert process.wait(WAIT_S) == 0
+        os.close(terminal.theirs)
+        assert "no more events" not in shown + terminal.rest()
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("colours", [True, False])
 def test_a_run_in_a_terminal_shows_no_character_of_its_workers_that_a_terminal_obeys(
     terminal: Pty, monkeypatch: pytest.MonkeyPatch, colours: bool

@@ -31,7 +31,8 @@ def main() -> None:
     data = TensorDataset(torch.randn(54, 12, generator=draw), torch.randint(0, 4, (54,), generator=draw))
     model = nn.Sequential(nn.Linear(12, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.2), nn.Linear(33, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    run.track(model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
     train_loader, test_loader = DataLoader(data, batch_size=24, shuffle=True), DataLoader(data, batch_size=7)
     for epoch in range(arguments.epochs):
         for step in run.steps(train_loader, microbatches=8):
@@ -46,6 +47,7 @@ def main() -> None:
             right += (scores.argmax(1) == y).sum()
         loss /= len(data)
         print(f"epoch {epoch}: loss {loss:.9f}, {right} right")
+        scheduler.step()  # before the call that saves: a script that resumes from there has done so
         run.log({"val/loss": loss})
 
 

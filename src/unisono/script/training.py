@@ -228,6 +228,9 @@ class Training:
         phase, self.phases = self.phases, self.phases + 1
         was_in = self._course.has_joined
         first = self._join(phase, loop, first_step)
+        if first != 0:  # what is skipped was done: torch warns of a scheduler whose optimizer has made no step
+            for optimizer in rounds.tracked.optimizers.values():
+                optimizer._opt_called = True  # type: ignore[attr-defined]
         if first is not None:
             self.loop, self._course.num_more = loop, more
             # The state was saved behind this loop. What the script changes until it comes there again, it has changed.

@@ -102,8 +102,8 @@ class Screen:
             self._is_closing = True
             thread = self._wake()
         thread.join(CLOSE_S)
-        if self._before is not None:
-            signal.signal(signal.SIGCONT, self._before)
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCONT, self._before)  # else the process is about to end, and the handler sets a flag
 
     # -- the thread ----------------------------------------------------------------------------------
 
