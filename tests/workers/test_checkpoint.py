@@ -1305,6 +1305,16 @@ def test_the_command_lists_verifies_and_exports(unisono: Unisono, tmp_path: Path
     assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
     assert unisono("checkpoints", "run", "export", "o.pt", "--name", "optimizer", "--step", "4").wait() == 0
     assert set(torch.load(tmp_path / "o.pt")) == {"state", "param_groups"}
+    losses = {
+        path.name: files.read_manifest(path).metrics["loss"] for path in files.complete(tmp_path / "run" / files.FOLDER)
+    }
+    for wanted, choose in (("loss", min), ("max:loss", max)):
+        found = unisono("checkpoints", "run", "--best", wanted)
+        assert found.wait() == 0
+        assert [line.split()[0] for line in found.out] == [choose(losses, key=losses.__getitem__)]
+    refused = unisono("checkpoints", "run", "export", "best.pt", "--best", "val/loss")
+    assert refused.wait() == 2
+    refused.line("no checkpoint has a figure 'val/loss'; there are: accuracy, loss")
     newest = files.complete(tmp_path / "run" / files.FOLDER)[-1]
     (newest / files.MANIFEST).unlink()
     verified = unisono("checkpoints", "run", "check")

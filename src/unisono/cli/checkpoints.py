@@ -10,6 +10,7 @@ import click
 
 from unisono.cli.respelled import respelled
 from unisono.cli.saying import say
+from unisono.core.cadence import best_step
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.core.words import count, shown_bytes, without_password
 from unisono.engine.checkpoint import copies
@@ -36,39 +37,54 @@ def _check_action(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.argument("action", callback=_check_action, default="list")
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--step", type=int, default=None, metavar="N", help="The checkpoint of this step. Default: the newest.")
+@click.option(
+    "--best",
+    default=None,
+    metavar="FIGURE",
+    help="The checkpoint with the smallest value of this figure; max:FIGURE: with the largest.",
+)
 @click.option("--name", default=None, help="export: which tracked object. Default: the model.")
-def checkpoints(place: str, action: str, file: Path | None, step: int | None, name: str | None) -> int:
+def checkpoints(
+    place: str, action: str, file: Path | None, step: int | None, best: str | None, name: str | None
+) -> int:
     """List the checkpoints of the run in DIR, check every byte of them, or write one's weights into a single file.
 
     \b
         unisono checkpoints runs/digits
         unisono checkpoints runs/digits check
         unisono checkpoints runs/digits export model.safetensors
+        unisono checkpoints runs/digits export best.safetensors --best max:val/accuracy
         unisono checkpoints runs/digits export optimizer.pt --name optimizer --step 500
 
     DIR may also be a place of copies (s3://bucket/runs/digits), for list and check.
     """
+    if step is not None and best is not None:
+        raise UsageError("--step and --best both name a checkpoint: give one of them")
     if is_copy(absolute(place)):
+        if best is not None:
+            raise UsageError("--best needs the directory of a run, and not a place of copies")
         if action == "export":
             raise UsageError("export needs the directory of a run; fetch a copy first: unisono run --resume URL")
         return _list_copies(absolute(place), step, check=action == "check")
     directory = Path(place)
-    found = _find(directory, step)
+    found = _find(directory, step, best)
     if action == "export":
         if file is None:
             raise UsageError("which file to export to? unisono checkpoints DIR export FILE.safetensors (or FILE.pt)")
-        _export(found[-1] if step is not None or len(found) == 1 else directory, file, name)
+        _export(directory if step is None and best is None and len(found) > 1 else found[-1], file, name)
         return 0
     if file is not None:
         raise UsageError(f"{action} takes no file, got {file}")
     return _list(found, check=action == "check")
 
 
-def _find(directory: Path, step: int | None) -> list[Path]:
+def _find(directory: Path, step: int | None, best: str | None) -> list[Path]:
     folder = files.find(directory)
     found = files.candidates(folder)
     if not found:
         raise CheckpointError(f"{folder} has no checkpoint yet")
+    if best is not None:
+        step = _best(found, best)
     if step is None:
         return found
     chosen = [path for path in found if path.name == files.step_name(step)]
@@ -76,6 +92,21 @@ def _find(directory: Path, step: int | None) -> list[Path]:
         steps = ", ".join(str(int(path.name[5:])) for path in found if path.name.startswith("step-"))
         raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are {steps}")
     return chosen
+
+
+def _best(found: list[Path], wanted: str) -> int:
+    """Return the step of the best checkpoint by a figure; ``max:FIGURE`` means the largest value."""
+    name = wanted.removeprefix("max:")
+    saved: dict[int, dict[str, float]] = {}
+    for path in found:
+        with contextlib.suppress(CheckpointError):  # a broken one is none
+            manifest = files.read_manifest(path)
+            saved[manifest.step] = manifest.metrics
+    step = best_step(saved, name, "min" if name == wanted else "max")
+    if step is None:
+        names = ", ".join(sorted({one for metrics in saved.values() for one in metrics})) or "none"
+        raise CheckpointError(f"no checkpoint has a figure {name!r}; there are: {names}")
+    return step
 
 
 def _list(found: list[Path], *, check: bool) -> int:

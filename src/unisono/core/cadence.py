@@ -47,6 +47,7 @@ __all__ = [
     "SnapshotDecision",
     "Status",
     "assign_parts",
+    "best_step",
     "choose_kept",
     "differences",
     "is_due",
@@ -245,12 +246,21 @@ def choose_kept(saved: Mapping[int, Mapping[str, float]], policy: Checkpoints, *
     if policy.keep_every is not None:
         kept |= {step for step in saved if step % policy.keep_every == 0}
     if policy.keep_best is not None:
-        sign = 1.0 if policy.best == "min" else -1.0
-        name = policy.keep_best
-        values = {step: sign * metrics[name] for step, metrics in saved.items() if name in metrics}
-        if values:
-            kept.add(min(values, key=lambda step: (values[step], step)))
+        best = best_step(saved, policy.keep_best, policy.best)
+        if best is not None:
+            kept.add(best)
     return kept
+
+
+def best_step(saved: Mapping[int, Mapping[str, float]], name: str, best: Literal["min", "max"]) -> int | None:
+    """Return the step with the best value of a figure, the first of several; None: no step has this figure.
+
+    Args:
+        saved: step -> metrics.
+    """
+    sign = 1.0 if best == "min" else -1.0
+    values = {step: sign * metrics[name] for step, metrics in saved.items() if name in metrics}
+    return min(values, key=lambda step: (values[step], step), default=None)
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
