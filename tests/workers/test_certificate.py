@@ -397,9 +397,9 @@ def train_between(directory: Path) -> None:
                 optimizer.step()
                 if number == 1 and step.index == 2:
                     break
+            scheduler.step()
             if number != 1:
                 run.save()
-            scheduler.step()
             run.evaluate(data, lambda batch: {"seen": len(batch[0])}, batch_size=8)
 
 

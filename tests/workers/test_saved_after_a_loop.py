@@ -32,8 +32,9 @@ def train(directory: Path, kind: str, *, cut: bool = False, saves: bool = True) 
         loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8, shuffle=True)
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-        scheduler = plateau if kind == "plateau" else torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        if kind == "plateau":
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
         counted = {"epochs": 0}
         run.track(model=model, optimizer=optimizer, scheduler=scheduler, counted=counted)
         for epoch in range(EPOCHS):

@@ -107,8 +107,7 @@ class Evaluations:
         keeper = self._course.keeper
         keeper.note(found)
         self._course.evaluated(self._course.num_steps, {}, logs=found)
-        policy = keeper.policy
-        if is_new and place.step is None and policy is not None and policy.keep_best in found:
+        if is_new and place.step is None and keeper.keep_best in found:
             self._save(place)  # the checkpoint of this step was written without the figure
 
     def save(self, place: CallPlace) -> None:

@@ -58,6 +58,7 @@ class Keeper(Reporter):
         resume: "auto": go on with what the directory holds, if anything; a path: with what is there; "": begin.
         anyway: parts of the recipe that may differ from the checkpoint's, by the script.
         also_anyway: the same, by the command line.
+        keep_best: the script's `Checkpoints.keep_best`, also where another policy holds.
         command: how ``unisono run`` was called (JSON); "": it was not.
         copies: where checkpoints are copied to, by the command line; empty: where the policy says.
 
@@ -72,6 +73,7 @@ class Keeper(Reporter):
         *,
         tracked: Tracked,
         policy: Checkpoints | None,
+        keep_best: str | None = None,
         resume: str,
         anyway: Collection[str],
         also_anyway: Collection[str],
@@ -86,7 +88,7 @@ class Keeper(Reporter):
             raise UsageError(f"{what} the directory of the run: unisono.Run(directory, ...), or --run-dir")
         if isinstance(anyway, str):
             raise UsageError(f"resume_anyway is a set of names, e.g. {{{anyway!r}}}, not a string")
-        self.policy = policy
+        self.policy, self.keep_best = policy, keep_best
         self.directory = directory
         self.inspector: Inspector | None = None
         self._inspected = -1

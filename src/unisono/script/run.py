@@ -168,6 +168,7 @@ class Run:
         chosen = settings.run_dir or directory
         self.directory = Path(chosen) if chosen is not None else None
         self._inspector = inspector_of(spec)
+        keep_best = checkpoint.keep_best if checkpoint is not None else None
         if self._inspector is not None:
             checkpoint, sinks, profile = None, (), None
         self.seed = seed
@@ -180,6 +181,7 @@ class Run:
             self.directory,
             tracked=self._tracked,
             policy=checkpoint,
+            keep_best=keep_best,
             resume=settings.resume or os.fspath(resume or ""),
             anyway=resume_anyway,
             also_anyway=settings.resume_anyway,
