@@ -66,7 +66,14 @@ class Setting:
 
 _SHARDED = ("unisono", "unisono shard 2", "unisono shard 1", "ddp zero", "fsdp2")
 _LATE = ("unisono delay 1", "unisono local", "unisono diloco", "torch local", "torchft local")
-_FEWER_BYTES = ("unisono bf16", "ddp bf16", "unisono local fresh", "unisono diloco int8")
+_FEWER_BYTES = (
+    "unisono bf16",
+    "ddp bf16",
+    "unisono shard 1 owners",
+    "ddp zero",
+    "unisono local fresh",
+    "unisono diloco int8",
+)
 
 SETTINGS = {
     "host": Setting(size=100, sides=_SHARDED),

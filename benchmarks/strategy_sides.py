@@ -111,18 +111,19 @@ class Task:
 # -- the library ---------------------------------------------------------------------------------------
 
 
-def with_steps(task: Task, watch: Watch, *, copies: int = 0, **options: Any) -> None:
+def with_steps(task: Task, watch: Watch, *, copies: int = 0, gradients: str = "worker", **options: Any) -> None:
     """``run.steps``.
 
     Args:
         copies: of each optimizer state; 0: one on each worker.
+        gradients: of `unisono.shard`.
         options: of ``run.steps``.
     """
     with unisono.Run(None, seed=1, balance=task.balance) as run:
         model = task.case.model()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
         if copies:
-            optimizer = unisono.shard(optimizer, copies=copies)
+            optimizer = unisono.shard(optimizer, copies=copies, gradients=gradients)  # type: ignore[arg-type]
         run.track(model=model, optimizer=optimizer)
         is_waited_for = True
         steps = run.steps(
@@ -312,6 +313,7 @@ SIDES: dict[str, Callable[[Task, Watch], None]] = {
     "unisono": with_steps,
     "unisono shard 2": _with_options(with_steps, copies=2),
     "unisono shard 1": _with_options(with_steps, copies=1),
+    "unisono shard 1 owners": _with_options(with_steps, copies=1, gradients="owners"),
     "unisono bf16": _with_options(with_steps, wire="bf16"),
     "unisono delay 1": _with_options(with_steps, delay=1),
     "unisono local": _with_options(with_local_steps, momentum=0.0),

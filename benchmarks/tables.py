@@ -290,6 +290,7 @@ SIDES: Final = {
     "unisono": "`run.steps`",
     "unisono shard 2": "`unisono.shard(copies=2)`",
     "unisono shard 1": "`unisono.shard(copies=1)`",
+    "unisono shard 1 owners": '`unisono.shard(copies=1, gradients="owners")`',
     "ddp zero": "DDP + ZeroRedundancyOptimizer",
     "fsdp2": "FSDP2",
     "unisono bf16": '`wire="bf16"`',
