@@ -636,6 +636,24 @@ def test_the_newest_the_best_and_every_nth_are_left(tmp_path: Path) -> None:
     assert files.read_manifest(tmp_path / files.FOLDER / files.step_name(4)).metrics["accuracy"] == 3.0
 
 
+def test_a_figure_of_run_log_belongs_to_the_checkpoint_of_its_step_only(tmp_path: Path) -> None:
+    """Also where the run was resumed from that checkpoint. The loss and what ``step.log`` gave are in all of them."""
+
+    def log(run: unisono.Run, step: unisono.Step) -> None:
+        if step.number in (3, 8, 13):
+            run.log({"val/x": float(step.number)})
+
+    for num_steps in (14, 18):
+        train(tmp_path, num_steps=num_steps, checkpoint=EVERY, resume="auto", wait=True, at_step=log)
+    metrics = {
+        step: files.read_manifest(tmp_path / files.FOLDER / files.step_name(step)).metrics for step in steps(tmp_path)
+    }
+    assert {step: each.get("val/x") for step, each in metrics.items()} == {
+        **dict.fromkeys(range(2, 19, 2)), 4: 3.0, 14: 13.0,
+    }  # fmt: skip
+    assert all({"loss", "accuracy"} <= each.keys() for each in metrics.values())
+
+
 def test_checkpoints_of_a_clock(tmp_path: Path) -> None:
     train(tmp_path, checkpoint=unisono.Checkpoints(every_seconds=1e-9, keep=10), wait=True)
     assert len(steps(tmp_path)) >= 3

@@ -160,7 +160,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     recipe: dict[str, Any]
     fingerprint: dict[str, str]
     metrics: dict[str, float]
-    """The newest logged numbers, by name, and the loss of the last step."""
+    """By name: the loss of the last step, the newest numbers of ``step.log``, and those of ``run.log`` of that step."""
     num_workers: int
     saved: float
     """When it was made, in seconds since 1970."""

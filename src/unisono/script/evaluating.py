@@ -105,8 +105,9 @@ class Evaluations:
         if place.is_skipped:
             return
         keeper = self._course.keeper
-        keeper.note(found)
-        self._course.evaluated(self._course.num_steps, {}, logs=found)
+        num_steps = self._course.num_steps
+        keeper.note_after(num_steps + (place.step is not None), found)  # the step that the script is in ends with them
+        self._course.evaluated(num_steps, {}, logs=found)
         if is_new and place.step is None and keeper.keep_best in found:
             self._save(place)  # the checkpoint of this step was written without the figure
 

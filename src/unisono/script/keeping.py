@@ -115,6 +115,9 @@ class Keeper(Reporter):
         self._process = Process()
         self.run_id, self._worker_id, self._is_alone = "", "", True
         self._metrics: dict[str, float] = {}
+        """The loss of the last step, and the newest figures of ``step.log``."""
+        self._figures: tuple[int, dict[str, float]] = (0, {})
+        """After how many steps of the run, and the figures that belong to the model of then and to no later one."""
         self._leaving = False
         self.left_by: SystemExit | None = None
         """What has ended the script after SIGTERM."""
@@ -170,7 +173,7 @@ class Keeper(Reporter):
         """
         team = rounds.team
         self._worker_id = team.worker_ids[team.rank]
-        self._metrics = dict(self._resumption.metrics)
+        self._metrics, self._figures = {}, (rounds.position.total, dict(self._resumption.metrics))
         self.journal.go_on_at(rounds.position.lines, lines)
         self._directory.enter(self.run_id)
         if not self._directory.is_seen:
@@ -239,8 +242,13 @@ class Keeper(Reporter):
         return self.saver.choose_publisher(team.worker_ids) == team.worker_ids[team.rank]
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Keep the logged numbers, for the next checkpoint."""
+        """Keep the numbers of a step, for the checkpoints until another step has others."""
         self._metrics |= metrics
+
+    def note_after(self, num_steps: int, figures: Mapping[str, float]) -> None:
+        """Keep figures of the model after so many steps of the run, for the checkpoint of that very moment."""
+        at, known = self._figures
+        self._figures = (num_steps, {**(known if at == num_steps else {}), **figures})
 
     # -- with every combine --------------------------------------------------------------------------
 
@@ -431,7 +439,9 @@ class Keeper(Reporter):
 
     def _moment(self, rounds: Rounds) -> Moment:
         team = rounds.team
-        return Moment(rounds.position, team.generation, team.worker_ids, self._metrics)
+        at, figures = self._figures
+        metrics = {**self._metrics, **figures} if at == rounds.position.total else self._metrics
+        return Moment(rounds.position, team.generation, team.worker_ids, metrics)
 
 
 def _may_write() -> bool:

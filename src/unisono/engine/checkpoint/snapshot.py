@@ -232,7 +232,7 @@ class Moment(NamedTuple):
     generation: int
     worker_ids: Sequence[str]
     metrics: Mapping[str, float]
-    """The newest logged numbers, by name."""
+    """As in `Manifest`."""
 
 
 class Camera:
