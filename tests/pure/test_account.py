@@ -212,7 +212,7 @@ def folded(*run_ids: str, events: list[Event] = TOLD) -> OverviewBuilder:
     """One run after the other in one directory."""
     builder = OverviewBuilder(run_ids[-1])
     for run_id in run_ids:
-        builder.go_on_as(run_id)
+        builder.go_on_as(run_id, 0.0)
         for event in events:
             builder.take(event)
     return builder
@@ -246,7 +246,7 @@ def test_a_run_that_was_killed_with_all_its_processes_has_no_end() -> None:
     builder = folded("r1", events=TOLD[:-1])
     assert builder.overview(T + 30).ended == 0.0
     assert builder.past().workers[0].gone == 0.0
-    builder.go_on_as("r2")
+    builder.go_on_as("r2", T + 12)
     assert builder.past().workers[0].gone == T + 9, "when the run was heard of last"
 
 

@@ -19,7 +19,17 @@ from hypothesis import strategies as st
 from tests.pure.test_journal import end, evaluation, run_with, step
 from tests.watch.long_run import make_long_run
 from unisono import cli
-from unisono.core.events import Interruption, Problem, Seconds, StepFinished, WorkerJoined, WorkerTimes
+from unisono.core.events import (
+    Interruption,
+    MembershipChanged,
+    Problem,
+    RunStarted,
+    Seconds,
+    StepFinished,
+    WorkerGone,
+    WorkerJoined,
+    WorkerTimes,
+)
 from unisono.record.chronicle import line_of
 from unisono.record.history import History
 from unisono.record.history import index as index_module
@@ -299,6 +309,45 @@ def test_a_run_that_was_resumed_from_a_checkpoint_is_seen_by_who_watches(tmp_pat
     overview = history.overview()
     assert (overview.step, overview.loss) == (2 * STEPS - 1, 2.0)
     assert max(point.high for point in overview.curve) == 2.0
+
+
+def test_of_a_run_that_was_killed_and_resumed_the_last_part_has_its_own_place_and_time(tmp_path: Path) -> None:
+    def came(worker_id: str, time: float, generation: int) -> WorkerJoined:
+        about = {"host": "a", "device": "cpu", "pid": 7, "step": 0, "reason": "the run begins"}
+        return WorkerJoined(time=time, worker_id=worker_id, generation=generation, **about)
+
+    def members(time: float, generation: int, *worker_ids: str) -> MembershipChanged:
+        return MembershipChanged(time=time, generation=generation, worker_ids=worker_ids)
+
+    def start(time: float, step: int) -> RunStarted:
+        return RunStarted(time=time, run_id="", directory="", step=step, recipe={})
+
+    killed = [came("w0", 1000.0, 2), came("w9", 1000.0, 2), members(1000.0, 2, "w0", "w9"), start(1001.0, 0)]
+    w1_gone = WorkerGone(time=9001.5, worker_id="w1", host="a", how="finished", reason="", step=-1)
+    resumed = [came("w0", 9000.0, 1), came("w1", 9000.0, 1), members(9000.0, 1, "w0", "w1"), w1_gone, start(9002.0, 8)]
+    steps = [step(number, time=(1010.0 if number < 8 else 9010.0) + number, loss=0.5) for number in range(12)]
+    write(tmp_path, [*steps, end(time=9030.0)])
+    lines = [line_of(each, run_id) for run_id, told in (("r1", killed), ("r2", resumed)) for each in told]
+    (tmp_path / EVENTS_FILE).write_text("".join(f"{line}\n" for line in lines))
+    history = History(tmp_path)
+    overview = history.overview()
+    assert (overview.started, overview.elapsed_s, overview.first, overview.step) == (9000.0, 30.0, 8, 11)
+    assert {worker.worker_id for worker in overview.workers} == {"w0", "w1"}
+    assert account(tmp_path).sentence.startswith("Finished 12 steps in 30.0 s (the last 4 steps)")
+    told = [(each.worker_id, each.step, each.why_joined, each.gone) for each in history.past().workers]
+    assert told == [
+        ("w0", 0, "the run begins", 1001.0),
+        ("w9", 0, "the run begins", 1001.0),
+        ("w0", 8, "the run continues", 9030.0),
+        ("w1", 8, "the run continues", 9001.5),
+    ]
+    shown = (
+        CliRunner().invoke(cli._group, ["watch", "--once", str(tmp_path)], standalone_mode=False).output.splitlines()
+    )
+    w0, w9, again, w1 = (line for line in shown if " on a came " in line)
+    assert all("at step 0 (the run begins); heard of last " in line for line in (w0, w9))
+    assert all("at step 8 (the run continues)" in line for line in (again, w1))
+    assert "after step" not in w1, "it went before a step"
 
 
 def test_the_story_stays_in_its_order_whatever_the_clocks_of_hosts_say(tmp_path: Path) -> None:

@@ -345,8 +345,13 @@ def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path, capsys: pytes
     assert seen.samples == sum(line["samples"] for line in read(tmp_path / "a") if line["kind"] == "step")
     assert compare(tmp_path / "a", tmp_path / "b").startswith("identical: 9 steps")
     assert "nothing is left to do" not in capsys.readouterr().err
-    train(tmp_path / "a", num_steps=9, checkpoint=EVERY, resume="auto")
-    assert "nothing is left to do: 9 of 9 steps are done" in capsys.readouterr().err
+    before = History(tmp_path / "a").overview()
+    for _ in range(2):
+        train(tmp_path / "a", num_steps=9, checkpoint=EVERY, resume="auto")
+        assert "nothing is left to do: 9 of 9 steps are done" in capsys.readouterr().err
+    after = History(tmp_path / "a").overview()
+    names = ("state", "step", "num_steps", "loss", "first", "started", "ended", "elapsed_s", "num_workers", "digests")
+    assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
 
 
 def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(

@@ -96,13 +96,15 @@ def _afterwards(folder: Path) -> dict[str, Any]:
     events = history.events(-EVENTS_SHOWN, EVENTS_SHOWN)["events"]
     if history.is_unreadable and not events:
         raise UsageError(f"the journal cannot be read: {'; '.join(notes)}")
-    past = history.past().of(status["run_id"])
+    past = history.past()
     return {
         "schema": rundir.STATUS_SCHEMA,
         **status,
         "machines": [msgspec.to_builtins(each) for each in past.machines],
         "past_workers": [msgspec.to_builtins(each) for each in past.workers],
-        "interruptions": [msgspec.to_builtins(each.measured) for each in past.interruptions if each.measured],
+        "interruptions": [
+            msgspec.to_builtins(each.measured) for each in past.of(status["run_id"]).interruptions if each.measured
+        ],
         "events": events,
         "notes": notes,
     }
@@ -198,8 +200,10 @@ def _past_workers(workers: list[dict[str, Any]]) -> list[str]:
         if joined:
             came = f"came {date(joined)} at step {worker['step']} ({worker.get('why_joined', '')})"
         if worker.get("how") and worker.get("gone"):
-            after, why = worker.get("last_step", -1), worker.get("why_gone", "")
-            went = f"; {worker['how']} {date(worker['gone'])} after step {after} ({why})"
+            after = f" after step {worker['last_step']}" if worker.get("last_step", -1) >= 0 else ""
+            went = f"; {worker['how']} {date(worker['gone'])}{after} ({worker.get('why_gone', '')})"
+        elif worker.get("gone"):
+            went = f"; heard of last {date(worker['gone'])}"
         lines.append(f"{worker['worker_id']} on {worker['host']} {came}{went}")
     return [*_more(workers, "worker"), *lines]
 

@@ -62,8 +62,8 @@ class Fold:
 
     def _take(self, event: Event, run_id: str) -> None:
         if run_id and run_id != self._run_id:
+            self._builder.go_on_as(run_id, event.time if self._run_id else 0.0)
             self._run_id = run_id
-            self._builder.go_on_as(run_id)
         self._builder.take(event)
 
     def _begin(self, facts: dict[str, Any]) -> None:

@@ -81,6 +81,8 @@ class OverviewBuilder:
     ) -> None:
         self._run_id, self._run_dir, self._script, self._started = run_id, run_dir, script, started
         self._last: StepFinished | None = None
+        self._done: tuple[StepFinished, int, float, float] | None = None
+        """Of an earlier run in the same directory: its last step, its first one, and from when to when it went."""
         self._first = -1
         """The first step since the workers have begun; -1: unknown."""
         self._before = -1
@@ -170,11 +172,21 @@ class OverviewBuilder:
             case LinesLost():
                 self._told.tell(event)
 
-    def go_on_as(self, run_id: str) -> None:
-        """Let the events from here on be those of another run in the same directory."""
+    def go_on_as(self, run_id: str, started: float) -> None:
+        """Let the events from here on be those of another run in the same directory.
+
+        Args:
+            started: when it began; 0: as is known.
+        """
         self._past.go_on_as(run_id)
         self._interruptions.clear()
         self._interrupted_s = 0.0
+        if self._last is not None:
+            ended = self._ended.time if self._ended is not None else self._last.time
+            self._done = (self._last, self._first, self._started, ended)
+        self._started, self._ended = started or self._started, None
+        self._generation, self._members = 0, ()
+        self._workers.clear()
 
     def past(self) -> Past:
         """Return who took part, and what interrupted the run."""
@@ -222,6 +234,9 @@ class OverviewBuilder:
                 time=known.time or event.time,
                 digests=event.digests or known.digests,
             )
+        elif event.ok and self._last is None and self._done is not None and self._done[0].step == self._before:
+            self._last, self._first, self._started, time = self._done  # nothing was left to do
+            self._ended = msgspec.structs.replace(event, time=time)
         else:
             self._ended = event
         self._told.replace(self._ended, "end")

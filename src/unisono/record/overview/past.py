@@ -150,6 +150,7 @@ class PastBuilder:
                 self._interrupt(event)
             case RunStarted():
                 self._interrupt(None)
+                self._begin(event.step)
             case RunEnded():
                 self._interrupt(None)
                 self._end(event.time)
@@ -191,6 +192,12 @@ class PastBuilder:
         )
         self._remember(event.worker_id, worker)
         self._workers.append(worker)
+
+    def _begin(self, step: int) -> None:
+        """Note where the run begins, which nobody knew when its first workers came."""
+        for each in self._newest.values():
+            if isinstance(each, Presence) and each.joined and each.step < step and each.last_step < 0:
+                each.step, each.why_joined = step, "the run continues"
 
     def _go(self, event: WorkerGone) -> None:
         worker = self._newest.get(event.worker_id)

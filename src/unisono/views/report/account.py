@@ -75,11 +75,19 @@ class Account:
     """Certificate, as rows."""
 
     @property
+    def took(self) -> str:
+        """How long the run took, or its part since it was resumed; "": nobody knows."""
+        found = self.overview
+        last = found.step + 1 - found.first if found.first else 0
+        of = f" (the last {count(last, found.unit)})" if last > 0 else ""
+        return f"{duration(found.elapsed_s)}{of}" if found.elapsed_s else ""
+
+    @property
     def sentence(self) -> str:
         """How the run went, in one sentence."""
         found = self.overview
         steps = count(found.step + 1, found.unit)
-        took = f" in {duration(found.elapsed_s)}" if found.elapsed_s else ""
+        took = f" in {self.took}" if self.took else ""
         on = f" on {count(found.num_workers, 'worker')}" if found.num_workers else ""
         match found.state:
             case "finished":

@@ -103,8 +103,8 @@ def _result(account: Account) -> str:
     rows += [(name, _number(value)) for name, value in list(found.logs.items())[:MOST_METRICS]]
     if found.started:
         rows.append(("Began", date(found.started)))
-    if account.overview.elapsed_s:
-        rows.append(("Took", duration(account.overview.elapsed_s)))
+    if account.took:
+        rows.append(("Took", account.took))
     if account.overview.efficiency is not None:
         rows.append(("Efficiency", f"{account.overview.efficiency:.0%} of the workers' time was spent computing"))
     lost = [each.seconds for each in account.interruptions if each.seconds is not None]
@@ -146,7 +146,7 @@ def _comparison(accounts: Sequence[Account]) -> str:
         values = [each.overview.evaluation.get(name) for each in accounts]
         rows.append((f"Evaluation: {name}", ["" if value is None else _number(value) for value in values]))
     rows += [
-        ("Took", [duration(each.overview.elapsed_s) for each in accounts]),
+        ("Took", [each.took for each in accounts]),
         ("Samples per second", [_number(_mean(each, "samples_per_s")) for each in accounts]),
         ("Workers", [str(each.overview.num_workers or "") for each in accounts]),
         ("Efficiency", [_share(each.overview.efficiency) for each in accounts]),
@@ -209,9 +209,8 @@ def _interruptions(account: Account) -> str:
     if not found:
         return "<p>None: no worker came or went between the first step and the last.</p>"
     known = [each.seconds for each in found if each.seconds is not None]
-    part = (
-        f" ({sum(known) / account.overview.elapsed_s:.1%} of the run)" if known and account.overview.elapsed_s else ""
-    )
+    whole = account.overview.elapsed_s if not account.overview.first else 0.0  # else it is that of the last part only
+    part = f" ({sum(known) / whole:.1%} of the run)" if known and whole else ""
     words = (
         f"<p>{count(len(found), 'interruption')}; together they made the run {duration(sum(known))} longer{part}.</p>"
     )

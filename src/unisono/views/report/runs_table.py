@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from unisono.core.words import duration
 from unisono.record.journal import Difference, compare
 from unisono.record.journal.lines import is_number
 from unisono.record.problems.evidence import redacted
@@ -131,7 +130,7 @@ def _figures(account: Account) -> list[str]:
         f"{found.step + 1:,}{of}",
         f"{found.loss:.6g}" if found.loss is not None else found.loss_is,
         f"{min(lows):.6g}" if lows else "",
-        duration(found.elapsed_s) if found.elapsed_s else "",
+        account.took,
         str(found.num_workers or ""),
     ]
 
