@@ -496,7 +496,8 @@ def test_runs_that_have_not_ended(tmp_path: Path) -> None:
         ),
         (
             [step(0), step(1), step(2), end(digests={"model": "5f3b"})],
-            "the end is the first to differ: digests is {{'model': '5f3a'}} in {a}, {{'model': '5f3b'}} in {b}",
+            "all steps are equal, the final state differs: digests is {{'model': '5f3a'}} in {a}, "
+            "{{'model': '5f3b'}} in {b}",
         ),
         (
             [step(0), step(1), step(2), end(ok=False)],

@@ -31,11 +31,12 @@ def run_in(
     other_from: int = 12,
     recipe: dict[str, Any] | None = None,
 ) -> Path:
-    """A run: the recorded one, with other arguments, and with other bits from a step on."""
+    """A run: the recorded one, with other arguments, and with other bits from a step on; begun in a way of its own."""
     shutil.copytree(RECORDED, folder)
     facts = json.loads((folder / "run.json").read_text())
     facts["command"]["arguments"] = ["train.py", *arguments]
-    facts["recipe"] |= recipe or {}
+    facts["recipe"] |= {"first_epoch": other_from, **(recipe or {})}
+    facts["environment"]["hash seed"] = folder.name
     (folder / "run.json").write_text(json.dumps(facts))
     lines = []
     for text in (RECORDED / JOURNAL).read_text().splitlines():

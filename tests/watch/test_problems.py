@@ -122,7 +122,9 @@ def test_a_hang_in_the_data_set(unisono: Unisono, script: Script, tmp_path: Path
     assert "[w0]" in first, "the stacks of all"
     assert "[w1]" in first, "the stacks of all"
     assert " unisono: failed: worker w" in command.err[-1]
-    assert re.search(r" unisono: evidence, for a bug report: problems/\S+-hang-step1\S*.txt in", command.err[-2])
+    assert re.search(
+        r" unisono: evidence \(stacks, memory, last events\): problems/\S+-hang-step1\S*.txt in", command.err[-2]
+    )
 
 
 def test_an_error_in_a_micro_batch(unisono: Unisono, script: Script, tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_a_process_that_somebody_has_killed(unisono: Unisono, script: Script, tm
     late = command.line("s at step 1, micro-batch 2")  # on a busy machine, another may have been late before
     worker, pid = re.search(r"worker (w\d) \(pid (\d+)\)", late).groups()  # type: ignore[union-attr]
     os.kill(int(pid), signal.SIGKILL)
-    command.line("is late: no progress", after="evidence, for a bug report")
+    command.line("is late: no progress", after="evidence (stacks, memory, last events)")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     content = evidence(tmp_path)[0]

@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_can_be_reported(unisono: Unisono, tmp_path: Path) ->
         gates.wait(5)
         report = unisono("report", tmp_path / "run")
         assert report.wait() == 0
-        assert re.search(r"Going: \d steps", "\n".join(report.out))
+        assert re.search(r"Running: \d steps", "\n".join(report.out))
         assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
         gates.open(5)
         assert command.wait() == 0

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -291,6 +291,33 @@ def test_a_comparison_that_nobody_reads_has_its_exit_code(other: str, code: int,
     )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize(
+    ("facts", "loss", "is_offered"),
+    [
+        ({"command": {}}, 0.25, False),
+        ({"command": {"folder": "/", "arguments": ["x.py"]}}, 0.25, True),
+        ({"command": {"folder": "/", "arguments": ["x.py"]}}, 0.5, False),
+    ],
+)
+def test_an_explanation_is_offered_where_steps_can_be_computed_again(
+    facts: dict[str, Any], loss: float, is_offered: bool, tmp_path: Path
+) -> None:
+    for name, other in (("a", 0.5), ("the b", loss)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(facts))
+        (tmp_path / name / JOURNAL).write_text(json.dumps({"kind": "step", "step": 0, "loss": other}) + "\n")
+    a, b = tmp_path / "a", tmp_path / "the b"
+    shown = CliRunner().invoke(cli._group, ["compare", str(a), str(b)], standalone_mode=False)
+    assert (f"\nunisono compare {a} '{b}' --explain looks for the cause\n" in shown.output) == is_offered
+
+
+def test_an_action_that_there_is_not_is_named_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^unknown action 'best'; use list, check or export$"):
+        CliRunner().invoke(
+            cli._group, ["checkpoints", str(tmp_path), "best"], standalone_mode=False, catch_exceptions=False
+        )
 
 
 def test_an_answer_that_finds_no_room_is_one_line(tmp_path: Path) -> None:
@@ -617,8 +644,8 @@ def test_the_evidence_of_a_problem_is_named_after_the_sentence_that_says_what_ha
     said = [line.partition("unisono: ")[2] for line in [*out.getvalue().splitlines(), *err.getvalue().splitlines()]]
     assert said == [
         "worker w1 was killed; generation 2 with 1 worker",
-        "evidence, for a bug report: problems/a.txt in the run's directory",
-        "evidence, for a bug report: problems/b.txt in the run's directory",
+        "evidence (stacks, memory, last events): problems/a.txt in the run's directory",
+        "evidence (stacks, memory, last events): problems/b.txt in the run's directory",
         "failed: worker w2 was killed",
     ]
 

@@ -85,7 +85,7 @@ def test_it_is_computed_again(earlier: Path) -> None:
     [
         (watch, (), "w1"),
         (watch, ("--once",), "w1"),
-        (report, (), "the report of 1 run is "),
+        (report, (), "report written to "),
         (compare_command, (str(DATA / "run-0.1"),), "identical: 12 steps"),
     ],
 )
@@ -131,7 +131,7 @@ def late(tmp_path: Path) -> Path:
     ("command", "options", "told"),
     [
         (watch, ("--once",), "4 of 6 rounds"),
-        (report, (), "the report of 1 run is "),
+        (report, (), "report written to "),
         (compare_command, (str(DATA / "run-0.2-late-rounds"),), "identical: 4 steps"),
     ],
 )

@@ -323,7 +323,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
 
 
 def test_the_evidence_of_a_trial_is_not_offered() -> None:
-    said = ["unisono: evidence, for a bug report: problems/a.txt in the run's directory", "LossError"]
+    said = ["unisono: evidence (stacks, memory, last events): problems/a.txt in the run's directory", "LossError"]
     assert without_evidence(said) == ["LossError"]
 
 

@@ -27,8 +27,8 @@ ACTIONS: Final = ("list", "check", "export")
 def _check_action(ctx: click.Context, param: click.Parameter, value: str) -> str:
     if value not in ACTIONS:
         new = respelled(["checkpoints", value])
-        hint = f"{value} is {new} now" if new else f"there are {', '.join(ACTIONS)}"
-        raise UsageError(f"unisono checkpoints has no action {value!r}; {hint}")
+        hint = f"{value} is {new} now" if new else f"use {', '.join(ACTIONS[:-1])} or {ACTIONS[-1]}"
+        raise UsageError(f"unknown action {value!r}; {hint}")
     return value
 
 

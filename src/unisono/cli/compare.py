@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.record.journal import Difference
 from unisono.record.journal import compare as compare_runs
+from unisono.record.rundir import read_facts
 
 __all__ = ["compare"]
 
@@ -77,6 +79,8 @@ def _compare(run_a: Path, run_b: Path, explain: bool) -> int:
 
             say_lines(said)
             said = explained(run_a, run_b, difference)
+        elif difference.step >= 0 and all(read_facts(run).get("command") for run in (run_a, run_b)):
+            said += f"\n{shlex.join(['unisono', 'compare', str(run_a), str(run_b), '--explain'])} looks for the cause"
     except (OSError, ValueError) as error:
         raise UsageError(f"a journal cannot be read: {error}") from error
     try:

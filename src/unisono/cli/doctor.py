@@ -101,4 +101,4 @@ def _show(findings: list[Finding]) -> None:
             say(f"{'':13}because {finding.because}")
             say(f"{'':13}do: {finding.do}")
     bad = sum(not finding.is_ok for finding in findings)
-    say(f"{count(bad, 'thing')} will hurt" if bad else "nothing will hurt")
+    say(f"{count(bad, 'warning')}" if bad else "nothing will hurt")

@@ -9,7 +9,6 @@ import click
 
 from unisono.cli.saying import say, say_lines
 from unisono.core.errors import UsageError
-from unisono.core.words import count
 from unisono.record import rundir
 from unisono.system.owned import write_whole
 from unisono.views.report import account, runs_table
@@ -56,7 +55,7 @@ def report(runs: tuple[Path, ...], output: Path | None, as_table: bool) -> int:
             say(f"  {advice.text}")
         for note in each.notes:
             say(f"  not shown: {note}")
-    say(f"the report of {count(len(accounts), 'run')} is {target}")
+    say(f"report written to {target}")
     return 0
 
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-FOR_REPORT: Final = "evidence, for a bug report"
+EVIDENCE: Final = "evidence (stacks, memory, last events)"
 OF_SCRIPT: Final = "what is known of the script's error"
 """Also of values that are not finite, and of memory that it has used up."""
 
@@ -53,13 +53,13 @@ def part_words(part: int, num_parts: int) -> str:
 
 def without_evidence(lines: Sequence[str]) -> list[str]:
     """Return what a run has said, without the lines that name its evidence: it goes with the run's directory."""
-    starts = [f"unisono: {words}: " for words in (OF_SCRIPT, FOR_REPORT)]
+    starts = [f"unisono: {words}: " for words in (OF_SCRIPT, EVIDENCE)]
     return [line for line in lines if not any(start in line for start in starts)]
 
 
 def evidence_words(problem: str) -> str:
     """Return what the evidence of a problem of that kind is good for: an error of the script is no bug of others."""
-    return OF_SCRIPT if problem in ("error", "nan", "out-of-memory") else FOR_REPORT
+    return OF_SCRIPT if problem in ("error", "nan", "out-of-memory") else EVIDENCE
 
 
 def duration(seconds: float) -> str:

@@ -66,7 +66,7 @@ def _compare(ours: _Comparable, theirs: _Comparable) -> str:
             raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}", step, pair)
         for key, value in mine.items():
             if value != other.get(key) and not (key in LATER and None in (value, other.get(key))):
-                words = f"{_name(mine)} is the first to differ: {key} is {value} in {a}, {other.get(key)} in {b}"
+                words = f"{_parted(mine)}: {key} is {value} in {a}, {other.get(key)} in {b}"
                 if mine["kind"] != "step":
                     raise Difference(words, newest)
                 raise Difference(words, mine["step"], (str(mine["digest"]), str(other["digest"])))
@@ -115,9 +115,13 @@ def _said(ranges: list[tuple[int, int]]) -> str:
     return f"line {shown} is" if is_one else f"lines {shown} are"
 
 
-def _name(line: Line) -> str:
+def _parted(line: Line) -> str:
     if line["kind"] == "end":
-        return "the end"
+        return "all steps are equal, the final state differs"
+    return f"{_name(line)} is the first to differ"
+
+
+def _name(line: Line) -> str:
     return f"the evaluation at step {line['step']}" if line["kind"] == "evaluation" else f"step {line['step']}"
 
 

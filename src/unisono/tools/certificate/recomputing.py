@@ -188,7 +188,7 @@ def recomputed(target: Target, stretch: Stretch, directory: Path) -> Result:
     wanted = wanted_of(target.said, target.run, stretch, directory)
     hint = (
         ". This stretch began at a checkpoint: if --all finds nothing, the script does not resume exactly (it has a "
-        "counter of its own, or changes the state between a loop and run.save)"
+        "counter of its own)"
         if stretch.first
         else ""
     )

@@ -98,7 +98,7 @@ class Account:
                 return f"Ended after {steps}{took}{on}" + (
                     f": {found.reason}" if found.reason else ", and wrote no end"
                 )
-        return f"Going: {steps}{took}{on} so far."
+        return f"Running: {steps}{took}{on} so far."
 
 
 def account(directory: Path) -> Account:

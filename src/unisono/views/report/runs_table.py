@@ -22,8 +22,8 @@ LONGEST: Final = 40
 """Characters of a value."""
 FIGURES: Final = ("state", "steps", "last loss", "best loss", "time", "workers", "bits")
 _OPTION: Final = re.compile(r"--?[A-Za-z]")
-_OF_NO_BITS: Final = ("host", "system", "started")
-"""Parts of a run's environment by which no two runs are told apart."""
+_LEFT_OUT: Final = ("first_epoch", "hash seed", "host", "system", "started")
+"""Parts of a run's recipe and environment by which no two runs are told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _settings(account: Account) -> Iterator[tuple[str, str]]:
     yield "script text", str(fingerprint.get("script") or environment.get("script") or "")
     for part in (_mapping(facts, "recipe"), fingerprint, environment):
         for name, value in part.items():
-            if name not in _OF_NO_BITS and not isinstance(value, Mapping | list):
+            if name not in _LEFT_OUT and not isinstance(value, Mapping | list):
                 yield str(name), str(value)
 
 
