@@ -232,7 +232,7 @@ def test_a_process_that_somebody_has_killed(unisono: Unisono, script: Script, tm
     late = command.line("s at step 1, micro-batch 2")  # on a busy machine, another may have been late before
     worker, pid = re.search(r"worker (w\d) \(pid (\d+)\)", late).groups()  # type: ignore[union-attr]
     os.kill(int(pid), signal.SIGKILL)
-    command.line("is late: no progress", after="evidence (stacks, memory, last events)")
+    command.line("is late: no progress", after=r"evidence \(stacks, memory, last events\)")
     os.kill(command.pid, signal.SIGTERM)
     command.wait()
     content = evidence(tmp_path)[0]
