@@ -92,7 +92,7 @@ def test_a_step_is_one_value_for_the_journal_the_sinks_and_the_head(tmp_path: Pa
     worker.finish(0, role(0), logs={"lr": 0.1}, balance="w0 gets 3", checkpoint={"saved": 0}, warnings=["w1 differs"])
     worker.recorder.evaluation_finished(1, {"right": 3}, role(0))
     worker.recorder.run_ended(role(0), ok=True, digests={"model": "5f3a"})
-    times = WorkerTimes(leaves=2, compute=0.125, last=Seconds(waiting=0.333333))
+    times = WorkerTimes(leaves=2, compute=0.125, last=Seconds(waiting=1 / 3))
     found = StepFinished(
         step=0, epoch=0, loss=0.5, weight=8.0, samples=8, digest="0" * 16, num_steps=9, generation=1,
         seconds=Seconds(compute=0.25, other=0.5), means=Seconds(waiting=0.333333),
