@@ -709,7 +709,8 @@ class Run:
 
         Inside of the loop this returns at once, and the call of one worker is enough: the checkpoint will hold the
         state before the next step, or before the one after it. Outside of the loop it is collective: the checkpoint
-        holds the current state, and is on the disk when this returns.
+        holds the current state, and is on the disk when this returns. A script that resumes from it repeats the code
+        between the loop and this call, and then has the saved state again.
 
         Raises:
             UsageError: the run has no directory, or has not begun.

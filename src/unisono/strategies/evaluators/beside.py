@@ -323,8 +323,12 @@ class Begun:
         return {"count": self.count, "entries": [msgspec.structs.asdict(entry) for entry in self.entries.values()]}
 
     def load_state_dict(self, state: Any) -> None:
-        self.count = state["count"]
-        self.entries = {entry["number"]: BegunEvaluation(**entry) for entry in state["entries"]}
+        known, self.entries, self.count = self.entries, {}, state["count"]
+        for facts in state["entries"]:
+            entry = known.get(facts["number"]) or BegunEvaluation(**facts)
+            for name, value in facts.items():  # the script may have a handle of it
+                setattr(entry, name, value)
+            self.entries[entry.number] = entry
 
 
 class _Seen(msgspec.Struct, frozen=True):
