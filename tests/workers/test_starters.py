@@ -45,7 +45,7 @@ def test_a_starter_has_the_published_bits_on_one_worker_and_on_three_of_which_on
     monkeypatch.setenv("UNISONO_NURSERY", nursery_with_data)
     digests = load("digests")
     on_workers(name, 1, tmp_path / "one")
-    killed = on_workers(name, 3, tmp_path / "three", Faults().kill("w1", step=9, at="after_backward"))
+    killed = on_workers(name, 3, tmp_path / "three", Faults().kill("w1", step=9, at="before_combine"))
     assert ended_workers(killed) == {"w1"}
     assert compare(tmp_path / "one", tmp_path / "three").startswith("identical: ")
     starter, arithmetic, digest = digests["look"](tmp_path / "one")
