@@ -71,7 +71,7 @@ def checkpoints(
     if action == "export":
         if file is None:
             raise UsageError("which file to export to? unisono checkpoints DIR export FILE.safetensors (or FILE.pt)")
-        _export(directory if step is None and best is None and len(found) > 1 else found[-1], file, name)
+        _export(found[-1] if len(found) == 1 else directory, file, name)
         return 0
     if file is not None:
         raise UsageError(f"{action} takes no file, got {file}")

@@ -248,15 +248,14 @@ class TrainingLoop:
         Raises:
             StepError: the step has no gradient.
         """
-        if self._has_left:
+        step = self.step
+        if step is None or self._has_left:
             return
         self._has_left = True
-        step = self.step
-        if step is not None and (self.is_open or step.has_begun):
+        if self.is_open or step.has_begun:
             self._end_step(step)
-        if step is not None:
-            # A loop that was left by `break` has not reached its end, where it would have set this position.
-            self._move_to(step.number_in_loop + (1 if step.has_begun else 0))
+        # A loop that was left by `break` has not reached its end, where it would have set this position.
+        self._move_to(step.number_in_loop + (1 if step.has_begun else 0))
 
     def apart(self) -> AbstractContextManager[None]:
         """Return a context for what is done together between two steps, which is no update of the script's."""

@@ -116,16 +116,13 @@ class Admission:
         """Copy what this member holds of the state, and return what loads it once more. Both are local."""
         tracked = self._tracked
         packed = pack_held(tracked.whole_state(), "tracked")
-        kept = [one if one.is_meta else one.to("cpu", copy=True) for one in packed.tensors]
-        apart = set(tracked.apart_in(packed.paths) if tracked.is_spread else ())
-        common = [one.to("meta") if number in apart else one for number, one in enumerate(kept)]
+        kept = packed._replace(tensors=[one if one.is_meta else one.to("cpu", copy=True) for one in packed.tensors])
 
         def load() -> None:
-            tracked.load(unpack(packed.skeleton, common))
-            if apart:
-                whole = unpack(packed.skeleton, kept)
-                for (kind, name), part in tracked.spread.items():
-                    part.load_shares(whole[kind][name], part.plan(places(self._team)))
+            common = _without_shares(kept, tracked) if tracked.is_spread else kept
+            tracked.load(unpack(common.skeleton, common.tensors))
+            if tracked.is_spread:
+                _hold_shares(self._team, tracked, unpack(kept.skeleton, kept.tensors))
 
         return load
 
@@ -150,8 +147,9 @@ class Admission:
         # All see from the reports whether a member is at an earlier phase; those at the position already wait for it.
         some_are_earlier = any(report.phase < position.phase for report in reports)
         if len(reports) > 1:
-            whole = self._tracked.whole_state
-            packed = _without_shares(whole(), self._tracked) if self._team.rank == 0 else None
+            packed = None
+            if self._team.rank == 0:
+                packed = _without_shares(pack_held(self._tracked.whole_state(), "tracked"), self._tracked)
             state = send_state(self._team.exchange, 0, range(1, len(reports)), packed)
             if state is not None:
                 (self._tracked.load_models if some_are_earlier else self._tracked.load)(state)
@@ -215,9 +213,8 @@ class _Seen(msgspec.Struct, frozen=True):
     crc32: int = 0
 
 
-def _without_shares(state: dict[str, Any], tracked: Tracked) -> Packed:
-    """Return a whole state in which meta tensors stand for all that `_load_shares` loads."""
-    packed = pack_held(state, "tracked")
+def _without_shares(packed: Packed, tracked: Tracked) -> Packed:
+    """Return a whole state in which meta tensors stand for all that `_hold_shares` loads."""
     tensors = list(packed.tensors)
     for number in tracked.apart_in(packed.paths):
         tensors[number] = tensors[number].to("meta")
@@ -238,7 +235,7 @@ def _load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
     """
     if not tracked.is_spread:
         return
-    packed = _without_shares(tracked.whole_state(), tracked)
+    packed = _without_shares(pack_held(tracked.whole_state(), "tracked"), tracked)
     found, seen_by = _find(team, checkpoint)
     if found is not None and tensor_names(packed.paths) != [entry.name for entry in found[1].tensors]:
         raise CheckpointError(f"{found[0]} does not hold the tensors that this worker has loaded from it")
@@ -254,7 +251,11 @@ def _load_shares(team: Team, tracked: Tracked, checkpoint: Path | None) -> None:
     point("shard.loading")
     team.exchange.all_gather(b"")
     tensors = [here.get(number, tensor) for number, tensor in enumerate(packed.tensors)]
-    whole = unpack(packed.skeleton, tensors)
+    _hold_shares(team, tracked, unpack(packed.skeleton, tensors))
+
+
+def _hold_shares(team: Team, tracked: Tracked, whole: Mapping[str, Any]) -> None:
+    """Load what this member is to hold of the states that not all members hold. Local."""
     for (kind, name), part in tracked.spread.items():
         part.load_shares(whole[kind][name], part.plan(places(team)))
 
