@@ -6,12 +6,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
+import re
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 from websockets.asyncio.messages import Assembler
@@ -33,6 +38,14 @@ ROOMS = {
 
 BESIDE = {"websockets": "the methods that `Caller` overrides"}
 """What is used of a package besides names with an underscore."""
+
+TORCH = Path(torch.__file__).parent
+MADE_IN_CPP = {
+    "_saved_other": "of autograd's nodes: torch/csrc makes it from derivatives.yaml when torch is built",
+    "_saved_reduction": "the same",
+    "_saved_self_sym_sizes": "the same",
+}
+"""What no text of an installed torch names, and why it is there all the same."""
 
 BY_NAME = {"_fields", "_version"}
 """Of namedtuples, which are documented; asked for, of anybody's logger."""
@@ -83,6 +96,56 @@ def _foreign_names(own: frozenset[str]) -> Iterator[tuple[str, str, str]]:
                 case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
                     if is_private(name) and name not in own | BY_NAME:
                         yield package, name, f"{module}:{node.lineno}"
+
+
+class Taken(NamedTuple):
+    """What a line takes from a package by a name that begins at one of its modules."""
+
+    name: str
+    """``torch._C._is_cached_tensor``, however the module calls torch."""
+    place: str
+    is_unknown_to_mypy: bool
+    """The line tells mypy to say nothing about it."""
+
+
+@functools.cache
+def taken_from(package: str) -> frozenset[Taken]:
+    return frozenset(_taken_from(package))
+
+
+def _taken_from(package: str) -> Iterator[Taken]:
+    for module, path in modules().items():
+        lines = path.read_text().splitlines()
+        known = {}
+        for node in ast.walk(parse(path)):
+            match node:
+                case ast.Import(names=names):
+                    known |= {each.asname or each.name.partition(".")[0]: each.asname and each.name for each in names}
+                case ast.ImportFrom(module=str(start), level=0, names=names):
+                    known |= {each.asname or each.name: f"{start}.{each.name}" for each in names}
+        known = {name: whole or name for name, whole in known.items() if f"{whole or name}.".startswith(f"{package}.")}
+        for name in known.values():
+            yield Taken(name, module, False)
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Attribute):
+                parts, at = [node.attr], node.value
+                while isinstance(at, ast.Attribute):
+                    parts, at = [at.attr, *parts], at.value
+                if isinstance(at, ast.Name) and at.id in known:
+                    is_unknown = "type: ignore[attr-defined]" in lines[node.lineno - 1]
+                    yield Taken(".".join([known[at.id], *parts]), f"{module}:{node.lineno}", is_unknown)
+
+
+def lacking_in(name: str) -> list[str]:
+    """Return the parts of a full name from the first on that the installed packages lack."""
+    parts = name.split(".")
+    found = importlib.import_module(parts[0])
+    for at, part in enumerate(parts[1:], 1):
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[: at + 1]))
+        except ImportError:
+            return parts[at:]
+    return []
 
 
 def bounds() -> dict[str, Requirement]:
@@ -150,3 +213,32 @@ def test_what_the_head_overrides_is_there() -> None:
         assert name in vars(Caller)
         assert hasattr(ServerConnection, name)
     assert hasattr(Assembler, "paused") or "paused" in inspect.getsource(Assembler)
+
+
+def _named_in(pattern: str, wanted: set[str]) -> set[str]:
+    """Return which of these names the files of the installed torch have."""
+    found: set[str] = set()
+    words = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(wanted)))})\b")
+    for path in TORCH.rglob(pattern) if wanted else ():
+        found.update(words.findall(path.read_text(errors="replace")))
+    return found
+
+
+def test_torch_has_each_name_that_is_taken_from_it() -> None:
+    """Mypy is no proof where a line tells it to be quiet, and runs on a CPU none of what only a GPU does."""
+    taken = taken_from("torch")
+    assert {"torch._C._is_cached_tensor", "torch.utils._pytree.tree_leaves"} <= {each.name for each in taken}
+    assert lacking_in("torch._C._cuda_no.such") == ["_cuda_no", "such"]
+    lacking = {each: {*parts} for each in taken if (parts := lacking_in(each.name))}
+    # What only a build for a device has is in the stubs of every build.
+    stubs = _named_in("_C/*.pyi", set().union(*lacking.values()))
+    assert not {each for each, parts in lacking.items() if each.is_unknown_to_mypy or not parts <= stubs}
+
+
+def test_torch_has_each_private_name_that_is_taken_from_an_object_of_it() -> None:
+    known = {part for each in taken_from("torch") for part in each.name.split(".")}
+    known |= {*dir(torch.Tensor), *dir(torch.nn.Module()), *dir(torch.optim.Optimizer)}
+    used = {name: place for package, name, place in foreign_names() if package == "torch" and "." not in name}
+    wanted = {*used} - known - {*MADE_IN_CPP}
+    assert not {(name, used[name]) for name in wanted - _named_in("*.py", wanted)}
+    assert {*MADE_IN_CPP} <= {*used}, "take out what is no longer used"

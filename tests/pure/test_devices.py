@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,29 @@ def test_two_devices_are_on_one_card_by_its_id_and_never_by_their_number(
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, has=properties: SimpleNamespace(**has))
         found.append({*accelerators.cards(gpu(0))})
     assert bool(found[0] & found[1]) == is_same
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC 11.4.0\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86  Release Build\n", "570.86"),
+        ("none", ""),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_what_results_depend_on_is_said_of_a_card_of_nvidia(
+    text: str | None, version: str | None, current: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the driver's version is hidden, as in some containers."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    monkeypatch.setattr(accelerators, "NVIDIA_DRIVER", tmp_path / "version")
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    found = accelerators.facts(gpu(0))
+    assert {"device name", "cuda", "cudnn", "blas", "linalg"} <= {*found}
+    assert found.get("driver") == version
 
 
 def test_an_environment_that_ends_survivors_is_overruled_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -57,6 +59,8 @@ LOST_PEERS: Final = {
 monitor, ends the process."""
 KERNELS: Final = ("nvidia-cublas-cu12", "nvidia-cublas", "triton")
 """Packages with kernels that torch has no version of its own for."""
+NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
+"""Names the driver's version in its first line. Torch does not say it."""
 APPLE: Final = "mps"
 """Is used where a script names it: it has no float64, a worker has no other one, and no test has met one."""
 _named: set[str] = set()  # kinds of devices that this process was told to use
@@ -242,7 +246,8 @@ def facts(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
         found["cudnn"] = str(torch.backends.cudnn.version())
-        found["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):  # another maker's driver, or a container that hides it
+            found["driver"] = " ".join(re.findall(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())[:1])
         found["blas"] = str(torch.backends.cuda.preferred_blas_library())
         found["linalg"] = str(torch.backends.cuda.preferred_linalg_library())
         if torch.version.hip is not None:
