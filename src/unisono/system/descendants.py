@@ -1,4 +1,4 @@
-"""All processes below this one: found, and ended, whatever sessions and groups they have put themselves into."""
+"""All processes below one: found, and ended, whatever sessions and groups they have put themselves into."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Collection
+from pathlib import Path
 from typing import Final
-
-import psutil
 
 __all__ = ["descendants", "end_descendants"]
 
@@ -16,13 +16,37 @@ KILL_S: Final = 10.0  # for a killed process to be gone: its memory is freed, it
 LOOK_AGAIN_S: Final = 0.02
 
 
-def descendants() -> list[int]:
-    """Return the ids of all processes below this one, in no order.
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all processes below one, parents before their children.
 
-    A process whose parent has ended is still found if this process adopts orphans
-    (`unisono.system.lifetime.adopt_orphans`).
+    A process whose parent has ended is still found if process ``pid`` adopts orphans
+    (`unisono.system.lifetime.adopt_orphans`). One that ends while it is looked for may hide its siblings: who must find
+    all looks again.
     """
-    return [found.pid for found in psutil.Process().children(recursive=True)]
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):  # another system, or a process that has ended
+        import psutil
+
+        try:
+            return [found.pid for found in psutil.Process(pid).children(recursive=True)]
+        except psutil.Error:
+            return []
+    found: dict[int, None] = {}
+    waiting = [pid]
+    while waiting:
+        more = [child for child in _children(waiting.pop()) if child not in found]
+        found |= dict.fromkeys(more)
+        waiting += more
+    return list(found)
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that the threads of a process have started, of those that run or were not reaped yet."""
+    texts = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                texts.append(Path(f"/proc/{pid}/task/{thread}/children").read_text())
+    return [int(word) for text in texts for word in text.split()]
 
 
 def end_descendants(patience_s: float) -> None:
@@ -30,21 +54,25 @@ def end_descendants(patience_s: float) -> None:
 
     Call it in a process that adopts orphans, and that waits for none of its children elsewhere any more.
     """
-    _signal_all(signal.SIGTERM)
+    asked: set[int] = set()
     deadline = time.monotonic() + patience_s
     while not _are_gone():
+        asked |= _signal(signal.SIGTERM, besides=asked)  # again: some may have been started meanwhile
         now = time.monotonic()
         if now > deadline + KILL_S:
             return  # the kernel holds one of them
         if now > deadline:
-            _signal_all(signal.SIGKILL)  # again: some may have been started meanwhile
+            _signal(signal.SIGKILL)
         time.sleep(LOOK_AGAIN_S)
 
 
-def _signal_all(number: signal.Signals) -> None:
-    for pid in descendants():
+def _signal(number: signal.Signals, besides: Collection[int] = ()) -> set[int]:
+    """Send a signal to all processes below this one that are not in ``besides``; return them."""
+    pids = {*descendants(os.getpid())} - {*besides}
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+    return pids
 
 
 def _are_gone() -> bool:

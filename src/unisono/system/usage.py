@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,7 @@ import psutil
 from unisono.core.events import GpuUse, MachineUsed, WorkerUse
 from unisono.system.capacity import cpu_limit, machine_cores, machine_gpus
 from unisono.system.controlgroups import control_groups, memory_of_groups, text_of, value_in
+from unisono.system.descendants import descendants
 
 __all__ = ["Gpus", "Meter", "memory_use", "used_cores_of_group"]
 
@@ -155,7 +156,7 @@ class Meter:
     def _use_of(self, worker_id: str, pid: int, seconds: float) -> WorkerUse | None:
         known = self._workers.setdefault(worker_id, {})
         if pid not in known or self._num_readings % LOOK_EVERY == 0:
-            pids = {pid, *_descendants(pid)}
+            pids = {pid, *descendants(pid)}
             for gone in known.keys() - pids:
                 del known[gone]
             for each in pids - known.keys():
@@ -181,21 +182,6 @@ class Meter:
 def _core_seconds_of(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, and those that these have started."""
-    waiting, seen = [pid], {pid}
-    while waiting:
-        parent = waiting.pop()
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with contextlib.suppress(OSError):
-                    text = Path(f"/proc/{parent}/task/{thread}/children").read_text()
-                    found = {int(each) for each in text.split()} - seen
-                    seen |= found
-                    waiting += found
-                    yield from found
 
 
 # -- control groups ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Final
 from unisono.core.messages import Beat, Statement
 from unisono.core.words import position_words, shown_bytes
 from unisono.record.problems.evidence import shown_environment
+from unisono.system.descendants import descendants
 from unisono.system.stacks import in_one_line
 
 __all__ = ["about_machine", "about_process", "main_place", "own_stacks", "statement", "versions"]
@@ -147,8 +148,8 @@ def about_machine(processes: Sequence[tuple[str, int]], limits: str = "") -> str
     known = {pid for _, pid in processes}
     for name, pid in processes:
         lines.append(f"{name} (pid {pid}): {about_process(pid) or 'has ended'}")
-        others = [child for child in _children(pid) if child not in known]
-        lines += [f"  its child {child}: {about_process(child)}" for child in others[:16]]
+        others = [child for child in descendants(pid) if child not in known]
+        lines += [f"  started by it: {child}: {about_process(child)}" for child in others[:16]]
     return "\n".join(lines)
 
 
@@ -171,9 +172,3 @@ def _fields(file: Path) -> dict[str, str]:
 def _kilobytes(value: str) -> str:
     number = value.split()[0] if value.split() else ""
     return shown_bytes(int(number) * 1024) if number.isdecimal() else value
-
-
-def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError, ValueError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
