@@ -25,7 +25,6 @@ from unisono.core.errors import (
     UnisonoError,
     UsageError,
 )
-from unisono.core.old_names import warn_of_old
 from unisono.system.extras import check_platform, needs_torch
 
 if TYPE_CHECKING:
@@ -106,9 +105,6 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load_model":
-        warn_of_old("unisono.load_model", "unisono.load_weights")
-        name = "load_weights"
     if name not in _LATER:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     check_platform()

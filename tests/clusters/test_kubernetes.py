@@ -186,7 +186,6 @@ def test_the_command_renders_what_it_was_asked_for(tmp_path: Path, monkeypatch: 
     ("words", "message"),
     [
         (["--set", "kubernetes.pvc=runs:/runs", "--workers", "2"], "which container image"),
-        (["--plain", "--set", "kubernetes.image=i", "--workers", "2"], "--plain is not for Kubernetes"),
         (["--set", "kubernetes.image=i", "--workers", "2"], "--set kubernetes.pvc=CLAIM:/PATH names a volume"),
         (["--set", "kubernetes.image=i", "--set", "kubernetes.pvc=runs:/runs"], "how many workers"),
         (

@@ -172,29 +172,6 @@ def test_a_run_by_ssh_gives_the_bits_of_one_process(
     assert not any("is not on this machine" in line for line in command.err), "both machines share this one's disk"
 
 
-def test_torchruns_on_several_machines_meet_and_end_with_the_command(
-    sshd: Sshd, unisono: Unisono, script: Callable[[str], str], tmp_path: Path, mark: str
-) -> None:
-    """One of them is on this machine, and one has two processes."""
-    name = script("""
-        import os, sys, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        print("group", os.environ["GROUP_RANK"], "knows of", int(total), flush=True)
-        while True:
-            dist.all_reduce(total)
-        """)
-    options = ("--hosts", "localhost:1,m1:1,m2:2", "--set", f"ssh={sshd.command}", "--workers", 4)
-    command = unisono("run", "--plain", name, *options)
-    for rank in range(4):
-        command.line("knows of 4", pattern=rf"\[rank{rank}\] group ")
-    command.process.kill()
-    for machine in sshd.machines.values():
-        wait_until_empty(machine)
-    wait_until_gone(set(marked(mark)), time.monotonic() + WAIT_S)
-
-
 def end(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 

@@ -26,7 +26,6 @@ PURE_IMPORTS = {
     *("__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "heapq"),
     *("itertools", "json", "math", "operator", "re", "statistics", "string", "struct", "types", "typing", "msgspec"),
     *("array", "difflib", "hashlib", "signal"),  # of signal only the names of numbers
-    "warnings",  # of old names, which values have as well
 }
 
 MOST_ENTRIES = 15

@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 
 import pytest
 
 import unisono
 from tests.house.rooms import ROOT, modules
 from tests.waiting import WAIT_S
-from unisono.core.old_names import OldNameWarning
 
 PUBLIC = [
     "BucketSampler",
@@ -71,27 +68,6 @@ def test_the_reference_has_all_public_names() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         unisono.no_such_name  # noqa: B018
-
-
-def test_the_old_names_work_in_this_version_and_say_the_new_ones(tmp_path: Path) -> None:
-    """The warning is one that Python shows, and names the line of the script."""
-    with warnings.catch_warnings(record=True) as found, unisono.Run(tmp_path / "run") as run:
-        warnings.simplefilter("always", OldNameWarning)
-        assert unisono.load_model is unisono.load_weights  # type: ignore[attr-defined]
-        assert unisono.Checkpoints(on_signal=75).exit_code_on_sigterm == 75
-        assert unisono.Checkpoints(on_signal=None).exit_code_on_sigterm is None
-        assert run.gather(3) == [3]
-        assert run.pending == []
-    told = [str(one.message) for one in found if one.category is OldNameWarning]
-    assert {one.filename for one in found} == {__file__}
-    assert [text.partition(":")[0] for text in told] == [
-        "unisono.load_model is now called unisono.load_weights",
-        *["Checkpoints(on_signal=...) is now called Checkpoints(exit_code_on_sigterm=...)"] * 2,
-        "run.gather is now called run.all_gather",
-        "run.pending is now called run.pending_evaluations",
-    ]
-    assert not issubclass(OldNameWarning, DeprecationWarning)
-    assert unisono.Checkpoints().exit_code_on_sigterm == 143
 
 
 def test_a_star_import_gives_the_public_names() -> None:

@@ -467,7 +467,6 @@ def test_what_is_no_number_of_groups_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--workers", "2x2", "--plain"], "is for scripts that use Unisono"),
         (["--workers", "2x2", "--evaluators", "1"], "each has one of 2 parts of it; leave one of them out"),
         (["--workers", "2x2", "--wait-for", "3"], "groups of 2: got 3, which is not a multiple; give 4"),
         (["--workers", "2x", "--dry-run"], "--workers 2x: groups of several workers are NxP"),

@@ -2465,7 +2465,7 @@ class World:
             assert told & survivors >= set(before.members) & survivors, "who is left out hears of it as well"
         numbers = [w.number for w in state.workers.values()]
         assert len(set(numbers)) == len(numbers)
-        assert all(agent.used_restarts <= state.settings.restarts for agent in state.agents.values())
+        assert all(agent.used_restarts <= state.settings.max_restarts for agent in state.agents.values())
         check_deadline(state, self.story.now)
 
     def says(self, source: str, message: Message | Tick) -> None:

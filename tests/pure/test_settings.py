@@ -17,7 +17,6 @@ from unisono.core.settings import (
     DEFAULTS,
     FILE,
     GROUPS,
-    OLD_NAMES,
     SETTINGS,
     RunSettings,
     gathered,
@@ -85,7 +84,6 @@ def test_the_help_shows_at_most_24_options() -> None:
         (["heartbeat"], "--set takes NAME=VALUE, such as --set heartbeat=500ms; got 'heartbeat'"),
         (["heart-beat=1s"], "there is no setting heart-beat; did you mean heartbeat?"),
         (["xyzzy=1"], "there is no setting xyzzy; `unisono run --dry-run SCRIPT` prints all of them"),
-        (["hang-s=3"], "the setting hang-s is now called kill-after"),
         (["kill-after=3"], "--set kill-after is a time above 0 with its unit, such as 500ms, 60s, 2m or 1h, got '3'"),
         (["when-cut=stop"], "--set when-cut is one of wait, majority, go-on; got 'stop'"),
         (["strict=perhaps"], "--strict is yes or no, got 'perhaps'"),
@@ -103,11 +101,6 @@ def test_the_last_value_of_a_setting_counts_and_all_of_a_list() -> None:
     """As for the options of any command."""
     assert gathered(pairs(["pass-env=A", "pass-env=B"])) == {"pass_env": ("A", "B")}
     assert gathered(pairs(["workers=2", "workers=3"])) == {"workers": "3"}
-
-
-def test_old_names_are_not_taken_again() -> None:
-    assert not {*OLD_NAMES} & {*SETTINGS}
-    assert {*OLD_NAMES.values()} <= {*SETTINGS}
 
 
 # -- the file beside a script --------------------------------------------------------------------------
@@ -141,7 +134,6 @@ def test_the_command_line_comes_before_the_file_before_the_default(tmp_path: Pat
     [
         ("workers = ", "is not a file of settings: "),
         ("wokers = 2", "there is no setting wokers; did you mean workers?"),
-        ('late-s = "3s"', "the setting late-s is now called report-late-after"),
         ("heartbeat = 3", 'heartbeat takes a time with its unit, such as "60s"; got 3'),
         ('token-file = "x"', "token-file can be given only on the command line, not in a file: --set token-file"),
         ('ssh = "x"', "ssh can be given only on the command line"),

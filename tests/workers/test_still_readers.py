@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.waiting import WAIT_S
 from tests.workers.conftest import MARK, marked, wait_until_gone
 
@@ -23,28 +21,14 @@ TALKS = """
     open("printed", "w").write("all")
     time.sleep(1000)
     """
-PLAIN_ELSEWHERE = """
-import os
-from unisono.cluster.launchers import Request
-from unisono.cluster.launchers.local import Nobody
-from unisono.cluster.launchers.protocol import Machine
-from unisono.cluster.launchers.torchrun import Torchruns
-import sys
-launcher = Nobody(None)
-sys.exit(Torchruns([sys.argv[1]], os.getcwd(), {}, 0, launcher).run([Machine(name="b", num_workers=1)]))
-"""
 
 
-@pytest.mark.parametrize("way", ["run", pytest.param("plain", marks=pytest.mark.more)])
-def test_a_signal_ends_a_run_whose_output_nobody_reads(
-    way: str, script: Callable[[str], str], tmp_path: Path, mark: str
-) -> None:
+def test_a_signal_ends_a_run_whose_output_nobody_reads(script: Callable[[str], str], tmp_path: Path, mark: str) -> None:
     name = script(TALKS)
     os.mkfifo(tmp_path / "printed")
-    words = ["-m", "unisono", "run", "--workers", "1", name] if way == "run" else ["-c", PLAIN_ELSEWHERE, name]
     with (tmp_path / "errors").open("wb") as errors:
         run = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, "-m", "unisono", "run", "--workers", "1", name],
             stdout=subprocess.PIPE,
             stderr=errors,
             cwd=tmp_path,

@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from unisono.core.errors import UnisonoError, UsageError
+from unisono.core.errors import UnisonoError
 from unisono.system.extras import check_platform, needs_torch
 
 __all__ = ["COMMANDS", "main"]
@@ -48,18 +48,10 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            from unisono.cli.respelled import respelled
-
-            if new := respelled([cmd_name]):
-                raise UsageError(f"there is no command {cmd_name} any more: {new}")
             return None
         check_platform()
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
-        if ctx.resilient_parsing:  # a shell asks
-            from unisono.cli.completion import complete
-
-            complete(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -92,14 +84,9 @@ def _group() -> None:
 
 
 def _show_unknown(error: click.NoSuchOption) -> None:
-    """Print that there is no such option; and its new spelling, or else where an option of the script belongs."""
-    from unisono.cli.respelled import respelled
+    """Print that there is no such option, and where an option of the script belongs."""
     from unisono.cli.saying import say
 
-    if error.ctx is not None and (new := respelled([error.ctx.command.name or "", error.option_name])):
-        click.NoSuchOption(error.option_name, ctx=error.ctx).show()  # without a guess
-        say(f"{error.option_name} is {new} now", err=True)
-        return
     error.show()
     if error.ctx is not None and any(each.nargs == -1 for each in error.ctx.command.params):
         path = error.ctx.command_path

@@ -22,7 +22,7 @@ WIDTH: Final = 38
 
 
 @click.command()
-@click.argument("script", required=False)
+@click.argument("script", required=False, type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "module", metavar="MODULE", help="Check a module instead of a script.")
 @click.option("--steps", default=4, show_default=True, metavar="N", help="How many steps to compute.")

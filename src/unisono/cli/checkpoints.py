@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import click
 
-from unisono.cli.respelled import respelled
 from unisono.cli.saying import say
 from unisono.core.cadence import best_step
 from unisono.core.errors import CheckpointError, UsageError
@@ -26,14 +25,12 @@ ACTIONS: Final = ("list", "check", "export")
 
 def _check_action(ctx: click.Context, param: click.Parameter, value: str) -> str:
     if value not in ACTIONS:
-        new = respelled(["checkpoints", value])
-        hint = f"{value} is {new} now" if new else f"use {', '.join(ACTIONS[:-1])} or {ACTIONS[-1]}"
-        raise UsageError(f"unknown action {value!r}; {hint}")
+        raise UsageError(f"unknown action {value!r}; use {', '.join(ACTIONS[:-1])} or {ACTIONS[-1]}")
     return value
 
 
 @click.command()
-@click.argument("place", metavar="DIR")
+@click.argument("place", type=click.Path(), metavar="DIR")
 @click.argument("action", callback=_check_action, default="list")
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--step", type=int, default=None, metavar="N", help="The checkpoint of this step. Default: the newest.")

@@ -22,8 +22,8 @@ __all__ = ["compare"]
 
 
 @click.command()
-@click.argument("run_a", required=False)
-@click.argument("run_b", required=False)
+@click.argument("run_a", required=False, type=click.Path())
+@click.argument("run_b", required=False, type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--explain", is_flag=True, help=(
     "Recompute the first step that differs, in both runs; name the parameter, micro-batch and module that differ "

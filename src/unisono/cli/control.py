@@ -14,7 +14,7 @@ __all__ = ["scale", "stop"]
 
 
 @click.command(context_settings={"ignore_unknown_options": True}, epilog=RUN)  # -1 is a number
-@click.argument("run")
+@click.argument("run", type=click.Path())
 @click.argument("workers", type=int)
 def scale(run: str, workers: int) -> int:
     """Change the number of workers to WORKERS, as soon as possible.
@@ -34,7 +34,7 @@ def scale(run: str, workers: int) -> int:
 
 
 @click.command(epilog=RUN)
-@click.argument("run")
+@click.argument("run", type=click.Path())
 def stop(run: str) -> int:
     """Stop the run at the end of its current step."""
     say(tell(find(run), Stop(reason="stopped by `unisono stop`")))

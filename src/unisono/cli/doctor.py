@@ -25,7 +25,7 @@ FAR_HEAD_S = 0.2
 
 
 @click.command()
-@click.argument("run", default="")
+@click.argument("run", default="", type=click.Path())
 @click.option(
     "--hosts",
     "names",

@@ -29,7 +29,7 @@ __all__ = ["join", "settled", "spec_of"]
 
 
 @click.command(epilog=RUN)
-@click.argument("run")
+@click.argument("run", type=click.Path())
 @click.option("--token-file", default="", metavar="FILE", help=(
     "RUN is the head's address (url in RUN/head.json), and this file has the token (RUN/token)."
 ))  # fmt: skip

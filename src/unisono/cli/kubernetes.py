@@ -67,8 +67,6 @@ def _request(options: Options) -> ClusterRequest:
     Raises:
         UsageError: something is missing or wrong.
     """
-    if options.plain:
-        raise UsageError("--plain is not for Kubernetes: there, Kubeflow Trainer starts scripts for torchrun")
     if not options.kubernetes_image:
         raise UsageError(
             "which container image? --set kubernetes.image=IMAGE, with Python, Unisono and the packages of the script"

@@ -45,7 +45,7 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             raise UsageError(f"a run waits for 0 or more workers, got --wait-for {self.wait_for}")
         if not 0.0 <= self.efficiency < 1.0:
             raise UsageError(f"efficiency must be above 0 and below 1, got {self.efficiency}")
-        if self.max_restarts is not None and self.max_restarts < 0:
+        if self.max_restarts < 0:
             raise UsageError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if not self.heartbeat_s < self.heartbeat_timeout_s:
             raise UsageError(
@@ -58,8 +58,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
             )
         if self.parts > 1:
             self._check_parts()
-        if self.plain:
-            self._check_plain()
         if self.bind == "":
             raise UsageError("--bind takes an address of this machine, or 0.0.0.0 for all of them; got ''")
         _ = self.ports, self.profiled
@@ -139,8 +137,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
 
     def _check_parts(self) -> None:
         workers = f"--workers {self.workers}"
-        if self.plain:
-            raise UsageError(f"{workers} is for scripts that use Unisono: a plain script has no parts; give a number")
         if self.evaluators:
             raise UsageError(
                 f"--evaluators {self.evaluators} are single workers with the whole model, and with {workers} each has "
@@ -151,17 +147,6 @@ class Options(RunSettings, frozen=True, kw_only=True, dict=True):
                 f"--wait-for counts workers, and {workers} makes groups of {self.parts}: got {self.wait_for}, which is "
                 f"not a multiple; give {max(1, round(self.wait_for / self.parts)) * self.parts}"
             )
-
-    def _check_plain(self) -> None:
-        names = (
-            *("resume", "copies-to", "sink", "profile", "run-dir", "overwrite", "wait-for", "exchange", "strict"),
-            *("arithmetic", "efficiency", "audit", "evaluators", "token-file", "certificate", "without"),
-        )
-        self._refuse(names, "is for scripts that use Unisono, and not for a plain one")
-        if ":" in self.port:
-            raise UsageError(f"--set port={self.port} is for scripts that use Unisono; with --plain, name one port")
-        if self.function:
-            raise UsageError("--plain is for scripts; the functions that `unisono.launch` calls use Unisono")
 
     def request(self, spec: RunSpec, workers: Workers) -> Request:
         """Return what a launcher is asked for."""

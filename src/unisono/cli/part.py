@@ -47,12 +47,6 @@ def take_part(options: Options, task: Task, read: Callable[[], tuple[RunSpec, Wo
         )
     os.environ[TAKEN] = task.engine
     meeting = Rendezvous(Path(options.rendezvous).resolve(), task.job)
-    if options.plain:
-        from unisono.cli import plain
-
-        spec, workers = read()
-        number = share(options, workers, task)
-        return plain.take_part(options.request(spec, workers), options.max_restarts or 0, task, number, meeting)
     if task.rank:
         return _follow(options, task, meeting)
     return _lead(options, task, meeting, read)

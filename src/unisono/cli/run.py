@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,12 @@ from unisono.record.rundir import refuse_used
 from unisono.record.without import read_ranges
 from unisono.system import faults, tasks
 from unisono.system.capacity import Workers, parse_workers
+from unisono.views import watch
 
 __all__ = ["read", "run", "start"]
 
+KNOWN: Final = {"launcher": launchers.known, "sink": watch.known}
+"""Settings whose values are names in a table."""
 GOES_BACK: Final = "the run, which goes back"
 """Source of settings."""
 
@@ -61,13 +65,27 @@ def _option(setting: Setting) -> Callable[[Callable[..., int]], Callable[..., in
     words = f"{setting.help}  [default: {default}]" if default else setting.help
     if setting.is_flag:
         return option(setting.field, *names, is_flag=True, flag_value="yes", default=None, help=words)
-    return option(setting.field, *names, multiple=setting.is_list, metavar=setting.form, help=words)
+    return option(
+        setting.field,
+        *names,
+        multiple=setting.is_list,
+        type=click.Path() if setting.form in ("DIR", "FILE") else str,
+        metavar=setting.form,
+        help=words,
+        shell_complete=partial(_offer, setting) if setting.form not in ("DIR", "FILE") else None,
+    )
+
+
+def _offer(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the known values of a setting that begin with what was typed, for a shell that asks."""
+    words = KNOWN[setting.name]() if setting.name in KNOWN else setting.form.split("|")
+    return [word for word in words if re.fullmatch("[a-z-]+", word) and word.startswith(incomplete)]
 
 
 def run_options(command: Callable[..., int]) -> Callable[..., int]:
     """Give a command the script, its arguments, and the options of ``unisono run``."""
     added: list[Callable[[Callable[..., int]], Callable[..., int]]] = [
-        argument("script", required=False),
+        argument("script", required=False, type=click.Path()),
         argument("arguments", nargs=-1, type=click.UNPROCESSED),
         option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does."),
         *(_option(setting) for setting in SETTINGS.values() if setting.option),
@@ -120,10 +138,6 @@ def start(options: Options) -> int:
                 return take_part(options, task, partial(read, options))
             except RunGoesBack as back:
                 raise by_hand(back) from None
-    if options.plain:
-        from unisono.cli import plain
-
-        return plain.start(options.request(*read(options)), options.max_restarts or 0)
     dropped: frozenset[str] = frozenset()
     while True:
         spec, workers = read(options)
@@ -184,7 +198,7 @@ def read(options: Options) -> tuple[RunSpec, Workers]:
         check_text("the list of samples to leave out", without)
         read_ranges(without)  # raises
     arguments = _arguments(options, before)
-    threads = options.threads or (_plain_threads() if options.plain else threads_of(before.facts))
+    threads = options.threads or threads_of(before.facts)
     asks_machines = options.takes_all and options.names_hosts  # so many as the machines will say
     workers = parse_workers(f"1x{options.parts}" if asks_machines else options.workers, threads)
     if options.efficiency and workers.grows:
@@ -222,17 +236,9 @@ def _places(urls: tuple[str, ...]) -> tuple[str, ...]:
 def _check_sinks(texts: tuple[str, ...]) -> None:
     """Raise UsageError if one of the sinks is not known, or needs a package that is missing here."""
     if texts:
-        from unisono.views.watch import named
-
         check_text("a sink", *texts)
         for text in texts:
-            named(text, is_here=False)
-
-
-def _plain_threads() -> int:
-    """Return the threads of a process of a plain script: as for torchrun, the environment may say so."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdecimal() and int(text) > 0 else 1
+            watch.named(text, is_here=False)
 
 
 def _arguments(options: Options, before: Resumed) -> list[str]:

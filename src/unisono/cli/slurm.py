@@ -34,7 +34,7 @@ OVER: Final = GOES_ON | {"CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF
 
 
 @click.command()
-@click.argument("script", required=False)
+@click.argument("script", required=False, type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script, as `python -m` does.")
 @click.option("-N", "--nodes", metavar="N|A-B", default="1", show_default=True, help="Number of nodes.")

@@ -37,7 +37,7 @@ HELP: Final = (
 
 
 @click.command(epilog=HELP)
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(), metavar="RUN...")
 @click.option(
     "--web",
     is_flag=True,

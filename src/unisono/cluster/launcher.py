@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from unisono.cluster.notebook import cell_output, with_cell_lines
 from unisono.core.errors import LaunchError, UsageError
-from unisono.core.settings import OLD_NAMES, SETTINGS
+from unisono.core.settings import SETTINGS
 from unisono.core.words import count
 from unisono.system.lifetime import Memory, fill_standard_streams, started
 
@@ -109,10 +109,8 @@ def _arguments(options: dict[str, Any]) -> list[str]:
     found = []
     for name, value in options.items():
         if name not in known:
-            new = known.get(_argument(OLD_NAMES.get(name.replace("_", "-"), "")))
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}=?" if near else f"there are {', '.join(sorted(known))}"
-            hint = f"write {_argument(new.name)}=" if new is not None else hint
             raise LaunchError(f"launch has no option {name}=; {hint}", "", 2)
         try:
             found += known[name].words(None if value is None else known[name].checked(value))

@@ -31,14 +31,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from unisono.core.errors import UsageError
-from unisono.core.old_names import warn_of_old
 
 __all__ = [
     "CheckpointReport",
@@ -95,13 +94,8 @@ class Checkpoints:
     goes on."""
     copies_wait_s: float = 120.0
     """How long the end of the run, or a stop, waits for its last copy."""
-    on_signal: InitVar[int | None] = -1
-    """`exit_code_on_sigterm`, by the name that it had before version 0.3."""
 
-    def __post_init__(self, on_signal: int | None) -> None:
-        if on_signal != -1:
-            warn_of_old("Checkpoints(on_signal=...)", "Checkpoints(exit_code_on_sigterm=...)", stacklevel=4)
-            object.__setattr__(self, "exit_code_on_sigterm", on_signal)
+    def __post_init__(self) -> None:
         for name in ("every_steps", "every_seconds", "keep_every"):
             value = getattr(self, name)
             if value is not None and not value > 0:

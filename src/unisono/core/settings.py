@@ -26,7 +26,6 @@ __all__ = [
     "DEFAULTS",
     "FILE",
     "GROUPS",
-    "OLD_NAMES",
     "SETTINGS",
     "AuditThen",
     "Coding",
@@ -76,20 +75,6 @@ processes and for tests."""
 
 FILE: Final = "unisono.toml"
 """The file beside a script (`unisono.cli.settings_file`)."""
-OLD_NAMES: Final = {
-    "heartbeat-s": "heartbeat",
-    "heartbeat-timeout-s": "heartbeat-timeout",
-    "timeout-s": "exchange-timeout",
-    "late-s": "report-late-after",
-    "aside-s": "go-on-without-after",
-    "hang-s": "kill-after",
-    "head-away-s": "head-away",
-    "partition": "when-cut",
-    "ports": "port",
-    "tensorboard": "sink",
-    "sinks": "sink",
-}
-"""Names that settings had in an earlier version."""
 MOST_PARTS: Final = 4096
 """More parts than this are taken for a typing error."""
 UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -248,10 +233,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "CPU threads of a worker. Affects the result's bits.", "workers", option="--threads", shown="1")] = None
     exchange: Annotated[str, Setting(
         "How gradients are exchanged: auto (the fastest), shared (one machine), gloo, or two-level.", "workers",
-        option="--exchange", metavar="NAME")] = "auto"
-    max_restarts: Annotated[int | None, Setting(
-        "How many lost workers of a machine are replaced; with --plain, how often torchrun restarts all processes.",
-        "workers", option="--max-restarts", shown="10; 0 with --plain")] = None
+        option="--exchange", metavar="auto|shared|gloo|two-level")] = "auto"
+    max_restarts: Annotated[int, Setting(
+        "How many lost workers of a machine are replaced.", "workers", option="--max-restarts")] = 10
     strict: Annotated[bool, Setting(
         "Reject workers whose arithmetic may differ, even if they get the same results in the probe.", "workers",
         option="--strict")] = False
@@ -262,9 +246,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "Have a second worker compute this share of the micro-batches as well, e.g. 0.01, to find a machine that "
         "computes wrong values (with three workers or more). At most 0.5. Changes no bits.", "workers",
         option="--audit", metavar="SHARE")] = 0.0
-    plain: Annotated[bool, Setting(
-        "The script is for torchrun and does not use Unisono: start torchrun on the machines.", "workers",
-        option="--plain")] = False
     audit_then: Annotated[AuditThen | None, Setting(
         "What happens when an audit finds that a worker is wrong: the run goes back to a checkpoint from before the "
         "doubtful steps, or continues.", "workers", shown="as the script says, or go-back")] = None
@@ -438,11 +419,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 # fmt: on
 
     @property
-    def restarts(self) -> int:
-        """How many lost workers of a machine are replaced; the membership forgives one now and then."""
-        return 10 if self.max_restarts is None else self.max_restarts
-
-    @property
     def parts(self) -> int:
         """The number of parts of the model, each on one worker of a group; 1: every worker has the whole model.
 
@@ -541,8 +517,6 @@ def setting_named(name: str) -> Setting:
     if name in SETTINGS:
         return SETTINGS[name]
     known = [setting.name for setting in SETTINGS.values() if setting.group != "internal"]
-    if name in OLD_NAMES:
-        raise UsageError(f"the setting {name} is now called {OLD_NAMES[name]}")
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}?" if near else "`unisono run --dry-run SCRIPT` prints all of them"
     raise UsageError(f"there is no setting {name}; {hint}")

@@ -294,7 +294,7 @@ def resize(draft: Draft, num_workers: int, why: str = "") -> None:
 def _start_more(draft: Draft, staying: Iterable[Worker], missing: int, why: str) -> None:
     """Order new workers from the machines that have room for them."""
     agents = [agent for agent in draft.state.agents.values() if not agent.is_sent_away]
-    trusted = [agent for agent in agents if agent.used_restarts < max(draft.state.settings.restarts, 1)]
+    trusted = [agent for agent in agents if agent.used_restarts < max(draft.state.settings.max_restarts, 1)]
     agents = trusted or agents  # where workers are lost again and again, none is added
     running = Counter(worker.agent for worker in staying)
     if draft.state.policy.elastic:  # the command gets machines for the others

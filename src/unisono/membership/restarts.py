@@ -69,7 +69,7 @@ def lose(draft: Draft, worker_id: str, why: str, *, replace: bool = True, how: H
 
 
 def _replace(draft: Draft, worker: Worker) -> None:
-    state, most = draft.state, draft.state.settings.restarts
+    state, most = draft.state, draft.state.settings.max_restarts
     if worker.draining or state.finishing or state.stopping:
         return
     if draft.room() <= 0:

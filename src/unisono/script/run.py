@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from unisono.cluster.worker import member as members
 from unisono.core.cadence import Checkpoints
 from unisono.core.errors import UsageError
-from unisono.core.old_names import warn_of_old
 from unisono.core.settings import AuditThen, Instructions
 from unisono.engine.exchange.lanes import LaneMemory
 from unisono.engine.exchange.pages import WorkerPage
@@ -947,19 +946,6 @@ class Run:
             UsageError: called outside of ``run.steps``, where members may not have joined yet, or in the inner loop.
         """
         return self._talk.process_group(self._training.place("run.process_group"))
-
-    # -- old names -----------------------------------------------------------------------------------
-
-    def gather(self, value: Any) -> list[Any]:
-        """`all_gather`, by the name that it had before version 0.3."""
-        warn_of_old("run.gather", "run.all_gather")
-        return self.all_gather(value)
-
-    @property
-    def pending(self) -> list[Evaluation]:
-        """`pending_evaluations`, by the name that it had before version 0.3."""
-        warn_of_old("run.pending", "run.pending_evaluations")
-        return self.pending_evaluations
 
 
 def _named(texts: Sequence[str]) -> list[Sink]:

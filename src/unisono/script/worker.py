@@ -205,7 +205,7 @@ def _report(member: Member, error: BaseException | None) -> int:
     if error is not None:
         flush()
         if "environment variable RANK expected" in str(error):  # torch.distributed's words
-            error.add_note("(a script for torchrun is started by `unisono run --plain`)")
+            error.add_note("(torchrun starts such a script; one that uses unisono.Run needs no process group)")
         member.failed(error)
         return 1
     return _finish(member)

@@ -106,8 +106,8 @@ def refuse_others(environment: Mapping[str, str]) -> None:
     size = environment.get("WORLD_SIZE", "")
     if "TORCHELASTIC_RUN_ID" in environment and size.isdecimal() and int(size) > 1:
         raise UsageError(
-            f"this script uses unisono.Run, and was started by torchrun or `unisono run --plain`: its {size} processes "
-            f"would train the same thing {size} times. Start it with unisono run SCRIPT --workers {size}"
+            f"this script uses unisono.Run, and was started by torchrun: its {size} processes would "
+            f"train the same thing {size} times. Start it with unisono run SCRIPT --workers {size}"
         )
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "RunSpec",
     "Service",
     "choose",
+    "known",
     "run",
 ]
 
@@ -61,6 +62,11 @@ LAUNCHERS: Final[dict[str, Kind]] = {
 """By name. Of those that a request or its environment asks for, the first is taken; "local" stays the last one."""
 
 
+def known() -> Sequence[str]:
+    """Return the values of ``--launcher``."""
+    return ("auto", *LAUNCHERS, "kubernetes")
+
+
 def choose(request: Request) -> Launcher:
     """Return the launcher that a command line asks for, by name or by its options and environment.
 
@@ -70,8 +76,7 @@ def choose(request: Request) -> Launcher:
     name = request.settings.launcher
     if name != "auto":
         if name not in LAUNCHERS:
-            known = ", ".join(("auto", *LAUNCHERS, "kubernetes"))
-            raise UsageError(f"the launcher {name!r} is unknown; choose one of {known}")
+            raise UsageError(f"the launcher {name!r} is unknown; choose one of {', '.join(known())}")
         return LAUNCHERS[name].build(request)
     return next(kind for kind in LAUNCHERS.values() if kind.is_asked(request)).build(request)
 

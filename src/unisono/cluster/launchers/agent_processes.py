@@ -21,7 +21,6 @@ class AgentProcess(Handle):
         environment: of that command; default: this process's.
         patience_s: for that command to end what it has started, before it is killed.
         ask: a signal that asks for it.
-        shows_output: its output is that of this process, and nobody else reads it.
 
     Raises:
         UsageError: the command cannot be started.
@@ -35,7 +34,6 @@ class AgentProcess(Handle):
         environment: Mapping[str, str] | None = None,
         patience_s: float = 0.0,
         ask: signal.Signals | None = None,
-        shows_output: bool = False,
     ) -> None:
         self._patience_s = patience_s
         self._ask = ask
@@ -51,7 +49,7 @@ class AgentProcess(Handle):
                 os.environ if environment is None else environment,
                 (),
                 given=command.secret + "\n",
-                output="inherited" if shows_output else "together",
+                is_together=True,
                 keeps_group=True,
                 on_line=lambda text, is_error: self._on_line(text),
                 on_end=self._note_end,

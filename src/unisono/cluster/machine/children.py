@@ -18,7 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import IO, Final, Literal, Protocol
+from typing import IO, Final, Protocol
 
 from unisono.system.lifetime import end_group, tied
 
@@ -57,7 +57,7 @@ class Output:
     """Standard output and error of a child.
 
     Args:
-        descriptors: the pipes of its standard output and of its standard error; one pipe for both; or none.
+        descriptors: the pipes of its standard output and of its standard error, or one pipe for both.
         on_line: is called with every line, and whether it comes from standard error.
     """
 
@@ -215,7 +215,7 @@ def spawn(
     on_end: Callable[[Child], None] = _ignore,
     is_tied: bool = False,
     given: str | None = None,
-    output: Literal["apart", "together", "inherited"] = "apart",
+    is_together: bool = False,
     keeps_group: bool = False,
 ) -> Child:
     """Start a process by its command.
@@ -224,21 +224,21 @@ def spawn(
         is_tied: the program does not see to it by itself that it ends with this process
             (`unisono.system.lifetime.tied`).
         given: the beginning of its standard input, which stays open (`Child.close_input`); None: it has none.
-        output: whether its standard output and error have a pipe each, one for both, or are those of this process.
+        is_together: its standard output and error have one pipe.
         keeps_group: of `Child`.
 
     Raises:
         OSError: it cannot be started.
     """
-    pipes = [os.pipe() for _ in range({"apart": 2, "together": 1, "inherited": 0}[output])]
+    pipes = [os.pipe() for _ in range(1 if is_together else 2)]
     pipe, tie = os.pipe() if is_tied else (-1, -1)
     try:
         popen = subprocess.Popen(
             tied(command, pipe) if is_tied else command,
             env=environment,
             stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
-            stdout=pipes[0][1] if pipes else None,
-            stderr=pipes[-1][1] if pipes else None,
+            stdout=pipes[0][1],
+            stderr=pipes[-1][1],
             pass_fds=(*pass_fds, pipe) if is_tied else pass_fds,
             start_new_session=True,
         )

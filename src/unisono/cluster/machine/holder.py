@@ -59,8 +59,6 @@ class HolderOrder:
     """Variables beside those of the holder."""
     lock: str = ""
     """A file that is locked (shared) as long as the command runs: the folder that it lies in is in use."""
-    merges_output: bool = True
-    """The command writes its standard error to its standard output as well."""
 
     def encode(self) -> str:
         """Return the order as one line."""
@@ -89,7 +87,7 @@ def main() -> int:
         child = subprocess.Popen(
             order.words,
             stdin=subprocess.PIPE,
-            stderr=subprocess.STDOUT if order.merges_output else None,
+            stderr=subprocess.STDOUT,
             env={**os.environ, **order.environment, PARENT: str(os.getpid())},
             start_new_session=True,
         )

@@ -85,7 +85,7 @@ class _Host:
                 os.environ,
                 (),
                 given="",
-                output="together",
+                is_together=True,
                 on_line=self._take,
                 on_end=lambda child: self._answers.put_nowait(None),
             )

@@ -13,7 +13,7 @@ from unisono.core.errors import UsageError
 from unisono.core.events import Event
 from unisono.views.watch.queued import print_error
 
-__all__ = ["SINKS", "EventStream", "Sink", "is_of_agents", "make", "named"]
+__all__ = ["SINKS", "EventStream", "Sink", "is_of_agents", "known", "make", "named"]
 
 SINKS: Final = {
     "relay": "unisono.views.watch.relay:Relay",
@@ -51,6 +51,11 @@ def make(name: str, *arguments: str) -> Sink:
     return cast("Sink", _load(SINKS[name])(*arguments))
 
 
+def known() -> list[str]:
+    """Return the names of the sinks that ``--sink`` takes."""
+    return sorted(set(SINKS) - set(_OF_COMMANDS))
+
+
 def is_of_agents(text: str) -> bool:
     """Return whether agents have the sink that ``--sink NAME[=ARGUMENT]`` asks for, and workers have not."""
     return text.partition("=")[0] in _OF_AGENTS
@@ -71,10 +76,9 @@ def named(text: str, *, is_here: bool = True) -> Sink | None:
         return make(name, *arguments)
     module, _, function = name.partition(":")
     if not (module and function):
-        known = ", ".join(sorted(set(SINKS) - set(_OF_COMMANDS)))
         raise UsageError(
-            f"there is no sink {name!r}; known are {known}, and MODULE:FUNCTION for one of your own (a function that "
-            "returns an object with emit(event) and close())"
+            f"there is no sink {name!r}; known are {', '.join(known())}, and MODULE:FUNCTION for one of your own (a "
+            "function that returns an object with emit(event) and close())"
         )
     if not is_here:
         return None
