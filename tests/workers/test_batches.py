@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -114,6 +116,52 @@ def test_variables_that_loops_count_up() -> None:
     (alone,) = train_on("shared", 1, _totals)
     assert [alone[0], *alone[3:5], alone[5]] == [10, 8, 20, 10]
     assert train_on("shared", 3, _totals) == [alone] * 3
+
+
+def test_a_total_is_an_array_for_numpy_and_torch() -> None:
+    """So is the variable that a plain loop counts up: a confusion matrix, or a number. Integers stay exact."""
+    much = 2**53 + 1
+    with AloneRun(seed=1) as run:
+        model = Mlp()
+        train(run, model)
+        confusion, count, loss = run.total("confusion"), run.total("count"), run.total("loss")
+        for _, y in run.batches(vectors(53), batch_size=8):
+            confusion += torch.ones(2, 2, dtype=torch.int64).triu() * len(y)
+            count += much * (len(y) == 5)
+            loss += torch.tensor(0.5, dtype=torch.float64)
+            with pytest.raises(unisono.StepError, match=r"value of run\.total"):
+                len(confusion)
+        matrix = torch.tensor([[53, 53], [0, 53]])
+        by_numpy = np.asarray(confusion, dtype=float)
+        assert by_numpy.tolist() == matrix.tolist()
+        assert by_numpy.dtype == float
+        assert (np.ones((2, 2)) * confusion).tolist() == matrix.tolist()
+        for found in (
+            torch.as_tensor(confusion),
+            torch.tensor(confusion),
+            confusion.tensor,
+            confusion @ torch.eye(2).long(),
+        ):
+            assert bits_of(found) == bits_of(matrix)
+        assert torch.as_tensor(confusion, dtype=torch.float64).dtype == torch.float64
+        assert bits_of(torch.diag(confusion)) == bits_of(confusion.diag()) == bits_of(matrix.diag())
+        assert (confusion[0, 0], confusion.sum(), len(confusion), confusion.shape) == (53, 159, 2, (2, 2))
+        assert [row.tolist() for row in confusion] == matrix.tolist()
+        assert (torch.ones(2, 2) + confusion).tolist() == (1 + confusion).tolist() == (matrix + 1).tolist()
+        assert ((confusion > 0) == torch.ones(2, 2, dtype=torch.bool).triu()).all()
+        f1 = 2 * confusion.diag() / (confusion.sum(0) + confusion.sum(1))
+        assert f"{f1.mean():.3f}" == "0.667"
+        with pytest.raises(TypeError, match=r"tensor of shape \(2, 2\), and the format '.3f'"):
+            f"{confusion:.3f}"
+        with pytest.raises(AttributeError, match=r"run.total\('confusion'\).div_ would change a copy"):
+            confusion.div_(2)
+        confusion.tensor.zero_()
+        assert confusion.sum() == 159, "what was read is a copy"
+        assert (int(count), float(loss), f"{loss:.1f}", f"{count}") == (much, 3.5, "3.5", str(much))
+        assert np.asarray(count).tolist() == torch.as_tensor(count).item() == count.tensor.item() == much
+        assert (loss.sqrt(), math.sqrt(loss), loss**2) == (math.sqrt(3.5), 3.5**0.5, 12.25)
+        assert torch.as_tensor(loss).dtype == torch.float64
+        assert (count // 2, -count, count % 2, max(loss, 4)) == (much // 2, -much, 1, 4)
 
 
 def test_several_loops_in_an_epoch_have_a_line_each(tmp_path: Path) -> None:

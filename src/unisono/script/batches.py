@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import operator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from unisono.core.errors import StepError
 from unisono.engine.rounds.evaluation import BatchSums, Totals
@@ -107,8 +110,28 @@ class Batches:
             )
 
 
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a function with the sum, and with the method's other arguments."""
+
+    def method(self: RunTotal, *others: Any) -> Any:
+        return function(self.item(), *map(_value, others))
+
+    return method
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Return a method that calls a function of two arguments with the sum as the second one."""
+
+    def method(self: RunTotal, other: Any) -> Any:
+        return function(other, self.item())
+
+    return method
+
+
 class RunTotal:
-    """A number that is added up over all workers, and is used as a number afterwards: what ``run.total`` returns.
+    """A number or tensor that is added up over all workers, and is used as such afterwards: what ``run.total`` returns.
+
+    Its attributes are those of `tensor`: ``confusion.diag()``, ``correct.dtype``. numpy and torch take it as an array.
 
     Args:
         add: adds something of the batch in hand.
@@ -133,70 +156,81 @@ class RunTotal:
         Raises:
             StepError: the loop that adds to it is not over.
         """
-        return self._read(self.name)
+        value = self._read(self.name)
+        return value.clone() if isinstance(value, Tensor) else value
 
-    def __float__(self) -> float:
-        return float(self.item())
+    @property
+    def tensor(self) -> Tensor:
+        """The sum over all workers as a CPU tensor, int64 or float64, of the shape of what was added.
 
-    def __int__(self) -> int:
-        return int(self.item())
+        Raises:
+            StepError: as `item`.
+        """
+        value = self.item()
+        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)
 
-    def __bool__(self) -> bool:
-        return bool(self.item())
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of what copies, pickles or shows objects
+            raise AttributeError(name)
+        if name.endswith("_"):
+            raise AttributeError(
+                f"run.total({self.name!r}).{name} would change a copy: write a new value, e.g. total = total / n"
+            )
+        return getattr(self.tensor, name)
 
-    def __str__(self) -> str:
-        return str(self.item())
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self.tensor.numpy()  # always a copy
+        return found if dtype is None else found.astype(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map(lambda one: one.tensor if isinstance(one, cls) else one, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<run.total({self.name!r})>"
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
+        value = self.item()
+        if spec and isinstance(value, Tensor) and value.dim():
+            raise TypeError(
+                f"run.total({self.name!r}) is a tensor of shape {tuple(value.shape)}, and the format {spec!r} is for "
+                "one number: format one of its values (total[0]), or total.tolist()"
+            )
+        return format(value, spec)
 
-    def __round__(self, digits: int | None = None) -> Any:
-        return round(self.item(), digits)
+    def __len__(self) -> int:
+        return len(self.tensor)
 
-    def __neg__(self) -> Any:
-        return -self.item()
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensor)
 
-    def __add__(self, other: Any) -> Any:
-        return self.item() + _value(other)
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
 
-    def __radd__(self, other: Any) -> Any:
-        return other + self.item()
-
-    def __sub__(self, other: Any) -> Any:
-        return self.item() - _value(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self.item()
-
-    def __mul__(self, other: Any) -> Any:
-        return self.item() * _value(other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return other * self.item()
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.item() / _value(other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self.item()
-
-    def __eq__(self, other: object) -> Any:
-        return self.item() == _value(other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self.item() < _value(other)
-
-    def __le__(self, other: Any) -> Any:
-        return self.item() <= _value(other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.item() > _value(other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self.item() >= _value(other)
+    __float__, __int__, __index__ = _forward(float), _forward(int), _forward(operator.index)
+    __bool__, __str__, __round__ = _forward(bool), _forward(str), _forward(round)
+    __neg__, __abs__ = _forward(operator.neg), _forward(abs)
+    __add__, __radd__ = _forward(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _forward(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _forward(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _forward(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _forward(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _forward(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _forward(operator.pow), _reflected(operator.pow)
+    __matmul__, __rmatmul__ = _forward(operator.matmul), _reflected(operator.matmul)
+    __eq__, __ne__ = _forward(operator.eq), _forward(operator.ne)
+    __lt__, __le__ = _forward(operator.lt), _forward(operator.le)
+    __gt__, __ge__ = _forward(operator.gt), _forward(operator.ge)
 
 
 def _value(other: Any) -> Any:

@@ -391,8 +391,9 @@ class Run:
             print(f"{train_loss / len(train_set):.4f}")
 
         ``+=`` is for the inner loop of a step, where it does what ``step.add`` does, and for the loop over
-        `batches`. Outside of these, it is used as a number: the total of the newest epoch, or of the newest loop
-        over `batches`; 0 where nothing was added.
+        `batches`. Outside of these, it is used as a number or tensor (also by numpy and torch; ``total.tensor`` is the
+        tensor): the total of the newest epoch, or of the newest loop over `batches`; 0 where nothing was added. To keep
+        the value of an epoch, keep ``float(total)`` or ``total.tensor``.
 
         Args:
             name: in the journal and in `totals`; that of a sum of the training, or of evaluations.
