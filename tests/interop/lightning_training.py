@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision
 
 import unisono
 from unisono.interop.lightning import UnisonoStrategy
@@ -31,6 +31,12 @@ from tests.workers.gates import wait_at
 NUM_SAMPLES, BATCH_SIZE, MICROBATCHES = 54, 24, 4
 EPOCHS = 6
 STEPS = 3 * EPOCHS
+HOWS = {
+    "step": {"on_step": True, "on_epoch": False},
+    "epoch": {"on_step": False, "on_epoch": True},
+    "both": {"on_step": True, "on_epoch": True},
+}
+"""By name, the ways to log a metric; Lightning refuses to log it in neither."""
 
 
 def samples() -> TensorDataset:
@@ -52,7 +58,10 @@ class Digits(pl.LightningModule):
         self.accuracy = MulticlassAccuracy(4)
         self.largest = MaxMetric()
         self.mean = MeanMetric()
+        self.called = nn.ModuleDict({how: MeanMetric() for how in HOWS})
+        self.both = MetricCollection([MulticlassAccuracy(4), MulticlassPrecision(4)], prefix="both_")
         self.val_accuracy = MulticlassAccuracy(4)
+        self.val_both = self.both.clone(prefix="val_both_")
         self.auroc = MulticlassAUROC(4)  # keeps rows
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -62,6 +71,12 @@ class Digits(pl.LightningModule):
         self.accuracy(scores, labels)
         self.largest.update(scores.max())
         self.mean.update(scores.mean(), weight=len(labels))
+        for how, options in HOWS.items():
+            self.called[how](loss)  # so it has a value of this worker's micro-batch
+            self.log(f"called_{how}", self.called[how], **options)
+        self.both(scores, labels)
+        self.log_dict(self.both, on_step=False, on_epoch=True)
+        self.log("computed", self.called["epoch"].compute(), on_step=False, on_epoch=True)
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("right", (scores.argmax(1) == labels).sum().float(), reduce_fx="sum", on_step=False, on_epoch=True)
@@ -78,6 +93,8 @@ class Digits(pl.LightningModule):
         inputs, labels = batch
         scores = self.net(inputs)
         self.val_accuracy(scores, labels)
+        self.val_both(scores, labels)
+        self.log_dict(self.val_both)
         self.auroc.update(scores.softmax(1), labels)
         self.log("val_loss", F.cross_entropy(scores, labels))
         self.log_dict({"val_accuracy": self.val_accuracy, "auroc": self.auroc})

@@ -150,7 +150,8 @@ class Metrics:
         """
         for path, metric in self.found.items():
             before_count, before = self._before[path]
-            metric._computed = None
+            # It is of one micro-batch of this worker. Only a log of the step reads it, and gets the exact value below.
+            metric._computed = metric._forward_cache = None
             count = int(totals.get(_key(path, "updates"), 0))
             if path in on_step and not metric._defaults:
                 raise UsageError(
