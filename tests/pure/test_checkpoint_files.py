@@ -194,11 +194,15 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder: Path) -> N
         (folder / name).mkdir()
         (folder / name / "part").write_text("garbage")
     (folder / files.step_name(7)).mkdir()
+    (folder / files.step_name(7) / "part-00000-of-00001.safetensors").touch()
+    (folder / files.step_name(8)).mkdir()
+    (folder / files.step_name(8) / "model.pt").write_text("mine")
     (folder / "notes.txt").write_text("mine")
+    others = ["notes.txt", "step-0000000004", "step-0000000008"]
     files.remove_partials(folder, but={".step-0000000009-2.partial"})
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, "notes.txt", "step-0000000004"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, *others])
     files.remove_abandoned(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*kept[1:], "notes.txt", "step-0000000004"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*kept[1:], *others])
 
 
 def test_publishing_again_replaces_what_has_the_name(folder: Path) -> None:

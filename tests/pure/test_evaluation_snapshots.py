@@ -54,6 +54,15 @@ def test_the_oldest_comes_first_and_has_one_owner(tmp_path: Path) -> None:
         assert is_mine
 
 
+def test_of_what_an_earlier_run_left_a_folder_of_the_user_stays(tmp_path: Path) -> None:
+    snapshots = put(tmp_path, 7)
+    for name in ("2026-01", "0000000009", ".0000000008-host-17.partial", ".0000000006.removed"):
+        (tmp_path / "evaluations" / name).mkdir()
+        write(tmp_path / "evaluations" / name, {"mine.csv": b"1"})
+    snapshots.clear()
+    assert sorted(path.name for path in (tmp_path / "evaluations").iterdir()) == ["0000000009", "2026-01"]
+
+
 def test_totals_are_there_or_the_workers_compute_them(tmp_path: Path) -> None:
     snapshots = put(tmp_path, 0, 1)
     with snapshots.attended():

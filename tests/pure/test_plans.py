@@ -12,10 +12,10 @@ from tests.pure.test_forecast import facts, sample
 from unisono.cli.plan import _numbers
 from unisono.cli.plan import plan as command
 from unisono.core.errors import UsageError
+from unisono.record.rundir import PLAN_FILE
 from unisono.tools.plan.forecast import Roster
 from unisono.tools.plan.measuring import sample_of
 from unisono.tools.plan.plans import (
-    PLAN,
     PlanRecord,
     best_microbatches,
     came,
@@ -107,7 +107,7 @@ def test_where_nothing_is_worth_it_the_present_number_stays() -> None:
 
 
 def test_a_plan_is_kept_and_compared_with_what_came(tmp_path: Path) -> None:
-    write_plan(tmp_path / PLAN, plan_of(roster_of(1, 4, None), roster_of(2, 4, None)))
+    write_plan(tmp_path / PLAN_FILE, plan_of(roster_of(1, 4, None), roster_of(2, 4, None)))
     kept = read_plan(tmp_path)
     assert kept is not None
     (found,) = came(kept, [sample(2, 0.050, 0.011), sample(5, 0.030, 0.011)])
@@ -118,7 +118,7 @@ def test_a_plan_is_kept_and_compared_with_what_came(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 2}', "\xff"])
 def test_a_file_that_is_no_plan_is_said_to_be_unreadable(tmp_path: Path, text: str) -> None:
     assert read_plan(tmp_path) is None, "there is none yet"
-    (tmp_path / PLAN).write_text(text)
+    (tmp_path / PLAN_FILE).write_text(text)
     with pytest.raises(UsageError, match=r"plan\.json cannot be read .*remove it, or write another one"):
         read_plan(tmp_path)
 

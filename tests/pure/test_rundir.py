@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import shutil
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from unisono.cli.given import check_directory
 from unisono.cluster.head.directory import go_on_in, leave
@@ -18,6 +23,7 @@ from unisono.record import rundir
 from unisono.record.journal import JOURNAL
 from unisono.record.rundir import RUN_FILE, Lock, RunDirectory, claim, describe, forget_head, holder
 from unisono.system.owned import write_whole
+from unisono.views.report.html import _page
 
 
 def test_a_directory_is_made_and_claimed(tmp_path: Path) -> None:
@@ -70,10 +76,11 @@ def test_another_run_is_refused_and_kept(content: dict[str, str], named: str, tm
         claim(tmp_path, "r1", overwrite=False)
     assert str(caught.value).startswith(f"{tmp_path} holds another run ({named}); choose another directory")
     assert str(caught.value).endswith(
-        'or pass overwrite=True to unisono.Run to replace it, or resume="auto" to resume it'
+        f"or pass overwrite=True to unisono.Run to replace it (its files are put aside into {tmp_path / 'replaced'}), "
+        'or resume="auto" to resume it'
     )
     with pytest.raises(
-        RunDirectoryError, match=f"or add --overwrite to replace it, or --resume {tmp_path} to resume it"
+        RunDirectoryError, match=rf"or add --overwrite to replace it \(.*\), or --resume {tmp_path} to resume it"
     ):
         claim(tmp_path, "r1", overwrite=False, by_command=True)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == content
@@ -106,15 +113,126 @@ def test_a_full_disk_is_not_another_run(tmp_path: Path, monkeypatch: pytest.Monk
     lock.release()
 
 
-def test_overwriting_removes_what_is_ours_only(tmp_path: Path) -> None:
-    claim(tmp_path, "r0", overwrite=False)
-    (tmp_path / JOURNAL).write_text("{}\n")
-    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+def ours(run_id: str) -> dict[str, bytes]:
+    """What a run leaves in its directory: by path, what the files begin with."""
+    state = {
+        "manifest.json": b'{\n "format": 1',
+        "skeleton.msgpack": b"\x82\xa1",
+        "part-00000-of-00001.safetensors": (60).to_bytes(8, "little") + b'{"a',
+    }
+    return {
+        "journal.jsonl": b'{"line": 0, "kind": "step", "step": 0}\n',
+        "events.jsonl": b'{"time": 17.5, "kind": "start"}\n',
+        "journal.index": b'{"offset":0}\n',
+        **dict.fromkeys(("times.jsonl", "times.before.jsonl"), b'{"step":0,"time":1.5}\n'),
+        **dict.fromkeys(("use.jsonl", "use.before.jsonl"), b'{"time":1.5}\n'),
+        "certificate.json": b'{\n  "payloadType": "application/vnd.in-toto+json"}',
+        "report.html": _page("a run", "", []).encode(),
+        "plan.json": b'{\n  "schema": 1}',
+        **{f"checkpoints/step-0000000003/{name}": begins for name, begins in state.items()},
+        **{f"checkpoints/.step-0000000004-1.partial/{name}": begins for name, begins in state.items()},
+        "problems/20261123-012103-830-crash-step7.txt": b"crash",
+        "profile/steps-3-9.json.gz": b"\x1f\x8b\x08",
+        "tensorboard/events.out.tfevents.1795947674.000000.host": b"\x18" + bytes(11) + b"\t...\x1a\rbrain.Event:2",
+        "run.json": f'{{\n  "schema": 1,\n  "run_id": "{run_id}",\n  "started": 4e9\n}}'.encode(),
+    }
+
+
+def foreign(own: bytes) -> dict[str, bytes]:
+    """What somebody has in a directory, under names like a run's and beside them."""
+    like = {
+        *(f"{folder}/{name}"
+          for folder in ("tools", "profile", "tensorboard", "problems", "evaluations", "times", "use")
+          for name in ("mine.py", "deep/er/mine.py", "wandb.json", "steps-1-2.json.gz", "events.out.tfevents.1.h.2.0",
+                       "events.out.tfevents.1795947674.000000.h", "0000000001/skeleton.msgpack", "20260101/a")),
+        *(f"checkpoints/{name}" for name in ("epoch1.pt", "step-1/manifest.json", "step-0000000009/model.pt",
+                                             "step-0000000003/manifest.json", "step-0000000003/notes")),
+        *(f"replaced/{name}" for name in ("mine", "1/mine", "1/run.json", "2/tools/mine", "x/run.json")),
+        *(name for name in ours("") if "/" not in name and name != "run.json"),
+        *("without.txt", "data/events.jsonl", "use", "times", ".lock.txt"),
+    }  # fmt: skip
+    return {name: own + name.encode() for name in sorted(like)}
+
+
+def put(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        with contextlib.suppress(FileExistsError, NotADirectoryError):  # a file of somebody in the place of a folder
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("xb") as file:
+                file.write(content)
+
+
+def contents(folder: Path) -> list[bytes]:
+    return sorted(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_byte_of_somebody_else_is_lost_by_replacing_runs(data: st.DataObject) -> None:
+    """Some have names like a run's, were there before it, came while it was there, or into what was put aside."""
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        theirs: set[bytes] = set()
+        for number in range(data.draw(st.integers(1, 4))):
+            mine = foreign(b"mine %d " % number)
+            put(here, {path: mine[path] for path in data.draw(st.sets(st.sampled_from(sorted(mine)), max_size=8))})
+            theirs |= {content for content in contents(here) if content.startswith(b"mine")}
+            run = ours(f"r{number}")
+            chosen = data.draw(st.sets(st.sampled_from(sorted(run)), max_size=8)) | {"run.json"}
+            put(here, {path: run[path] for path in chosen})
+            claim(here, "new", overwrite=True)
+            (here / "run.json").unlink()
+            assert theirs <= {*contents(here)}
+
+
+def test_of_replaced_runs_the_last_one_is_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "figures").mkdir()
+    for number in (1, 2, 3):
+        put(tmp_path, ours(f"r{number}"))
+        claim(tmp_path, f"new{number}", overwrite=True)
+        assert [path.name for path in (tmp_path / "replaced").iterdir()] == [str(number)]
+        assert holder(tmp_path / "replaced" / str(number)) == f"r{number}"
+        assert contents(tmp_path / "replaced") == sorted(ours(f"r{number}").values())
+        assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"notes.txt", RUN_FILE}
+        (tmp_path / RUN_FILE).unlink()
+    # A run that has ended before its first step is no reason to remove one that has come further.
+    claim(tmp_path, "r4", overwrite=False)
+    directory = RunDirectory(tmp_path)
+    directory.claim("r5", overwrite=False, resume=False)
+    directory.release()
+    assert [holder(path) for path in (tmp_path / "replaced").iterdir()] == ["r3"]
+
+
+def test_what_links_lead_to_is_not_of_the_run(tmp_path: Path) -> None:
+    put(tmp_path / "other", ours("r0"))
+    put(tmp_path / "here", {"run.json": ours("r1")["run.json"], "journal.jsonl": ours("r1")["journal.jsonl"]})
+    (tmp_path / "here" / "checkpoints").symlink_to(tmp_path / "other" / "checkpoints")
+    for number in (2, 3):
+        claim(tmp_path / "here", f"r{number}", overwrite=True)
+        (tmp_path / "here" / JOURNAL).write_text('{"line": 0, "kind": "step"}\n')
+    assert not (tmp_path / "here" / "checkpoints").exists()
+    assert contents(tmp_path / "other") == sorted(ours("r0").values())
+
+
+def test_a_plan_of_the_run_that_begins_stays(tmp_path: Path) -> None:
+    claim(tmp_path, "r0", overwrite=False)
+    describe(tmp_path, {"run_id": "r0", "started": time.time() - 3600.0})
+    (tmp_path / "plan.json").write_text("{}")
     claim(tmp_path, "r1", overwrite=True)
-    assert holder(tmp_path) == "r1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures", "notes.txt", RUN_FILE]
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_a_folder_of_the_user_stays_where_it_is(tmp_path: Path) -> None:
+    """The script may need it: the run of a script in this directory has died of a typo, and begins again."""
+    for name in ("tools", "profile", "tensorboard", "checkpoints", "evaluations"):
+        put(tmp_path, {f"{name}/mine.py": b"mine"})
+    directory = RunDirectory(tmp_path)
+    claim(tmp_path, "r0", overwrite=False)
+    directory.claim("r1", overwrite=False, resume=False)
+    directory.release()
+    assert contents(tmp_path).count(b"mine") == 5
+    assert (tmp_path / "tools" / "mine.py").exists()
+    assert not (tmp_path / "replaced" / "1").exists()
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import pytest
 from tests.waiting import WAIT_S
 from unisono.cli.plan import plan as command_of_plans
 from unisono.core.errors import UsageError
+from unisono.record.rundir import PLAN_FILE
 from unisono.tools.plan.finder import search, shown_search
 from unisono.tools.plan.forecast import Roster
 from unisono.tools.plan.found import FILE, ProbeSettings, found_in
-from unisono.tools.plan.plans import PLAN, read_plan, write_plan
+from unisono.tools.plan.plans import read_plan, write_plan
 from unisono.tools.plan.probing import OutOfMemory, Script, TrialFailed, facts_of, memories_of, trial
 
 pytestmark = [pytest.mark.usefixtures("nursery"), pytest.mark.more]
@@ -164,12 +165,12 @@ def test_the_command_writes_a_plan_and_compares_it_with_the_run_that_follows(
     kept = read_plan(run)
     assert kept is not None
     of_others = [msgspec.structs.replace(one, workers=3) for one in kept.forecasts]
-    write_plan(run / PLAN, msgspec.structs.replace(kept, forecasts=of_others))
+    write_plan(run / PLAN_FILE, msgspec.structs.replace(kept, forecasts=of_others))
     assert command_of_plans.main([str(run)], standalone_mode=False) == 1
     told = capsys.readouterr().err
     assert "the plan is about 3 workers, and the run has done enough steps (15 from its beginning, or 9" in told
     assert told.endswith("with 1 worker\n")
-    write_plan(run / PLAN, msgspec.structs.replace(kept, batch_size=32))
+    write_plan(run / PLAN_FILE, msgspec.structs.replace(kept, batch_size=32))
     with pytest.raises(UsageError, match="batch_size=32 in the plan and 16 in the run"):
         command_of_plans.main([str(run)], standalone_mode=False)
     with pytest.raises(UsageError, match="--price is for making a plan"):

@@ -19,7 +19,7 @@ from unisono.cli.saying import say, say_json, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.settings import split_parts
 from unisono.core.words import count, listed, script_in
-from unisono.record.rundir import holder, read_facts
+from unisono.record.rundir import PLAN_FILE, holder, read_facts
 from unisono.system.capacity import machine_cores, machine_gpus
 from unisono.system.lifetime import scratch_folder
 from unisono.tools.plan.finder import WHAT, Search, plain_search, search, shown_search
@@ -27,7 +27,7 @@ from unisono.tools.plan.forecast import ForecastInputs, Roster, Sample
 from unisono.tools.plan.found import IN_A_ROW, IN_A_ROW_ALONE, ProbeSettings
 from unisono.tools.plan.layouts import check_layouts, forecast_groups, sizes_of
 from unisono.tools.plan.measuring import check_recipe, facts_of_run, samples_in
-from unisono.tools.plan.plans import PLAN, PlanRecord, came, differs, forecasts, read_plan, roster_of, write_plan
+from unisono.tools.plan.plans import PlanRecord, came, differs, forecasts, read_plan, roster_of, write_plan
 from unisono.tools.plan.probing import Measurement, Script, facts_of, memories_of, trial
 from unisono.tools.plan.strategy_models import StrategyOptions, WorkerMemory
 from unisono.tools.plan.told import (
@@ -210,8 +210,8 @@ def plan(
     if run_dir is not None:
         if holder(run_dir) is not None and (other := differs(made, read_facts(run_dir).get("recipe") or {})):
             raise UsageError(f"the plan was not written: {run_dir} has a run of a different training: {other}")
-        write_plan(run_dir / PLAN, made)
-        say(f"the plan is {run_dir / PLAN}; after the run, compare with `unisono plan {run_dir}`", err=as_json)
+        write_plan(run_dir / PLAN_FILE, made)
+        say(f"the plan is {run_dir / PLAN_FILE}; after the run, compare with `unisono plan {run_dir}`", err=as_json)
     return 1 if found is not None and not found.tried else 0
 
 

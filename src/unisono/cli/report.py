@@ -16,8 +16,6 @@ from unisono.views.report import report as made_of
 
 __all__ = ["report"]
 
-DEFAULT = "report.html"
-
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -47,7 +45,7 @@ def report(runs: tuple[Path, ...], output: Path | None, as_table: bool) -> int:
         say_lines("\n".join(table.lines()))
         if output is None:
             return 0
-    target = output or (runs[0] / DEFAULT if len(runs) == 1 else Path(DEFAULT))
+    target = output or (runs[0] / rundir.REPORT_FILE if len(runs) == 1 else Path(rundir.REPORT_FILE))
     _write(target, made_of(accounts, time.time(), table))
     for each in () if as_table else accounts:
         say(f"{each.name}: {each.sentence}")

@@ -127,7 +127,7 @@ def resumed(place: str, run_dir: str, *, overwrite: bool) -> Resumed:
     from unisono.engine.checkpoint.copies import absolute, is_copy
 
     if overwrite:
-        raise UsageError("--resume continues a run, --overwrite removes it; give only one of them")
+        raise UsageError("--resume continues a run, --overwrite replaces it; give only one of them")
     path = Path(place)
     if place == AUTO:
         return Resumed(run_dir, AUTO, read_facts(Path(run_dir)) if run_dir else {}, Path(run_dir))

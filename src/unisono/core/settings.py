@@ -334,7 +334,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "Directory for the journal and checkpoints. Overrides the script's.", "keeping", option="--run-dir",
         metavar="DIR")] = ""
     overwrite: Annotated[bool, Setting(
-        "Replace the run in the directory.", "keeping", option="--overwrite", in_file=False)] = False
+        "Replace the run in the directory: its files go into the folder replaced there.", "keeping",
+        option="--overwrite", in_file=False)] = False
     resume: Annotated[str, Setting(
         "Resume the run in DIR, or from one of its checkpoints, or from the URL of its copies, on any number of "
         "workers; without SCRIPT, with the run's own. auto: resume what is in the run directory, if anything.",

@@ -90,6 +90,7 @@ BLOCK_BYTES: Final = 1 << 24
 HEADER_ALIGNMENT: Final = 64
 MAX_THREADS: Final = 4
 
+_PART: Final = re.compile(r"part-\d{5}-of-\d{5}\.|skeleton\.msgpack")
 _ABANDONED: Final = ".abandoned"
 _REPLACED: Final = ".replaced"
 
@@ -440,7 +441,7 @@ def remove_partials(folder: Path, *, but: Collection[str] = ()) -> None:
         if path.name not in but and not path.name.endswith(_ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
     for path in complete(folder):
-        if not (path / MANIFEST).exists():
+        if not (path / MANIFEST).exists() and all(_PART.match(each.name) for each in path.iterdir()):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -7,10 +7,10 @@ import errno
 import fcntl
 import json
 import os
-import shutil
+import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,9 +24,13 @@ from unisono.system.owned import left_parts, write_whole
 __all__ = [
     "ADDRESS_FILE",
     "CERTIFICATE",
+    "CHECKPOINTS",
     "EVALUATIONS",
     "EVENTS_FILE",
+    "PLAN_FILE",
     "PRIVATE",
+    "REPLACED",
+    "REPORT_FILE",
     "RUN_FILE",
     "STATUS_SCHEMA",
     "TOKEN_FILE",
@@ -71,17 +75,50 @@ LOOK_EVERY_S = 1.0
 """How often a worker that has lost sight of the run's directory looks for it."""
 CERTIFICATE = "certificate.json"
 """Where ``unisono certify`` writes, if nothing else is said."""
+REPORT_FILE = "report.html"
+"""Where ``unisono report`` does."""
+PLAN_FILE = "plan.json"
+"""Where ``unisono plan`` does."""
 CHECKPOINTS = "checkpoints"
 EVALUATIONS = "evaluations"
 """Snapshots that wait for an evaluator (`unisono.engine.checkpoint.evaluations`)."""
 PROBLEMS = "problems"
-_OURS = (
-    *(RUN_FILE, JOURNAL, INDEX, CHECKPOINTS, EVENTS_FILE, PROBLEMS, EVALUATIONS, "tensorboard", "tools", "profile"),
-    CERTIFICATE,
-    *(str(path) for name in (TIMES, USE_FILE) for path in (Path(name), earlier(Path(name)))),
-    WITHOUT_FILE,
-    *("times", "use"),  # of version 0.1
+REPLACED = "replaced"
+"""Where the files of a run go that another one replaces: a run's directory for each of them, by number."""
+_JSON = rb'\{\s*"'
+_STATE = {
+    r"manifest\.json": _JSON + b'format": ',
+    r"skeleton\.msgpack": rb"[\x80-\x8f\xde\xdf]",
+    r"part-\d{5}-of-\d{5}\.safetensors": rb".{8}\{",
+}
+_OURS = {
+    **{rf"{CHECKPOINTS}/\.?step-\d{{10,}}[^/]*/{name}": begins for name, begins in _STATE.items()},
+    **{rf"{EVALUATIONS}/\.?\d{{10}}[^/]*/{name}": begins for name, begins in _STATE.items()},
+    rf"{PROBLEMS}/\d{{8}}-\d{{6}}-\d{{3}}-[^/]+\.txt": b"",
+    r"profile/steps-\d+-\d+\.json\.gz": b"\x1f\x8b",
+    r"tensorboard/events\.out\.tfevents\.\d{10}\.\d{6}\.[^/]+": b".*brain",
+    r"tools/(tensorboard|mlflow|wandb)\.json": b"(?!)",
+    r"(times|use)/\d+-\d{6}\.jsonl": _JSON + b'schema":',  # of version 0.1
+    r"(times|use)(\.before)?\.jsonl": _JSON + b'(step|time)":',
+    r"events\.jsonl": _JSON + b'time": ',
+    r"journal\.index": _JSON + b'offset":',
+    r"certificate\.json": _JSON + b'payloadType": "application/vnd.in-toto',
+    r"report\.html": b"<!doctype html>\n<html[^\n]*\n<meta http-equiv=.Content-Security-Policy",
+    r"plan\.json": _JSON + b'schema": ',
+    r"without\.txt": b"(?!)",
+    r"journal\.jsonl": _JSON + b'line": ',
+    r"run\.json": _JSON + b'schema": ',
+}
+"""What a run writes into its directory: patterns of the path, and of how the file begins. ``(?!)`` matches nothing:
+anybody may have written such a file.
+"""
+_NAMES = (
+    *(CHECKPOINTS, EVALUATIONS, PROBLEMS, "profile", "tensorboard", "tools", "times", "use", EVENTS_FILE, INDEX),
+    *(str(path) for name in (TIMES, USE_FILE) for path in (earlier(Path(name)), Path(name))),
+    *(CERTIFICATE, REPORT_FILE, PLAN_FILE, WITHOUT_FILE, JOURNAL, RUN_FILE),
 )
+"""All of it, in the order in which it is put aside; last what says that there is a run."""
+_BEGINNING_BYTES = 1000
 _SOUND = "sound"
 
 
@@ -251,7 +288,7 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
     """Claim ``directory`` for run ``run_id``; does nothing if the directory is that run's already.
 
     Args:
-        overwrite: remove the files of another run (of this library only).
+        overwrite: put the files of another run aside, into a folder of ``replaced``.
         resume: go on with the run in the directory. Its id so far joins the ``earlier`` ones in the description.
         by_command: ``unisono run`` has started the script: what to do instead is an option of it.
 
@@ -268,16 +305,63 @@ def claim(directory: Path, run_id: str, *, overwrite: bool, resume: bool = False
     if other is not None and not resume:
         if not overwrite:
             _refuse(directory, other, by_command=by_command)
-        for name in _OURS:
-            path = directory / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        _put_aside(directory)
     facts = read_facts(directory) if resume else {}
     if "run_id" in facts:
         facts["earlier"] = [*facts.get("earlier", ()), facts["run_id"]]
     describe(directory, {**facts, "run_id": run_id})
+
+
+def _put_aside(directory: Path) -> None:
+    """Move the run that a directory holds into a folder of `REPLACED`, and remove the run that was replaced before.
+
+    Others may have files and folders of the same names. So what lies in the directory is only renamed, and a folder in
+    which a run has written nothing stays where it is. Of the run before is removed what is known to be a run's.
+
+    Raises:
+        RunDirectoryError: the directory cannot be written.
+    """
+    has_something, began = not is_blank(directory), read_facts(directory).get("started")
+    try:
+        before = [path for path in (directory / REPLACED).glob("*") if path.name.isdecimal()]
+        aside = directory / REPLACED / str(max((int(path.name) for path in before), default=0) + 1)
+        aside.mkdir(parents=True)
+        for name in _NAMES:
+            path = directory / name
+            if any(_own_files(directory, name)):
+                if name == PLAN_FILE and isinstance(began, float) and path.stat().st_mtime > began:
+                    continue  # it is a plan for the run that begins
+                path.rename(aside / name)
+        for replaced in before if has_something else [aside]:
+            _remove(replaced)
+    except OSError as error:
+        raise RunDirectoryError(f"the run directory {directory} cannot be written: {error.strerror}") from error
+
+
+def _own_files(directory: Path, name: str) -> Iterator[tuple[Path, bytes]]:
+    """Yield the files of a run under a name in its directory, as far as paths say it, with what they begin with."""
+    folder = directory / name
+    for path in (folder, *folder.glob("*"), *folder.glob("*/*")):
+        for pattern, begins in _OURS.items():
+            if re.fullmatch(pattern, path.relative_to(directory).as_posix()) and path.is_file():
+                yield path, begins
+
+
+def _remove(replaced: Path) -> None:
+    """Remove a run that was put aside, and nobody else's file."""
+    if "run_id" not in read_facts(replaced):
+        return
+    for name in _NAMES:
+        for path, begins in _own_files(replaced, name):
+            if not path.resolve().is_relative_to(replaced.resolve()):
+                continue  # a link leads there
+            with path.open("rb") as file:
+                is_known = re.match(begins, file.read(_BEGINNING_BYTES), re.DOTALL)
+            if is_known:
+                path.unlink()
+    for path in sorted((path for path in (replaced, *replaced.rglob("*")) if path.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):  # something is left there
+            path.rmdir()
 
 
 def refuse_used(directory: Path) -> None:
@@ -296,8 +380,8 @@ def _refuse(directory: Path, other: str, *, by_command: bool) -> NoReturn:
         else ("pass overwrite=True to unisono.Run", 'resume="auto"')
     )
     raise RunDirectoryError(
-        f"{directory} holds another run ({other}); choose another directory, or {replace} to replace it, or {go_on} to "
-        "resume it"
+        f"{directory} holds another run ({other}); choose another directory, or {replace} to replace it (its files are "
+        f"put aside into {directory / REPLACED}), or {go_on} to resume it"
     )
 
 
@@ -380,7 +464,7 @@ def holder(directory: Path) -> str | None:
 
 def is_blank(directory: Path) -> bool:
     """Return whether a directory holds a run without a step, an evaluation or a checkpoint: nothing would be lost."""
-    if "run_id" not in read_facts(directory) or any((directory / CHECKPOINTS).glob("*")):
+    if "run_id" not in read_facts(directory) or any(_own_files(directory, CHECKPOINTS)):
         return False
     try:
         return not (directory / JOURNAL).exists() or all(line["kind"] == "end" for line in read(directory / JOURNAL))

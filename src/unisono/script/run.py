@@ -124,7 +124,8 @@ class Run:
             that run or checkpoint, which may lie elsewhere, also a URL of copies. ``--resume`` wins over it.
         resume_anyway: names of what may differ from the checkpoint's recipe, e.g. ``{"microbatches"}``. Changes the
             bits.
-        overwrite: replace another run that the directory holds. (One without a step is replaced in any case.)
+        overwrite: replace another run that the directory holds; its files are put aside, into ``replaced`` there, until
+            the next time. (One without a step is replaced in any case, and removed.)
         sinks: objects with ``emit(event)`` and ``close()`` (`unisono.views.watch.Sink`) that get the run's events. One
             worker at a time gives events to its sinks: the one that writes the journal. A sink that raises is dropped.
         audit: share of the micro-batches that a second worker computes as well, from 0 to 0.5, to find a machine that

@@ -168,8 +168,12 @@ class Snapshots:
             files.remove(self.path(number))
 
     def clear(self) -> None:
-        """Remove what an earlier run, or this one before it was killed, has left. Evaluators stay."""
-        for path in [*self._folder.glob("[0-9]*"), *self._folder.glob(".[0-9]*")]:
+        """Remove what an earlier run, or this one before it was killed, has left. Evaluators stay, and so does what is
+        no snapshot: the script's user may have a folder of this name.
+        """
+        digits = "[0-9]" * 10
+        left = [path.parent for path in self._folder.glob(f"{digits}/{ORDER}")]
+        for path in [*left, *self._folder.glob(f".{digits}.removed"), *self._folder.glob(f".{digits}-*.partial")]:
             shutil.rmtree(path, ignore_errors=True)
 
     # -- an evaluator --------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ import msgspec
 
 from unisono.core.errors import UsageError
 from unisono.core.words import listed
+from unisono.record.rundir import PLAN_FILE
 from unisono.tools.plan.forecast import ForecastInputs, Parts, Roster, Sample, candidates, forecast
 from unisono.tools.plan.layouts import GroupForecast
 from unisono.tools.plan.strategy_models import STRATEGIES, StrategyOptions, WorkerMemory
 from unisono.tools.plan.wires import NetworkLink
 
 __all__ = [
-    "PLAN",
     "Came",
     "Forecast",
     "PlanRecord",
@@ -30,7 +30,6 @@ __all__ = [
     "write_plan",
 ]
 
-PLAN: Final = "plan.json"
 SCHEMA: Final = 1
 WORTH: Final = 0.03
 """Of a step's time: what another number of micro-batches must gain to be told."""
@@ -200,7 +199,7 @@ def read_plan(directory: Path) -> PlanRecord | None:
     Raises:
         UsageError: it cannot be read.
     """
-    path = directory / PLAN
+    path = directory / PLAN_FILE
     advice = f"remove it, or write another one with `unisono plan SCRIPT --run-dir {directory}`"
     try:
         plan = msgspec.json.decode(path.read_bytes(), type=PlanRecord)
