@@ -43,7 +43,7 @@ SKIPS = {
     r"cannot be delayed here": "it takes /dev/net/tun, which a container cannot give itself",
     r"^no (second )?CUDA device here": "the machine has none; `make gpu-check` tries what needs one",
     r"^kubectl is older than": "the fake API server answers as servers do since then; Debian 12 has an older one",
-    r"^no AVX2 here": "it is the processor's instructions that are chosen",
+    r"^no AVX(2|-512) here": "it is the processor's instructions that are chosen",
     r"^memory cannot be limited here": "it takes a control group, which only root can make",
     r"^no IPv6 here": "it is the machine's kernel that has none",
     r"^no digest is published for this arithmetic": "the bits of all numbers of workers were compared with each other",

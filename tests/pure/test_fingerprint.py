@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.operations import SETTINGS, TABLE
 from unisono.cli.resume import Resumed
 from unisono.core.errors import UsageError
 from unisono.core.fingerprints import RESULTS, other_arithmetic, other_results
-from unisono.system.arithmetic import check, name_of, results, variables
+from unisono.system.arithmetic import check, name_of, variables
 from unisono.system.fingerprint import about_script, own_command, script_checksum
+from unisono.system.probe import results
 
 
 @pytest.fixture(autouse=True)
@@ -86,10 +90,24 @@ def test_the_instructions_of_an_environment_have_the_name_by_which_they_were_ask
 
 def test_operations_with_other_results_are_named() -> None:
     first, other = {RESULTS: "product=aa, sums=bb, norm=cc"}, {RESULTS: "product=aa, sums=b0, gelu=dd"}
-    assert other_results(first, other) == ["sums", "norm", "gelu"]
+    assert other_results(first, other) == ["sums"], "another version's probe has other operations"
     assert other_results(first, first) == other_results(first, {"torch": "2"}) == []
     assert other_arithmetic({"torch": "2"}, {"torch": "2", **first}) == [], "an earlier version has no results"
     assert other_arithmetic(first, {**first, RESULTS: "product=aa, sums=b0, norm=cc"}) == ["other results of sums"]
+
+
+def test_the_probe_tells_every_two_settings_apart_that_differ_in_any_of_a_thousand_operations() -> None:
+    """As digests of a processor with AVX-512 have it; `tests.operations` makes the table."""
+    table = json.loads(TABLE.read_text())
+    assert list(table) == list(SETTINGS)
+    for one, other in itertools.combinations(table.values(), 2):
+        told = other_results({RESULTS: one["probe"]}, {RESULTS: other["probe"]})
+        assert told or one["operations"] == other["operations"]
+    assert {"softmax of several widths", "losses", "recurrent layer"} <= {
+        *other_results({RESULTS: table["aten avx2"]["probe"]}, {RESULTS: table["aten avx512"]["probe"]})
+    }
+    names = [[each.split("=")[0] for each in probe.split(", ")] for probe in (results(), table["none"]["probe"])]
+    assert names[0] == names[1], "the probe computes something else than the table: python -m tests.operations --table"
 
 
 def test_the_probe_gives_the_same_whatever_the_script_has_set() -> None:

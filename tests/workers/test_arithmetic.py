@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.operations import SETTINGS, in_process
 from tests.workers.conftest import Unisono
 from unisono.record.journal import compare
 from unisono.record.rundir import read_facts
@@ -49,6 +51,15 @@ def test_a_worker_that_gets_other_bits_is_refused_by_the_probe(unisono: Unisono,
     assert "start the run with --set arithmetic=avx2" in said
     assert unisono("stop", "run").wait() == 0
     run.wait()
+
+
+@pytest.mark.skipif("avx512f" not in _of_processor("flags"), reason="no AVX-512 here")
+def test_the_probe_of_this_machine_tells_the_instructions_apart() -> None:
+    """Whatever differs in any of a thousand operations differs in the probe."""
+    names = SETTINGS if os.environ.get("UNISONO_TEST_ALL") else ("none", "aten avx2")
+    found = [in_process(SETTINGS[name]) for name in names]
+    for (one, ops), (other, other_ops) in itertools.combinations(found, 2):
+        assert one != other or ops == other_ops
 
 
 def test_workers_that_are_held_to_the_same_instructions_get_the_same_bits(

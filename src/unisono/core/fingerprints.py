@@ -8,8 +8,7 @@ from typing import Final
 __all__ = ["RESULTS", "other_arithmetic", "other_results"]
 
 RESULTS: Final = "results"
-"""The entry of a fingerprint with the results of a probe (`unisono.system.arithmetic.results`): "product=1a2b, ...".
-Those of earlier versions have none."""
+"""The entry of a fingerprint with the results of a probe (`unisono.system.probe.results`): "product=1a2b, ..."."""
 
 
 def other_arithmetic(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -25,8 +24,10 @@ def other_arithmetic(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 
 def other_results(first: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the operations of the probe whose results differ in two fingerprints; empty where one has no results."""
+    """Return the operations of the probe whose results differ in two fingerprints, of those that both have: the probe
+    of another version has others, and that of an early version none.
+    """
     if RESULTS not in first or RESULTS not in other:
         return []
     mine, theirs = (dict(each.split("=") for each in one[RESULTS].split(", ")) for one in (first, other))
-    return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    return [name for name, digest in mine.items() if theirs.get(name, digest) != digest]

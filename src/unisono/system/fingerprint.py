@@ -55,7 +55,7 @@ def fingerprint(device: str, environment: Mapping[str, str] | None = None) -> di
     import torch
 
     from unisono.core.fingerprints import RESULTS
-    from unisono.system.arithmetic import results
+    from unisono.system.probe import results
 
     found = os.environ if environment is None else environment
     facts = {
