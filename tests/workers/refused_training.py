@@ -54,6 +54,12 @@ def two_models(run: unisono.Run) -> None:
     training.train()
 
 
+def torchscript(run: unisono.Run) -> None:
+    training = Training(run, middle=torch.jit.script(nn.Linear(6, 6)))
+    training.track()
+    training.train()
+
+
 def outside_of_stages(run: unisono.Run) -> None:
     training = Training(run)
     training.track(head=nn.Linear(3, 3))
@@ -236,6 +242,7 @@ TRAININGS: dict[str, Callable[[unisono.Run], None]] = {
             local_steps,
             batches,
             evaluation_beside,
+            torchscript,
         ),
         *(called_outside, torch_clipping, wrong_evaluation, whole),
     )

@@ -39,7 +39,8 @@ def test_refused_on_one_process(name: str, kind: type[UnisonoError], message: st
 
 
 @pytest.mark.parametrize(
-    "name", ["scaler", "shard", "carried", "batches", "evaluation_beside", "called_outside", "torch_clipping"]
+    "name",
+    ["scaler", "shard", "carried", "batches", "evaluation_beside", "called_outside", "torch_clipping", "torchscript"],
 )
 def test_allowed_on_one_process(name: str) -> None:
     with AloneRun(seed=3) as run:
@@ -53,6 +54,7 @@ GROUPS: list[tuple[str, str]] = [
         r"unisono.Stages has 1 stage and no layers that are cut into shards.* 2 processes \(1 x 2\).* --workers Nx1",
     ),
     ("in_shards", "stage 1 of unisono.Stages returned a tensor in shards: between a layer"),
+    ("torchscript", r"module 1 of unisono\.Stages has a part of TorchScript.*--workers N"),
     ("plain_loop", "the inner loop is one call: step.compute"),
     ("no_call", "has returned without a call of the model"),
     ("two_calls", "called once for each micro-batch.*the second one"),

@@ -437,12 +437,10 @@ class Run:
             raise UsageError("run.track was called inside run.steps; track everything before the loop")
         self._tracked.add(objects)
         for name, value in objects.items():
-            if (
-                isinstance(value, nn.Module)
-                and value in self._made_before
-                and next(value.parameters(), None) is not None
-            ):
-                self._warn_of_early(name)
+            if isinstance(value, nn.Module):
+                self._arithmetic.keep_torchscript_alike(value)
+                if value in self._made_before and next(value.parameters(), None) is not None:
+                    self._warn_of_early(name)
 
     def _warn_of_early(self, name: str) -> None:
         member = members.current()

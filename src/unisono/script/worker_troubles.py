@@ -31,6 +31,7 @@ from unisono.engine.rounds.finite import NotFinite
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.rounds.team import Team, places
 from unisono.engine.state.tracked import Tracked
+from unisono.engine.state.walk import tensors_of_state
 from unisono.record.problems import evidence as files
 from unisono.record.problems.evidence import Witness, redacted, shown_environment
 from unisono.record.problems.evidence_files import FOLDER, stamp, write
@@ -375,11 +376,8 @@ def _slot_bytes(slots: Slots) -> int:
 
 def _optimizer_tensors(tracked: Tracked) -> Iterator[tuple[str, int]]:
     for name, optimizer in tracked.optimizers.items():
-        for state in optimizer.state.values():
-            if isinstance(state, dict):
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        yield f"{name}: {key} {tuple(value.shape)} {_dtype(value)}", _bytes(value)
+        for key, value in tensors_of_state(optimizer):
+            yield f"{name}: {key} {tuple(value.shape)} {_dtype(value)}", _bytes(value)
 
 
 def _state_to_come(tracked: Tracked, team: Team) -> int:

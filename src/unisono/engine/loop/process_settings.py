@@ -6,9 +6,11 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from unisono.core.errors import UsageError
 from unisono.core.words import count
@@ -37,6 +39,7 @@ class Arithmetic:
     deterministic: bool
 
     def enter(self) -> None:
+        self._torchscript = ExitStack()
         self.floating_point = floating_point()
         self._before = (
             torch.get_num_threads(),
@@ -56,7 +59,17 @@ class Arithmetic:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark = False
 
+    def keep_torchscript_alike(self, module: nn.Module) -> None:
+        """Have a module of TorchScript computed in the same way each time, if ``module`` has one.
+
+        Otherwise TorchScript compiles after some calls, for what it has seen in these, so the bits of a micro-batch
+        would depend on what a worker has computed before.
+        """
+        if self.deterministic and any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+            self._torchscript.enter_context(torch.jit.optimized_execution(False))
+
     def leave(self) -> None:
+        self._torchscript.close()
         threads, deterministic, warn_only, fill, benchmark = self._before
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

@@ -38,7 +38,7 @@ from unisono.core.errors import StepError, UsageError
 from unisono.engine.state.elsewhere import Elsewhere
 from unisono.engine.state.packing import digest_of_each, quick_digest
 from unisono.engine.state.tracked import Tracked
-from unisono.engine.state.walk import Walk, same_objects
+from unisono.engine.state.walk import Walk, same_objects, tensors_of_state
 from unisono.system.stacks import level_outside
 
 __all__ = [
@@ -69,7 +69,7 @@ class Structure:
             self._found = found
             self.owners = found.owners
             """(name of what is tracked, path in it, module)."""
-            self._modules = [module for _, _, module in self.owners]
+            self._modules = [module for _, module in found.with_modes]
             self._named = dict(found.of_modules)
         self._modes = [module.training for module in self._modules]
 
@@ -455,13 +455,7 @@ def _first_difference(before: Sequence[int], now: Sequence[int]) -> int | None:
 
 
 def _optimizer_states(tracked: Tracked) -> list[Tensor]:
-    return [
-        item
-        for optimizer in tracked.optimizers.values()
-        for state in optimizer.state.values()
-        for item in state.values()
-        if isinstance(item, Tensor)
-    ]
+    return [tensor for optimizer in tracked.optimizers.values() for _, tensor in tensors_of_state(optimizer)]
 
 
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.core.errors import StepError
+from unisono.engine.state.walk import buffer_in
 
 __all__ = ["Buffers"]
 
@@ -161,7 +162,7 @@ class Buffers:
 
     def _tensor(self, index: int) -> Tensor:
         module, attribute = self.owners[index]
-        found = module._buffers.get(attribute)
+        found = buffer_in(module, attribute)
         if found is None:
             raise StepError(
                 f"buffer {self.names[index]!r} was a tensor, and is None or missing now. Keep it a tensor, or remove "

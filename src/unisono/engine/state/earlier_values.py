@@ -19,7 +19,7 @@ class Values:
         Args:
             before: earlier values; what has not changed since and is not trained shares their memory.
         """
-        self._modes = [(part, part.training) for module in tracked.modules.values() for part in module.modules()]
+        self._modes = [(module, module.training) for _, module in tracked.walk().with_modes]
         live = [parameter for _, parameter in tracked.parameters()]
         self._buffers = {
             (owner, name): buffer

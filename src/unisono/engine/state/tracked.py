@@ -25,7 +25,7 @@ from unisono.engine.state.carried import Carried
 from unisono.engine.state.packing import digest_of_state, is_same_state
 from unisono.engine.state.spread import Spread, digests_of_units, held_digests, units_in
 from unisono.engine.state.sums import Sums
-from unisono.engine.state.walk import Walk
+from unisono.engine.state.walk import Walk, buffer_in, tensors_of_state
 
 __all__ = ["Calls", "Tracked"]
 
@@ -138,7 +138,7 @@ class Tracked:
             if isinstance(value, nn.Module):
                 for module in value.modules():
                     for attribute in module._non_persistent_buffers_set:
-                        if (buffer := module._buffers.get(attribute)) is not None:
+                        if (buffer := buffer_in(module, attribute)) is not None:
                             self._first.setdefault((id(module), attribute), buffer)
 
     def __bool__(self) -> bool:
@@ -314,8 +314,7 @@ class Tracked:
         """Return the addresses of the tensors that only an update changes: parameters, and the states of optimizers."""
         found = {parameter.data_ptr() for _, parameter in self.parameters()}
         for optimizer in self.optimizers.values():
-            for state in optimizer.state.values():
-                found |= {item.data_ptr() for item in state.values() if isinstance(item, Tensor)}
+            found |= {tensor.data_ptr() for _, tensor in tensors_of_state(optimizer)}
         return found
 
     # -- state ---------------------------------------------------------------------------------------
@@ -520,7 +519,7 @@ class Tracked:
         for name, module in self.modules.items():
             for path, owner in module.named_modules():
                 for attribute in owner._non_persistent_buffers_set:
-                    first, buffer = self._first.get((id(owner), attribute)), owner._buffers.get(attribute)
+                    first, buffer = self._first.get((id(owner), attribute)), buffer_in(owner, attribute)
                     if first is not None:
                         is_same = buffer is not None and buffer.shape == first.shape
                         found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first

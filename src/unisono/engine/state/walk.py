@@ -7,12 +7,12 @@ times in each step. To see that every module still owns what it owned takes a te
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Walk", "same_objects"]
+__all__ = ["Walk", "buffer_in", "same_objects", "tensors_of_state"]
 
 
 class Walk:
@@ -23,6 +23,7 @@ class Walk:
 
     Attributes:
         owners: (name of what is tracked, path in it, module).
+        with_modes: (name, module) of those that are in ``train()`` or ``eval()``: all but frozen ones of TorchScript.
         of_modules: the parameters by their names in modules.
         named: by those in modules and in optimizers; a parameter in both has two names.
         parameters: the same with the first of its names, each once.
@@ -30,6 +31,11 @@ class Walk:
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self.owners = [(name, path, module) for name, root in modules.items() for path, module in root.named_modules()]
+        self.with_modes = [
+            (".".join(filter(None, (name, path))), module)
+            for name, path, module in self.owners
+            if hasattr(module, "training")
+        ]
         self.of_modules: list[tuple[str, nn.Parameter]] = [
             (f"{name}.{path}", parameter)
             for name, module in modules.items()
@@ -60,10 +66,11 @@ class Walk:
         found: list[object] = [*modules, *modules.values()]
         for module in self._modules:
             if parameters := module._parameters:
-                found += parameters
+                if isinstance(parameters, dict):  # in TorchScript it is none, and the names of parameters are fixed
+                    found += parameters
                 found += parameters.values()
             if children := module._modules:
-                found += children
+                found += children.keys()
                 found += children.values()
             found.append(module)  # where it ends
         for name, optimizer in optimizers.items():
@@ -72,6 +79,29 @@ class Walk:
                 found += group["params"]
                 found.append(group)
         return found
+
+
+def buffer_in(module: nn.Module, name: str) -> Tensor | None:
+    """Return a buffer that a module owns; None: it has none of this name. The buffers of a module of TorchScript are in
+    no dict.
+    """
+    try:
+        return module._buffers[name]
+    except KeyError:
+        return None
+
+
+def tensors_of_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an optimizer's state: (name in the state of a parameter, or name under which the optimizer
+    keeps it for itself; tensor).
+    """
+    for key, state in optimizer.state.items():
+        if isinstance(state, Tensor):
+            yield str(key), state
+        elif isinstance(state, Mapping):
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    yield str(name), value
 
 
 def same_objects(now: Sequence[object], before: Sequence[object]) -> bool:

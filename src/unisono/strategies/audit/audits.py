@@ -53,6 +53,7 @@ from unisono.engine.rounds.life import DISPUTE, Rounds
 from unisono.engine.rounds.members import Gathered
 from unisono.engine.rounds.taps import Loop, Tap
 from unisono.engine.state.tracked import Tracked
+from unisono.engine.state.walk import tensors_of_state
 from unisono.system.faults import point, spoils
 
 __all__ = ["Audits", "Testimony", "first_difference", "make_audits", "of_states", "spoil"]
@@ -345,9 +346,8 @@ def spoil(tracked: Tracked) -> None:
             parameter = next(one for _, one in tracked.parameters() if not one.is_meta)
             parameter.copy_(with_flipped_bit(parameter, bit))
         if (bit := spoils("optimizer")) is not None:
-            states = (state for one in tracked.optimizers.values() for state in one.state.values())
-            values = (value for state in states for value in state.values() if not value.is_meta)
-            found = next((value for value in values if value.numel() > 1), None)
+            values = (value for one in tracked.optimizers.values() for _, value in tensors_of_state(one))
+            found = next((value for value in values if value.numel() > 1 and not value.is_meta), None)
             if found is None:
                 raise UsageError("the optimizers have no state yet that a fault could spoil: choose a later step")
             found.copy_(with_flipped_bit(found, bit))

@@ -257,6 +257,12 @@ class Stages(nn.Module):
         if module is None:
             return
         if not self._is_here(index):
+            if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+                raise UsageError(
+                    f"module {index} of unisono.Stages has a part of TorchScript, which keeps its parameters itself, "
+                    "so a process that carries other stages cannot leave them out: give unisono.Stages the module as "
+                    "it was before torch.jit.script or torch.jit.trace, or start with whole models: --workers N"
+                )
             _empty(module)
         for layer in layers_in(module):
             for pieces in layer.pieces():
