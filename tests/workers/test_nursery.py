@@ -230,3 +230,27 @@ def test_the_interpreter_is_shut_down_only_where_that_does_something(
         assert zipfile.ZipFile(tmp_path / left).read("name") == b"text"
     if left == "a generator":
         assert "[w0] its last words" in run.out
+
+
+PROBES = """
+    from unisono.system import probe
+
+    found = probe.results()
+    is_taken = bool(probe._taken)
+    probe._taken.clear()
+    probe.results.cache_clear()
+    print(is_taken, found == probe.results())
+    """
+
+
+@pytest.mark.usefixtures("nursery")
+def test_the_nursery_computes_the_probe_for_workers_whose_libraries_choose_as_its_own(
+    unisono: Unisono, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = unisono("run", "-n", 1, script(PROBES))
+    assert run.wait() == 0, run.err
+    assert "[w0] True True" in run.out
+    monkeypatch.setenv("MKL_CBWR", "AVX2,STRICT")
+    run = unisono("run", "-n", 1, script(PROBES))
+    assert run.wait() == 0, run.err
+    assert "[w0] False True" in run.out

@@ -9,6 +9,8 @@ pipes and the token attached, and back `Forked`. The worker is the agent's child
 process that ends at once, and the agent adopts orphans. So the kernel ends the worker with the agent, and the worker
 outlives the nursery.
 
+What a worker's fingerprint says of its processor takes 0.1 s of a core to compute, so one child does that for all.
+
 A nursery can also stand by itself and serve many runs, one after the other or at once. Workers are then its own
 children; it reports their ends to the agent (`WorkerEnded`), and ends them when the agent ends. The same holds where
 orphans cannot be adopted::
@@ -37,7 +39,9 @@ import msgspec
 
 from unisono.cluster.machine.forking import Forked, ForkRequest, WorkerEnded
 from unisono.core.spec import WORKER
+from unisono.system.fingerprint import chosen_by
 from unisono.system.lifetime import PARENT, TOKEN_FILE, bind_to_parent, end_group, name_process
+from unisono.system.probe import results, take_results
 
 __all__ = ["main"]
 
@@ -93,6 +97,8 @@ class _Nursery:
         self._listener = listener
         self._agents = [channel] if channel is not None else []
         self._children: dict[int, socket.socket] = {}
+        self._probe: _Probe | None = _Probe()
+        self._results = ""
         self._awake, self._waker = os.pipe()
         for descriptor in (self._awake, self._waker):
             os.set_blocking(descriptor, False)
@@ -133,6 +139,8 @@ class _Nursery:
             return None
         with open(descriptors.pop(), "rb") as file:
             request = msgspec.msgpack.decode(file.read(), type=ForkRequest)
+        if self._probe is not None:
+            self._results, self._probe = self._probe.results(), None
         try:
             pid = _fork_orphan() if request.adopted else os.fork()
         except OSError as error:
@@ -144,6 +152,8 @@ class _Nursery:
                     os.close(descriptor)
                 for channel in (*self._agents, *([self._listener] if self._listener is not None else [])):
                     channel.close()
+                if self._results and chosen_by(request.environment) == chosen_by(os.environb):
+                    take_results(self._results)
                 return request, descriptors
             if not request.adopted:
                 _lead_group(pid)
@@ -162,6 +172,32 @@ class _Nursery:
             _, status, used = os.wait4(ended.si_pid, 0)
             code, peak = os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024
             _send(self._children.pop(ended.si_pid), WorkerEnded(ended.si_pid, code, peak))
+
+
+class _Probe:
+    """A child of the nursery that computes what `unisono.system.probe.results` returns in each of its workers."""
+
+    def __init__(self) -> None:
+        self._receiving, sending = os.pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.environ[PARENT] = str(parent)
+            bind_to_parent(signal.SIGKILL)
+            with open(sending, "wb") as pipe:
+                pipe.write(results().encode())
+            os._exit(0)
+        os.close(sending)
+
+    def results(self) -> str:
+        """Return the results, as soon as they are there; "" if the child has failed, as each worker then will.
+
+        The nursery has no other child yet.
+        """
+        with open(self._receiving, "rb") as pipe:
+            found = pipe.read().decode()
+        os.waitpid(self._pid, 0)
+        return found
 
 
 def _send(agent: socket.socket, message: Forked | WorkerEnded) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "SWITCHES",
     "USUAL_FLOATING_POINT",
     "about_script",
+    "chosen_by",
     "fingerprint",
     "floating_point",
     "foretold",
@@ -84,6 +85,11 @@ def foretold(environment: Mapping[str, str]) -> dict[str, str]:
         "processor": _processor(),
         **{name: environment[name] for name in SWITCHES if name in environment},
     }
+
+
+def chosen_by(environment: Mapping[bytes, bytes]) -> list[bytes | None]:
+    """Return the values of `SWITCHES` in an environment."""
+    return [environment.get(name.encode()) for name in SWITCHES]
 
 
 def _torch_version() -> str:

@@ -20,10 +20,18 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["results"]
+__all__ = ["results", "take_results"]
 
 WIDTHS: Final = (10, 33, 100, 1000)
 """Beside the multiples of the numbers of values that instructions compute at once, which are 4 to 32."""
+
+
+_taken: list[str] = []
+
+
+def take_results(found: str) -> None:
+    """Have `results` return what a process with the same libraries and environment has computed."""
+    _taken[:] = [found]
 
 
 @functools.cache
@@ -32,6 +40,8 @@ def results() -> str:
 
     One thread computes, in the modes that torch has by default. No random number is drawn.
     """
+    if _taken:
+        return _taken[0]
     import torch
 
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
