@@ -36,6 +36,8 @@ TRAINING = """
                 if step.number == 3 and how == "break before" and who in (me, "all"):
                     break
                 for inputs in step:
+                    if step.number == 2 and how == "sys.exit inside" and who in (me, "all"):
+                        sys.exit(0)
                     step.backward(model(inputs[:, None]).mean())
                 if step.number != 2 or who not in (me, "all"):
                     continue
@@ -48,6 +50,8 @@ TRAINING = """
                     return
                 if how == "sys.exit":
                     sys.exit(0)
+            if how == "sys.exit behind":
+                sys.exit(0)
             if how == "break for another":
                 for step in run.steps(data, batch_size=24, microbatches=4, max_steps=1):
                     for inputs in step:
@@ -76,7 +80,9 @@ def test_a_break_of_one_worker_ends_the_run_in_a_sentence_about_the_script(
     assert not [line for line in command.err if "trying again" in line]
 
 
-@pytest.mark.parametrize("how", ["break after", "break before", "break for another", "return", "sys.exit"])
+@pytest.mark.parametrize(
+    "how", ["break after", "break before", "break for another", "return", "sys.exit", "sys.exit behind"]
+)
 def test_all_workers_may_leave_at_the_same_step_and_one_of_them_later(
     how: str, unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
@@ -85,7 +91,12 @@ def test_all_workers_may_leave_at_the_same_step_and_one_of_them_later(
         command.line(f"[{worker_id}] leaves the loop")
     (tmp_path / "go").touch()
     assert command.wait() == 0, command.err
-    steps = [0, 1, 2, 3] if how == "break for another" else [0, 1, 2]
+    num_steps = {"break for another": 4, "sys.exit behind": 10}.get(how, 3)
+    steps = [*range(num_steps)]
+    said = "unisono: the script ended within a training loop (SystemExit: 0) after 3 of 10 steps"
+    assert [said in line for line in command.err].count(True) == (how == "sys.exit")
+    *_, last = read(tmp_path / "run")
+    assert (last["kind"], last["ok"]) == ("end", True)
     assert f" unisono: finished: {len(steps)} steps in " in command.out[-1]
     assert [line["step"] for line in read(tmp_path / "run") if line["kind"] == "step"] == steps
 
@@ -100,3 +111,14 @@ def test_a_worker_whose_script_exits_in_the_middle_is_reported_and_replaced(
     assert "worker w3 replaces it now (restart 1 of 10)" in told
     assert not [line for line in command.err if "trying again" in line]
     assert History(tmp_path / "run").status()["state"] == "finished"
+
+
+@pytest.mark.parametrize("who", ["w1", "all"])
+def test_an_exit_within_the_inner_loop_is_an_error_of_its_micro_batch(
+    who: str, unisono: Unisono, script: Script, tmp_path: Path
+) -> None:
+    """The others go on without the worker that has called it; where all call it, the run has failed, as it has alone."""
+    command = start(unisono, script, "sys.exit inside", who)
+    assert command.wait() == (who == "all"), command.err
+    command.line("sys.exit(0) was called within the inner loop of step 2")
+    assert History(tmp_path / "run").status()["state"] == ("failed" if who == "all" else "finished")

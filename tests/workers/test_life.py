@@ -49,9 +49,11 @@ TRAINING = """
                         break
                     if how == "inner exit":
                         sys.exit(3)
+                    if how == "with inner exit 0":
+                        sys.exit(0)
                 step.backward(model(batch).mean())
             if step.number == 2:
-                if how == "exit 0":
+                if how in ("exit 0", "with exit 0"):
                     sys.exit()
                 if how in ("exit 3", "with exit"):
                     sys.exit(3)
@@ -66,7 +68,7 @@ TRAINING = """
         return model
 
     hook = sys.excepthook
-    if how in ("with", "with exit"):
+    if how.startswith("with"):
         with unisono.Run(how, seed=1, checkpoint=unisono.Checkpoints(every_steps=100)) as run:
             go_on(run, 4)
         assert sys.excepthook is hook
@@ -127,6 +129,8 @@ ENDS: dict[str, tuple[int, str, str, int]] = {
     "break": (0, "finished", "", 3),
     "exit 0": (0, "finished", "", 3),
     "exit 3": (3, "finished", "", 3),
+    "with exit 0": (0, "finished", "", 3),
+    "with inner exit 0": (1, "failed", "ExitInside: sys.exit(0) was called within the inner loop of step 2", 2),
     "with exit": (3, "failed", "SystemExit: 3", 2),
     "interrupt": (-2, "failed", "KeyboardInterrupt: ", 2),
     "error": (1, "failed", "ValueError: a bad sample", 2),
@@ -137,7 +141,7 @@ ENDS: dict[str, tuple[int, str, str, int]] = {
     "os._exit": (7, "stopped", "", 2),
 }
 """How the script ends: its exit code, the state and the reason in the journal, and the number of steps there."""
-SHOWN = ("interrupt", "error", "late error", "inner break", "inner exit", "atexit")
+SHOWN = ("interrupt", "error", "late error", "inner break", "inner exit", "with inner exit 0", "atexit")
 """How the script ends with a traceback."""
 
 
@@ -173,6 +177,13 @@ def test_a_run_that_is_alone_ends_with_its_script(how: str, codes: dict[str, int
     kinds = [line["kind"] for line in read(ends / how)]
     assert kinds == ["step"] * num_steps + ["end"] * (state != "stopped")
     assert ("Traceback" in output) == (how in SHOWN), output
+    early = "unisono: a training loop was left early, after 3 of 4 steps\n"
+    early = (
+        "unisono: the script ended within a training loop (SystemExit: 0) after 3 of 4 steps\n"
+        if "with" in how
+        else early
+    )
+    assert output.count(early) == (state == "finished" and num_steps == 3), output
 
 
 def test_the_last_checkpoint_is_there_and_the_bits_are_those_of_a_with(codes: dict[str, int], ends: Path) -> None:

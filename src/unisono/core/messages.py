@@ -329,6 +329,8 @@ class Leaving(Message):
     """The first step in which the worker takes no part."""
     goes_on: bool = False
     """The script begins another ``run.steps``."""
+    exits: bool = False
+    """By ``sys.exit(0)``: a worker that alone does so is lost, and the others go on."""
 
 
 class Finished(Message):

@@ -72,7 +72,7 @@ def compare_leavings(draft: Draft, worker: Worker, beat: Beat) -> None:
         is_beyond = beat.step >= left.step if beat.phase == left.phase else beat.phase > left.phase
         if worker_id == worker.worker_id or not is_beyond or (left.goes_on and beat.phase != left.phase):
             continue
-        if other.state is _S.FINISHED:
+        if other.state is _S.FINISHED or (other.state is _S.HOLDING and left.exits):
             lose_early_leavers(draft, worker, [worker_id])
         elif other.state is _S.HOLDING:
             begun = f"step {beat.step}" + ("" if beat.phase == left.phase else " of another run.steps")
@@ -110,7 +110,8 @@ def lose_early_leavers(draft: Draft, worker: Worker, missed: Collection[str]) ->
         return
     for worker_id, left in draft.state.leaving.items():
         other = draft.state.workers[worker_id]
-        if other.state is _S.FINISHED and (not missed or worker_id in missed):
+        has_exited = other.state is _S.FINISHED or (other.state is _S.HOLDING and left.exits)
+        if has_exited and (not missed or worker_id in missed):
             lose(
                 draft,
                 worker_id,

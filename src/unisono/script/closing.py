@@ -61,12 +61,19 @@ class Ending:
         """Whether the script is between the first step of a training loop and its end."""
         return self._training.is_open
 
-    def end(self, error: BaseException | None, how: str = "the script, or another run in it, ended it") -> None:
+    def end(
+        self,
+        error: BaseException | None,
+        how: str = "the script, or another run in it, ended it",
+        *,
+        is_at_exit: bool = False,
+    ) -> None:
         """End the run, as the script has been left by ``error``. Does nothing the second time, and in a fork.
 
         Args:
             error: None: all is well, and the end is collective.
             how: the reason, for errors of those who use the run later.
+            is_at_exit: of the interpreter, which does not know whether ``sys.exit`` has brought it there.
 
         Raises:
             UnisonoError: the run could not be ended well; the journal has the reason.
@@ -83,8 +90,12 @@ class Ending:
             with begun:
                 if (steps := self._training.steps) is not None:
                     begun.callback(steps.close)
+                if error is not None and self._has_exited_inside(error):
+                    error, leaving = self._exit_inside(), error
+                    self._end_badly(error)
+                    raise error from leaving
                 if error is None or self._is_good_exit(error):
-                    self._end_well(steps)
+                    self._end_well(steps, error, is_at_exit=is_at_exit)
                 else:
                     self._end_badly(error)
         finally:
@@ -100,7 +111,7 @@ class Ending:
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _end_well(self, steps: Steps[Any] | None) -> None:
+    def _end_well(self, steps: Steps[Any] | None, error: BaseException | None, *, is_at_exit: bool) -> None:
         course = self._course
         try:
             if steps is not None:
@@ -114,13 +125,15 @@ class Ending:
             if course.has_joined:
                 self._evaluations.end(self._rounds)
                 course.ends()
-                held = self._end_together(own)
+                held = self._end_together(own, exits=error is not None)
             digests = self._rounds.tracked.digests(held) if self._rounds.tracked.sharded else dict(own.objects)
         except UnisonoError as failure:
             self._append_failure(failure)
             raise
         if course.beginning is not None and course.beginning.step == course.num_steps:
             self._say_nothing_left(course.num_steps)
+        elif error is not None or is_at_exit:
+            self._say_left(error)
         self._recorder.last_checkpoint(self._keeper.saver.news(), course.role())
         self._recorder.run_ended(course.role(), ok=True, digests=digests, sha256=self._sha256())
 
@@ -140,10 +153,22 @@ class Ending:
         if self._rounds.team.rank == 0:
             tell(f"unisono: nothing is left to do: {progress(num_steps, num_steps)} are done")
 
+    def _say_left(self, error: BaseException | None) -> None:
+        """Say that the script has ended within a training loop, if it has. (By a ``break`` it says so itself.)"""
+        loop, done = self._training.loop, self._course.num_steps
+        total = loop.end + (self._course.num_more or 0) if loop is not None and loop.step is not None else 0
+        if done < total and self._rounds.team.rank == 0:
+            what = (
+                "the script ended within a training loop (SystemExit: 0)"
+                if error
+                else "a training loop was left early,"
+            )
+            tell(f"unisono: {what} after {progress(done, total)}")
+
     def _end_badly(self, error: BaseException) -> None:
         loop = self._training.loop
         is_tried_again = self.explain(error) and self._rounds.team.size > 1
-        if _code_of(error) == 0 and loop is not None and loop.has_gradient():
+        if _code_of(error) == 0 and loop is not None and loop.has_gradient():  # asked to leave, after a whole step
             loop.leave()
         # Asked to leave, or tried again by another worker: the run does not end with this worker.
         goes_on = isinstance(error, RunStopped) or is_tried_again or self._says_nothing(error)
@@ -158,13 +183,14 @@ class Ending:
         tracked = self._rounds.tracked
         return Digests(self._rounds.team.arithmetic, tracked.common_digests(), held=tracked.held_digests())
 
-    def _end_together(self, digests: Digests) -> dict[str, dict[int, int]]:
+    def _end_together(self, digests: Digests, *, exits: bool) -> dict[str, dict[int, int]]:
         """Write the last checkpoint, and compare the final digests of the members. Collective.
 
         All members are at the end of the run, and have left the training loop at the same step.
 
         Args:
             digests: of this member.
+            exits: the script has called ``sys.exit(0)``.
 
         Returns:
             The digests of the states that all members together hold.
@@ -173,7 +199,7 @@ class Ending:
             DivergenceError: the members do not end with the same bits.
         """
         rounds, team = self._rounds, self._rounds.team
-        team.leaving(rounds.position.phase, rounds.position.number)
+        team.leaving(rounds.position.phase, rounds.position.number, exits=exits)
         self._keeper.wait_for_directory()
         own = msgspec.structs.replace(digests, objects=digests.objects if team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
@@ -194,10 +220,23 @@ class Ending:
         self._recorder.run_ended(self._course.role(), ok=False, reason=f"{type(error).__name__}: {error}")
 
     def _is_good_exit(self, error: BaseException) -> bool:
-        """Return whether this is ``sys.exit(0)`` of a script that runs alone, between two steps or at the end."""
+        """Return whether this is ``sys.exit(0)`` of the script, between two steps or at the end."""
+        return _code_of(error) == 0 and not self._keeper.is_leaving
+
+    def _has_exited_inside(self, error: BaseException) -> bool:
+        """Return whether this is ``sys.exit(0)`` within the inner loop, whose step has no result."""
         loop = self._training.loop
-        is_between = loop is None or loop.step is None or not loop.step.has_begun or loop.has_gradient()
-        return _code_of(error) == 0 and self._is_alone and is_between and not self._keeper.is_leaving
+        is_inside = loop is not None and loop.step is not None and loop.step.has_begun and not loop.has_gradient()
+        return is_inside and self._is_good_exit(error)
+
+    def _exit_inside(self) -> ExitInside:
+        loop = self._training.loop
+        assert loop is not None
+        assert loop.step is not None
+        return ExitInside(
+            f"sys.exit(0) was called within the inner loop of {loop.step.name}, which has no gradient then: call it "
+            "after `for batch in step`"
+        )
 
     def _says_nothing(self, error: BaseException) -> bool:
         """Return whether this exception does not say how the run ends.
@@ -207,6 +246,10 @@ class Ending:
         """
         code = _code_of(error)
         return code is not None and (code == 0 or not self._is_alone or self._keeper.is_leaving)
+
+
+class ExitInside(StepError):
+    """A script has called ``sys.exit(0)`` within the inner loop. On workers, another one tries the micro-batch."""
 
 
 def _decode(payload: bytes, worker_id: str) -> Digests:
@@ -240,7 +283,7 @@ def _note_microbatch(error: BaseException, step: Iteration | None) -> bool:
         which it would be there as well.
     """
     is_loss = isinstance(error, LossError) and error.microbatch >= 0
-    if step is None or not isinstance(error, Exception) or (isinstance(error, UnisonoError) and not is_loss):
+    if step is None or not isinstance(error, Exception) or _is_final(error):
         return False
     index = step.microbatch
     if index is None:
@@ -252,6 +295,12 @@ def _note_microbatch(error: BaseException, step: Iteration | None) -> bool:
     if (member := members.current()) is not None:
         member.failures.raised_in(error, step.number, index, samples, retry=not is_loss)
     return not is_loss
+
+
+def _is_final(error: BaseException) -> bool:
+    """Return whether no other worker would fare better with the micro-batch, or the error comes from none."""
+    is_loss = isinstance(error, LossError) and error.microbatch >= 0
+    return isinstance(error, UnisonoError) and not is_loss and not isinstance(error, ExitInside)
 
 
 def _note_beginning(error: BaseException, beginning: Beginning, num_done: int) -> None:

@@ -132,6 +132,11 @@ class TrainingLoop:
         chosen: Recipe = {"modes": found} if found else {}
         return {**self.cursor.recipe, **self.strategy.recipe, **self._summing.recipe, **chosen}
 
+    @property
+    def end(self) -> int:
+        """Steps of the run at the end of this loop."""
+        return self._base + self.num_steps
+
     # -- the loop ------------------------------------------------------------------------------------
 
     def run(self, phase: int, first: int, make_fetcher: MakeFetcher, *, is_left: bool = False) -> Iterator[Iteration]:
@@ -295,7 +300,7 @@ class TrainingLoop:
         point("after_step")
         seconds = self._clock.reset()
         self._clock.switch("other")
-        self._course.step_ends(step, seconds, self.cursor, self._base + self.num_steps)
+        self._course.step_ends(step, seconds, self.cursor, self.end)
 
     def _tell_loop(self, first: int) -> None:
         """Tell the taps which loop begins."""

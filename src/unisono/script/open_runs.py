@@ -36,8 +36,12 @@ class Ends(Protocol):
     def is_training(self) -> bool:
         """Whether the script is between the first step of a training loop and its end."""
 
-    def end(self, error: BaseException | None) -> None:
-        """End, because of this exception; None: all is well. Does nothing the second time."""
+    def end(self, error: BaseException | None, *, is_at_exit: bool = False) -> None:
+        """End, because of this exception; None: all is well. Does nothing the second time.
+
+        Args:
+            is_at_exit: of the interpreter, which does not know whether ``sys.exit`` has brought it there.
+        """
 
     def explain(self, error: BaseException) -> object:
         """Add notes to an exception of the script."""
@@ -100,18 +104,19 @@ def end_forgotten() -> None:
             )
 
 
-def end_all(error: BaseException | None) -> BaseException | None:
+def end_all(error: BaseException | None, *, is_at_exit: bool = False) -> BaseException | None:
     """End all open runs of this process, the newest first.
 
     Args:
         error: what has ended the script; None: its end.
+        is_at_exit: as of `Ends.end`.
 
     Returns:
         The error that counts: ``error``, or that of an end that has failed.
     """
     for each in reversed(_own()):
         try:
-            each.run.end(error)
+            each.run.end(error, is_at_exit=is_at_exit)
         except BaseException as failure:
             error = failure
     return error
@@ -169,7 +174,7 @@ def _at_end() -> None:
     if not (mine := _own()):
         return
     error = _error_of_prompt(mine[-1].run)
-    if _show(end_all(error), error):
+    if _show(end_all(error, is_at_exit=True), error):
         _exit_with(1)
 
 

@@ -252,13 +252,14 @@ class Member:
         """Note the training loop's phase and step, for `finished`. None: the loop has come to its end. Cheap."""
         self._loop = position
 
-    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
+    def leaving(self, phase: int, step: int, *, goes_on: bool = False, exits: bool = False) -> None:
         """Report that the script has left the training loop and takes no part in this step.
 
         Args:
             goes_on: the script begins another training loop. Otherwise it is at the end of ``with unisono.Run(...)``.
+            exits: by ``sys.exit(0)``.
         """
-        self._outbox.send_repeatedly(Leaving(phase=phase, step=step, goes_on=goes_on))
+        self._outbox.send_repeatedly(Leaving(phase=phase, step=step, goes_on=goes_on, exits=exits))
 
     def step_done(self, done: StepDone, *, tells: bool) -> None:
         """Note a committed step.

@@ -188,7 +188,7 @@ class Team:
     def in_loop(self, position: tuple[int, int] | None) -> None:
         """Note that the training loop is at this step (phase and number); None: the loop has ended on all members."""
 
-    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
+    def leaving(self, phase: int, step: int, *, goes_on: bool = False, exits: bool = False) -> None:
         """Report that the script takes no part in this step: it is at the end of its run, or begins another loop."""
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -406,8 +406,8 @@ class HeadTeam(Team):
     def in_loop(self, position: tuple[int, int] | None) -> None:
         self._member.in_loop(position)
 
-    def leaving(self, phase: int, step: int, *, goes_on: bool = False) -> None:
-        self._member.leaving(phase, step, goes_on=goes_on)
+    def leaving(self, phase: int, step: int, *, goes_on: bool = False, exits: bool = False) -> None:
+        self._member.leaving(phase, step, goes_on=goes_on, exits=exits)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
