@@ -893,6 +893,8 @@ def test_the_traceback_of_a_wrong_use_ends_at_the_line_to_change(unisono: Unison
     [
         ("unisono.Run('used', seed=3)", (), True),
         ("Run(directory='used')", (), True),
+        ("Run('used', overwrite=False, resume=None)", (), True),
+        ("Run('used', overwrite=len(sys.argv) > 1)", (), False),
         ("Run(sys.argv[1])", ("--run-dir", "used"), True),
         ("Run('used')", ("--overwrite",), False),
         ("Run('used')", ("--run-dir", "new"), False),
@@ -926,6 +928,20 @@ def test_a_used_directory_is_refused_before_anything_is_started(
     Path("used", JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n')
     with pytest.raises(RunDirectoryError if is_certain else Started, match="--overwrite" if is_certain else None):
         run()
+
+
+@pytest.mark.usefixtures("nursery")
+def test_a_used_directory_is_refused_where_the_run_is_made(unisono: Unisono, tmp_path: Path) -> None:
+    """And not by the first step, after all data were made: where the text of the script does not say what it does."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys, unisono\nunisono.Run('used', overwrite=len(sys.argv) > 1)\nprint('makes data')\n")
+    rundir.make(tmp_path / "used")
+    rundir.claim(tmp_path / "used", "r0", overwrite=False)
+    (tmp_path / "used" / JOURNAL).write_text('{"line": 0, "kind": "step", "step": 0}\n')
+    command = unisono("run", script, "--workers", 2)
+    assert command.wait() == 1
+    command.line("holds another run (r0); choose another directory, or add --overwrite")
+    assert "[w0] makes data" not in command.out
 
 
 @pytest.mark.parametrize("options", [[], ["--once"]], ids=str)

@@ -117,7 +117,7 @@ def test_a_worker_whose_script_exits_in_the_middle_is_reported_and_replaced(
 def test_an_exit_within_the_inner_loop_is_an_error_of_its_micro_batch(
     who: str, unisono: Unisono, script: Script, tmp_path: Path
 ) -> None:
-    """The others go on without the worker that has called it; where all call it, the run has failed, as it has alone."""
+    """The others go on without the worker that has called it; where all call it, the run fails, as it does alone."""
     command = start(unisono, script, "sys.exit inside", who)
     assert command.wait() == (who == "all"), command.err
     command.line("sys.exit(0) was called within the inner loop of step 2")

@@ -71,11 +71,17 @@ def directory_of_new_run(script: Path, run_dir: str) -> Path | None:
     except (OSError, SyntaxError, ValueError):
         return None
     calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "Run"]
-    if len(calls) != 1 or {None, "overwrite", "resume"} & {keyword.arg for keyword in calls[0].keywords}:
+    if len(calls) != 1 or any(_may_take_over(keyword) for keyword in calls[0].keywords):
         return None
     given = [*calls[0].args[:1], *(one.value for one in calls[0].keywords if one.arg == "directory")]
     named = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     return Path(run_dir) if run_dir else Path(named[0]) if named else None
+
+
+def _may_take_over(given: ast.keyword) -> bool:
+    """Return whether an argument of `Run` may say that the run replaces another, or resumes it."""
+    says_no = isinstance(given.value, ast.Constant) and not given.value.value
+    return given.arg is None or (given.arg in ("overwrite", "resume") and not says_no)
 
 
 def _name(called: ast.expr) -> str:

@@ -364,10 +364,14 @@ def _remove(replaced: Path) -> None:
             path.rmdir()
 
 
-def refuse_used(directory: Path) -> None:
-    """Raise the error that `claim` would raise in a worker later, for a new run of this command."""
+def refuse_used(directory: Path, run_id: str = "") -> None:
+    """Raise the error that `claim` would raise in a worker later, for a new run of ``unisono run``.
+
+    Args:
+        run_id: of the new run; "": it has none yet.
+    """
     other = holder(directory)
-    if other is not None and (is_going(directory) or not is_blank(directory)):
+    if other not in (None, run_id) and (is_going(directory) or not is_blank(directory)):
         _refuse(directory, other, by_command=True)
 
 

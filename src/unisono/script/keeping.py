@@ -41,6 +41,8 @@ from unisono.system.process import IS_WATCHED, Process, tell
 
 __all__ = ["Keeper"]
 
+FIRST: Final = "w0"
+"""The worker that begins the run, unless it is lost before."""
 OTHERS_S: Final = 2.0
 COPIES_ROUND_S: Final = 1.0
 COPIED: Final = b"copied"
@@ -145,6 +147,8 @@ class Keeper(Reporter):
             code = self.policy.exit_code_on_sigterm if self.policy is not None else None
             if code is not None and threading.current_thread() is threading.main_thread():
                 self._signal_before = signal.signal(signal.SIGTERM, self._on_signal)
+        elif members.spec().worker_id == FIRST:  # the others may have another directory under that path
+            self._resumption.refuse_used(run_id)
 
     def note_data(self, digest: object, dataset: Any = None) -> None:
         """Note a digest of the samples, and the shards of a data set, for the run's description, unless they are known

@@ -29,7 +29,7 @@ from unisono.engine.state.tracked import Tracked
 from unisono.record import checkpoint_files as files
 from unisono.record.journal import JOURNAL, has_steps, truncate
 from unisono.record.problems.witness import versions
-from unisono.record.rundir import WITHOUT_FILE, RunDirectory, describe, holder, read_facts, sound_steps
+from unisono.record.rundir import WITHOUT_FILE, RunDirectory, describe, holder, read_facts, refuse_used, sound_steps
 from unisono.record.without import keep
 from unisono.script.schedule import Asked
 from unisono.system.arithmetic import name_of
@@ -123,6 +123,11 @@ class Resumption:
         self._directory.claim(
             run_id, overwrite=self._overwrite, resume=bool(self._resume), by_command=bool(self._command)
         )
+
+    def refuse_used(self, run_id: str) -> None:
+        """Raise RunDirectoryError where `claim` will, for a worker that is to begin the run; claims nothing."""
+        if (path := self._directory.path) is not None and not (self._overwrite or self._resume):
+            refuse_used(path, run_id)
 
     # -- the recipe ----------------------------------------------------------------------------------
 
