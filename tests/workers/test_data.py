@@ -28,7 +28,7 @@ from tests.workers.models import Cnn, Images, Mlp, bits_of, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.core.errors import StepError
-from unisono.engine.microbatch.data import Fetcher, Loading, Request
+from unisono.engine.microbatch.data import Fetcher, Loading, Request, culprits
 
 CPU = torch.device("cpu")
 
@@ -258,17 +258,41 @@ class Broken(Draws):
 
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_an_error_of_the_dataset_says_where_it_came_from(loader_workers: int) -> None:
-    """Its own class, message and traceback; and a note with step, micro-batch and samples."""
+    """Its own class, message and traceback; and notes with the sample, the step and the micro-batch."""
     with pytest.raises(LookupError, match="the file of sample 5 is gone") as caught:
         with AloneRun(seed=1) as run:
             for _ in batches(run, Broken(), shuffle=False, loader_workers=loader_workers):
                 pass
-    assert caught.value.__notes__ == ["(in step 0, micro-batch 2, samples 4, 5)"]
+    *noted, last = caught.value.__notes__
+    assert last == "(in step 0, micro-batch 2)"
+    assert culprits(caught.value) == [5]
     if loader_workers:
         assert "in __getitem__" in str(caught.value)
+        assert "(in sample 5)" in str(caught.value)
     else:
         assert caught.traceback[-1].name == "__getitem__"
+        assert noted == ["(in sample 5)"]
     assert multiprocessing.active_children() == []
+
+
+class Uneven(Draws):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(19 if index == 5 else 20)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_a_batch_that_cannot_be_made_names_its_samples_and_those_that_torch_knows_as_an_entry(
+    loader_workers: int,
+) -> None:
+    with pytest.raises(RuntimeError, match="at entry 1|resize storage") as caught, AloneRun(seed=1) as run:
+        for _ in batches(run, Uneven(), shuffle=False, loader_workers=loader_workers):
+            pass
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    # In a loader process torch copies into shared memory, and has other words.
+    entries = "" if loader_workers else "; entry 0 is sample 4; entry 1 is sample 5"
+    assert f"(in collate, of samples 4, 5{entries})" in text
+    assert caught.value.__notes__[-1] == "(in step 0, micro-batch 2)"
+    assert culprits(caught.value) == [4, 5]
 
 
 @pytest.mark.parametrize("how", ["exception", "break", "left early"])

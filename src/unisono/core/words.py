@@ -144,7 +144,8 @@ def position_words(step: int, microbatch: int, samples: Sequence[int] = (), *, e
         return ""
     text = f"step {step}" + (f", micro-batch {microbatch}" if microbatch >= 0 else "")
     if samples:
-        text += f" (samples {', '.join(map(str, samples[:8]))}{', ...' if len(samples) > 8 else ''})"
+        noun = "samples" if len(samples) > 1 else "sample"
+        text += f" ({noun} {', '.join(map(str, samples[:8]))}{', ...' if len(samples) > 8 else ''})"
     return text
 
 

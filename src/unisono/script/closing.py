@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -11,6 +11,7 @@ from unisono.cluster.worker import member as members
 from unisono.core.errors import LossError, RunStopped, StepError, UnisonoError
 from unisono.core.words import progress
 from unisono.engine.loop.step import Iteration, Steps
+from unisono.engine.microbatch.data import culprits
 from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
 from unisono.engine.rounds.gathering import together
 from unisono.engine.rounds.weights import WeightsRound
@@ -22,9 +23,6 @@ from unisono.script.training import Training
 from unisono.system.process import Process, tell
 
 __all__ = ["Ending"]
-
-NUM_SHOWN: Final = 8
-"""Samples of a micro-batch, in a note."""
 
 
 class Ending:
@@ -288,10 +286,11 @@ def _note_microbatch(error: BaseException, step: Iteration | None) -> bool:
     index = step.microbatch
     if index is None:
         return False
-    samples = step.sample_indices(index)
-    shown = ", ".join(map(str, samples[:NUM_SHOWN])) + (", ..." if len(samples) > NUM_SHOWN else "")
+    known = culprits(error)
+    samples = known or step.sample_indices(index)
     if not is_loss:  # its message says so already
-        _add_note(error, f"(in {step.name}, micro-batch {index}, samples {shown})")
+        shown = "" if known else f", samples {', '.join(map(str, samples))}"
+        _add_note(error, f"(in {step.name}, micro-batch {index}{shown})")
     if (member := members.current()) is not None:
         member.failures.raised_in(error, step.number, index, samples, retry=not is_loss)
     return not is_loss

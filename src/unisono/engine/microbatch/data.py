@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import multiprocessing
 import os
+import re
 import secrets
 import signal
 import sys
@@ -48,6 +50,7 @@ __all__ = [
     "Request",
     "Samples",
     "check_dataset",
+    "culprits",
     "one_thread",
     "to_device",
 ]
@@ -161,8 +164,14 @@ class Fetcher:
         self._ahead: Ahead | None = None
         if loading.processes > 0 and self._tensors is None:
             assert upcoming is not None
+            seeded = _Seeded(dataset, loading.collate)
             self._ahead = Ahead(
-                _Seeded(dataset), samples.keys, self.fetch_here, loading, upcoming, pin=accelerators.pins(device.type)
+                seeded,
+                samples.keys,
+                self.fetch_here,
+                dataclasses.replace(loading, collate=seeded.collate),
+                upcoming,
+                pin=accelerators.pins(device.type),
             )
 
     def fetch(self, step: int, leaf: int, turn: int = 0) -> Any:
@@ -196,9 +205,9 @@ class Fetcher:
         if self._tensors is not None:
             index = torch.tensor(self._samples.indices(step, leaf))
             return [tensor[index] for tensor in self._tensors]
-        seeded = _Seeded(self._dataset)
+        seeded = _Seeded(self._dataset, self._collate)
         with one_thread():
-            return self._collate([seeded[key] for key in self._samples.keys(step, leaf)])
+            return seeded.collate([seeded[key] for key in self._samples.keys(step, leaf)])
 
 
 @contextlib.contextmanager
@@ -218,15 +227,56 @@ def one_thread() -> Iterator[None]:
 
 
 class _Seeded:
-    """The dataset, with the random generators set before each sample."""
+    """The dataset, with the random generators set before each sample; an exception says which samples it comes from."""
 
-    def __init__(self, dataset: MapDataset) -> None:
+    def __init__(self, dataset: MapDataset, collate: Collate) -> None:
         self._dataset = dataset
+        self._collate = collate
+        self._indices: list[int] = []  # of the samples since the last batch
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         index, seed = key
         seed_everything(seed)
-        return self._dataset[index]
+        try:
+            sample = self._dataset[index]
+        except Exception as error:
+            self._indices.clear()
+            error.add_note(f"(in sample {index})")
+            raise
+        self._indices.append(index)
+        return sample
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Make a batch of the samples that were fetched last."""
+        indices, self._indices = self._indices, []
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            error.add_note(_in_batch(indices, str(error)))
+            raise
+
+
+def _in_batch(indices: Sequence[int], message: str) -> str:
+    """Return the note for an exception with this message, which was raised where a batch was made of these samples."""
+    named = dict.fromkeys(int(entry) for entry in re.findall(r"(?:entry|tensor number) (\d+)", message))
+    entries = [f"entry {entry} is sample {indices[entry]}" for entry in named if entry < len(indices)]
+    return f"(in collate, of samples {', '.join(map(str, indices))}{''.join(f'; {one}' for one in entries)})"
+
+
+def culprits(error: BaseException) -> list[int]:
+    """Return the sample that an exception of a dataset comes from, in this process or in a loader process, or those of
+    the batch that could not be made; empty: it comes from elsewhere.
+    """
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    found = re.findall(r"^\(in (?:sample|collate, of samples) ([\d, ]+)", text, re.MULTILINE)
+    return [int(index) for index in found[-1].split(", ")] if found else []
+
+
+class _Failed:
+    """What a loader process has raised instead of a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 class Ahead:
@@ -284,14 +334,25 @@ class Ahead:
             is_useful = wanted in self._sent or (self._sent and self._sent[0] < now)
             if self._batches is None or not is_useful:
                 return self._fetch_here(step, leaf)
-            batch = next(self._batches)
+            batch = self._next_batch(self._batches)
             arrived = self._sent.popleft()
             if arrived >= now:
                 self._kept[arrived].append(batch)
         batch = self._kept[wanted].pop()
         for request in [request for request in self._kept if request < now]:
             del self._kept[request]
+        if isinstance(batch, _Failed):
+            raise batch.error
         return batch
+
+    def _next_batch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, or what was raised for it: another request than the wanted one may be its cause."""
+        try:
+            return next(batches)
+        except Exception as error:
+            if "in DataLoader worker process" not in str(error):  # a process that has ended, or a timeout
+                raise
+            return _Failed(error)
 
     def close(self) -> None:
         if not self._process.is_this:
