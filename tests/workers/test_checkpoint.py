@@ -216,6 +216,15 @@ def test_a_run_goes_on_whose_checkpoint_takes_longer_to_load_than_an_exchange_ma
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["resumed"]) == 1
 
 
+def told_checkpoints(directory: Path) -> list[int]:
+    """Return the steps of the events about checkpoints; the newest is that of every view."""
+    history = History(directory)
+    history.refresh()
+    told = [event["step"] for event in history.every_event() if event["kind"] == "checkpoint"]
+    assert history.overview().checkpoint_step == told[-1]
+    return told
+
+
 @pytest.mark.usefixtures("nursery")
 def test_sigterm_finishes_the_step_writes_and_leaves_with_the_code_that_was_asked_for(
     unisono: Unisono, calm: Outcome, tmp_path: Path
@@ -229,6 +238,7 @@ def test_sigterm_finishes_the_step_writes_and_leaves_with_the_code_that_was_aske
     assert command.wait() == 75
     check_readable(directory)
     (done,) = steps(directory)
+    assert told_checkpoints(directory) == [done]
     assert done == len([line for line in read(directory) if line["kind"] == "step"]) >= 4
     # The rest of a run of exactly as many steps as it has done is nothing.
     again = run_workers(
@@ -253,7 +263,7 @@ def test_a_pause_begins_with_a_checkpoint(
     command.line("paused: 1 of at least 2 workers")
     assert unisono("stop", directory).wait() == 0
     assert command.wait() == 0, command.err
-    assert steps(directory) == [5]
+    assert steps(directory) == told_checkpoints(directory) == [5]
     monkeypatch.undo()
     end = run_workers(SCRIPT, 2, directory=directory, options=["--resume", str(directory)])
     assert (end.digests, end.final, end.evaluations) == (calm.digests, calm.final, calm.evaluations)
@@ -271,6 +281,7 @@ def test_sigterm_of_a_run_alone(mark: str, calm: Outcome, tmp_path: Path) -> Non
         process.stdout.read()
         assert process.wait() == 75
     assert len(steps(directory)) == 1
+    assert told_checkpoints(directory) == steps(directory)
 
 
 # -- alone, in this process ------------------------------------------------------------------------------
@@ -374,14 +385,12 @@ def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(
 @pytest.mark.parametrize("num_steps", [5, 6])
 def test_the_checkpoint_after_the_last_step_is_in_every_view(num_steps: int, tmp_path: Path) -> None:
     train(tmp_path, num_steps=num_steps, checkpoint=EVERY, wait=True)
-    history = History(tmp_path)
-    history.refresh()
-    overview = history.overview()
+    overview = History(tmp_path).overview()
     assert steps(tmp_path)[-1] == overview.checkpoint_step == num_steps
     assert overview.checkpoint == f"step-{num_steps:010}"
     drawn = ["".join(text for text, _ in line) for line in header(overview, 120, unicode=True)]
     assert any(line.rstrip().endswith(f"   checkpoint {num_steps}") for line in drawn)
-    told = [event["step"] for event in history.every_event() if event["kind"] == "checkpoint"]
+    told = told_checkpoints(tmp_path)
     assert told == sorted(set(told))
     assert told[-1] == num_steps
 

@@ -284,7 +284,7 @@ class Uneven(Draws):
 def test_a_batch_that_cannot_be_made_names_its_samples_and_those_that_torch_knows_as_an_entry(
     loader_workers: int,
 ) -> None:
-    with pytest.raises(RuntimeError, match="at entry 1|resize storage") as caught, AloneRun(seed=1) as run:
+    with pytest.raises(RuntimeError, match=r"at entry 1|resize storage") as caught, AloneRun(seed=1) as run:
         for _ in batches(run, Uneven(), shuffle=False, loader_workers=loader_workers):
             pass
     text = "\n".join([str(caught.value), *caught.value.__notes__])

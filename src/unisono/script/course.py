@@ -81,6 +81,7 @@ class Course:
         self.recorder = recorder
         self.troubles = troubles
         self._profiling = profiling
+        keeper.tell_saved = lambda: recorder.last_checkpoint(keeper.saver.news(keep=True), self.role())
 
     def joins(self) -> None:
         """Note that this worker is in the run, at the position of its rounds."""

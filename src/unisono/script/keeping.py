@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,6 +93,8 @@ class Keeper(Reporter):
         self.policy, self.keep_best = policy, keep_best
         self.directory = directory
         self.inspector: Inspector | None = None
+        self.tell_saved: Callable[[], None] = lambda: None
+        """Is called when a checkpoint was written that no step may follow."""
         self._inspected = -1
         """The newest step for which the inspector has a checkpoint."""
         self._tracked = tracked
@@ -329,6 +331,7 @@ class Keeper(Reporter):
         """
         if rounds.is_stop_planned() or self._leaves or self._is_asked(rounds):
             self.save_together(rounds)  # so that nothing is lost, whatever ends a pause
+            self.tell_saved()
         if self._leaves:
             assert self.policy is not None
             self.left_by = SystemExit(self.policy.exit_code_on_sigterm)

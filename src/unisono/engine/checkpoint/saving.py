@@ -160,9 +160,13 @@ class Saver:
         """Return the member that writes for all members; None: no member sees the directory."""
         return next(iter(_writers(worker_ids, worker_ids if self.reaching is None else self.reaching)), None)
 
-    def news(self) -> dict[str, Any]:
-        """Return the news of checkpoints since the last call, for the journal."""
-        news, self._news = self._news, {}
+    def news(self, *, keep: bool = False) -> dict[str, Any]:
+        """Return the news of checkpoints since the last call, for the journal.
+
+        Args:
+            keep: the next call returns them once more.
+        """
+        news, self._news = self._news, self._news if keep else {}
         return news
 
     # -- with every combine --------------------------------------------------------------------------
