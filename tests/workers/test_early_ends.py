@@ -7,8 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizers
 
 from tests.workers.conftest import Command, Unisono
+from tests.workers.static_team import AloneRun
+from unisono import Run
 from unisono.record.history import History
 from unisono.record.journal import read
 
@@ -122,3 +127,65 @@ def test_an_exit_within_the_inner_loop_is_an_error_of_its_micro_batch(
     assert command.wait() == (who == "all"), command.err
     command.line("sys.exit(0) was called within the inner loop of step 2")
     assert History(tmp_path / "run").status()["state"] == ("failed" if who == "all" else "finished")
+
+
+# -- a script that trains without the run ------------------------------------------------------------
+
+FITS = """
+    import torch, unisono
+    from torch import nn
+
+    run = unisono.Run("run", seed=3)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for _ in range(3):
+        model(torch.ones(4, 2)).mean().backward()
+        optimizer.step()
+    """
+ALONE = "run.track was called, but the script took no step of run.steps"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_have_each_trained_by_themselves_have_failed(
+    workers: int, unisono: Unisono, script: Script
+) -> None:
+    command = unisono("run", script(FITS), "--workers", workers)
+    assert command.wait() == (workers > 1), command.err
+    command.line(f"{ALONE}: each of the 2 workers has trained by itself" if workers > 1 else f"{ALONE}. The fit() of")
+
+
+def fit(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 2)).mean().backward()
+    optimizer.step()
+
+
+def step(run: Run, model: nn.Module) -> None:
+    run.track(model=model)
+    for one in run.steps(torch.ones(4, 2), batch_size=4, microbatches=1):
+        for batch in one:
+            one.backward(model(batch).mean())
+
+
+USES: dict[str, tuple[Callable[[Run, nn.Module], object], str]] = {
+    "track and fit": (lambda run, model: (run.track(model=model), fit(model)), ALONE),
+    "fit": (lambda run, model: fit(model), "a model was trained, but the script took no step of run.steps"),
+    "track": (lambda run, model: run.track(model=model), ""),
+    "broadcast": (lambda run, model: (fit(model), run.broadcast(3)), ""),
+    "fit, then steps": (lambda run, model: (fit(model), step(run, model)), ""),
+    "steps, then fit": (lambda run, model: (step(run, model), fit(model)), ""),
+    "evaluate": (lambda run, model: (run.track(model=model), fit(model), list(run.batches([1, 2], batch_size=1))), ""),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_script_alone_is_told_that_it_has_trained_without_the_run(
+    use: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations, and values that are sent around, need no step."""
+    uses, told = USES[use]
+    with AloneRun(seed=1) as run:
+        uses(run, nn.Linear(2, 1))
+    assert capsys.readouterr().err.strip().partition(". The fit()")[0] == (told and f"unisono: {told}")
+    assert not optimizers._global_optimizer_post_hooks

@@ -339,6 +339,8 @@ class Finished(Message):
     phase: int = -1
     step: int = -1
     """The first step in which the worker took no part, if it left the training loop before its end; else -1."""
+    trained_alone: str = ""
+    """What was trained outside of the run, by a script that took no step of it; "": nothing."""
 
 
 class Left(Message):

@@ -135,6 +135,12 @@ def progress(done: int, total: int, unit: str = "step") -> str:
     return f"{done} of {count(total, unit)}" if total else count(done, unit)
 
 
+ALONE_ADVICE: Final = (
+    "The fit() of a framework trains without Unisono: write the loop with `for step in run.steps(...)`"
+)
+"""What to do where a script has trained outside of the run."""
+
+
 def position_words(step: int, microbatch: int, samples: Sequence[int] = (), *, evaluates: bool = False) -> str:
     """Return ``step 4, micro-batch 2 (samples 17, 3)``, without the parts that are -1 (unknown); "" if all are."""
     if evaluates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from unisono.core.messages import Beat, Finished, Leaving
+from unisono.core.words import ALONE_ADVICE
 from unisono.membership.draft import Draft
 from unisono.membership.restarts import lose
 from unisono.membership.roster import ALIVE, Worker, WorkerState
@@ -43,6 +44,8 @@ def take_finished(draft: Draft, worker: Worker, message: Finished) -> None:
         leaving[worker.worker_id] = Leaving(phase=message.phase, step=message.step)
     draft.put(leaving=leaving)
     state = draft.state
+    if message.trained_alone:
+        _say_trained_alone(draft, worker, message.trained_alone)
     if worker.worker_id not in {*state.members, *state.before} or not state.held:
         return
     members = [w for w in draft.workers(_S.HOLDING) if w.worker_id in {*state.members, *state.before}]
@@ -52,6 +55,17 @@ def take_finished(draft: Draft, worker: Worker, message: Finished) -> None:
                 lose_early_leavers(draft, other, peers)
         return
     draft.put(finishing=True)
+
+
+def _say_trained_alone(draft: Draft, worker: Worker, what: str) -> None:
+    """Say that a script has trained outside of the run; with several workers the run has failed."""
+    number = len(draft.workers(*ALIVE, _S.FINISHED))
+    if number > 1:
+        draft.end(
+            False, f"{what}: each of the {number} workers has trained by itself. {ALONE_ADVICE}", worker.worker_id
+        )
+    else:
+        draft.announce_to(worker.agent, f"{what}. {ALONE_ADVICE}")
 
 
 def is_at_end(draft: Draft, worker: Worker) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import LossError, RunStopped, StepError, UnisonoError
-from unisono.core.words import progress
+from unisono.core.words import ALONE_ADVICE, progress
 from unisono.engine.loop.step import Iteration, Steps
 from unisono.engine.microbatch.data import culprits
 from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
@@ -128,6 +128,8 @@ class Ending:
         except UnisonoError as failure:
             self._append_failure(failure)
             raise
+        if what := self._training.trained_alone():
+            self._say_trained_alone(what)
         if course.beginning is not None and course.beginning.step == course.num_steps:
             self._say_nothing_left(course.num_steps)
         elif error is not None or is_at_exit:
@@ -150,6 +152,13 @@ class Ending:
     def _say_nothing_left(self, num_steps: int) -> None:
         if self._rounds.team.rank == 0:
             tell(f"unisono: nothing is left to do: {progress(num_steps, num_steps)} are done")
+
+    def _say_trained_alone(self, what: str) -> None:
+        """Say that the script has trained without the run; the head does so for all workers, and knows their number."""
+        if (member := members.current()) is not None:
+            member.trained_alone = what
+        else:
+            tell(f"unisono: {what}. {ALONE_ADVICE}")
 
     def _say_left(self, error: BaseException | None) -> None:
         """Say that the script has ended within a training loop, if it has. (By a ``break`` it says so itself.)"""

@@ -256,6 +256,7 @@ class Run:
                 profiling=profiling,
             )
             self._training = Training(self._course, self._talk, self._process, self._arithmetic, self.device)
+            begun.callback(self._training.close)
             self._evaluations = Evaluations(
                 self._course, self._training, self._talk, seed=self.seed, device=self.device, patience_s=patience_s
             )

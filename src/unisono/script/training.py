@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.cluster.worker import member as members
 from unisono.core.audit_rules import too_few
@@ -110,6 +111,9 @@ class Training:
         self.visiting = course.inspector if isinstance(course.inspector, Visiting) else None
         self._admission = Admission(course.rounds, course.keeper.checkpoint)
         self._steps: weakref.ref[Steps[Any]] | None = None  # weak: after a `break` nobody holds it
+        self._calls: set[str] = set()
+        self._num_updates = 0
+        self._updates = register_optimizer_step_post_hook(self._count_update)
 
     def begin(self, planned: Schedule, strategy: Strategy, summing: Summing, *, first_step: int = 0) -> Steps[Any]:
         """Return the iterations of a training loop, which begins with the first of them.
@@ -135,6 +139,27 @@ class Training:
         steps = Steps(train, planned.num_iterations + strategy.num_more)
         self._steps = weakref.ref(steps)
         return steps
+
+    def close(self) -> None:
+        """Forget what is only looked at before the first training loop. Does nothing the second time."""
+        self._updates.remove()
+
+    def _count_update(self, *_: Any) -> None:
+        self._num_updates += 1
+
+    def trained_alone(self) -> str:
+        """Return what the script has trained outside of the run, of which it took no step; "": nothing.
+
+        A script that evaluates together, or that has only sent values around, needs no step.
+        """
+        if self.phases or self.visiting is not None or self._calls & {"run.evaluate", "run.batches"}:
+            return ""
+        tracked = self._rounds.tracked
+        if self._num_updates + sum(parameter.grad is not None for _, parameter in tracked.parameters()) == 0:
+            return ""
+        if tracked.modules or tracked.optimizers:
+            return "run.track was called, but the script took no step of run.steps"
+        return "" if self._calls else "a model was trained, but the script took no step of run.steps"
 
     @property
     def steps(self) -> Steps[Any] | None:
@@ -179,6 +204,7 @@ class Training:
                 script has left such a loop before its end.
         """
         self._process.check(what)
+        self._calls.add(what)
         self._course.check_not_in_batches(f"{what} was called")
         if self.visiting is not None:
             visited = self.visiting.step
@@ -226,6 +252,7 @@ class Training:
             if self._course.has_joined:
                 rounds.team.leaving(rounds.position.phase, rounds.position.number, goes_on=True)
         phase, self.phases = self.phases, self.phases + 1
+        self.close()
         was_in = self._course.has_joined
         first = self._join(phase, loop, first_step)
         if first != 0:  # what is skipped was done: torch warns of a scheduler whose optimizer has made no step

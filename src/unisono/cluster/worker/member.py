@@ -145,6 +145,8 @@ class Member:
         self._has_run = False
         self._has_failed = False
         self.has_left = False
+        self.trained_alone = ""
+        """What the script has trained outside of the run, of which it took no step."""
         self.may_write = True
         """Whether this side of the run writes into the run's directory; False where another side does."""
 
@@ -281,7 +283,7 @@ class Member:
     def finished(self) -> None:
         """Report that the script has returned."""
         if self._loop is None:
-            self._outbox.send_repeatedly(Finished())
+            self._outbox.send_repeatedly(Finished(trained_alone=self.trained_alone))
         else:  # from the middle of the loop
             phase, step = self._loop
             self._outbox.send_repeatedly(Finished(phase=phase, step=step + 1))
