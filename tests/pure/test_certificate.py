@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import getpass
 import hashlib
 import json
 import os
@@ -12,12 +13,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
 import torch
 from safetensors.torch import save, save_file
 
 from tests.pure.test_journal import end, evaluation, journal_of, numbered, run_with, step
+from unisono.cli.certify import _password
 from unisono.core.errors import CheckpointError, UsageError
 from unisono.core.events import LinesLost
 from unisono.engine.state.weights import sha256_of_weights
@@ -45,7 +48,7 @@ from unisono.tools.certificate.statement import (
     parse_statement,
     subjects,
 )
-from unisono.tools.certificate.states import read_state, weights_sha256
+from unisono.tools.certificate.states import weights_sha256
 from unisono.tools.certificate.stretches import Stretch, chance, chosen, cut
 
 HEX = "5f" * 32
@@ -232,6 +235,37 @@ def test_a_statement_about_something_else_than_it_says_is_refused() -> None:
         parse_statement(msgspec.json.encode(other))
 
 
+def test_a_key_with_a_password_needs_somebody_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: str) -> str:
+        raise ending
+
+    monkeypatch.setattr(getpass, "getpass", nobody)
+    ending: BaseException = EOFError()
+    with pytest.raises(UsageError, match=r"lab\.key is encrypted, and there is no terminal"):
+        _password(Path("lab.key"))()
+    ending = KeyboardInterrupt()
+    with pytest.raises(click.Abort):
+        _password(Path("lab.key"))()
+
+
+@pytest.mark.parametrize(
+    ("script", "right"),
+    [
+        (Script(name="a.py", sha256=hashlib.sha256("ä\r\n".encode()).hexdigest(), text="ä\r\n"), True),
+        (Script(name="a.py", sha256=HEX, text="print()"), False),
+        (Script(name="a.py", sha256=None, text="print()"), False),
+        (Script(name="a.py", sha256=f"{HEX}\n"), False),
+    ],
+)
+def test_the_text_of_a_script_is_that_of_its_sha256(script: Script, right: bool) -> None:
+    data = msgspec.json.encode(statement(script=script))
+    if right:
+        assert parse_statement(data).predicate.script == script
+    else:
+        with pytest.raises(UsageError, match=r"the text of its script|matching regex|length <= 64"):
+            parse_statement(data)
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"payload": 3}', b"[" * 100_000, b" " * (MOST_BYTES + 1)])
 def test_what_is_no_certificate_is_refused(data: bytes) -> None:
     with pytest.raises(UsageError, match=r"this is not a certificate|more than 64 MiB"):
@@ -391,11 +425,11 @@ def test_a_checkpoint_that_names_files_elsewhere_is_refused(tmp_path: Path) -> N
         )  # fmt: skip
         files.write_manifest(folder, manifest)
         with pytest.raises(CheckpointError, match="lies elsewhere"):
-            read_state(folder)
+            files.verify(folder)
     (folder / files.MANIFEST).unlink()
     os.mkfifo(folder / files.MANIFEST)
     with pytest.raises(CheckpointError, match="not a regular file"):
-        read_state(folder)
+        files.verify(folder)
 
 
 # -- a run and its certificate -----------------------------------------------------------------------
@@ -429,10 +463,13 @@ def test_a_certificate_says_nothing_that_is_secret(tmp_path: Path) -> None:
 def test_a_run_is_as_it_was_certified_or_the_first_thing_that_is_not_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", *map(step, range(6)), end())
     found = gathered(run).predicate
-    assert check_run(run, found).wrong == ()
+    assert check_run(run, found).wrong == check_run(run, gathered(run, words=["arguments"]).predicate).wrong == ()
     for change, words in {
         "the journal does not end as it is certified": {"end": End(digests=found.end.digests, models={"model": HEX})},
         "the journal does not end as": {"end": None},
+        "had the arguments --token xyz, and the certificate says --lr 1": {
+            "script": Script(name="train.py", sha256=None, arguments=["--lr", "1"])
+        },
         "are 6 steps, not 7": {"run": RunFacts(id="a1", steps=7, has_ended=True)},
     }.items():
         assert change in check_run(run, msgspec.structs.replace(found, **words)).wrong[0]

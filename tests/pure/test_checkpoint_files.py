@@ -155,6 +155,63 @@ def test_no_bit_of_a_manifest_can_change_unnoticed(folder: Path) -> None:
         assert chr(whole[place]).isspace(), f"byte {place}, {whole[place - 20 : place + 20]!r}"
 
 
+def changed(made: Manifest, number: int, **values: object) -> Manifest:
+    tensors = list(made.tensors)
+    tensors[number] = msgspec.structs.replace(tensors[number], **values)
+    return msgspec.structs.replace(made, tensors=tensors)
+
+
+def with_file(made: Manifest, name: str, num_bytes: int, num_checks: int = 1) -> Manifest:
+    return msgspec.structs.replace(made, files={**made.files, name: FileFacts(num_bytes, [0] * num_checks)})
+
+
+SAYS: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
+    "a huge shape": (lambda made: changed(made, 0, shape=[10**18]), "is not what its shape takes"),
+    "a huge shape without a value": (lambda made: changed(made, 3, shape=[0, 10**30]), "is not what its shape takes"),
+    "a negative shape": (lambda made: changed(made, 0, shape=[-3, -4]), "is not what its shape takes"),
+    "many dimensions": (lambda made: changed(made, 0, shape=[1] * 10**5 + [12]), "is not what its shape takes"),
+    "another dtype": (lambda made: changed(made, 0, dtype="float64"), "is not what its shape takes"),
+    "a larger tensor": (lambda made: changed(made, 0, shape=[12, 10**6], num_bytes=48 * 10**6), "and its tensors"),
+    "a tensor elsewhere in its file": (lambda made: changed(made, 0, start=10**6), "lies outside of its file"),
+    "a tensor before its file": (lambda made: changed(made, 0, start=-1), "lies outside of its file"),
+    "another part": (lambda made: changed(made, 0, part=2), "lies in part 2 of 2"),
+    "a part before the first": (lambda made: changed(made, 0, part=-1), "lies in part -1 of 2"),
+    "a file elsewhere": (lambda made: with_file(made, "../../../secret", 1), "which lies elsewhere"),
+    "a file of 2^50 bytes": (lambda made: with_file(made, files.part_name(0, 2), 1 << 50), "1 checksums for 67108864"),
+    "a huge header": (lambda made: with_file(made, files.part_name(0, 2), 1 << 27, 8), "bytes, and its tensors"),
+    "a huge skeleton": (lambda made: with_file(made, files.SKELETON, 1 << 31, 128), "of more than 1024 MiB"),
+    "no skeleton": (
+        lambda made: msgspec.structs.replace(
+            made, files={name: facts for name, facts in made.files.items() if name != files.SKELETON}
+        ),
+        "it names no skeleton.msgpack",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAYS)
+def test_a_manifest_that_says_what_no_run_writes_is_refused(what: str, folder: Path) -> None:
+    """Somebody else may have written it, with right checksums."""
+    change, words = SAYS[what]
+    path = write(folder, 5)
+    files.write_manifest(path, change(files.read_manifest(path)))
+    for reads in (files.read_manifest, files.verify, load_weights):
+        with pytest.raises(CheckpointError, match=f"manifest.json of step-0000000005 says what cannot be: .*{words}"):
+            reads(path)
+
+
+def test_a_state_for_which_there_is_no_memory_is_no_broken_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
+
+    write(folder, 4)
+    write(folder, 5)
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(CheckpointError, match=r"takes .* no such memory: .* can't allocate memory$") as caught:
+        load_weights(folder)
+    assert not isinstance(caught.value, CheckpointDiffers)
+
+
 def test_where_a_large_file_is_damaged_is_said(tmp_path: Path) -> None:
     data = bytearray(2 * BLOCK_BYTES + 5)
     path = tmp_path / "file"

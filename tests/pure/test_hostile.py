@@ -275,6 +275,91 @@ def test_no_command_writes_past_the_door() -> None:
         assert file.name in RAW or not names & {"print", "echo", "secho", "stdout"}, file
 
 
+# -- what is waited for, and what takes more than there is ---------------------------------------------
+
+LOOKING = {
+    "watch --once": ["watch", "--once", "RUN"],
+    "watch --once --json": ["watch", "--once", "--json", "RUN"],
+    "report": ["report", "RUN", "-o", "REPORT"],
+    "report --table": ["report", "RUN", "--table"],
+    "compare": ["compare", "RUN", "SOUND"],
+    "compare, the other way round": ["compare", "SOUND", "RUN"],
+    "checkpoints": ["checkpoints", "RUN"],
+    "checkpoints check": ["checkpoints", "RUN", "check"],
+    "checkpoints export": ["checkpoints", "RUN", "export", "WEIGHTS"],
+    "checkpoints --best": ["checkpoints", "RUN", "--best", "loss"],
+    "plan": ["plan", "RUN"],
+    "replay": ["replay", "RUN", "--step", "3"],
+    "certify": ["certify", "RUN", "-o", "CERTIFICATE"],
+    "verify": ["verify", "RUN/certificate.json", "--any-signer", "--run", "RUN"],
+    "status": ["status", "RUN"],
+}
+OF_A_RUN = (
+    "run.json", "journal.jsonl", "journal.index", ".journal.index.new", "events.jsonl", "times.jsonl", "use.jsonl",
+    "plan.json", "certificate.json", ".lock", "head.json", "checkpoints/step-0000000012/manifest.json",
+    "checkpoints/step-0000000012/skeleton.msgpack", "checkpoints/step-0000000012/part-00000-of-00001.safetensors",
+)  # fmt: skip
+
+
+def looks(command: str, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """Return what a command says of a run; it ends, and an error that it meets is one of its own."""
+    names = {"RUN": run, "SOUND": RUN_01, "REPORT": tmp_path / "r.html", "CERTIFICATE": tmp_path / "c.json"}
+    names["WEIGHTS"] = tmp_path / "w.safetensors"
+    words = [re.sub(r"[A-Z]{3,}", lambda found: str(names[found[0]]), word) for word in LOOKING[command]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["unisono", *words])
+        with pytest.raises(SystemExit):
+            main()
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    return out + err
+
+
+@pytest.mark.parametrize("how", ["a pipe", "a link"])
+@pytest.mark.parametrize("command", LOOKING)
+def test_no_command_waits_for_a_pipe_or_follows_a_link(
+    command: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(RUN_01, tmp_path / "run"))
+    (tmp_path / "secret").write_text(f'{{"line": 0, "kind": "{SECRET}"}}\n')
+    for name in OF_A_RUN:
+        (run / name).rename(tmp_path / "kept") if (run / name).exists() else None
+        os.mkfifo(run / name) if how == "a pipe" else (run / name).symlink_to(tmp_path / "secret")
+        assert SECRET not in looks(command, run, tmp_path, capfd)
+        (run / name).unlink()
+        (tmp_path / "kept").rename(run / name) if (tmp_path / "kept").exists() else None
+    assert SECRET not in "".join(path.read_text() for path in tmp_path.glob("*.html"))
+
+
+@pytest.mark.parametrize("command", ["certify", "compare"])
+def test_no_command_waits_for_a_script_that_a_run_names(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(RUN_01, tmp_path / "run"))
+    os.mkfifo(tmp_path / "pipe")
+    facts = json.loads((run / "run.json").read_text())
+    for script in (tmp_path / "pipe", "/dev/zero"):
+        facts |= {"command": {"folder": "/", "arguments": [str(script)]}, "environment": {"script": "00000000"}}
+        (run / "run.json").write_text(json.dumps(facts))
+        looks(command, run, tmp_path, capfd)
+
+
+@pytest.mark.parametrize(
+    "command", ["watch --once", "compare", "checkpoints check", "checkpoints export", "plan", "replay", "certify"]
+)
+def test_a_file_of_any_size_is_an_error_in_words(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(RUN_01, tmp_path / "run"))
+    for name in OF_A_RUN:
+        before = (run / name).read_bytes() if (run / name).exists() else None
+        (run / name).touch()
+        os.truncate(run / name, 1 << 43)
+        looks(command, run, tmp_path, capfd)
+        (run / name).unlink()
+        (run / name).write_bytes(before) if before is not None else None
+
+
 # -- what is executed ----------------------------------------------------------------------------------
 
 EXECUTING = {

@@ -96,11 +96,11 @@ def test_a_file_that_is_no_list_is_refused_and_never_waited_for(tmp_path: Path) 
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", MOST_BYTES + 1)
     for name, words in {
-        "pipe": "is not a file, or has more than 64 MiB",
-        "large": "is not a file, or has more than 64 MiB",
+        "pipe": "cannot be read: it is not a regular file",
+        "large": "cannot be read: it has more than 64 MiB",
         "bytes": "is not text",
         "absent": "cannot be read: No such file",
-        ".": "cannot be read: Is a directory",
+        ".": "cannot be read: it is not a regular file",
     }.items():
         with pytest.raises(UsageError, match=words):
             read_ranges(str(tmp_path / name))

@@ -91,4 +91,15 @@ def certify(
 
 
 def _password(key: Path) -> Callable[[], str]:
-    return lambda: str(click.prompt(f"password of {key}", hide_input=True, err=True))
+    def asked() -> str:
+        try:
+            return str(click.prompt(f"password of {key}", hide_input=True, err=True))
+        except click.Abort as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise
+            raise UsageError(
+                f"{key} is encrypted, and there is no terminal on which to ask for its password: run this in one, or "
+                "write the password to standard input, or sign with another key (--key KEY --make-key)"
+            ) from None
+
+    return asked

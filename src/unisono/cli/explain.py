@@ -20,6 +20,7 @@ from unisono.record.journal import Difference
 from unisono.record.rundir import read_facts
 from unisono.script.inspected import INTERRUPTED, run_inspected
 from unisono.system.fingerprint import script_checksum
+from unisono.system.owned import read_regular
 
 __all__ = ["explained"]
 
@@ -82,7 +83,7 @@ def _text(facts: dict[str, Any]) -> str:
         return ""
     path = Path(command[0], command[1][0])
     try:
-        text = path.read_text()
+        text = read_regular(path.resolve()).decode()
     except (OSError, ValueError):
         return ""
     return text if script_checksum([str(path)]) == environment.get("script") else ""

@@ -17,6 +17,7 @@ from unisono.core.errors import UsageError
 from unisono.core.settings import parse_time
 from unisono.record.rundir import ADDRESS_FILE, going, user
 from unisono.system.interfaces import interfaces
+from unisono.system.owned import read_regular
 
 __all__ = [
     "address_of",
@@ -172,7 +173,7 @@ def check_directory(folder: Path, *, resumes: bool = False) -> None:
 def _has_head_here(folder: Path) -> bool:
     """Return whether the head that a directory names is a process of this machine, as far as its process id tells."""
     try:
-        pid = int(json.loads((folder / ADDRESS_FILE).read_text())["pid"])
+        pid = int(json.loads(read_regular(folder / ADDRESS_FILE))["pid"])
         os.kill(pid, 0)
         return not Path("/proc/self").exists() or b"unisono.cluster.head" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (OSError, ValueError, KeyError, TypeError):

@@ -26,6 +26,7 @@ from unisono.record.rundir import WITHOUT_FILE, read_facts
 from unisono.record.without import read_without
 from unisono.system.fingerprint import script_file
 from unisono.system.lifetime import scratch_folder
+from unisono.system.owned import read_regular
 
 if TYPE_CHECKING:
     from unisono.tools.certificate.statement import Predicate
@@ -96,8 +97,7 @@ def verify(
     if script and number is None and not is_all:
         raise UsageError(f"how much of {script[0]} should be recomputed? Give --segments N or --all")
     try:
-        with certificate.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = read_regular(certificate.resolve(), MOST_BYTES)
     except OSError as error:
         raise UsageError(f"{certificate} cannot be read: {error.strerror}") from None
     envelope = parse_envelope(data)
@@ -253,6 +253,8 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
     Raises:
         UsageError: nobody says which, or it is not the certified one.
     """
+    from unisono.tools.certificate.gathering import arguments_in
+
     wanted = "give the script after the options: ... SCRIPT [-- ARGUMENTS]"
     if given:
         folder, more = os.getcwd(), given[1:]
@@ -270,6 +272,12 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
             )
         if not click.confirm(harmless(f"Execute {' '.join(map(ascii, arguments))} in {folder}?"), err=True):
             raise UsageError(f"nothing was executed; {wanted}")
+    if said.script.arguments not in (None, arguments_in(arguments)):
+        own, certified = arguments_in(arguments), said.script.arguments or ()
+        raise UsageError(
+            f"the script was certified with the arguments {shlex.join(certified) or 'none'}, and gets "
+            f"{shlex.join(own) or 'none'}; give them after it: ... SCRIPT -- ARGUMENTS"
+        )
     if said.script.sha256 is None:
         say("unisono: the certificate does not say which text the script had", err=True)
         return folder, arguments
@@ -287,9 +295,11 @@ def _script(said: Predicate, run: Path | None, given: tuple[str, ...]) -> tuple[
 
 def _own_arguments(run: Path | None, script: str) -> tuple[str, ...]:
     """Return the arguments of the run for a script that was given without any, where the user's own files say them."""
+    from unisono.tools.certificate.gathering import arguments_in
+
     own: list[str] = []
     if run is not None and (command := command_of(read_facts(run))) is not None:
-        own = command[1][2 if command[1][0] == "-m" else 1 :]
+        own = arguments_in(command[1])
         if own:
             own_command(run, f"give the arguments as well: ... {script} -- ARGUMENTS")
     if own:

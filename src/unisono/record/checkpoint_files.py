@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -31,13 +32,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import reduce
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 
 from unisono.core.errors import CheckpointError
+from unisono.system.owned import open_regular, read_regular
 
 __all__ = [
     "BLOCK_BYTES",
@@ -60,6 +62,7 @@ __all__ = [
     "move_away",
     "parse_manifest",
     "part_name",
+    "part_names",
     "partial_name",
     "publish",
     "read_blocks",
@@ -89,6 +92,14 @@ FORMAT: Final = 1
 BLOCK_BYTES: Final = 1 << 24
 HEADER_ALIGNMENT: Final = 64
 MAX_THREADS: Final = 4
+MOST_MANIFEST: Final = 256 << 20
+MOST_SKELETON: Final = 1 << 30
+MOST_HEADER: Final = 100 << 20
+"""Of a safetensors file; the library's own limit."""
+MOST_DIMENSIONS: Final = 64
+"""Of a tensor of torch."""
+MOST_ITEM: Final = 16
+"""Bytes of a value of any dtype."""
 
 _PART: Final = re.compile(r"part-\d{5}-of-\d{5}\.|skeleton\.msgpack")
 _ABANDONED: Final = ".abandoned"
@@ -100,6 +111,8 @@ KINDS: Final = {
     "complex64": "C64", "float64": "F64", "int64": "I64", "uint64": "U64",
 }  # fmt: skip
 """By dtype, as torch calls it, its name in safetensors files; in the order in which that library ranks them."""
+_ITEM_BYTES: Final = {dtype: int("".join(re.findall(r"\d+", kind)[:1]) or 8) // 8 for dtype, kind in KINDS.items()}
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Threads(ThreadPoolExecutor):
@@ -463,7 +476,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         CheckpointDiffers: the manifest is missing or damaged.
     """
     try:
-        data = (checkpoint / MANIFEST).read_bytes()
+        data = read_regular(checkpoint / MANIFEST, MOST_MANIFEST)
     except FileNotFoundError:
         raise CheckpointDiffers(f"{checkpoint.name} has no {MANIFEST}: it was never completed") from None
     except OSError as error:
@@ -486,7 +499,56 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         raise CheckpointDiffers(f"{MANIFEST} of {name} is damaged: {error}") from error
     if manifest.crc32 != _check_of(manifest):
         raise CheckpointDiffers(f"{MANIFEST} of {name} is damaged: its checksum does not match its content")
+    if words := _misformed(manifest):
+        raise CheckpointDiffers(f"{MANIFEST} of {name} says what cannot be: {words}")
     return manifest
+
+
+def _misformed(manifest: Manifest) -> str:
+    """Return what a manifest says that no run has written, in a sentence; "": nothing. It may be somebody else's.
+
+    Whoever reads the checkpoint relies on this: files lie in its directory, tensors in their files, and none takes more
+    memory than its bytes.
+    """
+    for name, facts in manifest.files.items():
+        if not _NAME.fullmatch(name):
+            return f"it names a file {name!r}, which lies elsewhere"
+        num_blocks = max(-(-facts.num_bytes // BLOCK_BYTES), 1)
+        if facts.num_bytes < 0 or len(facts.crc32) != num_blocks:
+            return f"{name} has {len(facts.crc32)} checksums for {num_blocks} blocks"
+    if SKELETON not in manifest.files or manifest.files[SKELETON].num_bytes > MOST_SKELETON:
+        return f"it names no {SKELETON}, or one of more than {MOST_SKELETON >> 20} MiB"
+    parts = part_names(manifest)
+    sizes = [0] * len(parts)
+    for entry in manifest.tensors:
+        if not 0 <= entry.part < len(parts):
+            return f"the tensor {entry.name!r} lies in part {entry.part} of {len(parts)}"
+        if not _fits(entry):
+            return f"the tensor {entry.name!r} has {entry.num_bytes} bytes, which is not what its shape takes"
+        sizes[entry.part] += entry.num_bytes
+    for entry in manifest.tensors:
+        if not 0 <= entry.start <= sizes[entry.part] - entry.num_bytes:
+            return f"the tensor {entry.name!r} lies outside of its file"
+    for name, size in zip(parts, sizes, strict=True):
+        if not 0 <= manifest.files[name].num_bytes - size <= MOST_HEADER:
+            return f"{name} has {manifest.files[name].num_bytes} bytes, and its tensors {size}"
+    return ""
+
+
+def _fits(entry: Entry) -> bool:
+    """Return whether a tensor of this shape and dtype has so many bytes; of an unknown dtype, about so many."""
+    if len(entry.shape) > MOST_DIMENSIONS or not all(0 <= size < 1 << 62 for size in entry.shape):
+        return False
+    if math.prod(max(size, 1) for size in entry.shape) >= 1 << 62:
+        return False
+    numel = math.prod(entry.shape)
+    item = _ITEM_BYTES.get(entry.dtype)
+    return entry.num_bytes == numel * item if item is not None else numel <= entry.num_bytes <= numel * MOST_ITEM
+
+
+def part_names(manifest: Manifest) -> list[str]:
+    """Return the names of the files with tensors, by the number of the part."""
+    return sorted(name for name in manifest.files if name.startswith("part-"))
 
 
 def read_blocks(path: Path, facts: FileFacts, into: Iterable[memoryview] | None = None) -> None:
@@ -500,13 +562,10 @@ def read_blocks(path: Path, facts: FileFacts, into: Iterable[memoryview] | None 
     """
     name = f"{path.parent.name}/{path.name}"
     try:
-        with path.open("rb", buffering=0) as file, Threads(MAX_THREADS, "unisono-check") as pool:
+        with open_regular(path) as file, Threads(MAX_THREADS, "unisono-check") as pool:
             size = os.fstat(file.fileno()).st_size
             if size != facts.num_bytes:
                 raise CheckpointDiffers(f"{name} has {size} bytes, not {facts.num_bytes}: it was cut off or changed")
-            num_blocks = max(-(-size // BLOCK_BYTES), 1)
-            if len(facts.crc32) != num_blocks:
-                raise CheckpointDiffers(f"{name} has {len(facts.crc32)} checksums for {num_blocks} blocks")
             # One thread reads in order, which is fastest on most disks; others compute the checksums.
             checks = []
             for pieces in _scratch(size) if into is None else _blocks(into):
@@ -538,7 +597,7 @@ def read_some(path: Path, facts: FileFacts, pieces: Sequence[tuple[int, memoryvi
     name = f"{path.parent.name}/{path.name}"
     block, number = bytearray(), -1
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             for first, piece in pieces:
                 done = 0
                 while done < len(piece):
@@ -580,7 +639,7 @@ def _scratch(size: int) -> Iterator[list[memoryview]]:
         yield [memoryview(bytearray(min(BLOCK_BYTES, size - start)))]
 
 
-def _read_into(file: FileIO, piece: memoryview, name: str) -> None:
+def _read_into(file: BufferedReader, piece: memoryview, name: str) -> None:
     while piece:
         number = file.readinto(piece)
         if not number:

@@ -19,7 +19,7 @@ from unisono.record.journal import JOURNAL, read
 from unisono.record.journal.file import INDEX
 from unisono.record.journal.newest import earlier
 from unisono.record.journal.times import TIMES
-from unisono.system.owned import left_parts, write_whole
+from unisono.system.owned import left_parts, open_regular, read_regular, write_whole
 
 __all__ = [
     "ADDRESS_FILE",
@@ -27,6 +27,7 @@ __all__ = [
     "CHECKPOINTS",
     "EVALUATIONS",
     "EVENTS_FILE",
+    "MOST_FACTS",
     "PLAN_FILE",
     "PRIVATE",
     "REPLACED",
@@ -66,6 +67,8 @@ WITHOUT_FILE = "without.txt"
 """The samples that the run leaves out (`unisono.record.without`)."""
 RUN_SCHEMA = 1
 """Of the description."""
+MOST_FACTS = 64 << 20
+"""Bytes of a description."""
 STATUS_SCHEMA = 1
 """Of what ``unisono watch --once --json`` says."""
 LOCK_FILE = ".lock"
@@ -355,7 +358,7 @@ def _remove(replaced: Path) -> None:
         for path, begins in _own_files(replaced, name):
             if not path.resolve().is_relative_to(replaced.resolve()):
                 continue  # a link leads there
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 is_known = re.match(begins, file.read(_BEGINNING_BYTES), re.DOTALL)
             if is_known:
                 path.unlink()
@@ -415,10 +418,10 @@ def forget_head(directory: Path, run_id: str, token: str) -> None:
     """Remove the address and the token of the head of run ``run_id``, where they are that run's and still there."""
     for path in (directory / ADDRESS_FILE, *left_parts(directory, ADDRESS_FILE)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(path.read_text())["run_id"] == run_id:
+            if json.loads(read_regular(path))["run_id"] == run_id:
                 path.unlink(missing_ok=True)
     with contextlib.suppress(OSError, ValueError):
-        if (directory / TOKEN_FILE).read_text() == token:
+        if read_regular(directory / TOKEN_FILE).decode() == token:
             (directory / TOKEN_FILE).unlink(missing_ok=True)
 
 
@@ -435,7 +438,7 @@ def is_going(directory: Path) -> bool:
 
 def user(directory: Path) -> str | None:
     """Return the holder of the `Lock` of a directory that this process does not hold; None: there is none."""
-    with contextlib.suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(directory / LOCK_FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed
         except BlockingIOError:
@@ -461,8 +464,8 @@ def holder(directory: Path) -> str | None:
     if not file.exists():
         return "unknown, only a journal is left" if (directory / JOURNAL).exists() else None
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["run_id"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads(read_regular(file, MOST_FACTS))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"unreadable {RUN_FILE}"
 
 
@@ -479,7 +482,7 @@ def is_blank(directory: Path) -> bool:
 def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
     """Return the run's description; empty if there is none that can be read."""
     try:
-        facts = json.loads((directory / name).read_text(encoding="utf-8"))
+        facts = json.loads(read_regular(directory / name, MOST_FACTS))
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +10,7 @@ from unisono.core.cursor import Without
 from unisono.core.errors import RunDirectoryError, UsageError
 from unisono.core.without import NO_SHARDS, Shards, chosen, ranges_in
 from unisono.record.rundir import WITHOUT_FILE
-from unisono.system.owned import write_whole
+from unisono.system.owned import read_regular, write_whole
 
 __all__ = ["keep", "kept", "read_ranges", "read_without"]
 
@@ -27,16 +25,12 @@ def read_ranges(path: str, num_samples: int | None = None, shards: Shards = NO_S
     """
     what = f"the list of samples to leave out, {path},"
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-                raise UsageError(
-                    f"{what} is not a file, or has more than {MOST_BYTES >> 20} MiB (write ranges: 100-199)"
-                )
-            text = file.read(MOST_BYTES).decode()
+        text = read_regular(Path(path).resolve(), MOST_BYTES).decode()
     except OSError as error:
-        raise UsageError(f"{what} cannot be read: {error.strerror}; all workers read it at this path") from None
+        raise UsageError(
+            f"{what} cannot be read: {error.strerror}; all workers read it at this path (one index "
+            "a line, or a range: 100-199)"
+        ) from None
     except UnicodeDecodeError:
         raise UsageError(f"{what} is not text: write one index a line") from None
     return ranges_in(text, path, num_samples, shards)

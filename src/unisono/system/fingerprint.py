@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.system.controlgroups import text_of
+from unisono.system.owned import read_regular
 
 __all__ = [
     "FLOATING_POINT",
+    "MOST_SCRIPT",
     "SWITCHES",
     "USUAL_FLOATING_POINT",
     "about_script",
@@ -47,6 +49,8 @@ SWITCHES: Final = (
 """Environment variables by which libraries choose their kernels."""
 FLOATING_POINT: Final = "floating point"
 USUAL_FLOATING_POINT: Final = "to nearest"
+MOST_SCRIPT: Final = 1 << 30
+"""Bytes of a script, or of a pickled function."""
 _NUMBERS: Final = [1.0, 3.0, 10.0, sys.float_info.min, 5e-324, 1e300]
 """A list, so that Python computes with them when asked, and not when it compiles."""
 
@@ -126,7 +130,7 @@ def script_checksum(arguments: Sequence[str]) -> str:
     """
     path = script_file(arguments)
     with contextlib.suppress(OSError, ValueError):
-        return f"{zlib.crc32(path.read_bytes()):08x}" if path is not None else ""
+        return f"{zlib.crc32(read_regular(path.resolve(), MOST_SCRIPT)):08x}" if path is not None else ""
     return ""
 
 

@@ -1,7 +1,8 @@
 """Files that are believed because nobody else can have written them: those of this user; and files that are whole.
 
 A directory of somebody else may hold anything: a link to a file of this user, a pipe that is never written, an address
-to which a token would be sent. So what a command sends to others, or executes, is read by `read_owned` only.
+to which a token would be sent. So what a command sends to others, or executes, is read by `read_owned` only, and what
+it only looks at is opened by `open_regular`.
 """
 
 from __future__ import annotations
@@ -11,19 +12,56 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
 from unisono.core.errors import UsageError
 
-__all__ = ["NotOwned", "left_parts", "read_owned", "write_whole"]
+__all__ = ["NotOwned", "left_parts", "open_regular", "read_owned", "read_regular", "write_whole"]
 
 MOST_BYTES: Final = 16 << 20
+_AT_ONCE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How a file of others is opened. Without O_NONBLOCK, opening a pipe would wait for its writer."""
 ROOT: Final = 0
 
 
 class NotOwned(UsageError):
     """A file is not that of this user alone; says why."""
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file that somebody else may have put there: a regular one of its directory itself. Waits for nobody.
+
+    A path that the user has named may be a link: resolve it first.
+
+    Raises:
+        FileNotFoundError: there is none. OSError: it is a link, a pipe, a device or a directory, or cannot be read;
+            its ``strerror`` says so.
+    """
+    try:
+        descriptor = os.open(path, _AT_ONCE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, and no file of that directory itself", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return what a file like those of `open_regular` holds.
+
+    Raises:
+        OSError: as there; or it has more than ``most`` bytes.
+    """
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(path))
+    return data
 
 
 def read_owned(folder: Path, name: str, *, is_folder_shared: bool = False) -> bytes:
@@ -37,8 +75,7 @@ def read_owned(folder: Path, name: str, *, is_folder_shared: bool = False) -> by
     """
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=within)
+        descriptor = os.open(name, _AT_ONCE, dir_fd=within)
         owner = os.fstat(within).st_uid
     except OSError as error:
         if error.errno == errno.ELOOP:

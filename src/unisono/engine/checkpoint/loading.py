@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.core.errors import CheckpointError
+from unisono.core.words import shown_bytes
 from unisono.engine.state.packing import pack, pack_held, unpack
 from unisono.record import checkpoint_files as files
 from unisono.record.checkpoint_files import CheckpointDiffers, Entry, Manifest
@@ -136,7 +138,7 @@ def read_tensors(checkpoint: Path, manifest: Manifest, numbers: Collection[int])
         Problem: the checkpoint is broken.
     """
     found = {number: _empty(manifest.tensors[number]) for number in numbers}
-    names = _parts(manifest)
+    names = files.part_names(manifest)
     for part in sorted({manifest.tensors[number].part for number in numbers}):
         facts = manifest.files[names[part]]
         header = facts.num_bytes - sum(entry.num_bytes for entry in manifest.tensors if entry.part == part)
@@ -175,9 +177,7 @@ def _read(
 
 
 def _read_skeleton(checkpoint: Path, manifest: Manifest) -> bytes:
-    facts = manifest.files.get(files.SKELETON)
-    if facts is None:
-        raise CheckpointDiffers(f"the manifest of {checkpoint.name} names no {files.SKELETON}")
+    facts = manifest.files[files.SKELETON]
     data = bytearray(facts.num_bytes)
     files.read_blocks(checkpoint / files.SKELETON, facts, [memoryview(data)])
     return bytes(data)
@@ -191,12 +191,10 @@ def _fill(
     Args:
         checks_all: check every byte of all other parts too.
     """
-    names = _parts(manifest)
+    names = files.part_names(manifest)
     pairs = sorted(zip(manifest.tensors, tensors, strict=True), key=lambda pair: pair[0].start)
     needed = {entry.part for entry, tensor in pairs if not tensor.is_meta and tensor.data_ptr() in wanted}
     for part in sorted({*needed, *range(len(names))} if checks_all else needed):
-        if part >= len(names):
-            raise CheckpointDiffers(f"the manifest of {checkpoint.name} names no part {part}")
         facts = manifest.files[names[part]]
         inside = [(entry, tensor) for entry, tensor in pairs if entry.part == part and entry.num_bytes]
         header = facts.num_bytes - sum(entry.num_bytes for entry, _ in inside)
@@ -214,12 +212,18 @@ def _memory(header: int, inside: Sequence[tuple[Entry, Tensor]], wanted: Collect
                 yield memoryview(bytearray(min(files.BLOCK_BYTES, entry.num_bytes - start)))
 
 
-def _parts(manifest: Manifest) -> list[str]:
-    return sorted(name for name in manifest.files if name.startswith("part-"))
-
-
 def _empty(entry: Entry) -> Tensor:
-    return torch.empty(entry.shape, dtype=_dtype(entry.dtype))
+    dtype = _dtype(entry.dtype)
+    if math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
+        what = f"{entry.num_bytes} bytes, which is not what its shape takes"
+        raise CheckpointDiffers(f"the tensor {entry.name!r} has {what}")
+    try:
+        return torch.empty(entry.shape, dtype=dtype)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the tensor {entry.name!r} takes {shown_bytes(entry.num_bytes)}, and this process gets no such memory: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -9,6 +9,7 @@ journal may be cut, copied and written on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import math
@@ -24,6 +25,7 @@ import msgspec
 from unisono.core.events import Seconds
 from unisono.record.journal.file import INDEX, JOURNAL
 from unisono.record.journal.lines import NO_LINE, number_in
+from unisono.system.owned import open_regular
 
 __all__ = [
     "BLOCK_LINES",
@@ -273,9 +275,9 @@ def load(journal: Path, descriptor: int) -> list[Block]:
     """
     found = os.fstat(descriptor)
     try:
-        with path_of(journal).open("rb") as file:
+        with open_regular(path_of(journal)) as file:
             own = os.fstat(file.fileno())
-            if own.st_uid not in (found.st_uid, os.getuid()) or not stat.S_ISREG(own.st_mode):
+            if own.st_uid not in (found.st_uid, os.getuid()):
                 return []
             data = file.read(MOST_INDEX_BYTES)
         blocks = _blocks.decode_lines(data[: data.rfind(b"\n") + 1])
@@ -303,8 +305,12 @@ def save(journal: Path, blocks: Sequence[Block]) -> None:
     """
     path = path_of(journal)
     temporary = path.with_name(f".{path.name}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o666)
     with open(descriptor, "wb") as file:
+        own = os.fstat(descriptor)
+        if not stat.S_ISREG(own.st_mode) or own.st_nlink > 1:
+            raise OSError(errno.EINVAL, "it is not a file of that directory alone", str(temporary))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,6 +15,7 @@ from typing import Final
 from unisono.record.history import index
 from unisono.record.history.index import BLOCK_LINES, Block, Placed, Scanned, block_of, lines_in, scan
 from unisono.record.journal.file import backwards
+from unisono.system.owned import open_regular
 
 __all__ = ["Lines"]
 
@@ -73,7 +74,7 @@ class Lines:
         """Look at what is new, for ``budget_s`` (default: `BUDGET_S`); the next call goes on."""
         deadline = time.monotonic() + (BUDGET_S if budget_s is None else budget_s)
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 found, descriptor = os.fstat(file.fileno()), file.fileno()
                 if (found.st_dev, found.st_ino) != self._identity or not self._is_same(descriptor):
                     self._forget()
@@ -115,7 +116,7 @@ class Lines:
         """Yield the lines of some blocks."""
         if not blocks:
             return
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             at = 0
             while at < len(blocks):
                 begin = at
@@ -126,18 +127,18 @@ class Lines:
                 yield from lines_in(os.pread(file.fileno(), end - offset, offset))
 
     def offset_of_last(self, num_lines: int) -> int:
-        """Return the offset of the last so many lines."""
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
+        """Return the offset of the last so many lines; that of the end where they cannot be read."""
+        with contextlib.suppress(OSError), open_regular(self.path) as file:
             offsets = [offset for offset, _ in itertools.islice(backwards(file), num_lines)]
             return offsets[-1] if offsets else 0
-        return 0
+        return self.size
 
     def texts(self, offset: int) -> list[bytes]:
         """Return the whole lines from ``offset`` on that were there when the file was last looked at."""
         if offset >= self.size:
             return []
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 data = os.pread(file.fileno(), self.size - offset, offset)
         except OSError:
             return []

@@ -32,7 +32,8 @@ from unisono.record.journal import JOURNAL
 from unisono.record.journal.lines import number_in
 from unisono.record.journal.times import read_times
 from unisono.record.overview import CURVE_POINTS, CurvePoint, Overview, Past, efficiency, status_of
-from unisono.record.rundir import EVENTS_FILE, RUN_FILE, RUN_SCHEMA, USE_FILE, is_going
+from unisono.record.rundir import EVENTS_FILE, MOST_FACTS, RUN_FILE, RUN_SCHEMA, USE_FILE, is_going
+from unisono.system.owned import read_regular
 
 __all__ = ["EXACT_STEPS", "History", "without_head"]
 
@@ -57,7 +58,7 @@ class History:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory if directory.is_dir() or not directory.exists() else directory.parent
-        self._lines = Lines(directory if directory.is_file() else directory / JOURNAL)
+        self._lines = Lines(directory.resolve() if directory.is_file() else directory / JOURNAL)
         self._facts: dict[str, Any] = {}
         self._facts_note = ""
         self._story = StoryLines(self.directory / EVENTS_FILE)
@@ -332,7 +333,7 @@ class History:
         self._facts_note = ""
         path = self.directory / RUN_FILE
         try:
-            facts = json.loads(path.read_bytes())
+            facts = json.loads(read_regular(path, MOST_FACTS))
             if not isinstance(facts, dict):
                 raise ValueError("it holds no object")
         except FileNotFoundError:

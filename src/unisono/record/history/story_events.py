@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,11 +16,13 @@ from typing import Any, Final, get_args
 import msgspec
 
 from unisono.core.events import Event
+from unisono.system.owned import open_regular
 
 __all__ = ["StoryLines"]
 
 PIECE_BYTES: Final = 1 << 20
 EVENTS_AT_ONCE: Final = 5_000
+MOST_LINE_BYTES: Final = 64 << 20
 _KINDS: Final = frozenset(each.__struct_config__.tag for each in get_args(Event))
 _ODD: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -46,7 +49,7 @@ class StoryLines:
         """Look at what is new."""
         self.notes = []
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
                 if (found.st_dev, found.st_ino) != self._identity or found.st_size < self._starts[-1]:
                     self._starts = array("Q", [0])
@@ -55,6 +58,8 @@ class StoryLines:
                 at = self._starts[-1]
                 file.seek(at)
                 while data := file.read(PIECE_BYTES):
+                    if at - self._starts[-1] > MOST_LINE_BYTES:
+                        raise OSError(errno.EFBIG, f"a line has more than {MOST_LINE_BYTES >> 20} MiB")
                     end = data.find(b"\n") + 1
                     while end > 0:
                         self._starts.append(at + end)
@@ -77,7 +82,7 @@ class StoryLines:
         found: list[dict[str, Any]] = []
         if end > begin:
             try:
-                with self.path.open("rb") as file:
+                with open_regular(self.path) as file:
                     data = os.pread(file.fileno(), self._starts[end] - self._starts[begin], self._starts[begin])
             except OSError:
                 return [], begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO, Final
 from unisono.core.events import RunEnded
 from unisono.record.journal import chain
 from unisono.record.journal.lines import Line, LineEvent, from_line, parse, to_line
+from unisono.system.owned import open_regular
 
 __all__ = [
     "BLOCK_BYTES",
@@ -41,8 +43,8 @@ def read(path: Path) -> Iterator[Line]:
         OSError: the file cannot be read.
         ValueError: a line is broken.
     """
-    path = path / JOURNAL if path.is_dir() else path
-    with path.open("rb") as file:
+    path = path / JOURNAL if path.is_dir() else path.resolve()
+    with open_regular(path) as file:
         for number, text in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), b""), 1):
             if not text.endswith(b"\n"):
                 if len(text) == MOST_LINE_BYTES:
@@ -64,9 +66,15 @@ def events(path: Path) -> Iterator[LineEvent]:
 
 
 def backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, text) of each line from the last to the first. Reads no more of the file than is asked for."""
+    """Yield (offset, text) of each line from the last to the first. Reads no more of the file than is asked for.
+
+    Raises:
+        OSError: a line is too long for a journal.
+    """
     start, text = file.seek(0, os.SEEK_END), b""
     while start > 0:
+        if len(text) > MOST_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"a line has more than {MOST_LINE_BYTES >> 20} MiB")
         num_bytes = min(start, max(BLOCK_BYTES, len(text)))
         start -= num_bytes
         file.seek(start)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from unisono.record.journal.file import backwards
+from unisono.system.owned import open_regular
 
 __all__ = ["MOST_BYTES", "MOST_RECORDS", "Newest", "earlier", "newest_first"]
 
@@ -69,7 +70,7 @@ def newest_first(path: Path) -> Iterator[bytes]:
         OSError: a file cannot be read, other than because it is not there.
     """
     for each in (path, earlier(path)):
-        with contextlib.suppress(FileNotFoundError), each.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open_regular(each) as file:
             for _, text in backwards(file):
                 if text.endswith(b"\n"):
                     yield text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unisono.core.errors import CheckpointError
 from unisono.core.words import count
@@ -12,9 +13,9 @@ from unisono.record import checkpoint_files as files
 from unisono.record.checkpoint_files import Manifest
 from unisono.record.journal import JOURNAL
 from unisono.record.rundir import RUN_FILE, read_facts
-from unisono.tools.certificate.gathering import chained, end_in
+from unisono.tools.certificate.gathering import arguments_in, chained, end_in
 from unisono.tools.certificate.statement import Predicate, State
-from unisono.tools.certificate.states import check_regular, read_state, state_sha256, weights_sha256
+from unisono.tools.certificate.states import check_regular, state_sha256, weights_sha256
 
 __all__ = ["Checked", "check_models", "check_run", "held_steps"]
 
@@ -44,6 +45,8 @@ def check_run(run: Path, said: Predicate) -> Checked:
         words = f"the certificate is for run {said.run.id}, but {run} holds run {facts.get('run_id', 'unknown')}"
         return Checked((words,), (), {})
     wrong = list(_journal(run, said))
+    if words := _arguments(facts, said):
+        wrong.append(words)
     right = [] if wrong else [f"the journal: {count(said.run.steps, 'step')} in a chain that matches the certificate"]
     begins: dict[int, Path] = {}
     for state in said.states:
@@ -81,6 +84,17 @@ def check_models(said: Predicate, paths: Iterable[Path]) -> list[str]:
     ]
 
 
+def _arguments(facts: Mapping[str, Any], said: Predicate) -> str:
+    match facts.get("command"):
+        case {"arguments": [_, *_] as command} if said.script.arguments is not None:
+            if (found := arguments_in(command)) != said.script.arguments:
+                return (
+                    f"the script of the run had the arguments {shlex.join(found) or 'none'}, and the certificate says "
+                    f"{shlex.join(said.script.arguments) or 'none'}"
+                )
+    return ""
+
+
 def _journal(run: Path, said: Predicate) -> list[str]:
     """Return what is wrong with the journal. The run may have gone on since."""
     ends = {part.last + 1: part for part in said.chain}
@@ -110,9 +124,9 @@ def _journal(run: Path, said: Predicate) -> list[str]:
 def _state(path: Path, state: State) -> str:
     """Return what is wrong with a checkpoint, in a sentence; "" if nothing is."""
     try:
-        manifest: Manifest = read_state(path)
+        manifest: Manifest = files.verify(path)
         found = state_sha256(path, manifest)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return f"the checkpoint of step {state.step} is broken: {error}"
     if found != state.sha256:
         return f"the checkpoint of step {state.step} differs: its SHA-256 is {found}, not {state.sha256}"

@@ -16,7 +16,8 @@ from unisono.record.checkpoint_files import Manifest
 from unisono.record.journal import JOURNAL, Line, read
 from unisono.record.journal.chain import BEGIN, Link, links
 from unisono.record.rundir import LOCK_FILE, RUN_FILE, check_schema, is_going, read_facts
-from unisono.system.fingerprint import script_checksum, script_file
+from unisono.system.fingerprint import MOST_SCRIPT, script_checksum, script_file
+from unisono.system.owned import read_regular
 from unisono.tools.certificate.statement import (
     ChainPart,
     Data,
@@ -29,12 +30,14 @@ from unisono.tools.certificate.statement import (
     Statement,
     subjects,
 )
-from unisono.tools.certificate.states import check_regular, read_state, state_sha256
+from unisono.tools.certificate.states import check_regular, state_sha256
 
-__all__ = ["Chained", "chained", "data_in", "end_in", "gathered"]
+__all__ = ["Chained", "arguments_in", "chained", "data_in", "end_in", "gathered"]
 
 NO_PART: Final = ("host",)
 """Of the versions that a run notes, what no certificate says."""
+MODULES: Final = ("-m", "--callable")
+"""Words before the name of a module, where a script has none of its own."""
 
 
 @dataclass
@@ -171,7 +174,7 @@ def _checkpoints(run: Path, notes: list[str]) -> list[tuple[Path, Manifest]]:
     found = []
     for path in files.complete(run / files.FOLDER):
         try:
-            manifest = read_state(path)
+            manifest = files.verify(path)
             if manifest.step:  # each check of the whole begins with the script, and not with a checkpoint of step 0
                 found.append((path, manifest))
         except CheckpointError as error:
@@ -203,22 +206,29 @@ def _script(facts: Mapping[str, Any], words: Collection[str], notes: list[str]) 
     if not isinstance(arguments, list) or not arguments:
         notes.append("the run does not say which script it was made with")
         return Script(name="", sha256=None)
-    is_module = arguments[0] in ("-m", "--callable")
+    is_module = arguments[0] in MODULES
     name = str(arguments[1] if is_module and arguments[1:] else arguments[0])
     path = script_file(arguments, str(command.get("folder", ".")) if isinstance(command, dict) else ".")
     text: bytes | None = None
     if path is not None and known == script_checksum([str(path)]):
-        text = path.read_bytes()
+        text = read_regular(path.resolve(), MOST_SCRIPT)
     if text is None:
         notes.append("the script's text is not certified: it is not there any more, or has changed since the run began")
     if "script" in words and text is None:
         raise UsageError("--with script: the script's text is not there any more, or has changed since the run began")
+    if "script" in words and text is not None and text.decode(errors="ignore").encode() != text:
+        raise UsageError("--with script: the script's text is not UTF-8, so a certificate cannot hold it")
     return Script(
         name=name if is_module else name.rpartition("/")[2],
         sha256=hashlib.sha256(text).hexdigest() if text is not None else None,
-        text=text.decode(errors="replace") if text is not None and "script" in words else None,
-        arguments=list(map(str, arguments[2 if is_module else 1 :])) if "arguments" in words else None,
+        text=text.decode() if text is not None and "script" in words else None,
+        arguments=arguments_in(arguments) if "arguments" in words else None,
     )
+
+
+def arguments_in(command: Sequence[Any]) -> list[str]:
+    """Return the script's arguments in its command."""
+    return list(map(str, command[2 if command[0] in MODULES else 1 :]))
 
 
 def data_in(facts: Mapping[str, Any]) -> Data:

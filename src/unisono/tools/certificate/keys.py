@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from unisono.core.errors import UsageError
 from unisono.system.extras import install_words
+from unisono.system.owned import read_regular
 from unisono.tools.certificate.statement import Envelope, Signature, Statement, signed_bytes
 
 if TYPE_CHECKING:
@@ -164,10 +165,6 @@ def _keys(wanted: str) -> Iterator[str]:
 
 def _content(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        return read_regular(path.resolve(), MOST_BYTES)
     except OSError as error:
         raise UsageError(f"the key {path} cannot be read: {error.strerror}") from None
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"{path} is too large for a key")
-    return data

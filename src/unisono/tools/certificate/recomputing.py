@@ -39,7 +39,7 @@ from unisono.system.owned import write_whole
 from unisono.system.process import tell
 from unisono.tools.certificate.gathering import data_in, end_in
 from unisono.tools.certificate.statement import Gap, Predicate
-from unisono.tools.certificate.states import read_state, state_sha256
+from unisono.tools.certificate.states import state_sha256
 from unisono.tools.certificate.stretches import Stretch
 from unisono.tools.replay.replaying import Against
 from unisono.tools.trialrun import Script, trial_run
@@ -203,7 +203,7 @@ def recomputed(target: Target, stretch: Stretch, directory: Path) -> Result:
         return replace(result, code=max(NOT_THERE, code), words=words)
     try:
         wrong = compared(target.said, stretch, directory / "run")
-        if start is not None and not wrong and (other := state_sha256(start, read_state(start))) not in known:
+        if start is not None and not wrong and (other := state_sha256(start, files.verify(start))) not in known:
             wrong = f"they began with a state whose SHA-256 is {other}: the checkpoint has changed in the meantime"
     except (OSError, ValueError) as error:
         return replace(result, code=NOT_THERE, words=f"{name} could not be compared: {error}")
@@ -288,7 +288,7 @@ def compared(said: Predicate, stretch: Stretch, found: Path) -> str:
     for one in within:
         path = found / files.FOLDER / files.step_name(one.step)
         try:
-            digest = state_sha256(path, read_state(path))
+            digest = state_sha256(path, files.verify(path))
         except CheckpointError as error:
             return f"the state after {count(one.step, 'step')} could not be compared: {error}"
         if digest != one.sha256:

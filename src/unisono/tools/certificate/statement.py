@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -43,7 +44,7 @@ PREDICATE: Final = "urn:unisono:certificate:v1"
 PAYLOAD: Final = "application/vnd.in-toto+json"
 STATE: Final = "unisonoState1"
 """The name of the digest of a checkpoint (`states.state_sha256`)."""
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]  # "$" stands before a newline as well
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -258,6 +259,9 @@ def _misformed(statement: Statement) -> str:
         return "its subjects are not those of its predicate"
     if said.run.has_ended != (said.end is not None):
         return "it does not say whether the script has reached its end"
+    text = said.script.text
+    if text is not None and hashlib.sha256(text.encode()).hexdigest() != said.script.sha256:
+        return "the text of its script does not have the SHA-256 that it gives"
     ranges = sorted([(part.first, part.last) for part in said.chain] + [(gap.first, gap.last) for gap in said.gaps])
     if any(first > last for first, last in ranges):
         return "a part of the chain, or a gap, ends before it begins"

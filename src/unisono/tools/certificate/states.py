@@ -9,11 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import stat
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
@@ -22,35 +19,13 @@ from unisono.core.errors import CheckpointError, UsageError
 from unisono.record import checkpoint_files as files
 from unisono.record import weights_file
 from unisono.record.checkpoint_files import CheckpointDiffers, Manifest
-from unisono.record.rundir import RUN_FILE
 from unisono.record.weights_file import Weight
+from unisono.system.owned import open_regular
 
-__all__ = ["check_regular", "read_state", "state_sha256", "weights_sha256"]
+__all__ = ["check_regular", "state_sha256", "weights_sha256"]
 
 PIECE: Final = 1 << 22
-MOST_MANIFEST: Final = 256 << 20
-MOST_FACTS: Final = 64 << 20
-MOST_HEADER: Final = 100 << 20
-"""Of a safetensors file; the library's own limit."""
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DTYPES: Final = {kind: dtype for dtype, kind in files.KINDS.items()}
-
-
-def read_state(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint, when each byte of its files is as the manifest says.
-
-    Raises:
-        CheckpointError: it is broken, or holds what no checkpoint holds.
-    """
-    with _regular(checkpoint, files.MANIFEST) as file:
-        data = file.read(MOST_MANIFEST + 1)
-    if len(data) > MOST_MANIFEST:
-        raise CheckpointDiffers(f"{files.MANIFEST} of {checkpoint.name} has more than {MOST_MANIFEST >> 20} MiB")
-    manifest = files.parse_manifest(data, checkpoint.name)
-    for name, facts in manifest.files.items():
-        with _regular(checkpoint, name):
-            files.read_blocks(checkpoint / name, facts)
-    return manifest
 
 
 def state_sha256(checkpoint: Path, manifest: Manifest) -> str:
@@ -63,18 +38,14 @@ def state_sha256(checkpoint: Path, manifest: Manifest) -> str:
     Raises:
         CheckpointError: a tensor lies outside of its file.
     """
-    if sum(entry.num_bytes for entry in manifest.tensors) > manifest.num_bytes:
-        raise CheckpointDiffers(f"{checkpoint.name} names more bytes of tensors than its files have")
     total = hashlib.sha256(b"unisono state 1\n")
     total.update(_json([manifest.step, manifest.phase, manifest.phase_step, manifest.lines]))
-    parts = sorted(name for name in manifest.files if name.endswith(".safetensors"))
+    parts = files.part_names(manifest)
     opened: dict[int, tuple[BufferedReader, int]] = {}
     try:
         for entry in manifest.tensors:
-            if not 0 <= entry.part < len(parts):
-                raise CheckpointDiffers(f"{checkpoint.name} has no part {entry.part}, where {entry.name!r} lies")
             if entry.part not in opened:
-                file = (checkpoint / parts[entry.part]).open("rb")
+                file = open_regular(checkpoint / parts[entry.part])
                 opened[entry.part] = (file, 8 + int.from_bytes(file.read(8), "little"))
             file, begin = opened[entry.part]
             total.update(_json([entry.name, entry.dtype, entry.shape]))
@@ -82,7 +53,7 @@ def state_sha256(checkpoint: Path, manifest: Manifest) -> str:
     finally:
         for file, _ in opened.values():
             file.close()
-    with _regular(checkpoint, files.SKELETON) as file:
+    with open_regular(checkpoint / files.SKELETON) as file:
         total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
 
@@ -97,21 +68,23 @@ def weights_sha256(path: Path) -> set[str]:
     """
     path = path.resolve()  # the user has named it, and caches hold weights as links
     try:
-        with _regular(path.parent, path.name) as file:
+        with open_regular(path) as file:
             found = {hashlib.file_digest(file, "sha256").hexdigest()}
             file.seek(0)
             if file.read(4) == b"PK\x03\x04":
                 return found | {_of_torch(path, file)}
             file.seek(0)
             return found | {_of_safetensors(path, file)}
-    except (OSError, CheckpointError) as error:
+    except CheckpointError as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _of_safetensors(path: Path, file: BufferedReader) -> str:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(MOST_HEADER, size - 8):
+    if not 0 < length <= min(files.MOST_HEADER, size - 8):
         raise UsageError(f"{path} is neither a safetensors file nor one of torch.save")
     try:
         entries: Any = json.loads(file.read(length))
@@ -164,37 +137,17 @@ def _of_torch(path: Path, file: BufferedReader) -> str:
 
 
 def check_regular(folder: Path, name: str) -> None:
-    """Check that a file of a run, if it is there, is a regular one of its directory, of a bounded size: nobody waits
-    for a pipe.
+    """Check that a file of a run, if it is there, can be read.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it cannot, or is no regular file of the directory.
     """
     try:
-        found = os.lstat(folder / name)
+        open_regular(folder / name).close()
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(found.st_mode) or (name == RUN_FILE and found.st_size > MOST_FACTS):
-        raise UsageError(f"{name} of {folder} is not a regular file, or too large")
-
-
-@contextmanager
-def _regular(folder: Path, name: str) -> Iterator[BufferedReader]:
-    """Open a regular file of a directory itself for reading.
-
-    Raises:
-        CheckpointError: it is none, or cannot be opened.
-    """
-    if not _NAME.fullmatch(name) and folder.name.startswith("step-"):
-        raise CheckpointDiffers(f"{folder.name} names a file {name!r}, which lies elsewhere")
-    try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointDiffers(f"{name} of {folder.name} cannot be read: {error.strerror}") from None
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointDiffers(f"{name} of {folder.name} is not a regular file")
-        yield file
+        raise UsageError(f"{name} of {folder} cannot be read: {error.strerror}") from None
 
 
 def _sha256(file: BufferedReader, start: int, num_bytes: int, name: str) -> bytes:

@@ -12,6 +12,7 @@ import msgspec
 from unisono.core.errors import UsageError
 from unisono.core.words import listed
 from unisono.record.rundir import PLAN_FILE
+from unisono.system.owned import read_regular
 from unisono.tools.plan.forecast import ForecastInputs, Parts, Roster, Sample, candidates, forecast
 from unisono.tools.plan.layouts import GroupForecast
 from unisono.tools.plan.strategy_models import STRATEGIES, StrategyOptions, WorkerMemory
@@ -202,7 +203,7 @@ def read_plan(directory: Path) -> PlanRecord | None:
     path = directory / PLAN_FILE
     advice = f"remove it, or write another one with `unisono plan SCRIPT --run-dir {directory}`"
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=PlanRecord)
+        plan = msgspec.json.decode(read_regular(path), type=PlanRecord)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -24,6 +24,7 @@ from unisono.record.journal.file import tail
 from unisono.record.journal.lines import is_number
 from unisono.record.overview import Interrupted, Overview, Past, Presence, text_of
 from unisono.record.rundir import CERTIFICATE, CHECKPOINTS
+from unisono.system.owned import open_regular
 
 __all__ = ["Account", "WorkerAccount", "account", "presences", "words_of"]
 
@@ -139,7 +140,7 @@ def account(directory: Path) -> Account:
 def _proof(directory: Path) -> list[tuple[str, str]]:
     """Return what a certificate of the run would say, as rows: the chain and the models that its journal ends with."""
     line: Line | None = None
-    with contextlib.suppress(OSError), (directory / JOURNAL).open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(directory / JOURNAL) as file:
         _, line, _ = tail(directory / JOURNAL, file)
     if line is None or value_in(line) == BEGIN:
         return []
