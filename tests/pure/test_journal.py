@@ -29,7 +29,7 @@ from unisono.record.journal import (
     to_line,
     truncate,
 )
-from unisono.record.journal.chain import written
+from unisono.record.journal.chain import links, written
 from unisono.record.journal.file import BLOCK_BYTES, tail
 from unisono.record.journal.lines import LineEvent
 from unisono.record.journal.writing import KEPT_LINES, LINES_AT_ONCE
@@ -510,6 +510,23 @@ def test_the_first_difference_is_named(theirs: list[LineEvent], said: str, tmp_p
     with pytest.raises(Difference) as caught:
         compare(a, b)
     assert str(caught.value) == said.format(a=a, b=b)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("0.0", "-0.0"), ("1", "true"), ("1", "1.0"), ("[0.0]", "[-0.0]"), ('{"n": 0}', '{"n": false}')],
+)
+def test_values_are_compared_as_they_are_written(ours: str, theirs: str, tmp_path: Path) -> None:
+    """Equal numbers of Python may have other bits; the chains of these journals differ as well."""
+    a, b = run_with(tmp_path / "a", step(0)), run_with(tmp_path / "b", step(0))
+    for run, value in ((a, ours), (b, theirs)):
+        line = json.loads((run / JOURNAL).read_text())
+        (run / JOURNAL).write_text(json.dumps({**line, "totals": json.loads(value)}) + "\n")
+    chains = [next(links(read(run))).value for run in (a, b)]
+    assert chains[0] != chains[1]
+    with pytest.raises(Difference, match="step 0 is the first to differ: totals is"):
+        compare(a, b)
+    assert compare(b, b) == "identical so far: 1 step, neither has ended"
 
 
 def test_evaluations_are_compared(tmp_path: Path) -> None:

@@ -227,9 +227,14 @@ def test_the_axis_is_logarithmic_where_the_loss_falls_far() -> None:
     assert "logarithmic" not in plain(draw_curve(curve(100.0, 1.0, -0.1), 80, 4))
 
 
-@pytest.mark.parametrize("losses", [[], [1.0], [0.0, 0.0], [-1e308, 1e308], [1e-320, 1e308]])
+@pytest.mark.parametrize("losses", [[], [1.0], [0.0, 0.0], [-1e308, 1e308], [1e-320, 1e308], [5e-324], [0.0, 5e-324]])
 def test_a_curve_of_extreme_numbers_is_drawn(losses: list[float]) -> None:
     assert len(draw_curve(curve(*losses), 40, 4)) == 5
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4), st.integers(2, 9))
+def test_a_curve_of_any_numbers_is_drawn(losses: list[float], rows: int) -> None:
+    assert len(draw_curve(curve(*losses), 40, rows)) == rows + 1
 
 
 # -- text --------------------------------------------------------------------------------------------

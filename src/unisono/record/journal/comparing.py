@@ -65,7 +65,8 @@ def _compare(ours: _Comparable, theirs: _Comparable) -> str:
             step, pair = _unequal(mine, other)
             raise Difference(f"{equal}; then {a} {_does(mine)}, and {b} {_does(other)}", step, pair)
         for key, value in mine.items():
-            if value != other.get(key) and not (key in LATER and None in (value, other.get(key))):
+            # As they are written: 0.0 is not -0.0, and 1 not True. What stands for them in Python shows the same.
+            if repr(value) != repr(other.get(key)) and not (key in LATER and None in (value, other.get(key))):
                 words = f"{_parted(mine)}: {key} is {value} in {a}, {other.get(key)} in {b}"
                 if mine["kind"] != "step":
                     raise Difference(words, newest)

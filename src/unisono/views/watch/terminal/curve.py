@@ -95,9 +95,10 @@ def _bands(
     if not points:
         return []
     bottom, top = shown(low) / 2, shown(high) / 2  # halves: the range of two large numbers is a number
+    span = (top - bottom) or 1.0  # of two tiny numbers, and of the logarithms of two large ones, it may be zero
 
     def row(value: float) -> float:
-        return min(tall - 1.0, max(0.0, (shown(value) / 2 - bottom) / (top - bottom) * (tall - 1)))
+        return min(tall - 1.0, max(0.0, (shown(value) / 2 - bottom) / span * (tall - 1)))
 
     first, last = points[0].step, points[-1].step
     own: dict[int, list[CurvePoint]] = {}
