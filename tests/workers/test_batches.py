@@ -323,13 +323,16 @@ def printed(lines: list[str]) -> list[str]:
 
 @pytest.mark.usefixtures("nursery")
 def test_a_worker_killed_within_the_loop_changes_no_total(tmp_path: Path) -> None:
-    """Its batches come to the others."""
+    """Its batches come to the others, also those of which it has told the others, and given them no row."""
     calm, hurt = tmp_path / "calm", tmp_path / "hurt"
-    assert run_workers(SCRIPT, 1, directory=calm).exit_code == 0
-    faults = Faults().kill("w1", at="in_evaluation", step=5)
+    calm_run = run_workers(SCRIPT, 1, directory=calm)
+    assert calm_run.exit_code == 0, calm_run.output
+    faults = Faults().kill("w1", at="in_evaluation", step=5).kill("w2", at="in_collecting", step=8)
+    faults = faults.kill("w0", at="deliver.staged", step=2)
     outcome = run_workers(SCRIPT, 3, directory=hurt, faults=faults)
     assert outcome.exit_code == 0, outcome.output
-    assert ended_workers(outcome.output) == {"w1"}
+    assert ended_workers(outcome.output) == {"w0", "w1", "w2"}
+    assert set(printed(calm_run.output.splitlines())) == set(printed(outcome.output.splitlines()))
     assert compare(calm, hurt).startswith("identical: 9 steps")
     figures = {line["step"]: line["totals"] for line in read(calm) if line["kind"] == "evaluation" and line["totals"]}
     assert len(figures) == 3

@@ -77,6 +77,7 @@ TALK: dict[str, Callable[[library.Run], Any]] = {
     "run.barrier": lambda run: run.barrier(),
     "run.broadcast": lambda run: run.broadcast(1),
     "run.all_gather": lambda run: run.all_gather(1),
+    "run.once": lambda run: run.once(int),
     "run.main_first": lambda run: run.main_first().__enter__(),
     "run.process_group": lambda run: run.process_group(),
 }

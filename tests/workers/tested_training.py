@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
+from typing import SupportsInt
 
 import torch
 from torch import nn
@@ -18,6 +20,14 @@ import unisono
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.workers.gates import wait_at
+
+
+def check_rows(run: unisono.Run, data: TensorDataset, right: SupportsInt) -> int:
+    """Check that the rows are those of all samples, in their order; returns how many scores are above 0."""
+    labels, found = run.collected("labels"), run.collected("found")
+    assert torch.equal(labels, data.tensors[1])
+    assert (labels.numpy() == found).sum() == int(right)
+    return sum(map(len, run.collected("near")))
 
 
 def main() -> None:
@@ -43,10 +53,12 @@ def main() -> None:
         loss, right = run.total("loss"), run.total("right")
         for x, y in run.batches(test_loader):
             scores = model(x)
+            run.collect(labels=y, found=scores.argmax(1).numpy(), near=[row[row > 0].tolist() for row in scores])
             loss += F.cross_entropy(scores, y, reduction="sum").item()
             right += (scores.argmax(1) == y).sum()
         loss /= len(data)
-        print(f"epoch {epoch}: loss {loss:.9f}, {right} right")
+        sure = run.once(partial(check_rows, run, data, right))
+        print(f"epoch {epoch}: loss {loss:.9f}, {right} right, {sure} scores")
         scheduler.step()  # before the call that saves: a script that resumes from there has done so
         run.log({"val/loss": loss})
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from unisono.cluster.worker import member as members
 from unisono.core.errors import StepError, UsageError
 from unisono.engine.checkpoint.evaluations import EvaluationOrder
 from unisono.engine.microbatch.randomness import seed_at
-from unisono.engine.rounds.evaluation import Totals
+from unisono.engine.rounds.evaluation import BatchSums, Totals
 from unisono.engine.rounds.gathering import TalkRound
 from unisono.engine.rounds.life import Rounds
 from unisono.engine.state.packing import from_bytes, to_bytes
 from unisono.script.batches import Batches
+from unisono.script.collecting import Collecting
 from unisono.script.course import Course
 from unisono.script.talking import CallPlace, Talk, at_once
 from unisono.script.training import Training
@@ -69,6 +72,9 @@ class Evaluations:
         self._where: tuple[int, int | None] | None = None
         self._num_here = 0
         self._newest: tuple[int, Totals] = (0, {})
+        self.collecting = Collecting(tracked, talk)
+        can_resume = keeper.directory is not None or members.current() is not None
+        training.on_begin = partial(self.collecting.begin_loop, is_watched=can_resume)
 
     @property
     def newest(self) -> Totals:
@@ -169,24 +175,32 @@ class Evaluations:
         place: CallPlace,
         kind: str,
         make: Callable[[Rounds | None, int], Generator[Any, None, Totals]],
+        sums: BatchSums,
     ) -> Generator[Any, None, Totals]:
         """Yield batches, and return the totals of all; where the run was here, only the totals. Collective.
 
         Args:
             kind: the call.
             make: yields the batches, for these rounds and this number of the evaluation.
+            sums: takes what the script finds in them.
         """
         number = self._begun.num_done
         self._begun.num_done += 1
+        is_skipped = True
 
         def compute() -> Generator[Any, None, tuple[Totals, int]]:
-            totals = yield from make(place.rounds if place.has_joined else None, number)
+            nonlocal is_skipped
+            is_skipped = False
+            with self.collecting.under_way(sums, place):
+                totals = yield from make(place.rounds if place.has_joined else None, number)
             # With the number of lines after it, which a worker that skips this part of the run does not know.
             return totals, self._journal.number + 1
 
         num_steps = self._course.num_steps
         with self._training.apart():
             totals, lines = yield from self._talk.once(place, kind, compute)
+        if is_skipped:
+            self.collecting.skips(place)
         if not place.is_skipped:
             self._course.evaluated(num_steps, totals)
         # Every member has evaluated other batches, and the code that follows may draw random numbers.
@@ -195,18 +209,20 @@ class Evaluations:
 
     def now(self, place: CallPlace, request: EvaluationRequest) -> Totals:
         """Return the totals. Collective."""
+        sums = BatchSums("run.evaluate", fills=False)
 
         def compute(rounds: Rounds | None, number: int) -> Generator[Any, None, Totals]:
-            return at_once(lambda: request.compute(rounds, number))
+            return at_once(lambda: request.compute(rounds, number, sums=sums))
 
-        return drive(self.play(place, "run.evaluate", compute), lambda batch: None)
+        return drive(self.play(place, "run.evaluate", compute, sums), lambda batch: None)
 
     def loop(self, request: EvaluationRequest, batches: Batches) -> Generator[Any, None, Totals]:
         """Yield the batches of a loop of the script's own, and return the totals of all. Collective."""
         place = self._training.place("run.batches")
         self._course.in_batches = batches
+        sums = batches.sums
         totals = yield from self.play(
-            place, "run.batches", lambda rounds, number: request.play(rounds, number, batches.sums)
+            place, "run.batches", lambda rounds, number: request.play(rounds, number, sums), sums
         )
         self._course.in_batches = None
         self._newest = (self._training.phases, self.newest | totals)

@@ -337,7 +337,7 @@ class Run:
     @property
     def is_main(self) -> bool:
         """Whether this worker is the one that prints and writes."""
-        return self.rank == 0 and not self.is_catching_up
+        return self.rank == 0 and not self._is_catching_up()
 
     @property
     def is_catching_up(self) -> bool:
@@ -349,6 +349,10 @@ class Run:
             if run.is_catching_up:
                 continue
         """
+        self._evaluations.collecting.is_guarded = True
+        return self._is_catching_up()
+
+    def _is_catching_up(self) -> bool:
         visiting = self._training.visiting
         if visiting is not None and visiting.is_at(self._training.phases):
             return False  # an evaluator, at what it is to evaluate
@@ -863,6 +867,40 @@ class Run:
         )
         return Batches(request.num_batches, partial(self._evaluations.loop, request))
 
+    def collect(self, **rows: Tensor | Sequence[Any] | Any) -> None:
+        """Collect rows of the batch in hand, one for each of its samples, e.g. predictions. Local.
+
+        ::
+
+            for images, labels in run.batches(test_loader):
+                run.collect(labels=labels, found=model(images).argmax(1))
+            f1 = run.once(lambda: f1_score(run.collected("labels"), run.collected("found"), average="macro"))
+
+        Within the loop over `batches`, or in the function of `evaluate`. Each batch collects the same names, once.
+
+        Args:
+            rows: by name: tensors of any dtype or numpy arrays, (samples of the batch, ...), or lists of one item for
+                each sample (e.g. boxes). Items are as of `broadcast`.
+
+        Raises:
+            StepError: called elsewhere. UsageError: there is not one row for each sample, or an item cannot be sent.
+        """
+        self._evaluations.collecting.collect(rows)
+
+    def collected(self, name: str) -> Any:
+        """Return the rows of all samples that `collect` has got, each once, in the order of the dataset. Local.
+
+        Equal on all workers, on the CPU: a tensor or array (samples, ...), or a list, as it was collected. Rows of an
+        evaluation within `steps` are known in that step; of one after it, until the next training loop begins. They are
+        not kept for a worker that joins in a later loop, or a run that resumes there: keep what is computed of them, by
+        `once`. All rows of an evaluation may have 1 GiB; more raise a `UsageError` at its end, before any is sent.
+
+        Raises:
+            UsageError: no such rows were collected here, or those of two batches differ in shape or dtype. StepError:
+                their evaluation is not over, or was skipped on this worker.
+        """
+        return self._evaluations.collecting.collected(name, self._training.place("run.collected"))
+
     @property
     def pending_evaluations(self) -> list[Evaluation]:
         """The evaluations that were begun with ``wait=False`` and whose result was not asked for, the oldest first.
@@ -902,6 +940,25 @@ class Run:
                 different calls.
         """
         return self._talk.broadcast(self._training.place("run.broadcast"), value)
+
+    def once(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns; in a part of the run that is over, what it has returned there. Collective.
+
+        So a worker that comes later, or a run that resumes, has the value without what the function needs::
+
+            f1 = run.once(lambda: f1_score(run.collected("labels"), run.collected("found")))
+
+        Each worker calls the function, which makes no collective call. The value of the main worker counts. It is kept
+        with the state of the run, so it should be small.
+
+        Args:
+            function: returns a value as of `broadcast`.
+
+        Raises:
+            UsageError: the value cannot be sent, or the call is within the inner loop. StepError: the workers are at
+                different calls.
+        """
+        return self._talk.computed(self._training.place("run.once"), function)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all workers, by rank, on all workers. Collective.

@@ -35,6 +35,8 @@ __all__ = ["CallPlace", "Talk", "at_once"]
 
 T = TypeVar("T")
 
+ONCE: Final = "the function of run.once"
+
 MAX_EARLY_BYTES: Final = 1 << 20
 """Of a value that is sent before the training, through the head."""
 
@@ -131,8 +133,14 @@ class Talk:
         self._where: tuple[int, int | None] | None = None
         self._num_here = 0
         self._num_early = 0
-        self._is_in_block = False
+        self._block = ""
+        """The call whose block or function the script is in; "": it is in none."""
         self._then: Callable[[], None] | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the script is in the function of ``run.once``, whose result is kept."""
+        return self._block == ONCE
 
     def repeats(self, phases: int) -> bool:
         """Return whether the run has made calls after the last of so many loops. Local."""
@@ -167,6 +175,15 @@ class Talk:
 
         return from_bytes(self._say(call, value_of_main, num_kept=1)[0])
 
+    def computed(self, place: CallPlace, function: Callable[[], Any]) -> Any:
+        """Return what the function returns on the main worker, or has returned when the run was here."""
+        call = self._call("run.once", place)
+        if not place.is_early and self._is_over(call):
+            return from_bytes(self._find(call)[0])
+        with self._within(ONCE):
+            own = _encoded(function(), call)
+        return from_bytes(self._say(call, lambda: own, num_kept=1)[0])
+
     def all_gather(self, place: CallPlace, value: Any) -> list[Any]:
         call = self._call("run.all_gather", place)
         own = _encoded(value, call)
@@ -176,17 +193,14 @@ class Talk:
     def main_first(self, find_place: Callable[[], CallPlace]) -> Iterator[bool]:
         place = find_place()
         call = self._call("run.main_first", place)
-        self._is_in_block = True
-        try:
+        with self._within("`with run.main_first()`"):
             if place.is_early:
                 yield from self._early_block(call)
-            elif place.is_skipped or (place.step is None and self._known(call) is not None):
+            elif self._is_over(call):
                 self._find(call)
                 yield False
             else:
-                yield from self._block(call)
-        finally:
-            self._is_in_block = False
+                yield from self._first_block(call)
         # The first worker may have drawn numbers, e.g. for data that the others find made.
         seed_at(self._seed, "main_first", place.phases, -1 if place.step is None else place.step, call.number)
 
@@ -224,10 +238,9 @@ class Talk:
 
     def _call(self, kind: str, place: CallPlace) -> _Call:
         """Count a call."""
-        if self._is_in_block:
+        if self._block:
             raise UsageError(
-                f"{kind} was called inside `with run.main_first()`, where the other workers wait: call it after that "
-                "block"
+                f"{kind} was called inside {self._block}, where other workers wait or are elsewhere: call it after that"
             )
         where = (place.phases, place.step)
         if where != self._where:
@@ -240,12 +253,26 @@ class Talk:
         place = call.place
         if place.is_early:
             return self._say_early(call, value())
-        if place.step is None and (place.is_skipped or self._known(call) is not None):
+        if self._is_over(call):
             return self._find(call)
         round_ = TalkRound(place.rounds, call.title, value)
         for _ in place.rounds.play(round_):
             pass
         return self._keep(call, round_.values[:num_kept])
+
+    @contextmanager
+    def _within(self, block: str) -> Iterator[None]:
+        """Return a context in which no call may be made."""
+        self._block = block
+        try:
+            yield
+        finally:
+            self._block = ""
+
+    def _is_over(self, call: _Call) -> bool:
+        """Return whether the run has made this call, which is not an early one."""
+        place = call.place
+        return place.step is None and (place.is_skipped or self._known(call) is not None)
 
     def _known(self, call: _Call) -> bytes | None:
         """Return the result of a call that the run has made before; None: this is the first time."""
@@ -310,7 +337,7 @@ class Talk:
             member.was_first(number, ok=True)
         self._ask(dataclasses.replace(call, kind=f"the end of {call.kind}"))
 
-    def _block(self, call: _Call) -> Iterator[bool]:
+    def _first_block(self, call: _Call) -> Iterator[bool]:
         rounds = call.place.rounds
         playing = rounds.play(BlockRound(rounds, call.title))
         is_first = next(playing, self) is not self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -89,6 +89,7 @@ class Training:
         asked: what the calls of the script have asked for, whatever was done of it.
         length: the same, as a number of steps.
         visiting: not None: this process is an evaluator.
+        on_begin: called where a training loop begins.
 
     Args:
         device: of this worker.
@@ -101,6 +102,7 @@ class Training:
         self.phases = 0
         self.asked = Asked(members.spec().run.settings.without)
         self.length = Length()
+        self.on_begin: Callable[[], None] = _nothing
         self._rounds = course.rounds
         self._keeper = course.keeper
         self._process = process
@@ -236,6 +238,7 @@ class Training:
         """
         rounds = self._rounds
         self._course.check_not_in_batches("run.steps was called")
+        self.on_begin()
         if self.visiting is not None:
             phase, self.phases = self.phases, self.phases + 1
             yield from self.visiting.visit(phase, loop, rounds.tracked, self._device)
@@ -311,3 +314,7 @@ class Training:
         if (position := self._keeper.begin(phase, loop.recipe, self.asked)) is not None:
             self.asked.bookmarks.try_again()  # the script may have been corrected
         return position
+
+
+def _nothing() -> None:
+    pass

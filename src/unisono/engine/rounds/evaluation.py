@@ -14,11 +14,15 @@ finds out which it is, as for a micro-batch (`unisono.engine.rounds.taps`).
 
 The script gets the batches one by one, and adds up what it finds in them (`BatchSums`): in a loop of its own
 (``run.batches``), or by a function (``run.evaluate``), which is a loop as well.
+
+It may also collect rows, one for each sample. When the members have told each other which batches each of them has,
+each row travels from one of these to the members that lack it, and only then a batch counts as evaluated for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -31,16 +35,18 @@ from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
 from unisono.core.rehearsals import is_rehearsed, rehearsal
 from unisono.core.tree import Node, fold, leaf
-from unisono.engine.exchange.flat import with_flipped_bit
+from unisono.engine.exchange import Parcel
+from unisono.engine.exchange.flat import FlatLayout, with_flipped_bit
 from unisono.engine.microbatch.data import Loader, MakeFetcher
 from unisono.engine.microbatch.guards import Structure
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
 from unisono.engine.rounds.life import DISPUTE, EVALUATION, Rounds
-from unisono.engine.rounds.members import Gathered, Undivided
+from unisono.engine.rounds.members import Members, Undivided
 from unisono.engine.state.buffers import Buffers
-from unisono.engine.state.packing import digest_of_state, from_bytes, quick_digest, to_bytes
+from unisono.engine.state.packing import digest_of_each, digest_of_state, from_bytes, grouped, quick_digest, to_bytes
+from unisono.engine.state.rows import check_bytes, pack
 from unisono.engine.state.tracked import Tracked
 from unisono.system.faults import point, spoils
 
@@ -48,6 +54,26 @@ __all__ = ["BatchSums", "Evaluator", "Totals", "check_batches", "evaluate"]
 
 Totals = dict[str, Any]
 """Totals by name: int, float, or a CPU tensor."""
+PackedRows = dict[str, Tensor]
+"""Rows of one batch by name, packed: (n,) uint8."""
+TOGETHER_BYTES: Final = 16 << 20
+"""Rows up to this size together are sent at once."""
+
+
+@dataclass
+class Outcome:
+    """What the script has found in one batch."""
+
+    totals: Totals = field(default_factory=dict)
+    rows: PackedRows = field(default_factory=dict)
+
+    def described(self) -> dict[str, tuple[int, int]]:
+        """Return the size in bytes and the digest of the rows, by name."""
+        digests = digest_of_each(list(self.rows.values()))
+        return {name: (one.nbytes, digest) for (name, one), digest in zip(self.rows.items(), digests, strict=True)}
+
+    def digest(self) -> int:
+        return _digest(self.totals, self.described())
 
 
 class BatchSums:
@@ -62,19 +88,47 @@ class BatchSums:
         self.what, self.fills = what, fills
         self.batch: int | None = None
         """The batch in hand; None: there is none."""
-        self._totals: Totals | None = {}
+        self.collected: dict[str, list[Tensor]] = {}
+        """Of all batches, in their order, when the evaluation is over: the packed rows by name."""
+        self._outcome: Outcome | None = None
+        self._num_samples = 0
 
-    def begin(self, batch: int) -> None:
-        self.batch, self._totals = batch, {}
+    def begin(self, batch: int, num_samples: int) -> None:
+        self.batch, self._num_samples, self._outcome = batch, num_samples, Outcome()
 
-    def end(self) -> Totals | None:
-        """Return the totals of the batch in hand, which is done; None: another worker of the group has them."""
+    def end(self) -> Outcome | None:
+        """Return the outcome of the batch in hand, which is done; None: another worker of the group has it."""
         self.batch = None
-        return self._totals
+        return self._outcome
 
     def pass_on(self) -> None:
-        """Note that another worker of the group has the totals of the batch in hand."""
-        self._totals = None
+        """Note that another worker of the group has the outcome of the batch in hand."""
+        self._outcome = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows of the batch in hand were collected."""
+        return self._outcome is not None and bool(self._outcome.rows)
+
+    def collect(self, rows: Mapping[str, Any]) -> None:
+        """Take rows of the batch in hand, one for each of its samples.
+
+        Raises:
+            StepError: there is no batch in hand. UsageError: see `unisono.engine.state.rows.pack`; or there are rows of
+                this name.
+        """
+        if self.batch is None:
+            raise StepError(
+                "run.collect(...) was called between two batches: collect rows of the batch in hand, within `for batch "
+                "in run.batches(...)`, or in the function of run.evaluate"
+            )
+        assert self._outcome is not None
+        for name, value in rows.items():
+            if name in self._outcome.rows:
+                raise UsageError(
+                    f"run.collect({name}=...) was called twice in one batch, and takes all its rows at once"
+                )
+            self._outcome.rows[name] = pack(name, value, self._num_samples)
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Add numbers of the batch in hand.
@@ -87,24 +141,29 @@ class BatchSums:
                 "numbers are added up within `for batch in run.batches(...)`; outside that loop all workers would add "
                 "the same value; what is known there needs no sum"
             )
-        assert self._totals is not None
+        assert self._outcome is not None
+        totals = self._outcome.totals
         for name, value in values.items():
             total = _total(value, name)
-            self._totals[name] = self._totals[name] + total if name in self._totals else total
+            totals[name] = totals[name] + total if name in totals else total
 
 
 class Evaluator:
     """Gives batches to the script, and puts back the modes and buffers that the script has changed. Local."""
 
-    def __init__(self, fetcher: Loader, sums: BatchSums, tracked: Tracked, *, seed: int) -> None:
+    def __init__(
+        self, fetcher: Loader, sums: BatchSums, tracked: Tracked, *, samples_of: Callable[[int], int], seed: int
+    ) -> None:
         """
         Args:
             fetcher: batches are fetched as (0, batch).
             sums: where the script adds up what it finds in a batch.
             tracked: its modules are in the mode in which they are to be evaluated.
+            samples_of: batch -> the number of its samples.
         """
         self._fetcher = fetcher
         self.sums = sums
+        self._samples_of = samples_of
         self._seed = seed
         self._structure = Structure(tracked)
         self._carried = tracked.carried
@@ -115,8 +174,8 @@ class Evaluator:
         """Return whether a batch comes from where others come; see `unisono.engine.microbatch.data.Loader.comes`."""
         return self._fetcher.comes(0, batch)
 
-    def play(self, batch: int) -> Generator[Any, None, Totals | None]:
-        """Yield one batch; returns its totals. None: another worker of the group has them.
+    def play(self, batch: int) -> Generator[Any, None, Outcome | None]:
+        """Yield one batch; returns its outcome. None: another worker of the group has it.
 
         Raises:
             StepError: the script has made or replaced parameters.
@@ -125,11 +184,11 @@ class Evaluator:
         seed_at(self._seed, "evaluate", batch)
         for carried in self._carried.values():
             carried.open()
-        self.sums.begin(batch)
+        self.sums.begin(batch, self._samples_of(batch))
         with torch.no_grad():
             yield data
             self._buffers.restore()
-        totals = self.sums.end()
+        outcome = self.sums.end()
         written = [name for name, carried in self._carried.items() if carried.discard()]
         if written:
             raise UsageError(
@@ -138,7 +197,7 @@ class Evaluator:
             )
         self._structure.check(f"batch {batch} of {self.sums.what}")
         self._structure.restore_modes()
-        return totals
+        return outcome
 
 
 class EvaluationRound(Undivided):
@@ -167,42 +226,46 @@ class EvaluationRound(Undivided):
         self._evaluator = evaluator
         self._rehearses = rehearses and self._members.size > 1
         self._number = number
-        self._have: dict[int, Totals] = {}
-        self._twice: dict[int, int] = {}  # digests of the totals of batches that another member evaluates
+        self._have: dict[int, Outcome] = {}
+        self._twice: dict[int, int] = {}  # digests of the outcomes of batches that another member evaluates
 
     def compute(self, plan: Plan) -> Iterator[object]:
         for batch in plan.ranges[self._members.rank]:
             if batch not in self._have:
-                if (totals := (yield from self._evaluate(batch))) is not None:
-                    self._have[batch] = totals
+                if (outcome := (yield from self._evaluate(batch))) is not None:
+                    self._have[batch] = outcome
                 point("in_evaluation", batch)
         for other in rehearsal(plan, self._members.rank, self._number).other if self._rehearses else ():
             if other not in self._have and self._evaluator.comes(other):
-                self._twice[other] = digest_of_state((yield from self._evaluate(other)))
+                self._twice[other] = _digest_of((yield from self._evaluate(other)))
 
-    def combine(self, plan: Plan) -> Gathered:
+    def combine(self, plan: Plan) -> _Finished:
         state = self._tracked.compared() if self._members.size > 1 else {}
         digests = Digests(self._team.arithmetic, {name: f"{quick_digest(part):016x}" for name, part in state.items()})
-        own = msgspec.msgpack.encode(_Part(to_bytes(self._have), digests, self._twice))
-        parts = [msgspec.msgpack.decode(one, type=_Part) for one in self._members.gather(own)]
+        described = {batch: one.described() for batch, one in self._have.items() if one.rows}
+        own_totals = {batch: one.totals for batch, one in self._have.items()}
+        parts = _tell(self._members, _Part(to_bytes(own_totals), digests, self._twice, described))
         twice = {batch for part in parts for batch in part.twice}
-        own_digests = {batch: digest_of_state(totals) for batch, totals in self._have.items() if batch in twice}
-        for part in parts:
-            self._have.update(from_bytes(part.have))
+        own_digests = {batch: self._have[batch].digest() for batch in self._have if batch in twice}
+        totals = {batch: one for part in parts for batch, one in from_bytes(part.have).items()}
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
         found = {worker: part.digests for worker, part in by_worker.items()}
         settles = self._rounds.judge.settles
         is_disputed = settles and (bool(self._rounds.follows(DISPUTE)) or has_minority(found))
         if not is_disputed:
             check_digests(found)
-            words = _differing(by_worker, self._have, self._evaluator.sums.what)
+            words = _differing(by_worker, totals, self._evaluator.sums.what)
             is_disputed = settles and bool(words)
             if words and not settles:
                 raise DivergenceError(words, sound=-1)
         if is_disputed:
             known = {batch: {0: digest} for batch, digest in (own_digests | self._twice).items()}
             self.dispute = Dispute(known, digest_of_objects(digests))
-        return Gathered(self._members, msgspec.msgpack.encode(_Part(to_bytes(self._have), digests, {})))
+            return _Finished(self._members, _Part(to_bytes(totals), digests, {}, None), {})
+        rows = _bring(self._members, parts, {batch: one.rows for batch, one in self._have.items()})
+        self._have = {batch: Outcome(one, rows.get(batch, {})) for batch, one in totals.items()}
+        described = {batch: each for part in parts if part.rows for batch, each in part.rows.items()}
+        return _Finished(self._members, _Part(to_bytes(totals), digests, {}, described), rows)
 
     def first_plan(self) -> Plan:
         return self._team.even_plan(self.num_leaves)
@@ -223,21 +286,19 @@ class EvaluationRound(Undivided):
 
     def compute_uncounted(self, leaf: int) -> Generator[Any, None, Mapping[int, int]]:
         """Yield a batch whose totals are not added; return their digest, at the only place."""
-        return {0: digest_of_state((yield from self._evaluate(leaf)))}
+        return {0: _digest_of((yield from self._evaluate(leaf)))}
 
     def totals(self) -> Totals:
         """Return the totals of all batches, once the round is over."""
         return _add_up(self._have, self._evaluator.sums)
 
-    def _evaluate(self, batch: int) -> Generator[Any, None, Totals | None]:
+    def _evaluate(self, batch: int) -> Generator[Any, None, Outcome | None]:
         self._team.check()
         self._team.at(phase=self._position.phase, step=self._position.number, microbatch=batch, evaluates=True)
-        totals = yield from self._evaluator.play(batch)
-        if totals is not None and (bit := spoils("evaluation", batch)) is not None:
-            name = next(iter(totals))
-            wrong = with_flipped_bit(torch.as_tensor(totals[name]), bit)
-            totals[name] = wrong if wrong.dim() else wrong.item()
-        return totals
+        outcome = yield from self._evaluator.play(batch)
+        if outcome is not None and (bit := spoils("evaluation", batch)) is not None:
+            _spoil(outcome, bit)
+        return outcome
 
 
 def evaluate(
@@ -247,6 +308,7 @@ def evaluate(
     make_fetcher: MakeFetcher,
     *,
     num_batches: int,
+    samples_of: Callable[[int], int],
     seed: int,
     rehearses: bool,
     number: int,
@@ -257,7 +319,8 @@ def evaluate(
 
     Args:
         rounds: None: no member has joined yet, so every worker evaluates all batches for itself.
-        sums: where the script adds up what it finds in a batch.
+        sums: where the script adds up what it finds in a batch; has the rows of all batches afterwards.
+        samples_of: batch -> the number of its samples.
         rehearses: now and then, evaluate a batch of another worker as well.
         number: evaluations of the run that are done.
         at: called before each batch where this worker is alone.
@@ -275,7 +338,7 @@ def evaluate(
     for module in tracked.modules.values():
         module.eval()
     try:
-        evaluator = Evaluator(fetcher, sums, tracked, seed=seed)
+        evaluator = Evaluator(fetcher, sums, tracked, samples_of=samples_of, seed=seed)
         if rounds is None:
             return (yield from _evaluate_alone(evaluator, num_batches, at))
         begin = partial(
@@ -298,10 +361,11 @@ def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], 
     have = {}
     for batch in range(num_batches):
         at(batch)
-        totals = yield from evaluator.play(batch)
-        assert totals is not None
-        have[batch] = totals
+        outcome = yield from evaluator.play(batch)
+        assert outcome is not None
+        have[batch] = outcome
         point("in_evaluation", batch)
+    _check_bytes({batch: one.described() for batch, one in have.items()})
     return _add_up(have, evaluator.sums)
 
 
@@ -323,16 +387,88 @@ def check_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
     return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
-def _add_up(have: Mapping[int, Totals], sums: BatchSums) -> Totals:
+def _tell(members: Members, part: _Part, *, is_final: bool = False) -> list[_Part]:
+    """Return what all members have said, by rank. Collective."""
+    letters = members.letters(msgspec.msgpack.encode(part), is_final=is_final)
+    return [msgspec.msgpack.decode(letter.payload, type=_Part) for letter in letters]
+
+
+def _bring(members: Members, parts: Sequence[_Part], have: Mapping[int, PackedRows]) -> dict[int, PackedRows]:
+    """Return the rows of all batches. Collective.
+
+    Args:
+        parts: of all members, by rank.
+        have: the rows of this member.
+
+    Raises:
+        UsageError: they are too many, before any of them travels. PeerLost, DeadlineExceeded: a member was lost.
+    """
+    held = [part.rows for part in parts if part.rows is not None]
+    if len(held) < len(parts):
+        return {}  # a member that is ahead knows that the round is to be done again
+    known = {batch: each for rows in held for batch, each in rows.items()}
+    _check_bytes(known)
+    found: dict[int, PackedRows] = {}
+    parcels = []
+    for batch, described in sorted(known.items()):
+        holders = [rank for rank, rows in enumerate(held) if batch in rows]
+        lacking = tuple(rank for rank in range(len(held)) if rank not in holders)
+        found[batch] = {}
+        for name, (nbytes, _) in described.items():
+            is_here = members.rank in holders
+            found[batch][name] = have[batch][name] if is_here else torch.empty(nbytes, dtype=torch.uint8)
+            if lacking:
+                parcels.append(Parcel(holders[0], lacking, found[batch][name]))
+    for group in grouped(parcels, lambda parcel: parcel.tensor.nbytes, TOGETHER_BYTES):
+        point("in_collecting")
+        members.deliver(group)
+    return found
+
+
+def _check_bytes(known: Mapping[int, Mapping[str, tuple[int, int]]]) -> None:
+    sizes: dict[str, int] = {}
+    for described in known.values():
+        for name, (nbytes, _) in described.items():
+            sizes[name] = sizes.get(name, 0) + nbytes
+    check_bytes(sizes)
+
+
+def _digest(totals: Totals, rows: Mapping[str, tuple[int, int]]) -> int:
+    """Return a fingerprint of what was found in a batch, of whose rows the sizes and digests are given."""
+    return digest_of_state([totals, {name: [*each] for name, each in rows.items()}] if rows else totals)
+
+
+def _digest_of(outcome: Outcome | None) -> int:
+    return digest_of_state(None) if outcome is None else outcome.digest()
+
+
+def _spoil(outcome: Outcome, bit: int) -> None:
+    """Flip a bit, as a machine that computes wrong values does."""
+    values: dict[str, Any] = outcome.totals or outcome.rows
+    name = next(iter(values))
+    wrong = with_flipped_bit(torch.as_tensor(values[name]), bit)
+    values[name] = wrong if wrong.dim() else wrong.item()
+
+
+def _add_up(have: Mapping[int, Outcome], sums: BatchSums) -> Totals:
+    """Return the totals of all batches, and let ``sums`` have their rows."""
     num_batches = len(have)
+    names = have[0].rows.keys()
+    if other := next((batch for batch in range(num_batches) if have[batch].rows.keys() != names), 0):
+        raise UsageError(
+            f"{sums.what} has collected {sorted(names)} in batch 0 and {sorted(have[other].rows)} in batch {other}; "
+            "run.collect must be given the same names in every batch"
+        )
+    sums.collected = {name: [have[batch].rows[name] for batch in range(num_batches)] for name in names}
     values: dict[str, dict[int, Any]] = {}
     for batch in range(num_batches):
-        if not sums.fills and have[batch].keys() != have[0].keys():
+        totals = have[batch].totals
+        if not sums.fills and totals.keys() != have[0].totals.keys():
             raise UsageError(
-                f"the function of {sums.what} returned the totals {sorted(have[0])} for batch 0 and "
-                f"{sorted(have[batch])} for batch {batch}; it must return the same names for every batch"
+                f"the function of {sums.what} returned the totals {sorted(have[0].totals)} for batch 0 and "
+                f"{sorted(totals)} for batch {batch}; it must return the same names for every batch"
             )
-        for name, value in have[batch].items():
+        for name, value in totals.items():
             values.setdefault(name, {})[batch] = value
     return {name: _sum(found, num_batches) for name, found in values.items()}
 
@@ -346,29 +482,53 @@ def _sum(found: Mapping[int, Any], num_batches: int) -> Any:
 
 
 def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str) -> str:
-    """Return in words which batch has other totals on a second worker; "": none has."""
+    """Return in words which batch has other totals or rows on a second worker; "": none has."""
     if len({part.digests.arithmetic for part in parts.values()}) > 1:
         return ""
+    rows = {batch: each for part in parts.values() for batch, each in (part.rows or {}).items()}
     for worker, part in parts.items():
         for batch, digest in part.twice.items():
-            if digest != digest_of_state(have[batch]):
+            if digest != _digest(have[batch], rows.get(batch, {})):
+                noun = f"totals or collected rows ({', '.join(rows[batch])})" if batch in rows else "totals"
                 return (
-                    f"batch {batch} of {what} was evaluated by two workers, and its totals on {worker} are not "
-                    f"{have[batch]}, the totals of the other one. Either the script computes different totals on "
-                    "different workers, or one of the two machines computes wrong values; three workers and unisono "
-                    f"run --audit find out which. The totals were not used. For the script: {USUAL_CAUSES}"
+                    f"batch {batch} of {what} was evaluated by two workers, and its {noun} on {worker} are not "
+                    f"{have[batch] or 'those'}, the {noun} of the other one. Either the script computes different "
+                    f"{noun} on different workers, or one of the two machines computes wrong values; three workers and "
+                    f"unisono run --audit find out which. The totals were not used. For the script: {USUAL_CAUSES}"
                 )
     return ""
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """Payload of one member: the totals of its batches, and digests of its tracked objects."""
+    """Payload of one member: the totals of its batches, what rows it has, and digests of its tracked objects."""
 
     have: bytes
     """The totals by batch, as `to_bytes` gives them."""
     digests: Digests
     twice: dict[int, int]
-    """The digests of the totals of batches that other members evaluate."""
+    """The digests of the outcomes of batches that other members evaluate."""
+    rows: dict[int, dict[str, tuple[int, int]]] | None
+    """By batch and name, size and digest of the rows that this member has. None: no rows travel, because the round will
+    be done again."""
+
+
+class _Finished:
+    """Result of an evaluation, for members that have not seen its end.
+
+    Args:
+        part: what this member tells them.
+        rows: of all batches.
+    """
+
+    layout: FlatLayout | None = None
+
+    def __init__(self, members: Members, part: _Part, rows: dict[int, PackedRows]) -> None:
+        self._members = members
+        self._part = part
+        self._rows = rows
+
+    def stand_by(self, plan: Plan) -> None:
+        _bring(self._members, _tell(self._members, self._part, is_final=True), self._rows)
 
 
 def _total(value: Any, name: str) -> Any:

@@ -55,6 +55,8 @@ class EvaluationRequest:
     samples: int
     batch_size: int
     num_batches: int
+    samples_of: Callable[[int], int]
+    """batch -> the number of its samples."""
     make_fetcher: MakeFetcher
     function: Function | None
     """batch -> totals of that batch by name; None: the script has a loop of its own."""
@@ -77,19 +79,29 @@ class EvaluationRequest:
             sums,
             self.make_fetcher,
             num_batches=self.num_batches,
+            samples_of=self.samples_of,
             seed=self.made_by.seed,
             rehearses=self.made_by.deterministic,
             number=number,
             at=at,
         )
 
-    def compute(self, rounds: Rounds | None, number: int, at: Callable[[int], None] = lambda batch: None) -> Totals:
+    def compute(
+        self,
+        rounds: Rounds | None,
+        number: int,
+        at: Callable[[int], None] = lambda batch: None,
+        sums: BatchSums | None = None,
+    ) -> Totals:
         """Return the totals that the function gives, over all batches. Collective where there are rounds.
+
+        Args:
+            rounds, number, at, sums: as of `play`.
 
         Raises:
             UsageError: it gives none for a batch.
         """
-        sums = BatchSums("run.evaluate", fills=False)
+        sums = sums or BatchSums("run.evaluate", fills=False)
 
         def work(batch: Any) -> None:
             assert self.function is not None
@@ -97,6 +109,8 @@ class EvaluationRequest:
                 totals = self.function(batch)
             except Away:
                 sums.pass_on()
+                return
+            if totals is None and sums.has_rows:
                 return
             if not isinstance(totals, Mapping):
                 raise UsageError(
@@ -146,6 +160,7 @@ class Requests:
                 samples=samples.num_samples,
                 batch_size=streams.batch_size,
                 num_batches=samples.num_batches,
+                samples_of=lambda batch: samples.wanted(0, batch).number,
                 make_fetcher=lambda upcoming: StreamFetcher(
                     streams.data, samples, device=self._device, loading=streams.loading, upcoming=upcoming
                 ),
@@ -160,6 +175,7 @@ class Requests:
             samples=source.order.num_samples,
             batch_size=source.batch_size,
             num_batches=num_batches,
+            samples_of=lambda batch: len(cursor.position(0).leaf(batch)),
             make_fetcher=lambda upcoming: Fetcher(
                 source.dataset, cursor, device=self._device, loading=source.loading, upcoming=upcoming
             ),
