@@ -40,7 +40,9 @@ from tests.waiting import PATIENT, SILENCE_S, WAIT_S
 from tests.workers.conftest import Unisono, forked, marked, served_by, wait_until_gone
 from tests.workers.disk import wait_for_disk
 from tests.workers.gates import Gates
+from tests.workers.models import Mlp, vectors
 from tests.workers.processes import when_blocked_in
+from tests.workers.static_team import AloneRun
 from unisono.core.cadence import Position
 from unisono.core.cursor import Cursor, Recipe
 from unisono.core.errors import CheckpointError, RecipeError, RunDirectoryError, UsageError
@@ -363,6 +365,44 @@ def test_a_finished_run_goes_on_where_it_has_ended(tmp_path: Path, capsys: pytes
     after = History(tmp_path / "a").overview()
     names = ("state", "step", "num_steps", "loss", "first", "started", "ended", "elapsed_s", "num_workers", "digests")
     assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
+
+
+def _epochs(directory: Path, epochs: int, *, within: bool) -> dict[str, str]:
+    """Train for some epochs, each with its rate; the scheduler is stepped within the loop, or after it."""
+    with AloneRun(directory, seed=1, resume="auto", checkpoint=unisono.Checkpoints(every_steps=1000)) as run:
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        for _ in range(epochs):
+            for step in run.steps(vectors(24), batch_size=8, microbatches=4):
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                if within and step.is_last_of_epoch:
+                    scheduler.step()
+            if not within:
+                scheduler.step()
+    digests: dict[str, str] = list(read(directory))[-1]["digests"]
+    return digests
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_what_follows_the_last_loop_is_repeated_by_a_longer_run_and_told_to_others(
+    within: bool, tmp_path: Path
+) -> None:
+    """The last checkpoint is from before it, so that further epochs have the bits of a run that was longer at once."""
+    _epochs(tmp_path / "a", 2, within=within)
+    assert _epochs(tmp_path / "a", 4, within=within) == _epochs(tmp_path / "b", 4, within=within)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unisono.load_weights(tmp_path / "a")
+        unisono.load_weights(tmp_path / "a" / "checkpoints" / "step-0000000009", name="optimizer")
+        if within:
+            assert unisono.load_weights(tmp_path / "a", name="optimizer")["param_groups"][0]["lr"] == 0.5 / 2**4
+            return
+    with pytest.warns(UserWarning, match=r"has changed 'optimizer' after that, as scheduler\.step"):
+        assert unisono.load_weights(tmp_path / "a", name="optimizer")["param_groups"][0]["lr"] == 0.5 / 2**3
 
 
 def test_no_member_asks_for_the_checkpoint_that_the_run_goes_on_from(

@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from unisono.core.errors import CheckpointError
 from unisono.core.words import shown_bytes
-from unisono.engine.state.packing import pack, pack_held, unpack
+from unisono.engine.state.packing import digest_of_state, pack, pack_held, unpack
 from unisono.record import checkpoint_files as files
 from unisono.record.checkpoint_files import CheckpointDiffers, Entry, Manifest
+from unisono.record.journal import JOURNAL, lines_from
 
 __all__ = ["Apart", "Loaded", "load_weights", "newest", "read", "read_tensors"]
 
@@ -70,7 +72,8 @@ def load_weights(
 ) -> dict[str, Any]:
     """Return the weights of a run, without a run.
 
-    Reads the newest checkpoint that is not broken (or the one that is named). No pickle is involved.
+    Reads the newest checkpoint that is not broken (or the one that is named). No pickle is involved. Warns if it is the
+    last one of a run that has finished, and the script has changed the object after it.
 
     Args:
         place: a run's directory or one of its checkpoints.
@@ -85,16 +88,23 @@ def load_weights(
         CheckpointError: there is no checkpoint, all are broken, or the object is not in it.
     """
 
-    def read_object(path: Path) -> dict[str, Any]:
-        weights: dict[str, Any] = _read(path, lambda state: _choose(state["objects"], name, path))[1]
-        return weights
+    def read_object(path: Path) -> tuple[Manifest, tuple[str, dict[str, Any]]]:
+        return _read(path, lambda state: _choose(state["objects"], name, path))
 
     found = _first_whole(place, read_object)
     if found is None:
         raise CheckpointError(f"{place} holds no checkpoint yet")
-    path, weights, broken = found
+    path, (manifest, (chosen, weights)), broken = found
     if broken:
         warnings.warn(f"{'; '.join(broken)}; {path.name} is used", stacklevel=2)
+    if _is_changed_later(path, manifest, chosen, weights):
+        warnings.warn(
+            f"{path.name} is from the end of the last run.steps, and the script has changed {chosen!r} after that, as "
+            "scheduler.step() changes an optimizer: the run ended with other values. (A run that resumes repeats that "
+            "code.) A checkpoint has them if the change is made within the loop, `if step.is_last_of_epoch: "
+            "scheduler.step()`, or if run.save() follows it in each epoch",
+            stacklevel=2,
+        )
     if model is not None:
         model.load_state_dict(weights)
     return weights
@@ -118,8 +128,17 @@ def _first_whole(
     return None
 
 
-def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> Any:
-    """Return the state of the object of this name, or of the only module."""
+def _is_changed_later(checkpoint: Path, manifest: Manifest, name: str, state: Any) -> bool:
+    """Return whether a run has finished without a step after this checkpoint, and with another state of an object."""
+    with suppress(OSError, ValueError):  # a checkpoint may be used without a journal beside it
+        *between, last = lines_from(checkpoint.parent.parent / JOURNAL, manifest.lines)
+        if last["kind"] == "end" and last.get("ok") and all(one["kind"] == "evaluation" for one in between):
+            return last["digests"].get(name, "") not in ("", f"{digest_of_state(state):016x}")
+    return False
+
+
+def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> tuple[str, Any]:
+    """Return name and state of the object of this name, or of the only module."""
     if name is None:
         modules = [
             key for key, value in objects.items() if value and all(isinstance(v, Tensor) for v in value.values())
@@ -128,7 +147,7 @@ def _choose(objects: dict[str, Any], name: str | None, checkpoint: Path) -> Any:
     if name is None or name not in objects:
         asked = "which one: name=..." if name is None else f"there is no {name!r}"
         raise CheckpointError(f"{checkpoint.name} holds {', '.join(sorted(objects))}; {asked}")
-    return objects[name]
+    return name, objects[name]
 
 
 def read_tensors(checkpoint: Path, manifest: Manifest, numbers: Collection[int]) -> dict[int, Tensor]:

@@ -11,7 +11,7 @@ the file, so the next writer, or a writer whose full disk has room again, writes
 from __future__ import annotations
 
 from unisono.record.journal.comparing import Difference, compare
-from unisono.record.journal.file import JOURNAL, conclude, end_of, events, has_steps, read, truncate
+from unisono.record.journal.file import JOURNAL, conclude, end_of, events, has_steps, lines_from, read, truncate
 from unisono.record.journal.lines import Line, from_line, to_line
 from unisono.record.journal.writing import MOST_KEPT_LINES, Journal
 
@@ -27,6 +27,7 @@ __all__ = [
     "events",
     "from_line",
     "has_steps",
+    "lines_from",
     "read",
     "to_line",
     "truncate",

@@ -24,6 +24,7 @@ __all__ = [
     "end_of",
     "events",
     "has_steps",
+    "lines_from",
     "read",
     "tail",
     "truncate",
@@ -84,6 +85,24 @@ def backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             text = text[:cut]
     if text:
         yield 0, text
+
+
+def lines_from(path: Path, number: int) -> list[Line]:
+    """Return the whole lines of a journal's file from this number on. Reads no more of the file than these.
+
+    Raises:
+        OSError, ValueError: as `read`.
+    """
+    found: list[Line] = []
+    with path.open("rb") as file:
+        for _, text in backwards(file):
+            if not text.endswith(b"\n"):
+                continue
+            line = parse(path, text)
+            if _number_of(line) < number:
+                break
+            found.append(line)
+    return found[::-1]
 
 
 def tail(path: Path, file: BinaryIO) -> tuple[int, Line | None, str]:
