@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import re
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import unisono
@@ -607,11 +610,20 @@ def test_an_error_of_user_code_says_where_it_came_from(loop: Loop) -> None:
     assert note == f"(in step 0, micro-batch 1, samples {samples})"
 
 
-def test_after_an_error_everything_is_as_before(tmp_path: Path) -> None:
+def test_after_an_error_everything_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     """The settings of torch, and the model: plain PyTorch goes on with it, as it does in a notebook."""
 
-    def settings() -> tuple[int, bool, bool]:
+    def settings() -> tuple[object, ...]:
         return (
+            dict(os.environ),
+            torch.backends.cudnn.benchmark,
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            sys.excepthook,
+            signal.getsignal(signal.SIGTERM),
+            torch.Tensor.backward,
+            torch.nn.utils.clip_grad_norm_,
+            [*optimizers._global_optimizer_post_hooks],
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

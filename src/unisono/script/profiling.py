@@ -28,6 +28,7 @@ from unisono.system.process import tell
 __all__ = ["FOLDER", "Profiling"]
 
 FOLDER: Final = "profile"
+LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
 MEETINGS: Final = 8
 MOST_BYTES: Final = 32 << 20
 """Of a compressed trace that travels to the worker that writes."""
@@ -70,6 +71,7 @@ class Profiling:
         self._directory = directory
         self._device = device
         self._profiler: Any = None
+        self._sets_level = LOG_LEVEL not in os.environ
         self._clock: Clock | None = None
         self._marks: list[Any] = []  # the step, and the part of it
         self._is_done = False
@@ -83,7 +85,8 @@ class Profiling:
             activities = torch.profiler.supported_activities()
             if self._device.type == "cpu":
                 activities = {torch.profiler.ProfilerActivity.CPU}
-                os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it tells every user that it begins, and ends
+                if self._sets_level:
+                    os.environ[LOG_LEVEL] = "6"  # or it tells every user that it begins, and ends
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
         self._mark(f"step {step}")
@@ -113,6 +116,8 @@ class Profiling:
     def close(self) -> None:
         """Stop, and wait for the trace."""
         self._unmark()
+        if self._sets_level:
+            os.environ.pop(LOG_LEVEL, None)
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             with contextlib.suppress(RuntimeError):

@@ -29,6 +29,7 @@ __all__ = [
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass
@@ -47,13 +48,14 @@ class Arithmetic:
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
+            os.environ.get(_CUBLAS),
         )
         check_counting()
         keep_freed_memory(os.environ)
         torch.set_num_threads(self.threads)
         if self.deterministic:
             # Read by cuBLAS when its first handle is made.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault(_CUBLAS, ":4096:8")
             torch.use_deterministic_algorithms(True)
             # It costs 8 ms for 10 million floats, and is not needed: Unisono writes all memory that it allocates.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -70,11 +72,13 @@ class Arithmetic:
 
     def leave(self) -> None:
         self._torchscript.close()
-        threads, deterministic, warn_only, fill, benchmark = self._before
+        threads, deterministic, warn_only, fill, benchmark, cublas = self._before
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
+        if self.deterministic and cublas is None:
+            os.environ.pop(_CUBLAS, None)
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> None:
