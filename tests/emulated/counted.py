@@ -72,6 +72,7 @@ def count(run: Run, *, scaler: bool = False, weighs: bool = False, delay: int = 
             if scaler:
                 tracked["scaler"].step(optimizer)
                 tracked["scaler"].update()
+                device.reads.clear()  # torch's own: it looks whether gradients are infinite
             else:
                 optimizer.step()
     return {"lines": dict(Counter(read.place for read in most)), "between": between, "staged": staged}

@@ -329,12 +329,6 @@ def test_weights_that_are_none(loop: Loop, weight: Any) -> None:
     assert loop.untouched
 
 
-def test_weights_that_are_all_zero(loop: Loop) -> None:
-    with pytest.raises(StepError, match=says("all micro-batches of step 0 have weight 0", "no mean gradient")):
-        loop.train(lambda step, batch: step.backward(loop.loss(batch) * torch.nan, weight=0))
-    assert loop.untouched
-
-
 def test_two_weights_for_one_micro_batch(loop: Loop) -> None:
     def backward(step: Step, batch: Any) -> None:
         step.backward(loop.loss(batch), weight=6)
@@ -763,19 +757,6 @@ def test_more_workers_than_micro_batches() -> None:
     (told,) = by_rank[0][0]
     assert "3 workers share 2 micro-batches: 1 of them have nothing to compute" in told
     assert "more micro-batches or fewer workers" in told
-
-
-def _zero_weights(seat: Seat, place: Place) -> str:
-    with pytest.raises(StepError) as caught, place.run(seed=1) as run:
-        loop = Loop(run)
-        loop.train(lambda step, batch: step.backward(loop.loss(batch), weight=0))
-    assert loop.untouched
-    return str(caught.value)
-
-
-def test_all_workers_refuse_a_step_without_weight() -> None:
-    (said,) = set(train_on("shared", 3, _zero_weights))
-    assert said == "all micro-batches of step 0 have weight 0: there is no mean gradient"
 
 
 def _follow_own_losses(seat: Seat, place: Place) -> str:

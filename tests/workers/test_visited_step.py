@@ -28,7 +28,13 @@ def test_an_evaluator_reads_what_the_members_read(delay: int) -> None:
                 F.cross_entropy(model(inputs), labels).backward()
             assert run._training.loop is not None
             order = EvaluationOrder(
-                number=0, phases=1, step=step.number, samples=56, batch_size=8, number_in_loop=step.number_in_loop
+                number=0,
+                phases=1,
+                step=step.number,
+                samples=56,
+                batch_size=8,
+                number_in_loop=step.number_in_loop,
+                loss=step.loss,
             )
             seen = visited(run._training.loop, order, Process())
             assert {name: getattr(seen, name) for name in READ} == {name: getattr(step, name) for name in READ}

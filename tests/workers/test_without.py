@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +23,7 @@ from tests.workers.disk import wait_for_disk
 from tests.workers.journals import canonical
 from unisono.cluster.worker import member
 from unisono.core.cursor import Cursor
-from unisono.core.errors import RecipeError, StepError, UsageError
+from unisono.core.errors import RecipeError, UsageError
 from unisono.core.orders import Shuffled
 from unisono.core.settings import RunSettings
 from unisono.core.spec import RunSpec
@@ -271,12 +270,11 @@ def test_shards_are_left_out_by_name_and_by_number(tmp_path: Path) -> None:
     assert read_facts(tmp_path / "2")["data"]["shards"] == {"0": [0, 30], "1": [30, SIZE]}
 
 
-def test_a_step_of_which_nothing_is_left_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_step_of_which_nothing_is_left_has_no_gradient(tmp_path: Path) -> None:
     member.settle(RunSpec(settings=RunSettings(without=str(listed(tmp_path, list(range(12)))))))
-    with pytest.raises(
-        StepError, match=re.escape("step 0 have weight 0 (the setting without leaves out all of its samples)")
-    ):
-        train(tmp_path / "run", shuffle=False)
+    train(tmp_path / "run", shuffle=False, lengths=(3,))
+    lines = [line for line in read(tmp_path / "run") if line["kind"] == "step"]
+    assert [(line["weight"], line["loss"] == "nan") for line in lines] == [(0, True), (12, False), (12, False)]
 
 
 # -- the commands ------------------------------------------------------------------------------------

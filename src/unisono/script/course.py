@@ -175,7 +175,7 @@ class Course:
         """
         self.num_steps += 1
         result = step.result()
-        self.keeper.note({"loss": result.loss, **step.logs})
+        self.keeper.note({**({"loss": result.loss} if step.has_gradient else {}), **step.logs})
         if self.inspector is not None:
             self.inspector.after_step(result)
         self.recorder.step_finished(

@@ -44,10 +44,7 @@ __all__ = ["VisitedRound", "VisitedStep", "Visiting", "visited"]
 class VisitedStep(StepOfMore):
     """A step of the run, as an evaluator sees it: it is over, and has no batch."""
 
-    def __init__(
-        self, cursor: Cursor, order: EvaluationOrder, num_steps: int, process: Process, *, has_gradient: bool = True
-    ) -> None:
-        self._has_gradient = has_gradient
+    def __init__(self, cursor: Cursor, order: EvaluationOrder, num_steps: int, process: Process) -> None:
         self._cursor = cursor
         self._num_steps = num_steps
         self._process = process
@@ -95,8 +92,8 @@ class VisitedStep(StepOfMore):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the members have applied a gradient; False in the first D steps of ``run.steps(delay=D)``."""
-        return self._has_gradient
+        """Whether the members have had a gradient to apply; without one there is no loss."""
+        return not math.isnan(self._loss)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield nothing: the members have trained on the global batch."""
@@ -135,8 +132,7 @@ def visited(loop: TrainingLoop, order: EvaluationOrder, process: Process) -> Vis
     strategy, number = loop.strategy, order.number_in_loop
     steps = strategy.round_of(number)
     if steps is None:
-        has_gradient = strategy.num_done(number + 1) > strategy.num_done(number)
-        return VisitedStep(loop.cursor, order, loop.num_steps, process, has_gradient=has_gradient)
+        return VisitedStep(loop.cursor, order, loop.num_steps, process)
     return VisitedRound(loop.cursor, order, loop.num_steps, process, steps)
 
 

@@ -200,7 +200,7 @@ class TrainingLoop:
                 watched_clipping(self.is_in_microbatch),
                 watched_zero_grad(self._unused.dropped),
                 watched_schedulers(self._refuse_schedule),
-                taken_backward(self._microbatch, self._trained, self._take_backward),
+                taken_backward(self._microbatch, self._trained, self._take_backward, self._has_no_gradient),
                 shared_updates(rounds, self._tracked, self._clock),
             ):
                 end = first if is_left else max(first, self.num_steps + self.strategy.num_more)
@@ -378,6 +378,10 @@ class TrainingLoop:
         """Do for ``loss.backward()`` what ``step.backward(loss)`` does."""
         assert self.step is not None
         self.step.backward(loss, scaler=scaler, retain_graph=retain_graph)
+
+    def _has_no_gradient(self) -> bool:
+        """Whether the newest step is complete, and nothing in it counts."""
+        return self.step is not None and self.step.is_complete and not self.step.has_gradient
 
     def _before_update(self, name: str) -> None:
         """Raise StepError if the script calls step() of an optimizer within the inner loop."""

@@ -533,10 +533,13 @@ def with_flipped_bit(tensor: Tensor, bit: int) -> Tensor:
 
 
 def divide_rows(layout: FlatLayout, source: Rows, total: float, first_row: int, end_row: int, out: Slot) -> None:
-    """Write rows ``[first_row, end_row)`` to ``out``, divided by the total weight where they are means."""
+    """Write rows ``[first_row, end_row)`` to ``out``, divided by the total weight where they are means.
+
+    Where nothing counts (``total`` is 0) the sums are zeros, and stay that.
+    """
     for piece in layout.pieces(first_row, end_row):
         target = out.typed(piece.dtype)[piece.start : piece.stop]
-        if piece.mean:
+        if piece.mean and total:
             torch.div(source.piece(piece), total, out=target)
         elif target.data_ptr() != source.piece(piece).data_ptr():
             target.copy_(source.piece(piece))

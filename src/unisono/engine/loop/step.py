@@ -146,6 +146,11 @@ class Iteration(ABC):
         """Whether all members agree on something about it. After the inner loop."""
         return True
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it has a gradient to apply. After the inner loop."""
+        return self.is_complete and self.has_result
+
     def __getitem__(self, index: object) -> NoReturn:
         """Refuse: it is no batch.
 
@@ -348,10 +353,11 @@ class Step(Iteration):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether ``.grad`` has a gradient to apply. After the inner loop; False in the first D steps of
-        ``run.steps(delay=D)``, in which ``optimizer.step()`` finds none and changes nothing.
+        """Whether ``.grad`` has a gradient to apply. After the inner loop; False where all micro-batches have weight 0,
+        and in the first D steps of ``run.steps(delay=D)``: every ``.grad`` is None, and ``optimizer.step()`` (also that
+        of a ``GradScaler``) changes nothing.
         """
-        return self.is_complete and self.has_result
+        return super().has_gradient and self.round.has_gradient
 
     @property
     def has_result(self) -> bool:
@@ -475,15 +481,16 @@ class Step(Iteration):
 
     def _take(self, current: GradientRound) -> None:
         """Note a round whose gradient is applied now."""
-        self._passes.append(current)
-        known, phase = self._context.tracked.sums, self._context.phase
-        if current.turn.number == 0:
-            epoch = current.position.epoch
+        known, phase, epoch = self._context.tracked.sums, self._context.phase, current.position.epoch
+        if not any(each.has_gradient for each in self._passes):
             known.note_loss(current.loss, current.mean_weight, phase, epoch)
+        if not self._passes:
             self._totals_before = known.begin_step(phase, epoch)
+        self._passes.append(current)
         self._totals = {**known.zeros(), **self._totals, **current.totals}
         known.note(self._totals_before, self._totals, phase)
-        self._unused.finish_step(self.name)
+        if current.has_gradient:
+            self._unused.finish_step(self.name)
 
     def _begin_round(self, turn: Pass) -> GradientRound:
         self._round = self._make_round(turn)
@@ -541,16 +548,23 @@ class Step(Iteration):
         current.add(values)
 
     def backward(
-        self, loss: Tensor, weight: float | Tensor | None = None, *, scaler: Any = None, retain_graph: bool = False
+        self,
+        loss: Tensor | None,
+        weight: float | Tensor | None = None,
+        *,
+        scaler: Any = None,
+        retain_graph: bool = False,
     ) -> None:
         """Add a micro-batch's gradient to that of the step.
 
         Args:
             loss: () the **mean** loss of this micro-batch.
             weight: what the mean is over: samples (the default), tokens ... The step's gradient is
-                ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. A micro-batch with
-                weight 0 does not count. When a micro-batch calls this several times, all calls need the same weight.
-                It is rounded to the loss's dtype: for exact weights, give a loss in float32.
+                ``sum(weight * gradient) / sum(weight)`` over all micro-batches of all workers. When a micro-batch calls
+                this several times, all calls need the same weight. It is rounded to the loss's dtype: for exact
+                weights, give a loss in float32. A micro-batch with weight 0 does not count, and its loss may be
+                anything: not finite, without a graph, or None where there is none. A step or pass in which nothing
+                counts has no gradient (`has_gradient`).
             scaler: a tracked ``torch.amp.GradScaler`` whose scale the gradients shall have; the loss is recorded
                 without it.
             retain_graph: keep the graph for another loss of this micro-batch that shares a part of it.
@@ -574,7 +588,7 @@ class Step(Iteration):
     def _left_error(self) -> StepError:
         return StepError(
             f"the inner loop of {self.name} was left before its end (break, return or an exception): the step has no "
-            "gradient. To leave out a micro-batch, call step.backward(loss, weight=0) and continue"
+            "gradient. To leave out a micro-batch, call step.backward(None, weight=0) and continue"
         )
 
     @property
@@ -583,7 +597,8 @@ class Step(Iteration):
 
     def result(self) -> StepResult:
         """Return what all members agree on about this step. After the inner loop."""
-        digests, first = [_digest(each) for each in self._passes], self._passes[0]
+        digests = [_digest(each) for each in self._passes]
+        first = next((each for each in self._passes if each.has_gradient), self._passes[0])
         return StepResult(
             step=first.number,
             epoch=first.position.epoch,

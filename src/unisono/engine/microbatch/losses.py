@@ -105,9 +105,14 @@ class Microbatch:
         self._has_loss = False
         self._first_weight: float | None = None  # the scaled weight that its first loss has asked for
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None, scaler: Any, *, retain_graph: bool) -> None:
+    def backward(self, loss: Tensor | None, weight: float | Tensor | None, scaler: Any, *, retain_graph: bool) -> None:
         """Compute the gradients of a loss and fold them; see `unisono.Step.backward`."""
+        if _leaves_out(loss, weight):
+            self._check_weight(0.0, torch.float32)
+            self._has_loss, self.weight = True, 0.0
+            return
         _check_loss(loss, self.where)
+        assert loss is not None
         self._has_loss = True
         self.stream = accelerators.stream(loss.device)
         is_read = accelerators.adds_on(loss.device).type == "cpu" or bool(members.spec().run.settings.inspect)
@@ -125,9 +130,6 @@ class Microbatch:
         else:
             share = (float(self._num_samples) if weight is None else float(weight)) / self._scale
             self._check_weight(share, loss.dtype)
-            if share == 0.0:
-                self.weight = 0.0
-                return
             if is_read:
                 value = float(value)
                 self._check_value(value)
@@ -230,7 +232,8 @@ class Microbatch:
             )
             raise StepError(
                 f"micro-batch {self.leaf} of {self._step} ended without step.backward(loss){why}. "
-                f"To leave it out, call step.backward(loss, weight=0){unpacked if self._folder.is_new else ''}"
+                "To leave it out, call step.backward(None, weight=0)"
+                f"{unpacked if self._folder.is_new else ''}"
             )
 
 
@@ -254,15 +257,27 @@ def _replay_advice() -> str:
     return ". unisono replay RUN --step S --with anomaly names the operation"
 
 
-def _check_loss(loss: Tensor, where: str) -> None:
+def _leaves_out(loss: Tensor | None, weight: float | Tensor | None) -> bool:
+    """Return whether the weight is known to be 0. On a device it is looked at only if the loss has no gradient."""
+    if weight is None:
+        return False
+    is_there = isinstance(weight, Tensor) and accelerators.adds_on(weight.device).type != "cpu"
+    return not (is_there and isinstance(loss, Tensor) and loss.requires_grad) and float(weight) == 0.0
+
+
+def _check_loss(loss: Tensor | None, where: str) -> None:
     if not isinstance(loss, Tensor):
-        raise LossError(f"{where}: step.backward needs the loss as a tensor, got a {type(loss).__qualname__}")
+        raise LossError(
+            f"{where}: step.backward needs the loss as a tensor, got a {type(loss).__qualname__}. To leave the "
+            "micro-batch out, call step.backward(None, weight=0)"
+        )
     if loss.numel() != 1:
         raise LossError(f"{where}: the loss has shape {tuple(loss.shape)}, it must be a scalar: take its mean")
     if not loss.requires_grad:
         raise LossError(
             f"{where}: the loss has no gradient: it does not depend on a parameter that requires one (detached, "
-            "computed under torch.no_grad(), or everything is frozen)"
+            "computed under torch.no_grad(), or everything is frozen). To leave the micro-batch out, call "
+            "step.backward(loss, weight=0)"
         )
 
 
@@ -271,19 +286,24 @@ def _check_loss(loss: Tensor, where: str) -> None:
 
 @contextmanager
 def taken_backward(
-    microbatch: Callable[[], Microbatch | None], trained: Callable[[], Trained], take: Take
+    microbatch: Callable[[], Microbatch | None],
+    trained: Callable[[], Trained],
+    take: Take,
+    has_no_gradient: Callable[[], bool],
 ) -> Iterator[None]:
     """Return a context in which plain ``loss.backward()`` of a micro-batch goes to ``take``.
 
     Args:
         microbatch: returns the current one; None outside of one.
         trained: returns the parameters whose gradients are summed, by name.
+        has_no_gradient: returns whether nothing in the current step counts. A ``GradScaler``, which takes that for an
+            error, does nothing then.
     """
-    taker = _Taker(microbatch, trained, take)
+    taker = _Taker(microbatch, trained, take, has_no_gradient)
     if not _takers:
-        _originals[:] = torch.Tensor.backward, torch.amp.GradScaler.scale
-        torch.Tensor.backward = _wrap_backward(torch.Tensor.backward)  # type: ignore[method-assign]
-        torch.amp.GradScaler.scale = _wrap_scale(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+        _originals[:] = [getattr(owner, name) for owner, name, _ in _WRAPPED]
+        for (owner, name, wrap), original in zip(_WRAPPED, _originals, strict=True):
+            setattr(owner, name, wrap(original))
     _takers.append(taker)
     try:
         with watched_zero_grad(taker.note_zero_grad):
@@ -291,11 +311,19 @@ def taken_backward(
     finally:
         _takers.remove(taker)
         if not _takers:
-            torch.Tensor.backward, torch.amp.GradScaler.scale = _originals  # type: ignore[method-assign]
+            for (owner, name, _), original in zip(_WRAPPED, _originals, strict=True):
+                setattr(owner, name, original)
 
 
 class _Taker:
-    def __init__(self, microbatch: Callable[[], Microbatch | None], trained: Callable[[], Trained], take: Take) -> None:
+    def __init__(
+        self,
+        microbatch: Callable[[], Microbatch | None],
+        trained: Callable[[], Trained],
+        take: Take,
+        has_no_gradient: Callable[[], bool],
+    ) -> None:
+        self.has_no_gradient = has_no_gradient
         self._microbatch = microbatch
         self._trained = trained
         self._take = take
@@ -388,6 +416,24 @@ def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return scale
+
+
+def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.is_enabled() and any(taker.has_no_gradient() for taker in _takers):
+            return None
+        return original(self, *arguments, **options)
+
+    return update
+
+
+_WRAPPED: Final[Sequence[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]] = (
+    (torch.Tensor, "backward", _wrap_backward),
+    (torch.amp.GradScaler, "scale", _wrap_scale),
+    *((torch.amp.GradScaler, name, _wrap_update) for name in ("unscale_", "step", "update")),
+)
+"""(class, method, what it is wrapped in) while there is a loop."""
 
 
 # -- questions to the graph of a loss ----------------------------------------------------------------

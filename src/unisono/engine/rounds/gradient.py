@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from unisono.core.cursor import Cursor, StepPosition
-from unisono.core.errors import DivergenceError, StepError
+from unisono.core.errors import DivergenceError
 from unisono.core.events import Seconds
 from unisono.core.plan import Plan
 from unisono.core.rehearsals import Twice, is_compared
@@ -218,14 +218,21 @@ class GradientRound:
 
     @property
     def loss(self) -> float:
-        """The mean loss; where losses are sums, their sum. After the round."""
+        """The mean loss; where losses are sums, their sum; NaN where nothing counts. After the round."""
         weight, weighted_loss = self._scalars
+        if not weight:
+            return math.nan
         return weighted_loss / weight if self._context.reduction == "mean" else weighted_loss
 
     @property
+    def has_gradient(self) -> bool:
+        """Whether any micro-batch counts. After the round."""
+        return self._scalars[0] != 0.0
+
+    @property
     def mean_weight(self) -> float:
-        """Weight of this step's loss in the mean over steps. After the round."""
-        return self.weight if self._context.reduction == "mean" else 1.0
+        """Weight of this step's loss in the mean over steps; 0 where nothing counts. After the round."""
+        return self.weight if self._context.reduction == "mean" or not self.has_gradient else 1.0
 
     @property
     def weight(self) -> float:
@@ -302,11 +309,6 @@ class GradientRound:
             carried.apply(views)
         self.turn.seed(self._context.seed, "update", self.number)
         self._clock.switch("update")
-
-    def no_gradient(self) -> StepError:
-        """Return the error for a step in which nothing counts."""
-        why = "" if self.position.num_samples else " (the setting without leaves out all of its samples)"
-        return StepError(f"all micro-batches of {self.name} have weight 0{why}: there is no mean gradient")
 
     @property
     def dispute(self) -> Dispute | None:
@@ -385,8 +387,6 @@ class GradientRound:
         self._note_progress(-1)
         committed.counts = self._context.check(summed)
         self._read_from(summed.slot)
-        if self._scalars[0] == 0.0:
-            raise self.no_gradient()
         self._clock.switch("other")
         rank, seconds = summed.wait  # whoever was waited for last was late before as well
         self._clock.note(Wait(rank, seconds + self._helped_s), summed.network_s, summed.generation)

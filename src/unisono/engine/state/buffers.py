@@ -81,6 +81,11 @@ class Buffers:
             if dtype.is_floating_point:
                 # inf - inf is NaN, but an entry that did not change has changed by 0.
                 there = weight.to(change.device) if isinstance(weight, Tensor) else weight
+                # What does not count may be NaN.
+                if isinstance(there, Tensor):
+                    change.masked_fill_((there == 0.0) & ~change.isfinite(), 0.0)
+                elif there == 0.0:
+                    change.masked_fill_(~change.isfinite(), 0.0)
                 change.mul_(there).masked_fill_(now == start, 0.0)
             _write(change, [out[index] for index in numbers])
         self._put_back(changed)

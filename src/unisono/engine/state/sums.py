@@ -141,12 +141,12 @@ class Sums:
     def loss(self, phase: int) -> float:
         """Return the mean loss over the steps that are done, of the newest epoch of a phase; NaN if none is."""
         weighted, weight = self._losses.get(phase, (math.nan, 1.0))
-        return weighted / weight
+        return weighted / weight if weight else math.nan
 
     def note_loss(self, loss: float, weight: float, phase: int, epoch: int) -> None:
-        """Add the loss of a step, before its totals."""
+        """Add the loss of a step, before its totals; one of weight 0 may be anything."""
         before = self._losses.get(phase, (0.0, 0.0)) if epoch == self._epoch else (0.0, 0.0)
-        self._losses[phase] = (before[0] + weight * loss, before[1] + weight)
+        self._losses[phase] = (before[0] + (weight * loss if weight else 0.0), before[1] + weight)
 
     def begin_step(self, phase: int, epoch: int) -> dict[str, Total]:
         """Begin to count a step of this epoch; returns the totals without it."""

@@ -349,7 +349,7 @@ class UnisonoStrategy(SingleDeviceStrategy):
         loss = ClosureResult.from_training_step_output(output).closure_loss  # or raises, as ever
         weight = output.get("weight") if isinstance(output, Mapping) else None
         if loss is None:
-            step.backward(torch.zeros((), requires_grad=True), weight=0)
+            step.backward(None, weight=0)
             return
         module = self.lightning_module
         assert module is not None

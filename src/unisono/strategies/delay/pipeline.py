@@ -371,8 +371,6 @@ class Pipeline(Book):
                 yield from step.find_not_finite()
         del self._steps[number]
         step.values = None
-        if step.weight == 0.0:
-            raise step.no_gradient()
         folder.buffers.start_step()
         shown = step.slot
         if self._members.size > 1:  # the script may write to what it gets, and others may need the sum as it is

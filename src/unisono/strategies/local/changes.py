@@ -179,7 +179,7 @@ class Coded(Changes):
                 one[4 * len(blocks) :] = codes[BLOCK * blocks.start : BLOCK * blocks.stop]
                 change = decompress(one, torch.empty(len(blocks) * BLOCK))
                 values[leaf(replica, number)] = change.mul_(weights[replica])
-            mean = fold(values, number, torch.add).div_(total)
+            mean = fold(values, number, torch.add).div_(total or 1.0)
             first = (own.start + blocks.start) * BLOCK
             self._means[first : first + len(mean)] = mean
 

@@ -245,6 +245,7 @@ class LocalRound(Iteration):
     @property
     def loss(self) -> float:
         """The mean loss of all steps of all replicas, weighted as their gradients are. After ``for step in round``.
+        NaN where nothing in the round counts.
 
         With ``reduction="sum"``, the mean over the steps of the sum over their global batches.
         """
@@ -256,6 +257,8 @@ class LocalRound(Iteration):
     @property
     def _loss(self) -> float:
         weight, weighted_loss = self._scalars
+        if not weight:
+            return math.nan
         return weighted_loss / (weight if self._context.reduction == "mean" else len(self.steps))
 
     @property
@@ -322,6 +325,11 @@ class LocalRound(Iteration):
         known.note_loss(self._loss, self._scalars[0], context.phase, self.epoch)
         known.note(known.begin_step(context.phase, self.epoch), self._totals, context.phase)
         self._complete()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether anything in the round counts. After ``for step in round``."""
+        return super().has_gradient and self._scalars[0] != 0.0
 
     def _begin_round(self) -> ReplicaRound:
         if self._round is not None:  # it is done again

@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from unisono.core.errors import DivergenceError, StateLost, StepError
+from unisono.core.errors import DivergenceError, StateLost
 from unisono.core.events import Seconds
 from unisono.core.holdings import Holders, computed, copied, handed_over, holders_of, keepers
 from unisono.core.plan import Plan
@@ -290,8 +290,6 @@ class ReplicaRound:
         assert committed is not None
         point("committed")
         committed.counts = self._context.check(summed)
-        if summed.slot.scalars[0] == 0.0:
-            raise StepError(f"all micro-batches of round {self._number} have weight 0: there is nothing to average")
         self._clock.switch("other")
         self._clock.note(summed.wait, summed.network_s, summed.generation)
 

@@ -330,14 +330,14 @@ class LocalSteps(Strategy):
         folder.buffers.apply(slot.buffers)
         seed_at(context.seed, "update", done.number)
         context.clock.switch("update")
-        owned = _parameters(self._outer)
+        owned, counts = _parameters(self._outer), done.scalars[0] != 0.0  # else no replica has moved
         with torch.no_grad():
             for (_, parameter), mean in zip(folder.trained, self._changes.means(slot), strict=True):
                 if id(parameter) in owned:
-                    parameter.grad = gradient_of(parameter, mean)
+                    parameter.grad = gradient_of(parameter, mean) if counts else None
                 else:
                     parameter.copy_(parameter.to(mean.dtype) - mean)
-        if self._outer is not None:
+        if self._outer is not None and counts:
             self._is_applying = True
             try:
                 self._outer.step()
@@ -365,7 +365,8 @@ class LocalSteps(Strategy):
             gradient = step.round
             share = gradient.weight / self.scale
             weight += share
-            weighted_loss += gradient.loss * (share if context.reduction == "mean" else 1.0)
+            if gradient.has_gradient:
+                weighted_loss += gradient.loss * (share if context.reduction == "mean" else 1.0)
             for name, value in step.totals.items():
                 totals[name] = totals[name] + as_sum(name, value) if name in totals else as_sum(name, value)
         state = self._state_after(given)
