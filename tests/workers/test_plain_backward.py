@@ -18,7 +18,7 @@ from tests.workers.models import Mlp, vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
 from unisono.core.errors import LossError, StepError
-from unisono.engine.microbatch.losses import divided_by, is_sum
+from unisono.engine.microbatch.graphs import divided_by, is_sum
 
 SEED = 3
 MICROBATCHES = {"batch_size": 24, "microbatches": 4, "max_steps": 3}

@@ -11,7 +11,7 @@ from unisono.cli.saying import say, say_json, say_lines
 from unisono.core.errors import UsageError
 from unisono.core.words import count
 from unisono.system.lifetime import scratch_folder
-from unisono.tools.check.telling import culprit_words, finding_words
+from unisono.tools.check.telling import culprit_words, doubt_words, finding_words
 from unisono.tools.check.trials import Runner, TrialOutcome
 from unisono.tools.check.verdict import CheckVerdict, TrialFinding, check_script
 from unisono.tools.trialrun import Script
@@ -39,12 +39,13 @@ def check(
     as_json: bool,
 ) -> int:
     """Compute the first steps of SCRIPT alone, alone again, on two workers, and on two with a loss and a join; tell
-    whether all have the same bits and, if not, which line of the script is the cause.
+    whether all have the same bits and, if not, which line of the script is the cause. It also names a loss that is
+    not weighted as in one process with the whole batch.
 
     The script runs as it is, several times, with all its own side effects. What Unisono writes goes to a temporary
     folder. Whatever follows -- is passed to the script.
 
-    Exit code: 0 the same bits, 1 not, 2 the script cannot be checked.
+    Exit code: 0 the same bits, 1 not, or such a loss, 2 the script cannot be checked.
     """
     try:
         if steps < 2:
@@ -63,7 +64,7 @@ def check(
         say_json(_plain(verdict))
     else:
         _conclude(verdict)
-    return 0 if verdict.keeps else 1
+    return 0 if verdict.keeps and not verdict.doubts else 1
 
 
 def _say(result: TrialFinding | TrialOutcome) -> None:
@@ -82,12 +83,16 @@ def _conclude(verdict: CheckVerdict) -> None:
             say_lines(f"\n{found.trial.name}: {culprit_words(found)}")
         if found.failure and found.difference is None and culprit is None:
             say_lines(f"\n{found.trial.name} fails:\n{found.failure}")
+    for doubt in verdict.doubts:
+        say_lines(f"\n{doubt_words(doubt)}")
     say("")
     for each in verdict.unchecked:
         say(f"not checked: {each}")
     microbatches = f"{verdict.microbatches:,} micro-batch{'es' if verdict.microbatches != 1 else ''}"
     what = f"{count(verdict.steps, 'step')}, {microbatches}; later steps were not checked"
     say(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
+    if verdict.doubts:
+        say("its gradients are NOT those of one process with the whole batch: see above")
 
 
 def _plain(verdict: CheckVerdict) -> dict[str, Any]:
@@ -114,5 +119,6 @@ def _plain(verdict: CheckVerdict) -> dict[str, Any]:
             }
             for each in verdict.found
         ],
+        "doubts": [{"file": each.file, "line": each.line, "text": each.text} for each in verdict.doubts],
         "not_checked": verdict.unchecked,
     }

@@ -12,6 +12,7 @@ from unisono.cluster.worker import member as members
 from unisono.core.cursor import Cursor, Recipe
 from unisono.core.events import RunStarted
 from unisono.engine.loop.step import Iteration
+from unisono.engine.microbatch.doubts import Doubts
 from unisono.engine.rounds.clock import Clock
 from unisono.engine.rounds.finite import Finiteness
 from unisono.engine.rounds.life import Rounds
@@ -55,6 +56,7 @@ class Course:
         num_more: steps of the run after the training loop that has begun last; None: nobody knows.
         in_batches: the loop over ``run.batches`` that the script is in, or has left before its end.
         finiteness: looks at the gradient of each step.
+        doubts: looks at the losses of the first micro-batches.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Course:
         self.num_more: int | None = None
         self.in_batches: Batches | None = None
         self.finiteness = Finiteness(troubles.not_finite)
+        self.doubts = Doubts(inspector.doubted if inspector is not None else None)
         self.inspector = inspector
         self.audits = audits
         self.rounds = rounds

@@ -14,6 +14,7 @@ from typing import Any, Final
 from unisono.core.errors import UsageError
 from unisono.core.events import StepResult
 from unisono.core.spec import RunSpec
+from unisono.engine.microbatch.doubts import Doubt
 from unisono.engine.rounds.taps import Tap
 
 __all__ = ["INSPECTORS", "Inspector", "begin", "inspector_of"]
@@ -42,6 +43,9 @@ class Inspector(Tap):
 
     def after_step(self, result: StepResult) -> None:
         """Receive the result of a step as it goes into the journal, when the script has made its update."""
+
+    def doubted(self, doubt: Doubt) -> None:
+        """Receive what the script probably means otherwise than a step takes it."""
 
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is written when so many steps of the run are done; the same on all members."""

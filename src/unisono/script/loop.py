@@ -189,6 +189,7 @@ class TrainingLoop:
             clock=self._clock,
             tracked=self._tracked,
             finiteness=self._course.finiteness,
+            doubts=self._course.doubts,
             reduction=self._summing.reduction,
         )
         self.strategy.open(context, first)

@@ -7,52 +7,38 @@ Plain ``loss.backward()`` within the inner loop is taken over as ``step.backward
 computes gradients of trained parameters and could be meant in no other way: for a tensor with one element, without
 ``gradient=``, ``inputs=`` or ``create_graph=``, in the thread of the training loop. All other calls go to torch. A loss
 that ``GradScaler.scale`` has scaled stands for the loss itself, with that scaler.
-
-The questions to the graph of a loss (what it reaches, whether it is a sum or a mean) are cheap, and never of values.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import threading
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.cluster.worker import member as members
 from unisono.core.errors import LossError, StepError
+from unisono.engine.microbatch.doubts import About, Doubts, rows_of
 from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.microbatch.graphs import reaches
 from unisono.engine.microbatch.guards import watched_zero_grad
 from unisono.system import accelerators
 from unisono.system.reading import read
-from unisono.system.stacks import level_outside
 
-__all__ = ["Microbatch", "Reduction", "check_losses", "divided_by", "is_sum", "taken_backward"]
+__all__ = ["Microbatch", "Reduction", "check_losses", "taken_backward"]
 
 Reduction = Literal["mean", "sum"]
 """What the losses are, over the samples of a micro-batch."""
 Trained = Sequence[tuple[str, nn.Parameter]]
 Take = Callable[[Tensor, Any, bool], None]
 """``step.backward`` of the current step: (loss, scaler, retain_graph)."""
-
-MEAN, SUM = 1, 2  # values of `_saved_reduction`
-MOST_TERMS: Final = 16
-MOST_ACCUMULATED: Final = 64
-"""A loss that is divided by more was hardly divided for gradient accumulation."""
-LEAST_FACTOR: Final = 0.5
-"""A smaller factor may be there to make a mean of a sum."""
-ELEMENTWISE: Final = frozenset({"PowBackward0", "AbsBackward0", "SubBackward0", "AddBackward0", "NegBackward0"})
-"""Nodes below a sum that leave it one: of squares, of differences."""
-LEAF: Final = "torch::autograd::AccumulateGrad"
-SCALING: Final = (LEAF, "DivBackward", "MulBackward")
-"""Nodes below these: of a penalty on a parameter, or of values that may be divided by their number already."""
 
 
 class Microbatch:
@@ -63,6 +49,8 @@ class Microbatch:
         num_samples: the weight of a loss that gives none.
         samples: returns the indices of its samples, for errors.
         scale: a power of two that all weights are divided by.
+        doubts: of the run.
+        num_microbatches: of its step.
         reduction: "sum": the gradients are those of the losses as they are, and a weight is for buffers only.
 
     Attributes:
@@ -86,6 +74,8 @@ class Microbatch:
         num_samples: int,
         samples: Callable[[], Sequence[int]],
         scale: float,
+        doubts: Doubts,
+        num_microbatches: int,
         reduction: Reduction = "mean",
     ) -> None:
         self.leaf = leaf
@@ -95,7 +85,9 @@ class Microbatch:
         self.unread: list[tuple[Tensor, float | Tensor, torch.dtype]] = []
         self.is_in_backward = self.has_foreign = self.is_scaled = False
         self.stream: Any = None
-        self._reduction = reduction
+        self._reduction: Reduction = reduction
+        self.doubts = doubts
+        self.about = About(self.where, num_samples, num_microbatches, reduction)
         self._folder = folder
         self._step = step
         self._num_samples = num_samples
@@ -137,7 +129,7 @@ class Microbatch:
                 self.unread.append((on_device, share, loss.dtype))
             # The weight as the loss's own dtype can express it, so that sum and total agree.
             self.weight = float(torch.tensor(share, dtype=loss.dtype)) if self._reduction == "mean" else share
-        self._look(loss)
+        self.doubts.look(self.about, loss, has_weight=weight is not None, retain_graph=retain_graph)
         if self._reduction == "mean":
             factor = self.weight
         self.weighted_loss = value * factor + self.weighted_loss
@@ -150,6 +142,10 @@ class Microbatch:
             self._folder.backward(loss, seed, is_left_out, retain_graph=retain_graph)
         finally:
             self.is_in_backward = False
+
+    def note_batch(self, batch: Any) -> None:
+        """Note the batch that the script gets."""
+        self.about = dataclasses.replace(self.about, num_rows=rows_of(batch, self._num_samples))
 
     def take_over(self, weight: float | Tensor, weighted_loss: float | Tensor) -> None:
         """Take what another worker has found, which has computed its loss."""
@@ -193,26 +189,6 @@ class Microbatch:
                 "step.backward(loss.float(), ...)"
             )
 
-    def _look(self, loss: Tensor) -> None:
-        """Warn of a loss that is probably not what the step takes it for. Looks at a run's first micro-batch only."""
-        member = members.current()
-        if not self._folder.is_new or (member is not None and member.worker_id != "w0"):  # once for all workers
-            return
-        if (number := divided_by(loss)) is not None:
-            warnings.warn(
-                f"the loss of {self.where} is a mean divided by {number}. If the division is for gradient "
-                "accumulation, remove it: a step takes the mean over its micro-batches itself, and the gradients are "
-                f"{number} times too small",
-                stacklevel=level_outside(),
-            )
-        elif self._reduction == "mean" and is_sum(loss, self._num_samples):
-            warnings.warn(
-                f"the loss of {self.where} is a sum over its {self._num_samples} samples, but is taken as their mean: "
-                "the gradients are then the mean of the sums of all micro-batches. Add reduction='sum' to run.steps "
-                "for their sum, or call step.backward(loss / n) with the mean over the n samples of the micro-batch",
-                stacklevel=level_outside(),
-            )
-
     def finish(self) -> None:
         """Check that the script has called backward, if it got the micro-batch: there is none without samples.
 
@@ -235,6 +211,8 @@ class Microbatch:
                 "To leave it out, call step.backward(None, weight=0)"
                 f"{unpacked if self._folder.is_new else ''}"
             )
+        if not self.is_empty:
+            self.doubts.end(self.about)
 
 
 def check_losses(microbatches: Sequence[Microbatch]) -> None:
@@ -350,6 +328,7 @@ class _Taker:
                 "first are already part of the step. For gradients that are not for training (of the inputs, say), "
                 "use torch.autograd.grad; for another pass over the batch, `for ... in step.again()`"
             )
+        microbatch.doubts.look_taken(microbatch.about, loss, self._trained_ids())
         self._take(loss, scaler, retain_graph)
         self._has_taken = microbatch
         return True
@@ -434,90 +413,3 @@ _WRAPPED: Final[Sequence[tuple[Any, str, Callable[[Callable[..., Any]], Callable
     *((torch.amp.GradScaler, name, _wrap_update) for name in ("unscale_", "step", "update")),
 )
 """(class, method, what it is wrapped in) while there is a loop."""
-
-
-# -- questions to the graph of a loss ----------------------------------------------------------------
-
-
-def reaches(loss: Tensor, parameters: Collection[int]) -> bool:
-    """Return whether backward of this loss gives a gradient to one of the parameters, named by their `id`.
-
-    True also where a function of the script's own is found, which may hide parameters (reentrant checkpointing does).
-    """
-    if loss.grad_fn is None:
-        return id(loss) in parameters
-    todo: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == LEAF:
-            if id(node.variable) in parameters:
-                return True
-        elif isinstance(node, BackwardCFunction):
-            return True
-        else:
-            todo.extend(child for child, _ in node.next_functions if child is not None)
-    return False
-
-
-def is_sum(loss: Tensor, num_samples: int) -> bool:
-    """Return whether the loss is clearly a sum over the samples of its batch. Never for a mean."""
-    if num_samples == 1 or loss.grad_fn is None:
-        return False
-    terms = list(_terms(loss.grad_fn))
-    return any(_is_sum(term, num_samples) for term in terms) and not any(_is_mean(term) for term in terms)
-
-
-def divided_by(loss: Tensor) -> int | None:
-    """Return the small integer by which the loss, clearly one mean, was divided; None: it was not.
-
-    A sum of several terms is divided for the mean of these: ``(start_loss + end_loss) / 2``.
-    """
-    node: Any = loss.grad_fn
-    number = _number(node) if node is not None and node.name() == "DivBackward0" else None
-    if number is None or not 2 <= number <= MOST_ACCUMULATED or not number.is_integer():
-        return None
-    terms = list(_terms(node.next_functions[0][0]))
-    return int(number) if len(terms) == 1 and _is_mean(terms[0]) else None
-
-
-def _terms(node: Any) -> Iterator[Any]:
-    """Yield what the value of this node is the sum of, without factors that are plain numbers."""
-    todo = [node]
-    for _ in range(MOST_TERMS):
-        if not todo:
-            return
-        node = todo.pop()
-        children = [child for child, _ in node.next_functions if child is not None]
-        is_scaled = node.name() == "MulBackward0" and abs(_number(node) or 0.0) >= LEAST_FACTOR
-        if is_scaled or node.name() in ("AddBackward0", "SubBackward0", "NegBackward0"):
-            todo.extend(children)
-        else:
-            yield node
-
-
-def _number(node: Any) -> float | None:
-    """Return the plain number that is the other operand of a node."""
-    other = getattr(node, "_saved_other", None)
-    is_plain = isinstance(other, Tensor) and other.ndim == 0 and other.device.type == "cpu"
-    is_constant = len(node.next_functions) < 2 or node.next_functions[1][0] is None
-    return float(other) if isinstance(other, Tensor) and is_plain and is_constant else None
-
-
-def _is_mean(node: Any) -> bool:
-    return node.name() in ("MeanBackward0", "MeanBackward1") or getattr(node, "_saved_reduction", None) == MEAN
-
-
-def _is_sum(node: Any, num_samples: int) -> bool:
-    if getattr(node, "_saved_reduction", None) == SUM:
-        return True
-    if node.name() != "SumBackward0" or tuple(node._saved_self_sym_sizes)[:1] != (num_samples,):
-        return False
-    below = node.next_functions[0][0]
-    if getattr(below, "_saved_reduction", None) == 0:
-        return True  # a loss for each sample
-    names = [child.name() for child, _ in below.next_functions if child is not None]
-    return below.name() in ELEMENTWISE and not any(name.startswith(SCALING) for name in names)

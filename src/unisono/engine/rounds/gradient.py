@@ -25,6 +25,7 @@ from unisono.core.words import NAMES_THE_LINE
 from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.microbatch.data import BatchSource
+from unisono.engine.microbatch.doubts import Doubts
 from unisono.engine.microbatch.folding import GradientFolder
 from unisono.engine.microbatch.guards import Guards
 from unisono.engine.microbatch.losses import Microbatch, Reduction, check_losses
@@ -69,6 +70,7 @@ class StepContext:
     clock: Clock
     tracked: Tracked
     finiteness: Finiteness
+    doubts: Doubts
     reduction: Reduction = "mean"
     """What the losses are, over the samples of a micro-batch."""
     replica: str = ""
@@ -538,13 +540,17 @@ class GradientRound:
             num_samples=len(self.position.leaf(leaf)),
             samples=samples,
             scale=self.scale,
+            doubts=self._context.doubts,
+            num_microbatches=self.num_leaves,
             reduction=self._context.reduction,
         )
         for carried in self._carried:
             carried.open()
         if self._is_empty:
             return None
-        return self._context.fetcher.fetch(self.position.number, leaf, self.turn.number)
+        batch = self._context.fetcher.fetch(self.position.number, leaf, self.turn.number)
+        self.microbatch.note_batch(batch)
+        return batch
 
     @property
     def _is_empty(self) -> bool:

@@ -12,12 +12,14 @@ import msgspec
 from unisono.cluster.worker import member as members
 from unisono.core.errors import DeadlineExceeded, StopInspection
 from unisono.core.events import StepResult
+from unisono.engine.microbatch.doubts import Doubt
 from unisono.engine.rounds.taps import Computed, Loop, Place
 from unisono.engine.state.packing import described, digest_of_tensor
 from unisono.engine.state.tracked import Tracked
 from unisono.script.inspecting import Inspector
 from unisono.tools.check.records import (
     Changed,
+    DoubtRecord,
     LeafRecord,
     Record,
     Section,
@@ -107,6 +109,9 @@ class Checked(Inspector):
     def after_step(self, result: StepResult) -> None:
         self._enter(Where(result.step + 1, "head"))
         self._add_state(result.step + 1)
+
+    def doubted(self, doubt: Doubt) -> None:
+        self._add(DoubtRecord(*doubt))
 
     def close(self) -> None:
         if self._tracer is not None:

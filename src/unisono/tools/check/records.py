@@ -9,6 +9,7 @@ import msgspec
 
 __all__ = [
     "Changed",
+    "DoubtRecord",
     "LeafRecord",
     "Record",
     "Section",
@@ -100,7 +101,15 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Record = StateRecord | LeafRecord | Sum | Section | Changed
+class DoubtRecord(msgspec.Struct, frozen=True, tag=True):
+    """What a line of the script probably means otherwise than a step takes it (`unisono.engine.microbatch.doubts`)."""
+
+    file: str
+    line: int
+    text: str
+
+
+Record = StateRecord | LeafRecord | Sum | Section | Changed | DoubtRecord
 _LINE = msgspec.json.Decoder(Record)
 
 

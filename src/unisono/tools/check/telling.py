@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from unisono.tools.check.records import DoubtRecord
 from unisono.tools.check.trials import ALONE
 from unisono.tools.check.verdict import TrialFinding
 
-__all__ = ["culprit_words", "finding_words"]
+__all__ = ["culprit_words", "doubt_words", "finding_words"]
 
 UNSEEN: Final = (
     "no statement was found that reads or writes a different value. Look for what cannot be seen here: state in C code "
@@ -23,14 +24,17 @@ def finding_words(found: TrialFinding) -> str:
     return f"FAILS: {found.failure.splitlines()[-1]}" if found.failure else "the same bits"
 
 
+def doubt_words(doubt: DoubtRecord) -> str:
+    """Return what a line of the script probably means otherwise, with its file and line."""
+    return f"{_shown(doubt.file)}:{doubt.line}: {doubt.text}"
+
+
 def culprit_words(found: TrialFinding) -> str:
     """Return the statement that makes a trial differ, with its file and line, why, and what to do."""
     culprit = found.culprit
     if culprit is None:
         return UNSEEN
-    path = os.path.relpath(culprit.file)
-    name = culprit.file if path.startswith("..") else path
-    head = f"{name}:{culprit.line}: {culprit.text}"
+    head = f"{_shown(culprit.file)}:{culprit.line}: {culprit.text}"
     alone, other = culprit.values
     way = f"in the trial '{found.trial.name}'" if found.trial.name != ALONE.name else "the second time"
     match culprit.kind:
@@ -61,6 +65,11 @@ def culprit_words(found: TrialFinding) -> str:
             return (
                 f"{head}\n    decides differently {way} than alone, on the same values. It depends on {_source(found)}."
             )
+
+
+def _shown(file: str) -> str:
+    path = os.path.relpath(file)
+    return file if path.startswith("..") else path
 
 
 def _source(found: TrialFinding) -> str:

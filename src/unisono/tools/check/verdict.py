@@ -12,7 +12,7 @@ from typing import Final
 from unisono.core.errors import UsageError
 from unisono.core.words import count, exit_words, without_evidence
 from unisono.tools.check.blame import Culprit, FindStatements, blame
-from unisono.tools.check.records import Changed, LeafRecord, Record, Section, StateRecord, Where
+from unisono.tools.check.records import Changed, DoubtRecord, LeafRecord, Record, Section, StateRecord, Where
 from unisono.tools.check.statements import Statements, read_scripts
 from unisono.tools.check.tracing import MAX_EVENTS
 from unisono.tools.check.trial_diff import TrialDifference, first_difference, places_of, sections_of
@@ -56,6 +56,7 @@ class CheckVerdict:
 
     Attributes:
         steps, microbatches: that were computed alone.
+        doubts: what the script alone probably means otherwise than a step takes it.
         unchecked: what could not be looked at, in words.
     """
 
@@ -63,6 +64,7 @@ class CheckVerdict:
     microbatches: int
     found: list[TrialFinding] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
+    doubts: list[DoubtRecord] = field(default_factory=list)
 
     @property
     def keeps(self) -> bool:
@@ -85,9 +87,9 @@ def check_script(
     alone = runner.run(ALONE)
     if (refused := _refused(runner, alone)) is not None:
         say(refused)
-        return CheckVerdict(alone.num_steps, _microbatches(alone), [refused], [MORE])
+        return CheckVerdict(alone.num_steps, _microbatches(alone), [refused], [MORE], _doubts(alone))
     reference = _reference(alone)
-    verdict = CheckVerdict(alone.num_steps, _microbatches(alone))
+    verdict = CheckVerdict(alone.num_steps, _microbatches(alone), doubts=_doubts(alone))
     tracing = _Tracing(runner, verdict)
     if alone.exit_code != 0:
         found = tracing.explained(TrialFinding(ALONE, first_difference(reference, alone.workers)))
@@ -181,6 +183,10 @@ def _reference(outcome: TrialOutcome) -> list[Record]:
     if not any(isinstance(each, LeafRecord) for each in records):
         raise UsageError("the script has trained no step: run.steps (or run.local_steps) was not iterated")
     return records
+
+
+def _doubts(outcome: TrialOutcome) -> list[DoubtRecord]:
+    return [each for records in outcome.workers.values() for each in records if isinstance(each, DoubtRecord)]
 
 
 def _found(outcome: TrialOutcome, alone: TrialOutcome, reference: Sequence[Record]) -> TrialFinding:
