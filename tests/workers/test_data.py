@@ -157,6 +157,21 @@ def test_a_step_knows_its_epoch_and_the_end_of_it(drop_last: bool, sizes: list[i
     assert told == [(n, n // count, sizes[n % count], n % count == count - 1) for n in range(2 * count)]
 
 
+@pytest.mark.parametrize(("options", "epochs"), [({}, [3, 3, 2]), ({"epochs": 2}, [3, 3]), ({"epochs": 5}, [3, 3, 2])])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_steps_go_on_over_epochs_until_there_are_as_many_as_asked_for(
+    options: dict[str, Any], epochs: list[int], is_stream: bool
+) -> None:
+    data = unisono.Streams(lambda stream, of, epoch: range(stream, 24, of), lengths=[6] * 4) if is_stream else range(24)
+    seen: dict[int, list[int]] = {}
+    with AloneRun(seed=1) as run:
+        for step, batch in batches(run, data, max_steps=8, **options):
+            seen.setdefault(step.epoch, []).extend(batch.tolist())
+        assert next(run.steps(data, batch_size=8, microbatches=4)).epoch == len(epochs), "the next call goes on"
+    assert [len(samples) // 8 for samples in seen.values()] == epochs
+    assert all(len(samples) == len(set(samples)) for samples in seen.values())
+
+
 def _trained(seat: Seat, place: Place, loader_workers: int) -> str:
     with place.run(seed=1) as run:
         model = Cnn()

@@ -526,9 +526,9 @@ class Run:
             microbatches: M, the equal cuts of a global batch; must divide it. Part of the recipe: it changes the
                 bits, the number of workers does not. Choose it as the largest number of workers you expect, or a
                 small multiple where workers differ in speed (docs/choosing_m.md).
-            epochs: passes over the data; default: one. A training with more than one ``run.steps`` says its length with
-                `epochs`.
-            max_steps: end earlier.
+            epochs: passes over the data; default: one, or as many as ``max_steps`` takes. A training with more than one
+                ``run.steps`` says its length with `epochs`.
+            max_steps: end after so many steps; with ``epochs`` after whichever comes first.
             sampler: a sampler of torch, `unisono.BucketSampler`, or anything that gives the sample indices of an epoch
                 (``__iter__`` and ``__len__``) and draws from the global generators only.
             shuffle: a new order in every epoch. Default: True; a DataLoader or a sampler decides by itself.

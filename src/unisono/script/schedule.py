@@ -364,24 +364,25 @@ def schedule(
             advance. UsageError: there is no epoch, or an argument is no whole number.
     """
     options: dict[str, Any] = {**data}
-    epochs, max_steps = options.pop("epochs", None), options.pop("max_steps", None)
+    epochs: int | None = options.pop("epochs", None)
+    max_steps: int | None = options.pop("max_steps", None)
     is_limited = epochs is not None or max_steps is not None
-    epochs = 1 if epochs is None else epochs
     check_whole("microbatches", microbatches)
-    check_count("epochs", epochs)
+    check_count("epochs", 1 if epochs is None else epochs)
     for name, number in {"batch_size": options.get("batch_size"), "max_steps": max_steps}.items():
         if number is not None:
             check_whole(name, number)
 
     def num_steps(cursor: Cursor) -> int:
-        whole = cursor.steps_per_epoch * epochs
-        return whole if max_steps is None else max(0, min(whole, max_steps))
+        if max_steps is None:
+            return cursor.steps_per_epoch * (epochs or 1)
+        return max(0, max_steps if epochs is None else min(max_steps, cursor.steps_per_epoch * epochs))
 
     if (streams := stream_source_of(dataset, caller, **options)) is not None:
         asked.left_out_of(None)  # raises
         if resized is not None:
             streams = dataclasses.replace(streams, batch_size=resized)
-        cursor = _stream_cursor(streams, caller, microbatches, seed, epochs, max_steps, asked)
+        cursor = _stream_cursor(streams, caller, microbatches, seed, epochs or 1, max_steps, asked)
         # With other data, seed or number of streams the states of a checkpoint are those of something else.
         kind = f"{streams.data.name}, {microbatches} streams {digest(cursor.lengths)}, seed {seed}"
         return StreamSchedule(
