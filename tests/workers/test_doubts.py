@@ -3,8 +3,11 @@
 `BATCHES` gives (x, y) of 48 samples with three classes, some of whose targets are ignored where a case says so.
 """
 
+# ruff: noqa: PT012 (a whole loop is what raises)
+
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -330,6 +333,49 @@ def test_other_batches_are_not_told() -> None:
     assert told(first, collate=crossed) == []
     ten_crops = lambda samples: torch.utils.data.default_collate([one for one in samples for _ in range(3)])  # noqa: E731
     assert told(plain, collate=ten_crops) == []
+
+
+# -- a last micro-batch of one sample ----------------------------------------------------------------
+
+
+def normalized(norm: nn.Module, **options: Any) -> list[str]:
+    """What a run of one epoch warns of, until it ends or torch raises."""
+    with warnings.catch_warnings(record=True) as caught, contextlib.suppress(ValueError), AloneRun(seed=1) as run:
+        warnings.simplefilter("always")
+        model = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), norm, nn.Flatten(), nn.Linear(4, 3))
+        run.track(model=model)
+        for step in run.steps(data(), **{"batch_size": 20, "microbatches": 5, "shuffle": False, **options}):
+            for x, y in step:
+                F.cross_entropy(model(x[: len(y)]), y).backward()
+    return [str(each.message) for each in caught]
+
+
+def test_a_last_micro_batch_that_is_too_small_for_batch_norm_is_foretold() -> None:
+    """48 samples: the last of the micro-batches of 47 // 47 has one."""
+    flat = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4))
+    (found,) = normalized(flat, batch_size=47, microbatches=1)
+    assert found.startswith("the last batch of an epoch has 1 sample, and its micro-batch 0 has one of them (step 1 ")
+    assert "drop_last=True, or give another number of microbatches" in found
+    for options in ({}, {"batch_size": 47, "microbatches": 1, "drop_last": True}, {"max_steps": 1, "batch_size": 47}):
+        assert normalized(flat, **{"microbatches": 1, **options}) == []
+    assert normalized(nn.BatchNorm1d(2), batch_size=47, microbatches=1) == [], "it has two values for each channel"
+    assert normalized(flat.eval(), batch_size=47, microbatches=1) == []
+
+
+def test_torch_s_error_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with AloneRun(seed=1) as run:
+            model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+            run.track(model=model)
+            for step in run.steps(data(), batch_size=47, microbatches=1, shuffle=False):
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+    assert caught.value.__notes__ == [
+        "(in step 1, micro-batch 0, samples 47)",
+        "(a BatchNorm in training needs two samples, and this micro-batch has one: add drop_last=True, or give another "
+        "number of microbatches)",
+    ]
 
 
 # -- the check ---------------------------------------------------------------------------------------

@@ -39,13 +39,13 @@ def check(
     as_json: bool,
 ) -> int:
     """Compute the first steps of SCRIPT alone, alone again, on two workers, and on two with a loss and a join; tell
-    whether all have the same bits and, if not, which line of the script is the cause. It also names a loss that is
-    not weighted as in one process with the whole batch.
+    whether all have the same bits and, if not, which line of the script is the cause. It also names lines
+    that probably mean something else, as a loss whose micro-batches have other weights than one process gives them.
 
     The script runs as it is, several times, with all its own side effects. What Unisono writes goes to a temporary
     folder. Whatever follows -- is passed to the script.
 
-    Exit code: 0 the same bits, 1 not, or such a loss, 2 the script cannot be checked.
+    Exit code: 0 the same bits, 1 not, or such a line, 2 the script cannot be checked.
     """
     try:
         if steps < 2:
@@ -92,7 +92,7 @@ def _conclude(verdict: CheckVerdict) -> None:
     what = f"{count(verdict.steps, 'step')}, {microbatches}; later steps were not checked"
     say(f"the script {'keeps' if verdict.keeps else 'BREAKS'} the promise of the same bits ({what})")
     if verdict.doubts:
-        say("its gradients are NOT those of one process with the whole batch: see above")
+        say(f"but {count(len(verdict.doubts), 'line')} above probably means something else")
 
 
 def _plain(verdict: CheckVerdict) -> dict[str, Any]:

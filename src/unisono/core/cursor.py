@@ -247,6 +247,17 @@ class Cursor:
         full, rest = divmod(self.num_samples, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
+    def single(self, num_steps: int) -> StepPosition | None:
+        """Return the last batch of an epoch if its last micro-batch has one sample, and others have more.
+
+        Args:
+            num_steps: of ``run.steps``.
+        """
+        if self.microbatches == self.batch_size or num_steps < self.steps_per_epoch:
+            return None
+        last = self.position(self.steps_per_epoch - 1)
+        return last if len(last.leaf(last.num_leaves - 1)) == 1 else None
+
     def position(self, step: int) -> StepPosition:
         """Return the position of step ``step``, counted from 0 within ``run.steps``."""
         epoch, within = divmod(step, self.steps_per_epoch)

@@ -300,6 +300,12 @@ def _note_microbatch(error: BaseException, step: Iteration | None) -> bool:
     if not is_loss:  # its message says so already
         shown = "" if known else f", samples {', '.join(map(str, samples))}"
         _add_note(error, f"(in {step.name}, micro-batch {index}{shown})")
+    if len(samples) == 1 and "more than 1 value per channel" in str(error):
+        _add_note(
+            error,
+            "(a BatchNorm in training needs two samples, and this micro-batch has one: add drop_last=True, or give "
+            "another number of microbatches)",
+        )
     if (member := members.current()) is not None:
         member.failures.raised_in(error, step.number, index, samples, retry=not is_loss)
     return not is_loss

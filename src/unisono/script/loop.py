@@ -192,6 +192,7 @@ class TrainingLoop:
             doubts=self._course.doubts,
             reduction=self._summing.reduction,
         )
+        self._course.doubts.last_batch = self.cursor.single(self.num_steps) if self._planned.samples is None else None
         self.strategy.open(context, first)
         self._tell_loop(first)
         hooks = self._tracked.before_updates(self._before_update)

@@ -16,11 +16,14 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import Tensor, nn
 
 from unisono.cluster.worker import member as members
+from unisono.core.cursor import StepPosition
+from unisono.core.words import count
 from unisono.engine.microbatch.graphs import (
     Leaves,
     divided_by,
     is_sum,
     leaves_of,
+    normalizes_samples,
     number_in_mean,
     weighted_means,
 )
@@ -81,9 +84,13 @@ class Doubts:
 
     Args:
         listener: is told of each doubt as well; None: nobody is.
+
+    Attributes:
+        last_batch: an epoch's last batch, if its last micro-batch has one sample; None: it has more.
     """
 
     def __init__(self, listener: Callable[[Doubt], None] | None = None) -> None:
+        self.last_batch: StepPosition | None = None
         self._listener = listener
         self._told: set[str] = set()
         self._num_ended = 0
@@ -107,6 +114,7 @@ class Doubts:
             return
         if self._num_ended == 0:
             self._look_at_scale(about, loss)
+            self._look_at_last_batch(loss)
             self._calls.append((number_in_mean(loss) if is_default else None, retain_graph))
             self._last_call = _line()
         if is_default:
@@ -172,6 +180,16 @@ class Doubts:
                 f"the loss of {about.where} is a sum over its {about.num_samples} samples, but is taken as their mean: "
                 "the gradients are then the mean of the sums of all micro-batches. Add reduction='sum' to run.steps "
                 "for their sum, or call step.backward(loss / n) with the mean over the n samples of the micro-batch",
+            )
+
+    def _look_at_last_batch(self, loss: Tensor) -> None:
+        last = self.last_batch
+        if last is not None and normalizes_samples(loss):
+            self._tell(
+                "single",
+                f"the last batch of an epoch has {count(last.num_samples, 'sample')}, and its micro-batch {last.num_leaves - 1} "
+                f"has one of them (step {last.number} of run.steps), which is too few for a BatchNorm in training: "
+                "torch will raise an error there. Add drop_last=True, or give another number of microbatches",
             )
 
     def _look_at_calls(self, about: About) -> None:
