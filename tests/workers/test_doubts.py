@@ -354,7 +354,7 @@ def test_a_last_micro_batch_that_is_too_small_for_batch_norm_is_foretold() -> No
     """48 samples: the last of the micro-batches of 47 // 47 has one."""
     flat = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4))
     (found,) = normalized(flat, batch_size=47, microbatches=1)
-    assert found.startswith("the last batch of an epoch has 1 sample, and its micro-batch 0 has one of them (step 1 ")
+    assert found.startswith("the last batch of an epoch (step 1) has 1 sample, and its micro-batch 0 has one")
     assert "drop_last=True, or give another number of microbatches" in found
     for options in ({}, {"batch_size": 47, "microbatches": 1, "drop_last": True}, {"max_steps": 1, "batch_size": 47}):
         assert normalized(flat, **{"microbatches": 1, **options}) == []

@@ -368,7 +368,8 @@ class Run:
         """The mean loss over the steps that are done, of the newest epoch of the newest ``run.steps``; exact.
 
         Weighted as the gradients are: that of an epoch is the mean over all its samples. (With ``reduction="sum"``, the
-        mean over the steps; of several passes over a batch, that of the first counts.) As `totals`, it is known also
+        mean over the steps; of several passes over a batch, that of the first in which anything
+        counts.) As `totals`, it is known also
         where the steps were skipped. NaN before the first step.
         """
         return self._tracked.sums.loss(self._training.phases - 1)
@@ -431,8 +432,8 @@ class Run:
         ``load_state_dict``.
 
         Gradients are summed for the parameters of tracked modules and optimizers. A worker that joins receives the
-        state of everything that is tracked, and a checkpoint holds it. Every worker names the same objects, before its
-        training loop. Local: nothing is exchanged.
+        state of everything that is tracked, and a checkpoint holds it. Every worker names the same objects, before the
+        training loop that uses them; a later loop may have more, under new names. Local: nothing is exchanged.
 
         Raises:
             UsageError: an object has no ``state_dict``, its name is taken, or this is called inside of `steps`.

@@ -438,7 +438,8 @@ class Step(Iteration):
                 generator_loss(images).backward()
             optimizer_g.step()
 
-        If ``for ... in step`` has not run yet, this is the first pass.
+        If ``for ... in step`` has not run yet, this is the first pass. One that computes no loss (features of the whole
+        batch, say) calls ``step.backward(None, weight=0)``.
 
         Args:
             reseed: draw other random numbers than in the first pass.

@@ -187,8 +187,8 @@ class Doubts:
         if last is not None and normalizes_samples(loss):
             self._tell(
                 "single",
-                f"the last batch of an epoch has {count(last.num_samples, 'sample')}, and its micro-batch {last.num_leaves - 1} "
-                f"has one of them (step {last.number} of run.steps), which is too few for a BatchNorm in training: "
+                f"the last batch of an epoch (step {last.number}) has {count(last.num_samples, 'sample')}, and its "
+                f"micro-batch {last.num_leaves - 1} has one, too few for a BatchNorm in training: "
                 "torch will raise an error there. Add drop_last=True, or give another number of microbatches",
             )
 

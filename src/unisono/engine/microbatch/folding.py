@@ -557,7 +557,8 @@ class GradientFolder:
             if gradient.layout is not torch.strided:
                 raise StepError(
                     f"the gradient of {self.trained[index][0]!r} is sparse ({gradient.layout}), and gradients are "
-                    "summed as dense tensors: use nn.Embedding(sparse=False), or freeze the parameter"
+                    "summed as dense tensors: use nn.Embedding(sparse=False), or freeze the parameter. SparseAdam gets "
+                    "a sparse gradient after the inner loop by weight.grad = weight.grad.to_sparse(1)"
                 )
             if current.is_left_out is not None:
                 gradient = gradient.masked_fill(current.is_left_out, 0.0)

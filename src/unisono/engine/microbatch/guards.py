@@ -99,7 +99,9 @@ class Structure:
             raise StepError(
                 f"parameter {name!r} {what} within {where}, on this worker only. Create all layers and parameters "
                 "before run.steps (if the first batch decides on a shape, pass one batch through the model before "
-                "that), and change the model only between two calls of run.steps"
+                "that), and change the model only between two calls of run.steps. To change it by the samples of a "
+                "batch (a codebook, centres of classes), sum what you need with step.add, and after the inner loop "
+                "write the parameter in place from step.totals"
             )
         self.renew()  # modules without parameters came or went: an activation that forward makes anew each time
 
@@ -145,9 +147,10 @@ class ParameterCheck:
         if changed is not None:
             raise StepError(
                 f"parameter {self._named[changed][0]!r} was changed within a micro-batch, only on the worker that "
-                "computed the micro-batch. Update parameters after the inner loop; use nn.Embedding without max_norm "
-                "(or renormalise after optimizer.step()); if the first batch initialises parameters, pass one batch "
-                "through the model before run.steps. `unisono check SCRIPT` names the line"
+                "computed the micro-batch. Update parameters after the inner loop (by statistics of the batch: from "
+                "step.totals, summed with step.add); use nn.Embedding without max_norm (or renormalise after "
+                "optimizer.step()); if the first batch initialises parameters, pass one batch through the model before "
+                "run.steps. `unisono check SCRIPT` names the line"
             )
         other = _first_difference(self._needs_gradient, [parameter.requires_grad for _, parameter in self._named])
         if other is None:
