@@ -368,9 +368,8 @@ class Run:
         """The mean loss over the steps that are done, of the newest epoch of the newest ``run.steps``; exact.
 
         Weighted as the gradients are: that of an epoch is the mean over all its samples. (With ``reduction="sum"``, the
-        mean over the steps; of several passes over a batch, that of the first in which anything
-        counts.) As `totals`, it is known also
-        where the steps were skipped. NaN before the first step.
+        mean over the steps; of several passes over a batch, that of the first in which anything counts.) As `totals`,
+        it is known also where the steps were skipped. NaN before the first step.
         """
         return self._tracked.sums.loss(self._training.phases - 1)
 
