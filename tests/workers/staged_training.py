@@ -199,7 +199,9 @@ def main() -> None:
         )
         for step in steps:
             wait_at(arguments.gates / str(step.number))
-            for each in model.children():
+            for each in model.modules():
+                if isinstance(each, nn.BatchNorm2d) and step.number in (1, 4):
+                    each.train(step.number == 4)
                 if isinstance(each, Rare):
                     each.is_used = step.number % 3 == 1
             for _ in range(arguments.passes):

@@ -15,6 +15,8 @@ import unisono
 from tests.workers.models import vectors
 from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on
+from unisono.core.errors import DivergenceError
+from unisono.engine.state.tracked import Tracked
 
 Change = Callable[[nn.Module, unisono.Step], object]
 STEPS, CUT_AT = 6, 4
@@ -105,3 +107,40 @@ def test_modules_of_torchscript_and_optimizers_with_notes_of_their_own_train_and
     (alone,) = train_on("shared", 1, train_all)
     assert train_on("shared", 2, train_all) == [alone, alone]
     assert [resumed(tmp_path / str(number), *part) for number, part in enumerate(PARTS)] == alone
+
+
+def frozen_statistics(model: nn.Module, step: unisono.Step) -> None:
+    """BatchNorm is frozen from some step on; what a micro-batch or an evaluation sets is put back."""
+    if step.number == 2:
+        model[0][1].eval()  # type: ignore[index, union-attr, operator]
+
+
+def test_modes_travel_and_are_those_of_the_boundary(tmp_path: Path) -> None:
+    with AloneRun(seed=3) as run:
+        alone = train(run, plain, change=frozen_statistics)
+    assert resumed(tmp_path, plain, torch.optim.SGD, frozen_statistics) == alone
+    ours, theirs = Tracked(), Tracked()
+    ours.add({"model": (mine := plain())})
+    theirs.add({"model": (yours := plain())})
+    yours[0][1].eval()  # type: ignore[index]
+    mine[1].eval()  # type: ignore[index]
+    of_old_version = theirs.whole_state()
+    del of_old_version["in_eval"]
+    ours.load(of_old_version)
+    assert [name for name, one in mine.named_modules() if not one.training] == ["1"]
+    ours.load(theirs.state())
+    assert [name for name, one in mine.named_modules() if not one.training] == ["0.1"]
+
+
+def eval_on_one(seat: Seat, place: Place) -> str:
+    def change(model: nn.Module, step: unisono.Step) -> None:
+        model.train(seat.rank == 0 or step.number < 1)
+
+    with pytest.raises(DivergenceError) as caught, place.run(seed=3) as run:
+        train(run, lambda: nn.Sequential(nn.Linear(12, 4), nn.Identity()), change=change)
+    return str(caught.value)
+
+
+def test_modes_that_differ_between_workers_are_named() -> None:
+    first, _ = train_on("shared", 2, eval_on_one)
+    assert "modes of modules['model'] is eval() on w1 and not there on w0" in first

@@ -1,7 +1,7 @@
 """Tracked objects of a run: their parameters and buffers, and the state that a newcomer receives.
 
-The state is the ``state_dict()`` of every tracked object, and two things that a ``state_dict()`` leaves out although
-the next step depends on them: buffers that are not persistent, and which parameters need a gradient.
+The state is the ``state_dict()`` of every tracked object, and what a ``state_dict()`` leaves out although the next step
+depends on it: buffers that are not persistent, which parameters need a gradient, and which modules are in ``eval()``.
 """
 
 from __future__ import annotations
@@ -364,6 +364,7 @@ class Tracked:
             "objects": {name: state_of(value) for name, value in self._with_state.items()},
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
+            "in_eval": self._in_eval(),
             "calls": dict(self.calls.known),
             "own": {**self._early, **{name: state_of(part) for name, part in self._own.items()}},
         }
@@ -390,6 +391,7 @@ class Tracked:
         self.load_own(state)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(needed)
+        self._load_modes(state)
         for name, part in state["objects"].items():
             value = self._objects[name]
             if (apart := self._apart.get(name)) is not None:
@@ -443,6 +445,7 @@ class Tracked:
                 name: value.state_dict() for name, value in self._objects.items() if not _is_for_updates(value)
             },
             "hidden": self._hidden_buffers(),
+            "in_eval": self._in_eval(),
         }
 
     def load_seen(self, state: dict[str, Any]) -> None:
@@ -455,6 +458,7 @@ class Tracked:
         if state["objects"].keys() != ours:
             raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
         self._load_hidden(state)
+        self._load_modes(state)
         for name, part in state["objects"].items():
             self._objects[name].load_state_dict(part)
 
@@ -467,6 +471,7 @@ class Tracked:
         return {
             **{name: _known_to_all(value) for name, value in self._with_state.items()},
             "buffers that are not persistent": self._hidden_buffers(),
+            "modes of modules": dict.fromkeys(self._in_eval(), "eval()"),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
 
@@ -505,6 +510,18 @@ class Tracked:
         in the ``state_dict``.
         """
         return {name: held_digests(value) for name, value in self.sharded.items()}
+
+    def _in_eval(self) -> list[str]:
+        """Return the names of the modules that are in ``eval()``; all others are in ``train()``."""
+        return [name for name, module in self.walk().with_modes if not module.training]
+
+    def _load_modes(self, state: dict[str, Any]) -> None:
+        if "in_eval" not in state:  # a checkpoint of version 0.3.0 or older
+            return
+        in_eval = set(state["in_eval"])
+        for name, module in self.walk().with_modes:
+            if module.training is (name in in_eval):
+                module.training = not module.training
 
     def _load_hidden(self, state: dict[str, Any]) -> None:
         hidden = self._hidden_buffers()
