@@ -62,6 +62,7 @@ def main() -> None:
             wait_at(arguments.gates / str(step.number))
             if step.number in (1, 30):
                 model[1].train(step.number == 30)
+                model[3].p = 0.4
             for inputs, labels in step:
                 step.backward(F.cross_entropy(model(inputs), labels), weight=len(labels))
                 step.add(seen=len(labels), **{"inputs": inputs.sum()} if step.number >= NEW_SUM else {})

@@ -202,6 +202,8 @@ def main() -> None:
             for each in model.modules():
                 if isinstance(each, nn.BatchNorm2d) and step.number in (1, 4):
                     each.train(step.number == 4)
+                if isinstance(each, nn.Dropout) and step.number == 1:
+                    each.p = 0.3
                 if isinstance(each, Rare):
                     each.is_used = step.number % 3 == 1
             for _ in range(arguments.passes):

@@ -201,7 +201,7 @@ class TrainingLoop:
             with (
                 watched_clipping(self.is_in_microbatch),
                 watched_zero_grad(self._unused.dropped),
-                watched_schedulers(self._refuse_schedule),
+                watched_schedulers(self._before_schedule),
                 taken_backward(self._microbatch, self._trained, self._take_backward, self._has_no_gradient),
                 shared_updates(rounds, self._tracked, self._clock),
             ):
@@ -394,11 +394,13 @@ class TrainingLoop:
             )
         self._unused.before_update(name)
 
-    def _refuse_schedule(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raise StepError if the script calls step() of a scheduler within the inner loop."""
+    def _before_schedule(self, scheduler: object) -> None:
+        """Warn of a scheduler that is not tracked, and raise StepError if its step() is called in the inner loop."""
+        optimizer = getattr(scheduler, "optimizer", None)
         if self.is_in_microbatch() and any(optimizer is tracked for tracked in self._tracked.optimizers.values()):
             raise StepError(
                 "the step() of a learning rate scheduler was called inside `for batch in step`, where each worker "
                 "computes different micro-batches, so it would count different steps on each worker: call it after "
                 "that loop"
             )
+        self._tracked.check_scheduler(scheduler)

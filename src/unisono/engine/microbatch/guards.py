@@ -69,6 +69,7 @@ class Structure:
             self._found = found
             self.owners = found.owners
             """(name of what is tracked, path in it, module)."""
+            self.attributed = found.attributed
             self._modules = [module for _, module in found.with_modes]
             self._named = dict(found.of_modules)
         self._modes = [module.training for module in self._modules]
@@ -78,6 +79,14 @@ class Structure:
         if [module.training for module in self._modules] != self._modes:
             for module, training in zip(self._modules, self._modes, strict=True):
                 module.training = training
+
+    def enter(self, what: str) -> None:
+        """Begin a part in which attributes of modules may differ between workers; see `Attributes.enter`."""
+        self._tracked.attributes.enter(what, self.attributed)
+
+    def leave(self, what: str) -> None:
+        """End such a part."""
+        self._tracked.attributes.leave(what, self.attributed)
 
     def check(self, where: str) -> None:
         """Compare the parameters with the remembered ones.
@@ -173,6 +182,7 @@ class Guards:
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
+        tracked.attributes.begin()
         self._structure = Structure(tracked)
         self._settings: Settings = {}
         self._states: list[Tensor] = []
@@ -186,6 +196,7 @@ class Guards:
         self._states = _optimizer_states(self._tracked)
         self._versions = [tensor._version for tensor in self._states]
         self._rows = self._versions_of_rows()
+        self._structure.enter("step")
 
     def finish_microbatch(self, where: str, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Check that a micro-batch has left no gradients for the next one, and put modes back.
@@ -213,6 +224,7 @@ class Guards:
             StepError: a parameter, an option, a scheduler or an optimizer's state has changed; names it.
         """
         self._structure.check(f"the inner loop of {step}")
+        self._structure.leave("step")
         _check_settings(self._settings, self._current_settings())
         states = _optimizer_states(self._tracked)
         if not same_objects(states, self._states) or [tensor._version for tensor in states] != self._versions:
@@ -385,9 +397,9 @@ _scheduler_step = _Wrapped(
 )
 
 
-def watched_schedulers(call: Callable[[torch.optim.Optimizer | None], None]) -> AbstractContextManager[None]:
-    """Return a context in which ``call`` gets the optimizer of every scheduler whose step() is called."""
-    return _scheduler_step.calling(lambda scheduler, *_, **__: call(getattr(scheduler, "optimizer", None)))
+def watched_schedulers(call: Callable[[object], None]) -> AbstractContextManager[None]:
+    """Return a context in which ``call`` gets every scheduler whose step() is called."""
+    return _scheduler_step.calling(lambda scheduler, *_, **__: call(scheduler))
 
 
 def watched_zero_grad(call: Callable[[object], None]) -> AbstractContextManager[None]:

@@ -335,6 +335,7 @@ def evaluate(
     mine = [*shares.ranges[rank], *(rehearsal(shares, rank, number).other if rehearses else ())]
     fetcher = make_fetcher(lambda: ((0, 0, batch) for batch in mine))
     before = Structure(tracked)
+    before.enter("evaluation")
     for module in tracked.modules.values():
         module.eval()
     try:
@@ -355,6 +356,7 @@ def evaluate(
     finally:
         fetcher.close()
         before.restore_modes()
+        before.leave("evaluation")
 
 
 def _evaluate_alone(evaluator: Evaluator, num_batches: int, at: Callable[[int], None]) -> Generator[Any, None, Totals]:

@@ -1,4 +1,4 @@
-"""Parameters, buffers and modes of the tracked objects as they were at an earlier time, to compute with them again."""
+"""Parameters, buffers, modes and attributes of tracked objects at an earlier time, to compute with them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Values"]
 
 
 class Values:
-    """Parameters, buffers and modes of the tracked objects at one time."""
+    """Parameters, buffers, modes and attributes of the tracked objects at one time."""
 
     def __init__(self, tracked: Tracked, before: Values | None = None) -> None:
         """
@@ -20,6 +20,7 @@ class Values:
             before: earlier values; what has not changed since and is not trained shares their memory.
         """
         self._modes = [(module, module.training) for _, module in tracked.walk().with_modes]
+        self._attributes, self._set = tracked.attributes, tracked.attributes.state(warns=False)
         live = [parameter for _, parameter in tracked.parameters()]
         self._buffers = {
             (owner, name): buffer
@@ -46,3 +47,4 @@ class Values:
             owner._buffers[name] = buffer
         for part, training in self._modes:
             part.training = training
+        self._attributes.load(self._set)

@@ -1,12 +1,15 @@
 """Tracked objects of a run: their parameters and buffers, and the state that a newcomer receives.
 
 The state is the ``state_dict()`` of every tracked object, and what a ``state_dict()`` leaves out although the next step
-depends on it: buffers that are not persistent, which parameters need a gradient, and which modules are in ``eval()``.
+depends on it: buffers that are not persistent, which parameters need a gradient, which modules are in ``eval()``, and
+what the script has set on them.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +21,22 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
+from unisono.cluster.worker import member as members
 from unisono.core.errors import StateLost, StepError, UsageError
 from unisono.core.rehearsals import balance_of_copies
+from unisono.engine.state.attributes import Attributes
 from unisono.engine.state.buffers import Buffers
 from unisono.engine.state.carried import Carried
 from unisono.engine.state.packing import digest_of_state, is_same_state
 from unisono.engine.state.spread import Spread, digests_of_units, held_digests, units_in
 from unisono.engine.state.sums import Sums
 from unisono.engine.state.walk import Walk, buffer_in, tensors_of_state
+from unisono.system.stacks import level_outside
 
 __all__ = ["Calls", "Tracked"]
+
+MOST_HELD = 10_000
+"""Of so many objects that a tracked one holds it is looked whether a scheduler is among them."""
 
 
 class Apart(Spread, Protocol):
@@ -84,6 +93,10 @@ class Tracked:
         self._early: dict[str, Any] = {}  # states of own parts that this script has not come to
         self._apart: dict[str, Apart] = {}
         self._walk: Walk | None = None  # the last one
+        self._reached: weakref.WeakSet[object] = weakref.WeakSet()  # schedulers, and optimizers that have one
+        self._told: set[str] = set()
+        self.attributes = Attributes(lambda: self.walk().attributed)
+        """What the script sets on modules and optimizers between steps."""
 
     def own(self, name: str, part: OwnPart) -> None:
         """Add a part of Unisono's own to the state that newcomers and checkpoints get."""
@@ -113,7 +126,7 @@ class Tracked:
         """
         other = Tracked()
         other._objects = {name: value for name, value in self._objects.items() if name != without}
-        other._first, other.calls = self._first, self.calls
+        other._first, other.calls, other.attributes = self._first, self.calls, self.attributes
         return other
 
     def add(self, objects: dict[str, Any]) -> None:
@@ -278,6 +291,10 @@ class Tracked:
                 "run.track(model=model)",
                 stacklevel=3,
             )
+        self._warn_of_inner_optimizers()
+        for optimizer in self.optimizers.values():
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch's mark of an optimizer that has a scheduler
+                self._check_reached(optimizer, optimizer)
         for value in self._objects.values():
             if isinstance(value, torch.amp.GradScaler):
                 # A GradScaler makes its scale at the first loss, and a worker without a micro-batch has no loss.
@@ -302,6 +319,45 @@ class Tracked:
                 "or is requires_grad_(False) missing?",
                 stacklevel=4,
             )
+
+    def _warn_of_inner_optimizers(self) -> None:
+        """Warn of optimizers that tracked ones hold in attributes, and whose state is in no ``state_dict``."""
+        for name, optimizer in self.optimizers.items():
+            if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+                continue  # its own one says what it holds
+            for attribute, inner in vars(optimizer).items():
+                is_tracked = any(inner is one for one in self._objects.values())
+                if isinstance(inner, torch.optim.Optimizer) and not is_tracked and inner.state is not optimizer.state:
+                    self._warn_once(
+                        f"{name}.{attribute} is an optimizer ({type(inner).__name__}) whose state is not in that of "
+                        f"{name!r}: a run that resumes, or a worker that joins, would begin without its momentum; "
+                        f"track it as well: run.track({attribute.lstrip('_')}={name}.{attribute})"
+                    )
+
+    def check_scheduler(self, scheduler: object) -> None:
+        """Warn of a scheduler of torch that is not tracked, by itself or within another object, if its optimizer is."""
+        if not getattr(scheduler, "_is_initial", False):  # torch calls its step() once to make it
+            self._check_reached(scheduler, getattr(scheduler, "optimizer", None))
+
+    def _check_reached(self, wanted: object, optimizer: object) -> None:
+        """Warn if nothing tracked besides modules and optimizers leads to a scheduler, or to an optimizer with one."""
+        name = next((name for name, one in self.optimizers.items() if one is optimizer), None)
+        if name is None or wanted in self._reached:
+            return
+        self._reached.add(wanted)
+        kinds = (nn.Module, torch.optim.Optimizer, Carried, _Values)
+        if not any(_leads_to(value, wanted) for value in self._objects.values() if not isinstance(value, kinds)):
+            self._warn_once(
+                f"a scheduler of {name!r} is not tracked: a run that resumes, or a worker that joins, would begin its "
+                "schedule anew and train at another rate. Make the scheduler before the first run.steps, and track "
+                "it: run.track(scheduler=scheduler)"
+            )
+
+    def _warn_once(self, words: str) -> None:
+        member = members.current()
+        if words not in self._told and (member is None or member.worker_id == "w0"):  # once for all workers
+            self._told.add(words)
+            warnings.warn(words, stacklevel=level_outside())
 
     def before_updates(self, call: Callable[[str], None]) -> list[RemovableHandle]:
         """Have ``call`` called with an optimizer's name whenever it makes a step, until the handles are removed."""
@@ -365,6 +421,7 @@ class Tracked:
             "hidden": self._hidden_buffers(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "in_eval": self._in_eval(),
+            "attributes": self.attributes.state(),
             "calls": dict(self.calls.known),
             "own": {**self._early, **{name: state_of(part) for name, part in self._own.items()}},
         }
@@ -391,7 +448,9 @@ class Tracked:
         self.load_own(state)
         for (_, parameter), needed in zip(self.parameters(), state["trained"], strict=True):
             parameter.requires_grad_(needed)
-        self._load_modes(state)
+        self._load_settings(state)
+        pairs = itertools.permutations(self.optimizers.values(), 2)
+        with_one_list = [(one, other) for one, other in pairs if one.param_groups is other.param_groups]
         for name, part in state["objects"].items():
             value = self._objects[name]
             if (apart := self._apart.get(name)) is not None:
@@ -408,6 +467,8 @@ class Tracked:
                     "joins, or a run that resumes, would continue from a different state: its state_dict() must hold "
                     "everything that changes"
                 )
+        for one, other in with_one_list:  # an optimizer in another: a rate that is set for one is that of both
+            other.param_groups = one.param_groups
 
     def load_own(self, state: dict[str, Any]) -> None:
         """Load the parts of a state that are Unisono's own."""
@@ -446,6 +507,7 @@ class Tracked:
             },
             "hidden": self._hidden_buffers(),
             "in_eval": self._in_eval(),
+            "attributes": self.attributes.state(),
         }
 
     def load_seen(self, state: dict[str, Any]) -> None:
@@ -458,7 +520,7 @@ class Tracked:
         if state["objects"].keys() != ours:
             raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
         self._load_hidden(state)
-        self._load_modes(state)
+        self._load_settings(state)
         for name, part in state["objects"].items():
             self._objects[name].load_state_dict(part)
 
@@ -515,13 +577,15 @@ class Tracked:
         """Return the names of the modules that are in ``eval()``; all others are in ``train()``."""
         return [name for name, module in self.walk().with_modes if not module.training]
 
-    def _load_modes(self, state: dict[str, Any]) -> None:
+    def _load_settings(self, state: dict[str, Any]) -> None:
+        """Load the modes and attributes of modules."""
         if "in_eval" not in state:  # a checkpoint of version 0.3.0 or older
             return
         in_eval = set(state["in_eval"])
         for name, module in self.walk().with_modes:
             if module.training is (name in in_eval):
                 module.training = not module.training
+        self.attributes.load(state["attributes"])
 
     def _load_hidden(self, state: dict[str, Any]) -> None:
         hidden = self._hidden_buffers()
@@ -546,6 +610,25 @@ class Tracked:
 def _known_to_all(value: Any) -> Any:
     """Return the state of an object, as far as it is on every worker."""
     return value.outline() if isinstance(value, Spread) else value.state_dict()
+
+
+def _leads_to(value: object, wanted: object) -> bool:
+    """Return whether an object holds another in its attributes, or in those of what it holds."""
+    seen, front = {id(value)}, [value]
+    while front and len(seen) < MOST_HELD:
+        if any(one is wanted for one in front):
+            return True
+        found: list[object] = []
+        for one in front:
+            if isinstance(one, dict):
+                found += one.values()
+            elif isinstance(one, (list, tuple)):
+                found += one
+            elif not isinstance(one, (Tensor, nn.Module, type)):
+                found += getattr(one, "__dict__", {}).values()
+        front = [one for one in found if id(one) not in seen]
+        seen |= {id(one) for one in front}
+    return False
 
 
 def _is_for_updates(value: object) -> bool:

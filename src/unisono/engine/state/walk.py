@@ -24,6 +24,7 @@ class Walk:
     Attributes:
         owners: (name of what is tracked, path in it, module).
         with_modes: (name, module) of those that are in ``train()`` or ``eval()``: all but frozen ones of TorchScript.
+        attributed: the modules and optimizers, by name.
         of_modules: the parameters by their names in modules.
         named: by those in modules and in optimizers; a parameter in both has two names.
         parameters: the same with the first of its names, each once.
@@ -36,6 +37,10 @@ class Walk:
             for name, path, module in self.owners
             if hasattr(module, "training")
         ]
+        self.attributed: dict[str, nn.Module | torch.optim.Optimizer] = {
+            **{".".join(filter(None, (name, path))): module for name, path, module in self.owners},
+            **optimizers,
+        }
         self.of_modules: list[tuple[str, nn.Parameter]] = [
             (f"{name}.{path}", parameter)
             for name, module in modules.items()

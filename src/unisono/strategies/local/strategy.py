@@ -302,6 +302,7 @@ class LocalSteps(Strategy):
                 parameter.grad = None
         context.rounds.members.release_results()
         self._structure.renew()
+        self._structure.enter("round")
         self._averaged = self._averages()
         self._common = common(self._objects)
         self._frozen = [(name, one, one._version) for name, one in self._tracked.parameters() if not one.requires_grad]
@@ -322,6 +323,7 @@ class LocalSteps(Strategy):
 
     def apply(self, done: ReplicaRound) -> None:
         """Make the new global model of the mean over the replicas. The same on all members."""
+        self._structure.leave("round")
         restore(self._objects, done.ended[0].common)
         context, folder = self._context, self._outer_folder
         members = context.rounds.members
