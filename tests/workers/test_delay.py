@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import AloneRun, Place, train_on, trained_alone
 from unisono.core.errors import DivergenceError, StepError, UsageError
 from unisono.record.journal import compare
+from unisono.strategies.delay.pipeline import Pipeline
 
 pytestmark = pytest.mark.more
 
@@ -379,6 +382,26 @@ def test_parameters_that_change_while_gradients_are_under_way_are_refused() -> N
     run = AloneRun(seed=SEED)
     with pytest.raises(StepError, match="changed within run"), run:
         freeze(run)
+
+
+def test_what_follows_a_loop_goes_on_without_its_gradients() -> None:
+    """They are kept for members that have not seen the last commit, until the next one."""
+    with AloneRun(seed=SEED) as run:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run.track(model=model, optimizer=optimizer)
+        kept = []
+        for delay in (1, 0):
+            for step in run.steps(list(torch.randn(12, 4)), batch_size=6, microbatches=2, delay=delay):
+                for batch in step:
+                    step.backward(model(batch).square().mean())
+                optimizer.step()
+            assert run._rounds is not None
+            kept.append(weakref.ref(run._rounds.book))
+            assert isinstance(run._rounds.book, Pipeline) == (delay > 0)
+        del step
+        gc.collect()
+        assert [book() is not None for book in kept] == [False, True]
 
 
 def test_loops_that_are_made_before_the_first_begins_share_what_is_a_part_of_the_state() -> None:

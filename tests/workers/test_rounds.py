@@ -13,9 +13,10 @@ import msgspec
 import pytest
 import torch
 
+from tests.house.toys.toy_round import Norms
 from tests.waiting import WAIT_S
 from tests.workers.processes import Seat, Team
-from tests.workers.static_team import StaticTeam
+from tests.workers.static_team import AloneRun, StaticTeam
 from unisono.cluster.worker.member import Member
 from unisono.core.cadence import CheckpointReport, Position
 from unisono.core.errors import PeerLost, StateLost
@@ -264,6 +265,35 @@ def test_a_wait_within_a_wait_ends_only_itself() -> None:
             assert listener.is_waiting
         assert listener.is_waiting
     assert not listener.is_waiting
+
+
+@pytest.mark.parametrize("where", ["first_plan", "begin"])
+def test_who_cannot_begin_a_round_is_in_none(where: str) -> None:
+    """Its error is the script's, which may catch it and go on."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("a round of the script's own")
+
+    with AloneRun(seed=1) as run:
+        model = torch.nn.Linear(2, 1)
+        run.track(model=model)
+        for step in run.steps([torch.ones(2)], batch_size=1, microbatches=1, max_steps=1):
+            for batch in step:
+                step.backward(model(batch).mean())
+
+        def norms(rounds: Rounds) -> Norms:
+            return Norms(rounds, list(model.parameters()), lambda index: None)
+
+        def failing(rounds: Rounds) -> Norms:
+            found = norms(rounds)
+            setattr(found, where, fail)
+            return found
+
+        with pytest.raises(ValueError, match="a round of the script's own"):
+            run.play(failing)
+        assert run._rounds is not None
+        assert run._rounds.report().title == ""
+        assert len(run.play(norms).found) == 2
 
 
 def test_what_a_member_holds_of_the_next_layout_waits_while_it_stands_by() -> None:

@@ -150,7 +150,7 @@ class Evaluations:
         else:
             raise StepError(
                 f"run.total({name!r}) += ... stands outside of the loops that it adds up: within `for batch in step` "
-                "or `for batch in run.batches(...)`. Elsewhere all workers would add the same value value"
+                "or `for batch in run.batches(...)`. Elsewhere all workers would add the same value"
             )
 
     def total(self, name: str) -> Any:

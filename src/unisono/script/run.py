@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,8 @@ from unisono.system.process import IS_WATCHED, Process
 from unisono.views.watch import Sink, is_of_agents, named
 
 __all__ = ["Run"]
+
+R = TypeVar("R", bound=Round)
 
 
 class Run:
@@ -730,7 +732,7 @@ class Run:
         else:
             self._evaluations.save(self._training.place("run.save"))
 
-    def play(self, make: Callable[[Rounds], Round]) -> Round:
+    def play(self, make: Callable[[Rounds], R]) -> R:
         """Take part in a round of a kind of one's own, between two steps. Collective.
 
         Args:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,7 +79,7 @@ def main() -> None:
                     arguments.die.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            norms = run.play(lambda rounds, die=die: Norms(rounds, list(model.parameters()), die))
+            norms = run.play(partial(Norms, parameters=list(model.parameters()), before_leaf=die))
             step.log(**{f"norm{index}": norm for index, norm in norms.found.items()})
 
 

@@ -103,6 +103,11 @@ class Book:
         """
         return False
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the script has left the loop of these rounds: nobody needs the book after the next commit."""
+        return False
+
     def drain(self) -> None:
         """Wait until no sum is under way, so that the caller may use the exchange. Collective.
 
@@ -160,6 +165,7 @@ class Rounds:
         self.number = 0
         self.before_departure: Callable[[], None] | None = None
         self.book = Book()
+        self.members.drain = lambda: self.book.drain()
         self.taps: list[Tap] = []
         self.routing = Routing()
         self.note_round: Callable[[int, str], None] = _note_nothing
@@ -215,9 +221,13 @@ class Rounds:
                 "begin it after that"
             )
         self.drain()
-        plan = self._begin(round_)
-        self.note_round(self.number, round_.title)
-        round_.begin(plan)
+        try:
+            plan = self._begin(round_)
+            self.note_round(self.number, round_.title)
+            round_.begin(plan)
+        except BaseException:
+            self._give_up(round_)
+            raise
         while True:
             try:
                 yield from round_.compute(plan)
@@ -232,13 +242,13 @@ class Rounds:
                     return
                 plan = missing
             except BaseException:
-                if self._round is round_:  # the script has left the round: the next report does not name it
-                    self._close()
-                    self.note_round(-1, "")
+                self._give_up(round_)
                 raise
         self.note_round(-1, "")
         self.number += 1
         self._close()
+        if self.book.is_left:
+            self.book = Book()
         round_.finish()
 
     def _begin(self, round_: Round) -> Plan:
@@ -250,6 +260,12 @@ class Rounds:
         if standing.is_behind:  # the others wait for this member in a meeting
             standing = self._meet()
         return self._plan(round_, standing)
+
+    def _give_up(self, round_: Round) -> None:
+        """Note that the script has left a round by an error, so that the next report does not name it. Local."""
+        if self._round is round_:
+            self._close()
+            self.note_round(-1, "")
 
     def _close(self) -> None:
         """Note that this member is in no round. Local."""
@@ -467,7 +483,7 @@ class Rounds:
     def is_stop_planned(self) -> bool:
         """Return whether the run stops or pauses at this boundary, so that its state is worth a checkpoint.
 
-        To be asked once at every boundary, before `boundary`; the same on all members.
+        The same on all members, however often they ask, until they have called `boundary`.
         """
         # After a loss, other members may have begun the next round already: all members play the round of these.
         if (follows := self.follows(CHECKPOINT)) is not None:

@@ -123,7 +123,6 @@ class Pipeline(Book):
         self.news = ""
         self._load(first)
         self._rounds.book = self
-        self._members.drain = self.drain
         self._pending.current = self._gradients
 
     def _load(self, first: int) -> None:
@@ -453,6 +452,10 @@ class Pipeline(Book):
             return False
         return self._mode is not Mode.AHEAD or any(step.is_disputed for step in self._steps.values())
 
+    @property
+    def is_left(self) -> bool:
+        return self._mode is Mode.LEFT
+
     def drain(self) -> None:
         while self._under_way:
             self._commit_next()
@@ -489,7 +492,9 @@ class Pipeline(Book):
             arrived.is_stale = True  # it was said before what happens at this boundary
 
     def leave(self) -> None:
-        """Note that the script has left the loop. Sums under way are waited for when something else follows."""
+        """Note that the script has left the loop. Sums under way are waited for when something else follows, and the
+        newest one is kept for members that have not seen its commit until then.
+        """
         self._mode = Mode.LEFT
         self._pending.current = tuple
         if self._prediction is not None:
