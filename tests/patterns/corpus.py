@@ -2,17 +2,23 @@
 
 A pattern is a training as somebody would write it, with a tiny model and a few steps. It gets a `unisono.Run` that has
 begun; what it returns is what its author would report at the end, and must be equal on all workers as well.
+
+Where a weight is concerned the pattern returns numbers, and says by `plain` what PyTorch alone computes: one process,
+the whole batch, no micro-batches. `learn` is that loop. What both begin with is fixed, whatever the seed is (`still`).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.nn.utils import parameters_to_vector
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import unisono
 
@@ -22,16 +28,42 @@ __all__ = [
     "Texts",
     "images",
     "labelled",
+    "learn",
     "load",
     "num_correct",
     "pattern",
     "perceptron",
     "sequences",
+    "still",
+    "weights_of",
 ]
 
-Pattern = Callable[[unisono.Run], Any]
+Training = Callable[[unisono.Run], Any]
+M = TypeVar("M", bound=nn.Module)
 
-MODULES = ("vision", "language", "generative", "reinforcement", "graphs_audio", "selfsupervised", "tricks")
+
+@dataclass(frozen=True)
+class Pattern:
+    """A training, and how it is run besides alone and on a team."""
+
+    train: Training
+    legs: tuple[str, ...] = ()
+    """Names of `tests.patterns.measure.LEGS`."""
+    plain: Callable[[], Any] | None = None
+    """What PyTorch alone returns in its place."""
+
+
+MODULES = (
+    "vision",
+    "language",
+    "generative",
+    "reinforcement",
+    "graphs_audio",
+    "selfsupervised",
+    "tricks",
+    "modes_and_state",
+    "weights_and_frameworks",
+)
 PATTERNS: dict[str, Pattern] = {}
 
 NUM_SAMPLES = 56
@@ -39,12 +71,18 @@ NUM_SAMPLES = 56
 workers has none."""
 
 
-def pattern(function: Pattern) -> Pattern:
-    """Register a training under the name of its function."""
-    assert function.__name__ not in PATTERNS, function.__name__
-    assert function.__doc__, function.__name__
-    PATTERNS[function.__name__] = function
-    return function
+def pattern(
+    function: Training | None = None, *, legs: tuple[str, ...] = (), plain: Callable[[], Any] | None = None
+) -> Any:
+    """Register a training under the name of its function: ``@pattern``, or ``@pattern(legs=..., plain=...)``."""
+
+    def register(function: Training) -> Training:
+        assert function.__name__ not in PATTERNS, function.__name__
+        assert function.__doc__, function.__name__
+        PATTERNS[function.__name__] = Pattern(function, legs, plain)
+        return function
+
+    return register if function is None else register(function)
 
 
 def load() -> dict[str, Pattern]:
@@ -116,3 +154,36 @@ def num_correct(model: nn.Module, batch: Any) -> dict[str, Any]:
     x, y = batch[:2]
     found: Tensor = (model(x).argmax(1) == y).sum()
     return {"correct": int(found), "samples": len(y), "logits": model(x).double().sum()}
+
+
+def still(model: M) -> M:
+    """The model with weights that no seed changes."""
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    """All parameters, to be compared with those of another training."""
+    return parameters_to_vector(model.parameters()).detach()
+
+
+def learn(
+    model: nn.Module,
+    loss_of: Callable[..., Any],
+    data: Dataset[Any],
+    *,
+    epochs: int = 2,
+    lr: float = 0.1,
+    **loader: Any,
+) -> Tensor:
+    """Train as PyTorch alone does, in the order of the data, and return the weights."""
+    optimizer = SGD(model.parameters(), lr=lr)
+    for _ in range(epochs):
+        for batch in DataLoader(data, batch_size=24, **loader):
+            optimizer.zero_grad()
+            loss_of(model, *batch).backward()
+            optimizer.step()
+    return weights_of(model)

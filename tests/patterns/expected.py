@@ -1,4 +1,4 @@
-"""What comes of each pattern: the class that `measure` finds. ``different`` is what is silent still."""
+"""What comes of each pattern: the class that `measure` finds. ``different`` and ``unequal`` are what is silent still."""
 
 from __future__ import annotations
 
@@ -108,6 +108,70 @@ EXPECTED = {
     "learning_rate_set_by_the_loss_of_a_batch": "refused",
     "early_stopping_decided_by_the_main_worker": "refused",
     "running_mean_in_a_file": "refused",
+    # modes and state
+    "batch_norm_frozen_from_the_second_step": "identical",
+    "eval_left_on_after_a_look_at_the_outputs": "identical",
+    "body_thawed_and_put_into_train_mode": "identical",
+    "dropout_lowered_after_a_step": "refused",
+    "momentum_of_batch_norm_by_the_epoch": "identical",
+    "temperature_annealed_in_an_attribute": "refused",
+    "flag_that_changes_the_forward_pass": "refused",
+    "centre_in_an_attribute_that_is_a_tensor": "refused",
+    "clipping_by_the_median_of_a_deque": "refused",
+    "factor_of_a_loss_in_an_object": "refused",
+    "layers_in_a_plain_list": "refused",
+    "scheduler_made_anew_in_each_epoch": "refused",
+    "sam_with_a_base_optimizer": "refused",
+    "lookahead_around_another_optimizer": "identical",
+    "optimizer_with_a_string_in_its_state": "identical",
+    "betas_changed_by_the_script": "identical",
+    "average_whose_decay_is_an_attribute": "refused",
+    "scripted_part_of_a_model": "identical",
+    "head_replaced_between_two_epochs": "identical",
+    "evaluation_that_reads_the_learning_rate": "identical",
+    "evaluation_by_a_scheduler": "identical",
+    "evaluation_with_an_attribute_of_the_model": "refused",
+    "evaluation_by_a_tracked_dict": "identical",
+    "evaluation_with_an_untracked_dict": "refused",
+    "rate_decided_by_an_evaluation_of_the_step_before": "identical",
+    # weights and frameworks
+    "class_weights_without_a_weight": "warned",
+    "class_weights_with_their_sum": "identical",
+    "ignored_labels_without_a_weight": "warned",
+    "ignored_labels_with_their_number": "identical",
+    "class_weights_in_a_module_for_log_probabilities": "warned",
+    "sums_instead_of_means": "identical",
+    "sums_that_nobody_was_told_of": "warned",
+    "backward_per_sample_of_the_mean": "identical",
+    "backward_per_sample_of_the_sum": "warned",
+    "collate_function_that_drops_samples": "warned",
+    "fgsm_that_keeps_the_clean_gradient": "identical",
+    "inputs_moved_by_the_length_of_their_gradient": "warned",
+    "fgsm_with_zero_grad": "refused",
+    "batches_without_any_label": "identical",
+    "backward_only_where_there_is_a_label": "refused",
+    "momentum_over_a_batch_of_weight_nothing": "identical",
+    # The page says that a loss is a mean over what the weight counts: these are two.
+    "two_losses_added_of_which_one_is_masked": "unequal",
+    "two_losses_each_with_its_weight": "refused",
+    "contrastive_loss_over_the_whole_batch": "identical",
+    "batch_norm_with_one_sample_left": "identical",
+    "steps_over_the_end_of_an_epoch": "identical",
+    "validation_every_few_of_many_steps": "identical",
+    "two_tasks_in_turn": "identical",
+    "exit_within_the_loop": "identical",
+    "exit_after_a_dry_run_in_a_with_block": "identical",
+    "folds_with_names": "identical",
+    "helpers_that_ask_whether_there_is_a_process_group": "refused",
+    "confusion_matrix_for_numpy": "identical",
+    "totals_of_the_training_as_numbers": "identical",
+    "predictions_gathered_by_hand": "identical",
+    "predictions_collected": "identical",
+    "scores_of_all_samples_in_numpy": "identical",
+    "sparse_embeddings": "refused",
+    "compiled_model_on_lengths_that_vary": "identical",
+    "closure_for_every_optimizer": "identical",
+    "update_in_the_scaler_of_timm": "refused",
 }
 
 PART: Final = frozenset(
@@ -151,6 +215,14 @@ PART: Final = frozenset(
         "samples_drawn_by_the_main_worker",
         "unfreezing_one_layer_after_the_other",
         "running_mean_in_a_file",
+        # modes and state
+        "batch_norm_frozen_from_the_second_step",
+        "temperature_annealed_in_an_attribute",
+        "evaluation_by_a_scheduler",
+        # weights and frameworks
+        "sums_that_nobody_was_told_of",
+        "two_losses_added_of_which_one_is_masked",
+        "predictions_collected",
     }
 )
 """What `make test-more` runs: of each file some that give the same bits and some that do not."""

@@ -2,7 +2,7 @@
 
 By default a part of them runs (`PART`), and one that gives the same bits runs alone and on one team, of two or of three
 workers in turns. UNISONO_TEST_ALL takes all of them and both teams. Where and how another one ends depends on the team,
-so it always runs on both.
+so it always runs on both. The legs that a pattern names always run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_every_pattern_has_an_expected_class() -> None:
 def test_a_pattern_is_of_its_class(
     name: str, teams: Sequence[int], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Alone, and on two workers or on three: equal to the bit, refused, or known to be neither."""
+    """Alone, on two workers or on three, and by its legs: equal to the bit, refused, or known to be neither."""
     verdict = measure(name, tmp_path / "runs", teams)
     record_property("pattern", (name, verdict.kind, verdict.detail))
     assert verdict.kind == EXPECTED[name], verdict.detail
