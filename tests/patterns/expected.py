@@ -1,4 +1,4 @@
-"""What comes of each pattern: the class that `measure` finds. ``different`` and ``unequal`` are what is silent still."""
+"""What comes of each pattern: the class that `measure` finds. ``different`` and ``unequal`` are silent still."""
 
 from __future__ import annotations
 
