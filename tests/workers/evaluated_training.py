@@ -60,6 +60,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
         if arguments.shard:
             optimizer = unisono.shard(optimizer, copies=2)
+        model.temperature = 1.0  # type: ignore[assignment]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         run.track(model=model, optimizer=optimizer, scheduler=scheduler)
         assert run.broadcast("said") == "said"
@@ -74,7 +75,8 @@ def main() -> None:
             inputs, labels = batch
             scores = model(inputs)
             loss = F.cross_entropy(scores, labels, reduction="sum")
-            return {"right": (scores.argmax(1) == labels).sum(), "loss": loss}
+            rate = torch.tensor(optimizer.param_groups[0]["lr"] + scheduler.last_epoch)
+            return {"right": (scores.argmax(1) == labels).sum(), "loss": loss / model.temperature, "rate": rate}
 
         def evaluate() -> None:
             run.evaluate(data, count, batch_size=7, wait=False)
@@ -82,6 +84,7 @@ def main() -> None:
                 run.evaluate(data, count, batch_size=9, wait=False)
 
         def look(step: unisono.Step | LocalRound, loop: int) -> None:
+            model.temperature *= 1.1  # type: ignore[assignment, operator]
             for evaluation in run.pending_evaluations:
                 if arguments.later and evaluation.step + arguments.later <= step.number:
                     evaluation.result()

@@ -200,7 +200,7 @@ class Visiting(Inspector):
                     f"workers {order.samples} in batches of {order.batch_size}"
                 )
             self._load(is_strict=True)
-            totals = request.compute(None, 0, lambda batch: get_on(self._snapshot))
+            totals = request.compute(None, 0, lambda batch: get_on(self._snapshot), of_snapshot=True)
         except UnisonoError as error:
             raise self._cannot(in_one_line(error)) from error
         hand_in(self._snapshot, to_bytes(totals))

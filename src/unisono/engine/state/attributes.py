@@ -113,7 +113,7 @@ class Attributes:
         """(name of the owner, attribute) -> its value before the script has changed it."""
         self._left_alone: dict[str, set[str]] = collections.defaultdict(set)
         self._inside: str | None = None
-        self._told: set[tuple[str, str]] = set()
+        self._to_tell: dict[tuple[str, str], str] = {}  # what has been set and cannot travel
 
     def begin(self) -> None:
         """Note the attributes as they are, before the first step."""
@@ -150,8 +150,8 @@ class Attributes:
             if _size(value) <= MOST_BYTES:
                 device = value.device.type if isinstance(value, Tensor) else "cpu"
                 found.setdefault(owner, {})[name] = to_bytes([value, device])
-            elif warns and value is not _ABSENT and not name.startswith("_"):
-                self._warn(owner, name, value)
+        while warns and self._to_tell:
+            self._warn(*self._to_tell.popitem())
         return found
 
     def load(self, state: Mapping[str, Mapping[str, bytes]]) -> None:
@@ -199,8 +199,20 @@ class Attributes:
                     self._changed.pop((owner, name), None)
             elif not watched.has_new_caches:
                 for name, before in changes.items():
-                    self._changed.setdefault((owner, name), before)
+                    self._add(watched, owner, name, before)
         self._renew(renewed)
+
+    def _add(self, watched: _Watched, owner: str, name: str, before: object) -> None:
+        """Note that the script has set an attribute."""
+        value = watched.values.get(name, _ABSENT)
+        if value is _ABSENT or _size(value) <= MOST_BYTES:
+            self._changed.setdefault((owner, name), before)
+            return
+        self._changed.pop((owner, name), None)
+        self._left_alone[owner].add(name)  # and do not hold it: it may be as large as a model
+        if not name.startswith("_"):
+            what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__qualname__}"
+            self._to_tell[owner, name] = f"{owner}.{name} was set between two steps and is {what}"
 
     def _look(self) -> list[object]:
         """Return objects that are others if something has changed.
@@ -247,19 +259,16 @@ class Attributes:
         self._contents = [value for one in watched for value, _ in one.contents.values()]
         self._before = self._look()
 
-    def _warn(self, owner: str, name: str, value: object) -> None:
+    def _warn(self, key: tuple[str, str], words: str) -> None:
         member = members.current()
-        if (owner, name) in self._told or (member is not None and member.worker_id != "w0"):  # once for all workers
-            return
-        self._told.add((owner, name))
-        what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__qualname__}"
-        warnings.warn(
-            f"{owner}.{name} was set between two steps and is {what}, which is in no state: a run that resumes, or a "
-            f"worker that joins, has what the script sets at its beginning. If steps depend on it, make it a buffer "
-            f"(register_buffer({name!r}, ...)) or a plain value (numbers, strings, small tensors and containers of "
-            "these, which travel with the state), or set it before each step by step.number",
-            stacklevel=level_outside(),
-        )
+        if member is None or member.worker_id == "w0":  # once for all workers
+            warnings.warn(
+                f"{words}, which is in no state: a run that resumes, or a worker that joins, has what the script sets "
+                f"at its beginning. If steps depend on it, make it a buffer (register_buffer({key[1]!r}, ...)) or a "
+                "plain value (numbers, strings, small tensors and containers of these, which travel with the state), "
+                "or set it before each step by step.number",
+                stacklevel=level_outside(),
+            )
 
 
 def _flatten(value: object, found: list[object]) -> None:

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -500,11 +501,11 @@ class Tracked:
                 hidden[name].copy_(buffer)
 
     def seen(self) -> dict[str, Any]:
-        """Return what a forward pass can depend on: all but what only an update needs."""
+        """Return what an evaluation can depend on: all but the states of parameters in optimizers."""
+        optimizers = self.optimizers
         return {
-            "objects": {
-                name: value.state_dict() for name, value in self._objects.items() if not _is_for_updates(value)
-            },
+            "objects": {name: value.state_dict() for name, value in self._objects.items() if name not in optimizers},
+            "options": {name: [_options(group) for group in one.param_groups] for name, one in optimizers.items()},
             "hidden": self._hidden_buffers(),
             "in_eval": self._in_eval(),
             "attributes": self.attributes.state(),
@@ -516,13 +517,33 @@ class Tracked:
         Raises:
             UsageError: the state is of other objects.
         """
-        ours = {name for name, value in self._objects.items() if not _is_for_updates(value)}
-        if state["objects"].keys() != ours:
-            raise UsageError(f"this script tracks {sorted(ours)}, the run {sorted(state['objects'])}")
+        theirs = state["objects"].keys() | state["options"].keys()
+        if theirs != self._objects.keys():
+            raise UsageError(f"this script tracks {sorted(self._objects)}, the run {sorted(theirs)}")
         self._load_hidden(state)
         self._load_settings(state)
         for name, part in state["objects"].items():
             self._objects[name].load_state_dict(part)
+        for name, groups in state["options"].items():
+            for group, options in zip(self.optimizers[name].param_groups, groups, strict=True):
+                for option, value in options.items():
+                    if isinstance(own := group.get(option), Tensor) and isinstance(value, Tensor):
+                        own.copy_(value)
+                    else:
+                        group[option] = value
+
+    @contextmanager
+    def without_states(self) -> Iterator[None]:
+        """Return a context in which the state of a tracked optimizer raises an error when it is read."""
+        held = [vars(one) for one in self.optimizers.values() if "state" in vars(one)]
+        before = [(attributes, attributes["state"]) for attributes in held]
+        for attributes, _ in before:
+            attributes["state"] = _NotHere()
+        try:
+            yield
+        finally:
+            for attributes, state in before:
+                attributes["state"] = state
 
     def own_state(self, names: Collection[str]) -> dict[str, Any]:
         """Return these parts of the state that are Unisono's own."""
@@ -631,10 +652,24 @@ def _leads_to(value: object, wanted: object) -> bool:
     return False
 
 
-def _is_for_updates(value: object) -> bool:
-    """Return whether only updates depend on an object, and no forward pass."""
-    kinds = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
-    return isinstance(value, kinds)
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in group.items() if option != "params"}
+
+
+class _NotHere(Mapping[Any, Any]):
+    """Stands for the state of an optimizer where it is not that of the time that is asked for."""
+
+    def __getitem__(self, key: object) -> Any:
+        raise UsageError(
+            "the function of run.evaluate(..., wait=False) has read the state of an optimizer, which a snapshot does "
+            "not have: evaluate with wait=True, or track what the function needs in a dict"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[None]])
+
+    def __len__(self) -> int:
+        return len([self[None]])
 
 
 def _is_cumulative(module: nn.Module) -> bool:

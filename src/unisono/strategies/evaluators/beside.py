@@ -221,7 +221,7 @@ class Beside:
         except CheckpointError as error:
             raise StepError(f"the evaluation of step {step} cannot be computed: {error}. {self._advice}") from error
         with self._in_place(state):
-            return to_bytes(self._requests[number].compute(rounds, self._begun.num_done))
+            return to_bytes(self._requests[number].compute(rounds, self._begun.num_done, of_snapshot=True))
 
     @property
     def _advice(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -92,21 +92,25 @@ class EvaluationRequest:
         number: int,
         at: Callable[[int], None] = lambda batch: None,
         sums: BatchSums | None = None,
+        *,
+        of_snapshot: bool = False,
     ) -> Totals:
         """Return the totals that the function gives, over all batches. Collective where there are rounds.
 
         Args:
             rounds, number, at, sums: as of `play`.
+            of_snapshot: the tracked objects are those of a snapshot, which has no states of optimizers.
 
         Raises:
-            UsageError: it gives none for a batch.
+            UsageError: it gives none for a batch, or reads what a snapshot does not have.
         """
         sums = sums or BatchSums("run.evaluate", fills=False)
 
         def work(batch: Any) -> None:
             assert self.function is not None
             try:
-                totals = self.function(batch)
+                with self.made_by.tracked.without_states() if of_snapshot else nullcontext():
+                    totals = self.function(batch)
             except Away:
                 sums.pass_on()
                 return
