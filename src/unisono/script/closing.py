@@ -227,8 +227,10 @@ class Ending:
         self._recorder.run_ended(self._course.role(), ok=False, reason=f"{type(error).__name__}: {error}")
 
     def _is_good_exit(self, error: BaseException) -> bool:
-        """Return whether this is ``sys.exit(0)`` of the script, between two steps or at the end."""
-        return _code_of(error) == 0 and not self._keeper.is_leaving
+        """Return whether this is ``sys.exit(0)`` of the script: nobody has asked this worker, or the run, to leave."""
+        member = members.current()
+        is_asked = self._keeper.is_leaving or (member is not None and member.has_left)
+        return _code_of(error) == 0 and not is_asked
 
     def _has_exited_inside(self, error: BaseException) -> bool:
         """Return whether this is ``sys.exit(0)`` within the inner loop, whose step has no result."""
