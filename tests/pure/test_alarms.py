@@ -79,7 +79,7 @@ def test_a_process_that_ends_by_a_signal_has_crashed() -> None:
     story.exits("w1", -signal.SIGSEGV)
     (trouble,) = alarms(story)
     assert sentence(trouble) == (
-        "w1 on host lab was killed by signal 11 (SIGSEGV) in step 4, micro-batch 2 (samples 17)"
+        "w1 on host lab was killed by signal 11 (SIGSEGV) in step 4, micro-batch 2 (sample 17)"
     )
 
 
@@ -106,7 +106,7 @@ def test_an_error_is_said_of_each_worker_that_has_tried_it() -> None:
     story.says("w1", failed)
     (first,) = alarms(story)
     assert sentence(first) == (
-        "w1 on host lab failed in step 5, micro-batch 2 (samples 17): ValueError: x; another worker tries it"
+        "w1 on host lab failed in step 5, micro-batch 2 (sample 17): ValueError: x; another worker tries it"
     )
     story.says("w0", failed)
     (second,) = alarms(story)

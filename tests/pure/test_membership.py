@@ -1298,7 +1298,7 @@ def test_two_workers_that_hang_in_the_same_micro_batch_at_once_end_the_run() -> 
     story.beat("w0", seconds_at=62.0, samples=[17])
     assert story.ended is not None
     assert "w0 (pid 1000) hangs" in story.ended.reason
-    assert "(samples 17), where worker w1" in story.ended.reason
+    assert "(sample 17), where worker w1" in story.ended.reason
 
 
 def test_slow_steps_are_not_late() -> None:
