@@ -197,6 +197,7 @@ def _epochs(directory: Path, *, cut: bool, how: str) -> list[float]:
     return figures
 
 
+@pytest.mark.filterwarnings("ignore:run.collected:UserWarning")
 @pytest.mark.parametrize("how", ["once", "plain", "guarded"])
 def test_a_run_that_resumes_has_the_rows_of_its_place_and_what_was_computed_of_others(how: str, tmp_path: Path) -> None:
     """Its newest checkpoint was written between the rows and what is computed of them."""
