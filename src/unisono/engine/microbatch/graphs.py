@@ -113,7 +113,9 @@ def _terms(node: Any) -> Iterator[Any]:
             return
         node = todo.pop()
         children = [child for child, _ in node.next_functions if child is not None]
-        is_scaled = node.name() == "MulBackward0" and abs(_number(node) or 0.0) >= LEAST_FACTOR
+        number = abs(_number(node) or 0.0)
+        is_scaled = node.name() == "MulBackward0" and number >= LEAST_FACTOR
+        is_scaled |= node.name() == "DivBackward0" and 0.0 < number < 1 / LEAST_FACTOR
         if is_scaled or node.name() in ("AddBackward0", "SubBackward0", "NegBackward0"):
             todo.extend(children)
         else:
