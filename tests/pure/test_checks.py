@@ -6,8 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.core.divergence import Facts, causes, parting_words
 from unisono.core.plan import Plan, plan
-from unisono.core.rehearsals import Twice, balance_of_copies, is_compared, is_rehearsed, minority, rehearsal
+from unisono.core.rehearsals import (
+    Odd,
+    Twice,
+    balance_of_copies,
+    is_compared,
+    is_rehearsed,
+    minority,
+    odd_newcomers,
+    on_trial,
+    rehearsal,
+    without,
+)
+from unisono.core.telemetry import Compared
 
 
 def test_checks_are_dense_at_the_beginning_and_rare_afterwards() -> None:
@@ -52,6 +65,105 @@ def test_a_member_without_micro_batches_computes_one_of_the_next() -> None:
     assert rehearsal(chosen, 2, 0).own == ()
     assert rehearsal(chosen, 2, 0).other == (0,)
     assert rehearsal(chosen, 1, 0).other == (0,)
+
+
+def test_a_newcomer_rehearses_in_each_step_of_its_trial() -> None:
+    chosen = without(plan(3, 6), {2})
+    assert chosen.ranges == (range(3), range(3, 6), ())
+    assert [rehearsal(chosen, 2, turn, {2}) for turn in range(10)] == [Twice((), (0,))] * 10
+    assert rehearsal(without(plan(2, 1), {1}), 1, 1, {1}) == Twice((), (0,))
+    assert rehearsal(without(plan(2, 1), {1}), 0, 0, {1}) == Twice((0,), ())
+
+
+@pytest.mark.parametrize(
+    ("joined", "step", "lag", "ranks"),
+    [
+        ([-1, -1], 0, 0, set()),
+        ([-1, 40], 40, 0, {1}),
+        ([-1, 40], 41, 0, {1}),
+        ([-1, 40], 42, 0, set()),
+        ([-1, 40], 43, 1, {1}),
+        ([-1, 40], 44, 1, set()),
+        ([30, 40, -1], 41, 0, {1}),
+        ([40, 40], 40, 0, set()),  # there is nobody else
+        ([-1, 0, 0], 1, 0, {1, 2}),
+    ],
+)
+def test_nothing_of_a_newcomer_is_summed_in_its_first_steps(
+    joined: list[int], step: int, lag: int, ranks: set[int]
+) -> None:
+    assert on_trial(joined, step, lag=lag) == ranks
+
+
+def says(
+    state: int = 1, *, own: int = 7, other: int = 7, arithmetic: int = 0, leaf: int = 0, step: int = 40
+) -> Compared:
+    """What a member says that has computed micro-batch ``leaf``, and the one after it for another member."""
+    return Compared(
+        compared_step=step,
+        state_digest=state,
+        own_leaf=leaf,
+        own_digest=own,
+        other_leaf=leaf + 1,
+        other_digest=other,
+        arithmetic=arithmetic,
+    )
+
+
+def helps(digest: int, *, leaf: int = 0, state: int = 1, arithmetic: int = 0) -> Compared:
+    """What a newcomer says that has computed a micro-batch of a member."""
+    return Compared(compared_step=40, state_digest=state, other_leaf=leaf, other_digest=digest, arithmetic=arithmetic)
+
+
+NEW = {"w0": -1, "w1": -1, "w2": 40}
+
+
+@pytest.mark.parametrize(
+    ("said", "joined", "found"),
+    [
+        ([says(), says(leaf=1), helps(7)], NEW, {}),
+        ([says(), says(leaf=1), helps(7, arithmetic=5)], NEW, {}),
+        ([says(), says(leaf=1), helps(8)], NEW, {"w2": Odd("w0", 0)}),
+        ([says(), says(leaf=1), helps(8, arithmetic=5)], NEW, {"w2": Odd("w0", 0)}),
+        ([says(), says(leaf=1), helps(7, state=2)], NEW, {"w2": Odd("w0")}),
+        ([says(), says(leaf=1), says(state=2, leaf=2, step=-1)], NEW, {}),  # it has not compared its state
+        ([says(), says(leaf=1), helps(8)], {"w2": 3}, {}),  # no newcomer any more: all are left to `minority`
+        ([says(), says(leaf=1), helps(8, arithmetic=5)], {"w2": 3}, {"w2": Odd("w0", 0)}),
+        ([says(other=9), says(leaf=1, arithmetic=5)], {"w1": 3}, {"w1": Odd("w0", 1)}),
+        ([says(other=9, arithmetic=5), says(leaf=1)], {"w0": 3, "w1": 7}, {"w1": Odd("w0", 1)}),
+        ([says(), says(leaf=1, other=9), says(leaf=2)], {}, {}),
+        ([helps(8), says()], {"w0": 40, "w1": 40}, {}),  # both are new
+    ],
+)
+def test_of_members_that_differ_the_newcomers_are_odd(
+    said: list[Compared], joined: dict[str, int], found: dict[str, Odd]
+) -> None:
+    assert odd_newcomers(dict(zip(("w0", "w1", "w2"), said, strict=False)), joined, 40) == found
+
+
+@pytest.mark.parametrize(
+    ("facts", "first", "words"),
+    [
+        (Facts(), "`unisono check SCRIPT` names the line. Look for anything that", "a counter"),
+        (Facts(is_of_state=True), "`unisono check SCRIPT` names the line. Something between the steps", "run.rank"),
+        (Facts(is_arithmetic_equal=False, joined=3, newer="w3"), "Their processors or libraries differ", "avx2"),
+        (Facts(joined=41, newer="w3"), "w3 joined at step 41: it has not done the steps", "names the line"),
+        (Facts(joined=41, newer="w3", num_skipped=1), "w3 joined at step 41: it has skipped 1 call of", "broadcast"),
+        (Facts(joined=41, newer="w3", num_skipped=2), "w3 joined at step 41: it has skipped 2 calls of", "rollout"),
+    ],
+)
+def test_the_advice_is_that_of_what_is_known(facts: Facts, first: str, words: str) -> None:
+    assert causes(facts).startswith(first)
+    assert words in causes(facts)
+    assert not causes(facts).endswith((".", " "))
+
+
+def test_one_that_is_sent_away_is_told_whether_it_has_counted() -> None:
+    facts = Facts(joined=41, newer="w3")
+    assert "Nothing that it has computed was summed" in parting_words("w3", "x", facts, has_counted=False)
+    words = parting_words("w3", "x", facts, has_counted=True)
+    assert "have counted since step 41" in words
+    assert "at most 41 steps" in words
 
 
 def test_one_member_computes_its_own_first_micro_batch_again_in_the_first_steps() -> None:

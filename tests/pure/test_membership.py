@@ -9,7 +9,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import pytest
@@ -69,7 +69,7 @@ from unisono.membership import (
     routine_of_many,
     step,
 )
-from unisono.membership.hellos import differences
+from unisono.membership.hellos import differences, refusal
 from unisono.membership.roster import ALIVE, State, Worker, WorkerState, noted, resumed
 
 AGENT = "agent0"
@@ -1064,6 +1064,17 @@ def test_where_it_passes_elsewhere_the_first_worker_is_suspect_and_replaced() ->
     assert "w1 (pid 1001) is suspect" in story.reason
     assert story.sent(AGENT, Start)[0].worker_ids == ["w3"]
     assert story.state.tried == {}
+
+
+def test_a_member_that_has_joined_last_and_differs_is_lost_alone() -> None:
+    """Another process would compute what this one has."""
+    story = training(3)
+    story.says("w2", Failed(error="DivergenceError: w2 computes other values", traceback="T", goes_on=True))
+    assert story.ended is None
+    assert story.state.members == ("w0", "w1")
+    assert story.worker("w2").state is WorkerState.LOST
+    assert "w2 (pid 1002) is sent away and not replaced" in story.reason
+    assert story.sent(AGENT, Start)[1:] == []
 
 
 def test_a_newcomer_that_cannot_start_does_not_end_the_run() -> None:
@@ -2167,6 +2178,26 @@ def test_a_different_fingerprint_is_refused_where_strict() -> None:
     assert story.worker("w1").state is WorkerState.LEFT
     assert not story.sent("w1", Ended)[0].ok
     assert story.ended is None
+
+
+@pytest.mark.parametrize(
+    ("held", "settings", "is_refused"),
+    [
+        (True, {"workers": "1x2"}, True),
+        (True, {"workers": "1x2", "arithmetic": "avx2"}, False),
+        (False, {"workers": "1x2"}, False),
+        (True, {"workers": "2"}, False),
+    ],
+)
+def test_where_a_model_is_in_parts_a_newcomer_of_another_fingerprint_is_refused(
+    held: bool, settings: dict[str, Any], is_refused: bool
+) -> None:
+    """Its values would count at once, beside those of its group."""
+    state = State(
+        policy=Policy(start=2, maximum=2), settings=RunSettings(**settings), fingerprint={"torch": "2"}, held=held
+    )
+    words = refusal(state, Hello(info=info("w2"), fingerprint={"torch": "3"}))
+    assert ("cannot be tried" in words) == bool(words) == is_refused
 
 
 def test_other_results_in_the_probe_are_refused_and_other_names_are_not() -> None:

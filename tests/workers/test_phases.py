@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +150,18 @@ def test_a_newcomer_makes_the_data_of_the_second_phase_with_the_model_of_the_run
     assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 16 steps")
 
 
-def test_a_newcomer_that_makes_other_data_is_found_out(
+def test_a_newcomer_that_makes_other_data_is_sent_away_and_no_bit_changes(
     tmp_path: Path, unisono: Unisono, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = lose_one_in_the_second_phase(tmp_path, unisono, monkeypatch, write_layers(tmp_path), "differs")
-    assert command.process.returncode == 1
-    assert "was computed by two workers, and its gradient differs" in "\n".join(command.err)
+    script = write_layers(tmp_path)
+    assert run_workers(script, 1, directory=tmp_path / "calm", arguments=["/nonexistent", "differs"]).exit_code == 0
+    command = lose_one_in_the_second_phase(tmp_path, unisono, monkeypatch, script, "differs")
+    assert command.process.returncode == 0, command.err
+    assert compare(tmp_path / "calm", tmp_path / "hurt").startswith("identical: 16 steps")
+    said = " ".join(command.err)
+    assert re.search(r"w3 \(pid \d+\) is sent away and not replaced", said)
+    assert ": it has skipped 1 call of run.steps" in said
+    assert "w4" not in said
 
 
 def test_a_run_that_is_resumed_makes_the_data_of_the_second_phase_with_its_model(tmp_path: Path) -> None:

@@ -82,11 +82,13 @@ class DivergenceError(UnisonoError):
 
     Args:
         sound: a checkpoint of more steps of the run may hold wrong values; 0: nothing is known of any; -1: none does.
+        goes_on: it is this worker alone that differs, and it has joined last: the others go on without it.
     """
 
-    def __init__(self, message: str = "", *, sound: int = 0) -> None:
+    def __init__(self, message: str = "", *, sound: int = 0, goes_on: bool = False) -> None:
         super().__init__(message)
         self.sound = sound
+        self.goes_on = goes_on
 
 
 class _AboutPeers(UnisonoError):

@@ -96,7 +96,7 @@ __all__ = [
     "is_refusal",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 def is_refusal(status: int) -> bool:
@@ -272,6 +272,8 @@ class Failed(Message):
     """The computation of a micro-batch raised the error, so another worker may try that micro-batch."""
     sound: int = -1
     """A checkpoint of more steps may hold wrong values, because workers have different ones; -1: none does."""
+    goes_on: bool = False
+    """This worker has joined last, and computes other values than the members before it: they go on without it."""
     kind: str = "error"
     """What the error shows (`unisono.record.problems.kinds.Kind`)."""
     detail: str = ""

@@ -11,18 +11,26 @@ There are two checks, at steps that all members choose alike:
 A script that counts, remembers earlier micro-batches, draws from a generator of its own or reads the clock gives other
 gradients to the second worker, which has computed other micro-batches before. Most such scripts do so from the first
 step on; some begin later. So the checks are dense at the beginning of a run and rare afterwards.
+
+A **newcomer** is on trial in its first steps: nothing that it computes is summed. In each of these steps it rehearses a
+micro-batch of a member, and its state is compared, in the second one after an update that it has made itself. If it
+differs it is sent away, and the sums are those of the others. At the beginning of a run, members of another arithmetic
+than rank 0 are newcomers: they have passed the probe, which is no proof.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.core.cursor import seed_of
 from unisono.core.plan import Plan
+from unisono.core.plan import plan as even_plan
+from unisono.core.telemetry import Compared
 
 __all__ = [
+    "Odd",
     "Twice",
     "balance_of_copies",
     "digest_of",
@@ -30,10 +38,14 @@ __all__ = [
     "is_last_checked",
     "is_rehearsed",
     "key_of",
+    "leaf_that_differs",
     "minority",
     "most",
+    "odd_newcomers",
     "odd_ones",
+    "on_trial",
     "rehearsal",
+    "without",
 ]
 
 _WORD = 1 << 64
@@ -43,6 +55,8 @@ FIRST_STEPS = 8
 """The first steps of a run are all checked, and afterwards those whose number is a power of two."""
 FIRST_STEPS_ALONE = 2
 """A run with one worker that trains a recurrent model is rehearsed in so many steps."""
+TRIAL_STEPS = 2
+"""In so many steps nothing that a newcomer computes is summed."""
 COMPARE_EVERY = 100
 REHEARSE_EVERY = 1000
 
@@ -92,6 +106,74 @@ def is_rehearsed(
     return often or step % REHEARSE_EVERY == 0 or _is_power_of_two(step)
 
 
+def on_trial(joined: Sequence[int], step: int, *, lag: int = 0) -> frozenset[int]:
+    """Return the ranks of the newcomers of which nothing is summed at a step; none where all members are newcomers.
+
+    Args:
+        joined: by rank, the steps that were done when the member joined; -1: it was there from the beginning.
+        lag: by so many steps the update of a gradient, and its comparison, comes later than the gradient.
+    """
+    found = frozenset(rank for rank, at in enumerate(joined) if at >= 0 and step < at + TRIAL_STEPS + 2 * lag)
+    return found if len(found) < len(joined) else frozenset()
+
+
+def without(plan: Plan, ranks: Collection[int]) -> Plan:
+    """Return a plan of as many members, of which some get no micro-batch."""
+    if not ranks:
+        return plan
+    staying = [rank for rank in range(len(plan.ranges)) if rank not in ranks]
+    shares = even_plan(len(staying), plan.num_leaves).ranges
+    ranges: list[Sequence[int]] = [()] * len(plan.ranges)
+    for rank, share in zip(staying, shares, strict=True):
+        ranges[rank] = share
+    return Plan(plan.num_leaves, tuple(ranges))
+
+
+@dataclass(frozen=True)
+class Odd:
+    """How a newcomer differs."""
+
+    member: str
+    """With which it was compared."""
+    leaf: int = -1
+    """The micro-batch that both have computed; -1: their states differ."""
+
+
+def odd_newcomers(
+    said: Mapping[str, Compared], joined: Mapping[str, int], step: int, *, lag: int = 0
+) -> dict[str, Odd]:
+    """Return the newcomers that differ from members that were there before them, by worker.
+
+    A newcomer on trial is compared with the members that are not, of whatever arithmetic. Afterwards it is the newer
+    one of two of unequal arithmetic that has to go: that both are right cannot be. Members of equal arithmetic are left
+    to `minority`.
+
+    Args:
+        said: by worker, in the order of the ranks.
+        joined: by worker, as `on_trial` has it.
+    """
+    at = {worker: joined.get(worker, -1) for worker in said}
+    trial = {[*said][rank] for rank in on_trial([*at.values()], step, lag=lag)}
+    compared = {worker: one for worker, one in said.items() if one.compared_step == step}
+    found: dict[str, Odd] = {}
+    for worker, one in compared.items():
+        for other, its in compared.items():
+            is_unequal = one.arithmetic != its.arithmetic and at[worker] > at[other]
+            if other in trial or not (worker in trial or is_unequal):
+                continue
+            if one.state_digest != its.state_digest:
+                found.setdefault(worker, Odd(other))
+            elif (leaf := leaf_that_differs(its, one)) >= 0 or (leaf := leaf_that_differs(one, its)) >= 0:
+                found.setdefault(worker, Odd(other, leaf))
+    return found
+
+
+def leaf_that_differs(owner: Compared, helper: Compared) -> int:
+    """Return the micro-batch of a member for which another one has got other bits; -1: there is none."""
+    is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf and owner.part == helper.part
+    return owner.own_leaf if is_same_leaf and owner.own_digest != helper.other_digest else -1
+
+
 def is_last_checked(phase: int) -> bool:
     """Return whether the last step of a ``run.steps`` is checked. A script may call it once for each epoch.
 
@@ -111,7 +193,7 @@ class Twice:
     """Micro-batches of another member (alone: of this one) that this one computes as well, after its own."""
 
 
-def rehearsal(plan: Plan, rank: int, turn: int) -> Twice:
+def rehearsal(plan: Plan, rank: int, turn: int, trial: Collection[int] = ()) -> Twice:
     """Return what one member computes for a rehearsal.
 
     The members form a ring: each computes, as its last micro-batch, the first one of the next rank that has any. So
@@ -121,12 +203,13 @@ def rehearsal(plan: Plan, rank: int, turn: int) -> Twice:
 
     Args:
         turn: counts rehearsals, e.g. the number of the step.
+        trial: the ranks of newcomers that are on trial, which are never left out.
     """
     size = len(plan.ranges)
     if size == 1:
         return Twice((plan.ranges[0][0],), (plan.ranges[0][0],))
     following = (plan.ranges[(rank + distance) % size] for distance in range(1, size))
-    is_left_out = turn % 4 == 1 and rank == turn // 4 % size
+    is_left_out = turn % 4 == 1 and rank == turn // 4 % size and rank not in trial
     other = () if is_left_out else next((leaves[:1] for leaves in following if leaves), ())
     return Twice(tuple(plan.ranges[rank][:1]), tuple(other))
 

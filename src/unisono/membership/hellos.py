@@ -133,6 +133,13 @@ def refusal(state: State, hello: Hello) -> str:
             "rejected. Install the same torch on all machines; where the processors differ, start the run with --set "
             "arithmetic=avx2, or =compatible where they are of several makers"
         )
+    is_untried = state.held and state.settings.parts > 1 and not state.settings.arithmetic
+    if is_untried and (found := differences(known, hello.fingerprint)):
+        return (
+            f"may compute differently: {', '.join(found)}; where a model is in parts a worker cannot be tried before "
+            "its values count, so it is rejected. Add a machine that is like the others, or start the run with --set "
+            "arithmetic=avx2, or =compatible where the processors are of several makers"
+        )
     if state.settings.strict and (text := objection(state, hello)):
         return f"{text}; refused (--strict)"
     return ""
@@ -154,7 +161,10 @@ def outlook(state: State, hello: Hello) -> str:
         one for one in (state.fingerprint or {}, hello.fingerprint) if one.get("device") == "cpu" and RESULTS in one
     ]
     if len(known) == 2 and not _other_script(state, hello):
-        return "it gets the same bits in a probe of some operations, and the run reports any later difference"
+        return (
+            "it gets the same bits in a probe of some operations, and is sent away if it gets others for its first "
+            "micro-batches, which do not count"
+        )
     return "the same bits at any number of workers no longer hold while it takes part"
 
 

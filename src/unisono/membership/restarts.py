@@ -184,6 +184,9 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
             return
         what += f" (as before on worker {first[0]})"
         before = f"{first[0]} has failed there as well"
+    if message.goes_on and others:
+        _send_away(draft, worker, message)
+        return
     is_new = not message.retry and worker.state in (_S.STARTING, _S.READY, _S.ADMITTED)
     if is_new and ((draft.state.held and others) or _is_guest(draft, worker)):
         # This worker has never been a member: it may lack something (a package, a file) that the members have.
@@ -201,6 +204,23 @@ def take_failure(draft: Draft, worker: Worker, message: Failed) -> None:
         return
     _say_failure(draft, worker, message, before, ends_run=True)
     draft.end(False, what, worker.worker_id, message.traceback, message.exit_code, sound=message.sound)
+
+
+def _send_away(draft: Draft, worker: Worker, message: Failed) -> None:
+    """Lose a newcomer that computes other values than the members before it: the others go on. It is not replaced:
+    another process would compute the same.
+    """
+    error = message.error.removeprefix("DivergenceError: ").rstrip(".")
+    error += f". {worker.warning}" if worker.warning else ""
+    first, _, advice = error.partition(". ")
+    then = "it is sent away and not replaced, and the others go on"
+    draft.alarm(Trouble(kind="failed-join", worker_id=worker.worker_id, error=first, then=then, advice=advice))
+    why = f"{worker.name} is sent away and not replaced (`unisono scale` tries another one): {error}"
+    lose(draft, worker.worker_id, why, replace=False, how="failed")
+    agent = draft.state.agents.get(worker.agent)
+    if agent is not None and not agent.primary:
+        draft.put_agent(worker.agent, failure=why)
+        draft.announce_to(worker.agent, message.traceback)
 
 
 def replace_suspects(draft: Draft, step: int) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from unisono.cluster.worker import member as members
-from unisono.core.errors import LossError, RunStopped, StepError, UnisonoError
+from unisono.core.errors import DivergenceError, LossError, RunStopped, StepError, UnisonoError
 from unisono.core.words import ALONE_ADVICE, progress
 from unisono.engine.loop.step import Iteration, Steps
 from unisono.engine.microbatch.data import culprits
-from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all
+from unisono.engine.rounds.agreement import Digests, check_digests, held_by_all, odd_in_objects
 from unisono.engine.rounds.gathering import together
 from unisono.engine.rounds.weights import WeightsRound
 from unisono.engine.state.weights import sha256_of_weights
@@ -177,8 +177,9 @@ class Ending:
         is_tried_again = self.explain(error) and self._rounds.team.size > 1
         if _code_of(error) == 0 and loop is not None and loop.has_gradient():  # asked to leave, after a whole step
             loop.leave()
-        # Asked to leave, or tried again by another worker: the run does not end with this worker.
+        # Asked to leave, tried again by another worker, or sent away: the run does not end with this worker.
         goes_on = isinstance(error, RunStopped) or is_tried_again or self._says_nothing(error)
+        goes_on = goes_on or (isinstance(error, DivergenceError) and error.goes_on)
         is_end = self._course.has_joined and not goes_on
         if isinstance(error, Exception) and not isinstance(error, RunStopped):
             step, cursor = (loop.step, loop.cursor) if loop is not None else (None, None)
@@ -211,6 +212,8 @@ class Ending:
         own = msgspec.structs.replace(digests, objects=digests.objects if team.size > 1 else {})
         payloads = together(rounds, lambda: None, msgspec.msgpack.encode(own))
         by_worker = {worker: _decode(payload, worker) for worker, payload in payloads.items()}
+        odd = odd_in_objects(rounds, by_worker, {})
+        by_worker = {worker: each for worker, each in by_worker.items() if worker not in odd}
         check_digests(by_worker)  # before the last checkpoint is kept
         held = held_by_all(by_worker)
         self._keeper.save_together(rounds)

@@ -155,6 +155,7 @@ class TrainingLoop:
             deterministic=self._arithmetic.deterministic,
         )
         at_begin = modes()
+        rounds.lag = self.strategy.num_more
         self._phase, self._base = phase, self._course.num_steps - self.strategy.num_done(first)
         last_step = self.num_steps - 1 if is_last_checked(phase) else None
         agreement = Agreement(
@@ -163,6 +164,7 @@ class TrainingLoop:
             rehearses=self._arithmetic.deterministic and team.num_parts == 1,
             last_step=last_step,
             lag=self.strategy.num_more,
+            phase=phase,
         )
         upcoming = Upcoming(
             rounds.members,

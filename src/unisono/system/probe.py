@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Function = Callable[[Tensor], Tensor]
+
 __all__ = ["results", "take_results"]
 
 WIDTHS: Final = (10, 33, 100, 1000)
@@ -99,13 +101,13 @@ def _families() -> Iterator[tuple[str, list[Tensor]]]:
     labels = torch.arange(3, dtype=torch.int64, device="cpu")
     yield "softmax of several widths", _each([lambda a: a.softmax(1), lambda a: a.softmax(0)], typed)
     yield "log_softmax of several widths", _each([lambda a: a.log_softmax(1)], typed)
-    losses = [
+    losses: list[Function] = [
         lambda a: F.cross_entropy(a, labels),
         lambda a: a.logsumexp(1),
         lambda a: F.binary_cross_entropy_with_logits(a, torch.ones_like(a)),
     ]
     yield "losses", _each(losses, [*wide, wide[2].bfloat16()])
-    norms = [
+    norms: list[Function] = [
         lambda a: F.layer_norm(a, a.shape[1:]),
         lambda a: F.rms_norm(a, a.shape[1:]),
         lambda a: F.batch_norm(a, None, None, training=True),
@@ -115,7 +117,7 @@ def _families() -> Iterator[tuple[str, list[Tensor]]]:
         "norms of several widths",
         _each(norms, [*wide[1:], wide[2].bfloat16()]) + _each([lambda a: F.group_norm(a, 4), norms[2]], [pictures]),
     )
-    sums = [
+    sums: list[Function] = [
         lambda a: a.sum(),
         lambda a: a.mean(0),
         lambda a: a.var(),
@@ -124,7 +126,7 @@ def _families() -> Iterator[tuple[str, list[Tensor]]]:
         lambda a: a.flatten() @ a.flatten().flip(0),
     ]
     yield "reductions in several types", _each(sums, [wide[-1].to(dtype) for dtype in types])
-    functions = [
+    functions: list[Function] = [
         *(torch.exp, torch.expm1, torch.exp2, torch.tanh, torch.sigmoid, torch.sin, torch.tan, torch.erf, torch.atan),
         *(torch.sinh, F.gelu, F.silu, F.elu, F.mish, F.softplus, F.logsigmoid),
         lambda a: F.gelu(a, approximate="tanh"),
@@ -140,7 +142,7 @@ def _families() -> Iterator[tuple[str, list[Tensor]]]:
     yield "attention of several sizes", _attentions()
     yield "recurrent layer", _recurrences()
     square = _values(12, 12) + 6 * torch.eye(12, dtype=torch.float32, device="cpu")
-    algebra = [
+    algebra: list[Function] = [
         torch.linalg.inv,
         torch.linalg.svdvals,
         torch.linalg.eigvalsh,
@@ -150,7 +152,7 @@ def _families() -> Iterator[tuple[str, list[Tensor]]]:
         lambda a: torch.cdist(a, a.detach().flip(0)),
     ]
     yield "linear algebra", _each(algebra, [square])
-    pooling = [
+    pooling: list[Function] = [
         lambda a: F.adaptive_avg_pool2d(a, 3),
         lambda a: F.interpolate(a, scale_factor=1.7, mode="bilinear"),
     ]
@@ -210,7 +212,7 @@ def _recurrences() -> list[Tensor]:
     return _with_gradients(lambda a, *given: torch.gru(a, state, given, *how)[0], x, *weights)
 
 
-def _each(functions: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _each(functions: Sequence[Function], inputs: Sequence[Tensor]) -> list[Tensor]:
     return [one for function in functions for given in inputs for one in _with_gradients(function, given)]
 
 

@@ -168,6 +168,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the run that are done, of all phases."""
     recipe: Recipe = {}
     """Recipe of the phase in which the member was admitted, or asks to be."""
+    arithmetic: int = 0
+    """Fingerprint of everything that the member's arithmetic depends on."""
+    joined: int = -1
+    """Steps of the run that were done when the member joined, or was tried anew; -1: it was there at the beginning."""
 
 
 def check_titles(begun: Mapping[str, str], step: int) -> None:

@@ -101,6 +101,7 @@ class Admission:
                 reports = self._meet(phase)
                 if all(report.fresh for report in reports):
                     if (position := self._begin_together(reports, phase, recipe, begin)) is not None:
+                        self._rounds.begin_with(reports, position.total)
                         self._rounds.start_at(0, position)
                         return True
                     if isinstance(self._state, _BeginsLater) and self._state.position.phase > phase:
@@ -169,6 +170,7 @@ class Admission:
         """Get the state of a run that is under way. Collective."""
         now, state = share_state(self._rounds.members, self._tracked, reports)
         assert state is not None
+        self._rounds.note_newcomers(now)
         self.lines = state.pop("lines")
         self._state = _Arrived(now[self._team.rank], state)
 

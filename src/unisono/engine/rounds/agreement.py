@@ -5,24 +5,38 @@ With the sums of a step every member sends digests of its state and of micro-bat
 anything is updated, so all raise the same error. Only then do they exchange the details of their states or
 gradients, to name the first difference.
 
-Members whose arithmetic differs (another processor, another version of torch) were admitted with a warning that the
-same bits no longer hold. Their micro-batches are not compared, and a state that differs is another warning.
+Of members that differ the newcomers are sent away: those that are on trial, and of two of unequal arithmetic (another
+processor, another version of torch) the newer one. The others go on. Otherwise all raise the same error.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 from torch import nn
 
 from unisono.core.cursor import seed_of
+from unisono.core.divergence import OUT_OF_STEP, Facts, causes, parting_words
 from unisono.core.errors import DivergenceError
 from unisono.core.plan import Plan
-from unisono.core.rehearsals import Twice, digest_of, is_compared, is_rehearsed, key_of, minority, odd_ones, rehearsal
+from unisono.core.rehearsals import (
+    Odd,
+    Twice,
+    digest_of,
+    is_compared,
+    is_rehearsed,
+    key_of,
+    leaf_that_differs,
+    minority,
+    odd_newcomers,
+    odd_ones,
+    rehearsal,
+)
 from unisono.core.telemetry import Compared
-from unisono.core.words import NAMES_THE_LINE, listed
+from unisono.core.words import listed
 from unisono.engine.microbatch.folding import Fingerprint
 from unisono.engine.rounds import Dispute
 from unisono.engine.rounds.life import Rounds
@@ -38,25 +52,13 @@ __all__ = [
     "digest_of_objects",
     "has_minority",
     "held_by_all",
+    "odd_in_objects",
 ]
 
 COPIES_DIFFER = (
     "{first} and {second} hold copies of {what} that differ. Both computed them from the same gradients with the same "
     "arithmetic, so one of the machines computes or stores wrong values: its memory, processor or GPU is probably "
     "faulty. Resume without that machine, from an earlier checkpoint; the journal says what ran where"
-)
-
-OUT_OF_STEP = (
-    "Something between the steps depends on the worker: a sum that was collected within `for batch in step` (use "
-    "step.loss or run.evaluate), run.rank or run.is_main in a decision, the time, or something that changes but was "
-    f"not tracked when the worker joined. {NAMES_THE_LINE}"
-)
-USUAL_CAUSES = (
-    "Look for anything that the inner loop, the model, its hooks or the dataset remember from other batches, or take "
-    "from elsewhere: a counter, a running value in a plain attribute, a random generator of the script's own, a "
-    "cache, the clock, the order of a set. Derive such values from step.number, draw from torch's, numpy's or "
-    "Python's global generator, or keep the state in a buffer; a hidden state, a memory or a weight that belongs to a "
-    f"sample goes into a unisono.Carried. {NAMES_THE_LINE}"
 )
 
 
@@ -85,10 +87,18 @@ class Agreement:
         rehearses: compute some micro-batches twice; otherwise only states are compared.
         last_step: the number of the step, within ``run.steps``, that is checked as the last one; None: there is none.
         lag: by so many steps the update of a gradient comes later than the gradient.
+        phase: calls of ``run.steps`` before this one.
     """
 
     def __init__(
-        self, rounds: Rounds, tracked: Tracked, *, rehearses: bool, last_step: int | None, lag: int = 0
+        self,
+        rounds: Rounds,
+        tracked: Tracked,
+        *,
+        rehearses: bool,
+        last_step: int | None,
+        lag: int = 0,
+        phase: int = 0,
     ) -> None:
         self.unit = "micro-batch"
         """Of a rehearsal, for errors."""
@@ -108,6 +118,7 @@ class Agreement:
         self._other: list[Fingerprint] = []
         self._has_warned = False
         self._lag = lag
+        self._phase = phase
 
     def start_step(self, number: int, total: int) -> None:
         """Decide whether a step is compared and rehearsed, and take the digest of the state if it is compared.
@@ -121,14 +132,19 @@ class Agreement:
         is_team = self._members.size > 1
         is_first = self._members.balancing.is_first_of_generation
         rehearses = self._rehearses if is_team else self._rehearses_alone
+        has_newcomers = bool(self.on_trial(total))
         self._is_rehearsed = rehearses and is_rehearsed(
-            total, alone=not is_team, is_first_of_generation=is_first, is_last=is_last
+            total, alone=not is_team, is_first_of_generation=is_first or has_newcomers, is_last=is_last
         )
-        if is_team and (self._is_rehearsed or is_compared(total, is_last=is_last)):
+        if is_team and (self._is_rehearsed or has_newcomers or is_compared(total, is_last=is_last)):
             self._digest = quick_digest(self._tracked.compared())
             if self._tracked.sharded:
                 own_id = self._members.worker_ids[self._members.rank]
                 self._copies = (self._members.team.generation, self._tracked.balance_of_copies(own_id))
+
+    def on_trial(self, total: int) -> frozenset[int]:
+        """Return the ranks of the newcomers of which nothing is summed at a step of the run; the same on all. Local."""
+        return self._members.on_trial(total, self._lag)
 
     def compared(self, plan: Plan, turn: int) -> Twice:
         """Return this member's part in the comparison of micro-batches in this step: its rehearsal, or what the
@@ -139,7 +155,7 @@ class Agreement:
         """
         self._turn = turn
         if self._is_rehearsed:
-            return rehearsal(plan, self._members.rank, self._step)
+            return rehearsal(plan, self._members.rank, self._step, self.on_trial(self._step))
         return self._judge.twice(plan, self._step, turn)
 
     def expected(self, number: int, total: int, plan: Plan) -> Sequence[int]:
@@ -171,6 +187,11 @@ class Agreement:
         """Whether it may be found out, after this step is summed, that a member is wrong. Local, and equal on all."""
         compares = self._is_rehearsed or self._digest is not None or self._judge.has_twice(self._step, self._turn)
         return self._judge.settles and compares
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether members compute a micro-batch of another one as well in this step."""
+        return self._is_rehearsed
 
     @property
     def is_rehearsed(self) -> bool:
@@ -211,7 +232,7 @@ class Agreement:
         Args:
             said: by worker, of those that have summed the step.
         """
-        return self._judge.differ(said)
+        return self._judge.differ(self._without_odd(said))
 
     def is_in_dispute(self, said: Mapping[str, Compared], *, is_disputed: bool = False) -> bool:
         """Return whether there is a `dispute`, by what members have said. Local, and the same on all members. There is
@@ -225,7 +246,7 @@ class Agreement:
             return False
         if len({each.arithmetic for each in said.values()}) == 1:
             is_disputed |= self._have_copies_that_differ(list(said.values()))
-        if self._judge.compare(said, self._step, self._turn, is_disputed=is_disputed):
+        if self._judge.compare(self._without_odd(said), self._step, self._turn, is_disputed=is_disputed):
             self.dispute = Dispute({one.leaf: one.by_place for one in (*self._own, *self._other)}, self._digest)
         return self.dispute is not None
 
@@ -240,19 +261,23 @@ class Agreement:
             Whether the sums count; False: there is a `dispute`.
 
         Raises:
-            DivergenceError: members of equal arithmetic have other bits.
+            DivergenceError: members have other bits; or this one alone, a newcomer without which the others go on.
         """
         if self._members.size == 1:
             self._check_alone()
         if self.is_in_dispute(said, is_disputed=is_disputed):
             return False
         if self._digest is not None:
-            self._compare(list(said.values()))
+            odd = self._odd(said)
+            self._compare(list(said.values()), [rank for rank, one in enumerate(said) if one not in odd])
+            if odd:
+                self._send_away(said, odd)
             self._judge.agreed(self._step, self._lag)
         return True
 
-    def _compare(self, said: Sequence[Compared]) -> None:
-        compared = [rank for rank, each in enumerate(said) if each.compared_step == self._step]
+    def _compare(self, said: Sequence[Compared], ranks: Sequence[int]) -> None:
+        """Compare what these members have said."""
+        compared = [rank for rank in ranks if said[rank].compared_step == self._step]
         states = {rank: said[rank].state_digest for rank in compared}
         if len(set(states.values())) > 1:
             self._states_differ(said, states)
@@ -260,10 +285,18 @@ class Agreement:
             self._copies_differ(said)
         for owner in compared:
             for helper in compared:
-                if helper != owner and _differs(said[owner], said[helper]):
+                if helper != owner and leaf_that_differs(said[owner], said[helper]) >= 0:
                     self._leaves_differ(said, owner, helper)
 
     # -- inside --------------------------------------------------------------------------------------
+
+    def _odd(self, said: Mapping[str, Compared]) -> dict[str, Odd]:
+        return odd_newcomers(said, self._members.joined, self._step, lag=self._lag)
+
+    def _without_odd(self, said: Mapping[str, Compared]) -> Mapping[str, Compared]:
+        """Return what all have said but the newcomers that are about to be sent away: nobody has to settle that."""
+        odd = self._odd(said)
+        return {worker: one for worker, one in said.items() if worker not in odd} if odd else said
 
     def _have_copies_that_differ(self, said: Sequence[Compared]) -> bool:
         is_whole = {each.copies_generation for each in said} == {self._members.team.generation}
@@ -272,10 +305,11 @@ class Agreement:
     def _check_alone(self) -> None:
         own, other = self.own, self._other[0] if self._other else None
         if own is not None and other is not None and own.leaf == other.leaf and own.digest != other.digest:
+            facts = _facts_of(own, other, Facts())
             what = own.difference(other, "the first time", "the second")
             raise DivergenceError(
                 f"micro-batch {own.leaf} of step {self._step} was computed twice, with different gradients: {what}. On "
-                f"several workers the result would depend on their number. Nothing was updated. {USUAL_CAUSES}"
+                f"several workers the result would depend on their number. Nothing was updated. {causes(facts)}"
             )
 
     def _states_differ(self, said: Sequence[Compared], states: Mapping[int, int]) -> None:
@@ -285,16 +319,12 @@ class Agreement:
             self._warn_of_arithmetic()
             return
         ranks, usual = wrong
-        mine = {
-            name: text
-            for tracked, value in self._tracked.compared().items()
-            for name, text in described(value, tracked).items()
-        }
-        details = self._exchange(said, _Details(state=mine))
+        details = self._exchange(said, _Details(state=self._described()))
         what = _first_difference(details, ranks[0], usual, ids) if details else ""
+        facts = self._facts(ids[usual], ids[ranks[0]], said, details, is_of_state=True)
         raise DivergenceError(
             f"the workers have drifted apart: at step {self._step} the state of "
-            f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {OUT_OF_STEP}",
+            f"{listed([ids[rank] for rank in ranks])} is not that of {ids[usual]}{what}. {causes(facts)}",
             sound=self._judge.sound,
         )
 
@@ -318,18 +348,68 @@ class Agreement:
 
     def _leaves_differ(self, said: Sequence[Compared], owner: int, helper: int) -> None:
         ids, leaf = self._members.worker_ids, said[owner].own_leaf
-        details = self._exchange(said, _Details(leaves=[*self._own, *self._other]))
-        what = ""
-        if details:
-            mine, theirs = (
-                next((one for one in details[rank].leaves if one.leaf == leaf), None) for rank in (owner, helper)
-            )
-            if mine is not None and theirs is not None:
-                what = f". {mine.difference(theirs, ids[owner], ids[helper])}"
+        details = self._exchange(said, self._details())
+        facts = self._facts(ids[owner], ids[helper], said, details, leaf)
+        what = _difference_of(details, leaf, (owner, helper), ids)
         raise DivergenceError(
             f"{self.unit} {leaf} of step {self._step} was computed by two workers, and its gradient differs between "
-            f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {USUAL_CAUSES}"
+            f"{ids[owner]} and {ids[helper]}{what}. Nothing was updated. {causes(facts)}",
+            sound=max(0, facts.joined),
         )
+
+    def _send_away(self, said: Mapping[str, Compared], odd: Mapping[str, Odd]) -> None:
+        """End this member, if it is a newcomer that differs from those before it. Collective."""
+        ids, own = list(said), self._members.worker_ids[self._members.rank]
+        details = self._exchange(list(said.values()), msgspec.structs.replace(self._details(), state=self._described()))
+        if (mine := odd.get(own)) is None:
+            return
+        pair = ids.index(mine.member), ids.index(own)
+        if mine.leaf < 0:
+            first = _first_difference(details, pair[1], pair[0], ids) if details else ""
+            what = f"at step {self._step} its state is not that of {mine.member}{first}"
+        else:
+            first = _difference_of(details, mine.leaf, pair, ids)
+            what = (
+                f"the gradient of {self.unit} {mine.leaf} of step {self._step} is not that of {mine.member}, which has "
+                f"computed it as well{first}"
+            )
+        facts = self._facts(mine.member, own, list(said.values()), details, mine.leaf, is_of_state=mine.leaf < 0)
+        has_counted = self._members.rank not in self.on_trial(self._step)
+        raise DivergenceError(parting_words(own, what, facts, has_counted=has_counted), goes_on=True)
+
+    def _details(self) -> _Details:
+        return _Details(leaves=[*self._own, *self._other])
+
+    def _described(self) -> dict[str, str]:
+        """Return every value of the state by its path."""
+        return {
+            name: text
+            for tracked, value in self._tracked.compared().items()
+            for name, text in described(value, tracked).items()
+        }
+
+    def _facts(
+        self,
+        first: str,
+        second: str,
+        said: Sequence[Compared],
+        details: Sequence[_Details],
+        leaf: int = -1,
+        *,
+        is_of_state: bool = False,
+    ) -> Facts:
+        ids, joined = self._members.worker_ids, self._members.joined
+        newer = max((first, second), key=lambda worker: joined.get(worker, -1))
+        ranks = ids.index(first), ids.index(second)
+        facts = Facts(
+            is_of_state=is_of_state,
+            is_arithmetic_equal=said[ranks[0]].arithmetic == said[ranks[1]].arithmetic,
+            joined=joined.get(newer, -1),
+            newer=newer,
+            num_skipped=self._phase if ids.index(newer) in self.on_trial(self._step) else 0,
+        )
+        pair = [_leaf_of(details, rank, leaf) for rank in ranks]
+        return facts if pair[0] is None or pair[1] is None else _facts_of(pair[0], pair[1], facts)
 
     def _exchange(self, said: Sequence[Compared], details: _Details) -> list[_Details]:
         """Return the details of all members, by rank; empty where they cannot be exchanged any more."""
@@ -376,6 +456,33 @@ def check_digests(digests: Mapping[str, Digests]) -> None:
         warnings.warn(_OTHER_ARITHMETIC, stacklevel=2)
 
 
+def odd_in_objects(rounds: Rounds, digests: Mapping[str, Digests], what: Mapping[str, str]) -> set[str]:
+    """Return the newcomers on trial that differ from the members before them. Local, and the same on all members.
+
+    Args:
+        digests: of all workers' objects, by worker.
+        what: by worker, what else of a newcomer differs, as a sentence without its full stop.
+
+    Raises:
+        DivergenceError: this member is one of them; the others go on without it.
+    """
+    ids, members = list(digests), rounds.members
+    trial = {ids[rank] for rank in members.on_trial(rounds.position.number, rounds.lag)}
+    if not trial:
+        return set()
+    usual = next(one for one in ids if one not in trial)
+    found = {one: what[one] for one in trial if one in what}
+    for one in trial:
+        names = [name for name, own in digests[one].objects.items() if own != digests[usual].objects.get(name)]
+        if names:
+            found[one] = f"after step {rounds.position.number} {listed(names)} of it is not that of {usual}"
+    if (own := members.worker_ids[members.rank]) in found:
+        is_equal = digests[own].arithmetic == digests[usual].arithmetic
+        facts = Facts(is_of_state=own not in what, is_arithmetic_equal=is_equal, joined=members.joined[own], newer=own)
+        raise DivergenceError(parting_words(own, found[own], facts, has_counted=False), goes_on=True)
+    return set(found)
+
+
 def digest_of_objects(digests: Digests) -> int:
     """Return one digest of all objects."""
     return seed_of(0, *(int(digest, 16) for _, digest in sorted(digests.objects.items())))
@@ -409,9 +516,19 @@ def held_by_all(digests: Mapping[str, Digests]) -> dict[str, dict[int, int]]:
     return found
 
 
-def _differs(owner: Compared, helper: Compared) -> bool:
-    is_same_leaf = owner.own_leaf >= 0 and owner.own_leaf == helper.other_leaf and owner.part == helper.part
-    return is_same_leaf and owner.arithmetic == helper.arithmetic and owner.own_digest != helper.other_digest
+def _leaf_of(details: Sequence[_Details], rank: int, leaf: int) -> Fingerprint | None:
+    return next((one for one in details[rank].leaves if one.leaf == leaf), None) if details else None
+
+
+def _difference_of(details: Sequence[_Details], leaf: int, ranks: tuple[int, int], ids: Sequence[str]) -> str:
+    """Return how what two members have got for a micro-batch differs, as a sentence after another one."""
+    mine, theirs = (_leaf_of(details, rank, leaf) for rank in ranks)
+    return "" if mine is None or theirs is None else f". {mine.difference(theirs, *(ids[rank] for rank in ranks))}"
+
+
+def _facts_of(mine: Fingerprint, theirs: Fingerprint, facts: Facts) -> Facts:
+    """Return facts with what two fingerprints of one micro-batch say."""
+    return replace(facts, is_loss_equal=mine.weighted_loss == theirs.weighted_loss)
 
 
 def _odd_ones(states: Mapping[int, int], arithmetics: Sequence[int]) -> tuple[list[int], int] | None:

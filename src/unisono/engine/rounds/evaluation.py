@@ -30,10 +30,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from unisono.core.divergence import USUAL_CAUSES
 from unisono.core.errors import DivergenceError, RecipeError, StepError, UsageError
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
-from unisono.core.rehearsals import is_rehearsed, rehearsal
+from unisono.core.rehearsals import is_rehearsed, rehearsal, without
 from unisono.core.tree import Node, fold, leaf
 from unisono.engine.exchange import Parcel
 from unisono.engine.exchange.flat import FlatLayout, with_flipped_bit
@@ -41,7 +42,7 @@ from unisono.engine.microbatch.data import Loader, MakeFetcher
 from unisono.engine.microbatch.guards import Structure
 from unisono.engine.microbatch.randomness import seed_at
 from unisono.engine.rounds import Dispute
-from unisono.engine.rounds.agreement import USUAL_CAUSES, Digests, check_digests, digest_of_objects, has_minority
+from unisono.engine.rounds.agreement import Digests, check_digests, digest_of_objects, has_minority, odd_in_objects
 from unisono.engine.rounds.life import DISPUTE, EVALUATION, Rounds
 from unisono.engine.rounds.members import Members, Undivided
 from unisono.engine.state.buffers import Buffers
@@ -235,7 +236,8 @@ class EvaluationRound(Undivided):
                 if (outcome := (yield from self._evaluate(batch))) is not None:
                     self._have[batch] = outcome
                 point("in_evaluation", batch)
-        for other in rehearsal(plan, self._members.rank, self._number).other if self._rehearses else ():
+        trial = self._trial()
+        for other in rehearsal(plan, self._members.rank, self._number, trial).other if self._rehearses else ():
             if other not in self._have and self._evaluator.comes(other):
                 self._twice[other] = _digest_of((yield from self._evaluate(other)))
 
@@ -249,6 +251,9 @@ class EvaluationRound(Undivided):
         own_digests = {batch: self._have[batch].digest() for batch in self._have if batch in twice}
         totals = {batch: one for part in parts for batch, one in from_bytes(part.have).items()}
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
+        found = {worker: part.digests for worker, part in by_worker.items()}
+        odd = odd_in_objects(self._rounds, found, _differing_newcomers(by_worker, self._have, self._trial()))
+        by_worker = {worker: part for worker, part in by_worker.items() if worker not in odd}
         found = {worker: part.digests for worker, part in by_worker.items()}
         settles = self._rounds.judge.settles
         is_disputed = settles and (bool(self._rounds.follows(DISPUTE)) or has_minority(found))
@@ -268,7 +273,10 @@ class EvaluationRound(Undivided):
         return _Finished(self._members, _Part(to_bytes(totals), digests, {}, described), rows)
 
     def first_plan(self) -> Plan:
-        return self._team.even_plan(self.num_leaves)
+        return without(self._team.even_plan(self.num_leaves), self._trial())
+
+    def _trial(self) -> frozenset[int]:
+        return self._members.on_trial(self._position.number, self._rounds.lag)
 
     def interrupt(self) -> Collection[Node]:
         self._rehearses, self._twice = False, {}
@@ -330,9 +338,10 @@ def evaluate(
     """
     size, rank = (rounds.members.size, rounds.members.rank) if rounds is not None else (1, 0)
     is_one_part = rounds is None or rounds.team.num_parts == 1
-    rehearses = rehearses and size > 1 and is_one_part and is_rehearsed(number)
-    shares = even_plan(1, num_batches) if rounds is None else rounds.team.even_plan(num_batches)
-    mine = [*shares.ranges[rank], *(rehearsal(shares, rank, number).other if rehearses else ())]
+    trial = rounds.members.on_trial(rounds.position.number, rounds.lag) if rounds is not None else frozenset[int]()
+    rehearses = rehearses and size > 1 and is_one_part and (bool(trial) or is_rehearsed(number))
+    shares = even_plan(1, num_batches) if rounds is None else without(rounds.team.even_plan(num_batches), trial)
+    mine = [*shares.ranges[rank], *(rehearsal(shares, rank, number, trial).other if rehearses else ())]
     fetcher = make_fetcher(lambda: ((0, 0, batch) for batch in mine))
     before = Structure(tracked)
     before.enter("evaluation")
@@ -481,6 +490,19 @@ def _sum(found: Mapping[int, Any], num_batches: int) -> Any:
     zero = torch.zeros_like(first) if isinstance(first, Tensor) else 0
     leaves = {leaf(batch, num_batches): found.get(batch, zero) for batch in range(num_batches)}
     return fold(leaves, num_batches, lambda a, b: a + b)
+
+
+def _differing_newcomers(
+    parts: Mapping[str, _Part], have: Mapping[int, Totals], trial: Collection[int]
+) -> dict[str, str]:
+    """Return in words, by newcomer on trial, which batch has other totals there; those that have none are not in it."""
+    return {
+        worker: f"the totals of batch {batch} of an evaluation are not {have[batch]}, those of the others"
+        for rank, (worker, part) in enumerate(parts.items())
+        if rank in trial
+        for batch, digest in part.twice.items()
+        if digest != digest_of_state(have[batch])
+    }
 
 
 def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str) -> str:

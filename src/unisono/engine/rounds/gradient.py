@@ -327,7 +327,8 @@ class GradientRound:
     def first_plan(self) -> Plan:
         # In the first step of a loop everybody computes something: what the script reads after its inner loop is set.
         is_first = self.position.number == 0
-        plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=is_first)
+        trial = self._context.agreement.on_trial(self.number)
+        plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=is_first, trial=trial)
         return plan
 
     def begin(self, plan: Plan) -> None:
@@ -350,8 +351,11 @@ class GradientRound:
             yield from self._compute_leaf(leaf, following, plan if is_last else None)
             if is_compared:
                 self._context.agreement.note_own(self._folder.fingerprint(leaf))
+        # A newcomer's loader processes give what it asks for first, which nobody could foresee.
+        fetcher, is_new = self._context.fetcher, self._members.rank in self._context.agreement.on_trial(self.number)
         for other in compared.other:
-            if self._context.fetcher.comes(self.position.number, other, self.turn.number):
+            at = self.position.number
+            if fetcher.is_near(at, other) if is_new else fetcher.comes(at, other, self.turn.number):
                 yield from self._rehearse(other)
         if helping is not None:
             yield from self._help(helping)

@@ -19,12 +19,15 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from unisono.core.cadence import Position
 from unisono.core.cursor import Recipe
 from unisono.core.errors import StepError
 from unisono.core.groups import replan_groups
 from unisono.core.plan import Plan, replan
 from unisono.core.plan import plan as even_plan
+from unisono.core.rehearsals import on_trial
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.exchange.slots import Slots
@@ -147,6 +150,7 @@ class Rounds:
         taps: look on at the steps of this member; one of them may settle what members differ in.
         routing: says which members get the sum of which gradients of a step.
         note_round: is told the number and the title of each round that this member plays, and -1 after it.
+        lag: by so many steps the update of a gradient comes later than the gradient, in the current phase.
     """
 
     def __init__(
@@ -177,6 +181,8 @@ class Rounds:
         self._finished_title = ""
         self._standing = Standing()
         self._joined_at: tuple[int, int] | None = None  # (phase, step) where it came in as a newcomer
+        self._joined = -1  # as `Report.joined`
+        self.lag = 0
 
     @property
     def slots(self) -> Slots:
@@ -298,6 +304,10 @@ class Rounds:
         able = [report.round <= number for report in reports]
         held = [report.open.get(kind, []) if able else [] for report, able in zip(reports, able, strict=True)]
         in_groups = self.team.num_parts > 1 and kind in IN_GROUPS
+        # All members have these reports, and so the same trial; a newcomer may be the only one that is able.
+        trial = on_trial([report.joined for report in reports], min(one.total for one in reports), lag=self.lag)
+        if self.team.num_parts == 1 and any(can and rank not in trial for rank, can in enumerate(able)):
+            able = [can and rank not in trial for rank, can in enumerate(able)]
         if not any(held) and all(able):
             return self.team.even_plan(num_leaves) if in_groups else even_plan(len(held), num_leaves)
         nodes = [[Node(level, index) for level, index in each] for each in held]
@@ -370,6 +380,7 @@ class Rounds:
         """Stand by the members that are a round behind, after a meeting, until none is. Collective."""
         before = self.number
         while True:
+            self.note_newcomers(reports)
             try:
                 rounds = {report.round for report in reports}
                 # A round that is done again sums what it summed, also where this member's next one sums something else.
@@ -418,7 +429,9 @@ class Rounds:
 
     def report(self) -> Report:
         """Return the report that this member sends to the others when they meet."""
-        current = self._round
+        current, total = self._round, self.position.total
+        # Who is on trial is tried anew: in this step it may compute nothing that is compared.
+        joined = total if on_trial([self._joined, -1], total, lag=self.lag) else self._joined
         open_: dict[str, Collection[Node]] = {kind: self.slots.open.get(kind, ()) for kind in self.book.open}
         if current is not None:
             open_[current.kind] = self._have
@@ -433,8 +446,10 @@ class Rounds:
             open={kind: [(node.level, node.index) for node in nodes] for kind, nodes in open_.items()},
             sends=self.book.sends,
             lines=self.position.lines,
-            total=self.position.total,
+            total=total,
             recipe=self._recipe,
+            arithmetic=self.team.arithmetic,
+            joined=joined,
         )
 
     # -- between two rounds --------------------------------------------------------------------------
@@ -452,6 +467,22 @@ class Rounds:
         self.number, self.position = number, position
         self._joined_at = (position.phase, position.step) if is_newcomer else None
         self.team.holding()
+
+    def note_newcomers(self, reports: Sequence[Report]) -> None:
+        """Note who has joined when, by what all have reported. Local."""
+        self.members.joined = dict(zip(self.team.worker_ids, (one.joined for one in reports), strict=True))
+        self._joined = reports[self.team.rank].joined
+
+    def begin_with(self, reports: Sequence[Report], total: int) -> None:
+        """Note the members of a run that begins: those of another arithmetic than rank 0 count as newcomers. Local.
+
+        Args:
+            total: steps of the run that are done.
+        """
+        usual = reports[0].arithmetic
+        self.note_newcomers(
+            [msgspec.structs.replace(one, joined=-1 if one.arithmetic == usual else total) for one in reports]
+        )
 
     def use_layout(self, layout: FlatLayout) -> None:
         """Sum what this layout describes from now on. Collective."""

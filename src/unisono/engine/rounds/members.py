@@ -15,6 +15,7 @@ from unisono.core.balance import Balance
 from unisono.core.groups import expand
 from unisono.core.plan import Plan
 from unisono.core.plan import plan as even_plan
+from unisono.core.rehearsals import on_trial, without
 from unisono.core.small import OwnWork
 from unisono.core.telemetry import Compared, StepTelemetry
 from unisono.core.tree import Node
@@ -123,12 +124,15 @@ class Balancing:
         """Whether no step was summed in this generation yet; the same on all members at the beginning of a step."""
         return self._generation != self._team.generation
 
-    def decide(self, num_leaves: int, *, everybody: bool = False) -> tuple[Plan, str]:
+    def decide(self, num_leaves: int, *, everybody: bool = False, trial: Collection[int] = ()) -> tuple[Plan, str]:
         """Return the plan of the next step, and why it differs from the plan before ("" if it does not).
 
         Args:
             everybody: give each member at least one leaf, if there are enough.
+            trial: the ranks of newcomers that get none.
         """
+        if trial:
+            return without(self._team.even_plan(num_leaves), trial), ""
         team, groups = self._team, self._team.complete_groups()
         if not self._is_known:
             return team.even_plan(num_leaves), ""
@@ -190,6 +194,8 @@ class Members:
         self.team = team
         self.balancing = Balancing(team, enabled=balance)
         self.slots = Slots()
+        self.joined: dict[str, int] = {}
+        """By worker, how many steps of the run were done when it joined; see `unisono.core.rehearsals.on_trial`."""
         self.agreed_generation = 0
         """The newest planned generation whose notice all members have: they can move there at the next boundary."""
         self.drain: Callable[[], None] = _nothing
@@ -211,6 +217,12 @@ class Members:
     def worker_ids(self) -> tuple[str, ...]:
         """Of the members, by rank."""
         return self.team.worker_ids
+
+    def on_trial(self, step: int, lag: int) -> frozenset[int]:
+        """Return the ranks of the newcomers of which nothing is summed at a step of the run; the same on all. Local."""
+        if self.team.num_parts > 1:
+            return frozenset()
+        return on_trial([self.joined.get(worker, -1) for worker in self.worker_ids], step, lag=lag)
 
     def newest(self) -> str:
         """Return what the run can go on from, for an error. Local."""

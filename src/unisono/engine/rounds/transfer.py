@@ -70,7 +70,8 @@ def share_state(
         unwritten_lines: returns the lines of the journal that newcomers may have to write.
 
     Returns:
-        The reports as they are now (a newcomer gets the report of its source), and on a newcomer the state.
+        The reports as they are now (a newcomer gets that of its source, as of one that joins), and on a newcomer the
+        state.
     """
     team = members.team
     if all(report.fresh for report in reports):
@@ -88,7 +89,11 @@ def share_state(
     own = _share_apart(team, tracked, reports)
     if state is not None:
         state["objects"].update(own)
-    return [reports[source] if report.fresh else report for report in reports], state
+    found = reports[source]
+    as_newcomer = [
+        msgspec.structs.replace(found, arithmetic=report.arithmetic, joined=found.total) for report in reports
+    ]
+    return [new if report.fresh else report for report, new in zip(reports, as_newcomer, strict=True)], state
 
 
 def _share_apart(team: Team, tracked: Tracked, reports: Sequence[Report]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Failures:
             retry=raised is not None and raised.retry,
             exit_code=exit_code,
             sound=error.sound if isinstance(error, DivergenceError) else -1,
+            goes_on=isinstance(error, DivergenceError) and error.goes_on,
             kind=kind,
             detail=detail,
             advice=advice,

@@ -196,6 +196,7 @@ class ReplicaRound:
         self._groups = groups
         self._grouping: Grouping | None = None
         self._members = context.rounds.members
+        self._trial: frozenset[int] = frozenset()  # the ranks of newcomers of which nothing is summed
         self._after = Shelf()
         self._seconds = 0.0
         self._clock = context.clock
@@ -209,22 +210,25 @@ class ReplicaRound:
     # -- the round -----------------------------------------------------------------------------------
 
     def first_plan(self) -> Plan:
-        if self._members.size > self.num_leaves:
+        self._trial = trial = self._context.agreement.on_trial(self.number)
+        if self._members.size - len(trial) > self.num_leaves:
             return even_plan(self._members.size, self.num_leaves)
-        plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=self._number == 0)
+        plan, self.news = self._members.balancing.decide(self.num_leaves, everybody=self._number == 0, trial=trial)
         return plan
 
     def begin(self, plan: Plan) -> None:
         agreement = self._context.agreement
         agreement.start_step(self._number, self.number)
         # The members of a group compare what they compute among themselves.
-        self._compared = agreement.compared(plan, 0) if 1 < self._members.size <= self.num_leaves else Twice()
+        is_each_alone = 1 < self._members.size <= self.num_leaves + len(self._trial)
+        self._compared = agreement.compared(plan, 0) if is_each_alone else Twice()
         self._keeps = agreement.may_be_disputed
 
     def compute(self, plan: Plan) -> Iterator[object]:
         """Yield the steps of this member's replicas to the script."""
         shelf = self._replicas.now if self._copies else None
-        grouping, holders = _place(self._members, shelf, plan, self._groups, able=True)
+        able = self._members.rank not in self._trial
+        grouping, holders = _place(self._members, shelf, plan, self._groups, able=able)
         self._grouping = grouping
         if self._copies:
             self._replicas.before = Shelf()  # whoever has come to this round has finished the one before
@@ -242,7 +246,7 @@ class ReplicaRound:
     def _compute_others(self) -> Iterator[object]:
         """Yield the first steps of replicas of another member, whose first micro-batches are compared."""
         for other in self._compared.other:
-            found = yield from self._trainer.rehearse(other)
+            found = yield from self._trainer.rehearse(other, fetches=self._members.rank in self._trial)
             if found is not None:
                 self._context.agreement.note_other(msgspec.structs.replace(found, leaf=other))
 
@@ -280,7 +284,7 @@ class ReplicaRound:
 
     def interrupt(self) -> Collection[Node]:
         self._clock.switch("waiting")
-        self._compared = Twice()
+        self._compared, self._trial = Twice(), frozenset()
         self._groups.leave()
         return list(self._members.slots.nodes)
 
