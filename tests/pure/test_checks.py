@@ -146,6 +146,12 @@ def test_of_members_that_differ_the_newcomers_are_odd(
     [
         (Facts(), "`unisono check SCRIPT` names the line. Look for anything that", "a counter"),
         (Facts(is_of_state=True), "`unisono check SCRIPT` names the line. Something between the steps", "run.rank"),
+        (Facts(are_batches_equal=False), "The batches differ already", "run.broadcast them"),
+        (Facts(are_batches_equal=False, compiled="torch.compile"), "The batches differ already", "unisono check"),
+        (Facts(compiled="torch.compile"), "The script uses torch.compile", "torch.compile(model, dynamic=True)"),
+        (Facts(compiled="TorchScript"), "The model has a part in TorchScript", "names the line"),
+        (Facts(are_batches_equal=True, is_loss_equal=True), "The batch and the loss are the same", "hooks on"),
+        (Facts(are_batches_equal=True), "`unisono check SCRIPT` names the line. Look for", "the clock"),
         (Facts(is_arithmetic_equal=False, joined=3, newer="w3"), "Their processors or libraries differ", "avx2"),
         (Facts(joined=41, newer="w3"), "w3 joined at step 41: it has not done the steps", "names the line"),
         (Facts(joined=41, newer="w3", num_skipped=1), "w3 joined at step 41: it has skipped 1 call of", "broadcast"),

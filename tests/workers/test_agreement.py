@@ -21,6 +21,9 @@ from tests.workers.processes import Seat
 from tests.workers.static_team import Place, train_on
 from unisono.core.errors import DivergenceError
 from unisono.engine.loop.step import Step
+from unisono.engine.rounds.agreement import compiled_by
+from unisono.engine.state.packing import digest_of_batch
+from unisono.engine.state.tracked import Tracked
 
 Loss = Callable[[Step, nn.Module, Tensor, Tensor], Tensor]
 
@@ -310,3 +313,28 @@ def _evaluate(seat: Seat, place: Place) -> str:
 def test_a_function_that_counts_its_batches_is_found() -> None:
     for words in train_on("shared", 2, _evaluate):
         assert re.search(r"batch \d of run\.evaluate was evaluated by two workers", words)
+
+
+# -- what is known of a difference -------------------------------------------------------------------
+
+
+def test_a_batch_has_a_digest_where_it_is_of_dense_tensors() -> None:
+    x, y = torch.arange(6.0).view(2, 3), torch.tensor([1, 2])
+    found = digest_of_batch([x, {"y": y, "name": "a"}])
+    assert found == digest_of_batch((x.clone(), {"y": y.clone()})) != 0
+    assert found != digest_of_batch([x + 1, {"y": y}])
+    assert found != digest_of_batch([x.view(3, 2), {"y": y}])
+    assert digest_of_batch(["text", 3]) == digest_of_batch([x, x.to_sparse()]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_what_the_script_compiles_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.eval_frame as frames
+
+    monkeypatch.setattr(frames, "cached_backends", {1: None})
+    assert compiled_by(Tracked()) == ""
+    monkeypatch.setattr(frames, "cached_backends", {1: None, 2: print})
+    assert compiled_by(Tracked()) == "torch.compile"
+    tracked = Tracked()
+    tracked.add({"model": nn.Sequential(torch.jit.script(nn.Linear(2, 2)))})
+    assert compiled_by(tracked) == "TorchScript"

@@ -161,6 +161,7 @@ def test_a_newcomer_that_makes_other_data_is_sent_away_and_no_bit_changes(
     said = " ".join(command.err)
     assert re.search(r"w3 \(pid \d+\) is sent away and not replaced", said)
     assert ": it has skipped 1 call of run.steps" in said
+    assert "The batches differ already: the cause is in the data" in said
     assert "w4" not in said
 
 

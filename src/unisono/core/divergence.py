@@ -24,6 +24,26 @@ USUAL_CAUSES: Final = (
     "numpy's or Python's global generator, or keep the state in a buffer; a hidden state, a memory or a weight that "
     "belongs to a sample goes into a unisono.Carried"
 )
+_OF_BATCHES: Final = (
+    f"The batches differ already: the cause is in the data, not in the model. {NAMES_THE_LINE}. Look for data that "
+    "each worker makes by itself (a split or a shuffle before unisono.Run, samples that were chosen with the model "
+    "between two loops: make them on one worker and run.broadcast them), and for what the dataset or collate_fn "
+    "remembers: a random generator of its own, a cache, a counter, the order of a set"
+)
+_OF_COMPILED: Final = (
+    "The script uses torch.compile, whose kernels depend on the shapes that a process has seen first: with "
+    f"batches of several lengths use torch.compile(model, dynamic=True). If that does not help, {NAMES_THE_LINE}"
+)
+_OF_SCRIPTED: Final = (
+    "The model has a part in TorchScript, which optimizes by the shapes that a process has seen first: with batches of "
+    "several lengths call torch.jit.set_fusion_strategy([('DYNAMIC', 1)]), or train without TorchScript. If that does "
+    f"not help, {NAMES_THE_LINE}"
+)
+_OF_BACKWARD: Final = (
+    "The batch and the loss are the same, and the gradients are not, so look at what comes after the forward pass as "
+    "well: hooks on gradients, a torch.autograd.Function of the script's own, random numbers in backward; or a machine "
+    "computes wrongly (unisono run --audit finds out which). "
+)
 _OF_PROCESSORS: Final = (
     "Their processors or libraries differ (the run's output says how), and compute this model differently. Start the "
     "run with --set arithmetic=avx2, or =compatible where processors are of several makers, and with the same torch"
@@ -34,7 +54,11 @@ _OF_PROCESSORS: Final = (
 class Facts:
     """What is known of a difference between two members."""
 
+    are_batches_equal: bool | None = None
+    """Of a micro-batch that both have computed; None: nobody knows."""
     is_loss_equal: bool = False
+    compiled: str = ""
+    """"torch.compile" or "TorchScript", where the script compiles something by it."""
     is_of_state: bool = False
     """Their states differ."""
     is_arithmetic_equal: bool = True
@@ -55,6 +79,12 @@ def causes(facts: Facts) -> str:
         found = _of_newcomer(facts)
     if facts.is_of_state:
         return found + OUT_OF_STEP
+    if facts.are_batches_equal is False:
+        return found + _OF_BATCHES
+    if facts.compiled:
+        return found + (_OF_COMPILED if facts.compiled == "torch.compile" else _OF_SCRIPTED)
+    if facts.are_batches_equal and facts.is_loss_equal:
+        return found + _OF_BACKWARD + USUAL_CAUSES
     return found + USUAL_CAUSES
 
 

@@ -78,6 +78,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
     places: dict[int, int] = {}
     """Where workers carry parts of the model: the digests of what this worker has got, by place
     (`unisono.core.groups.places`)."""
+    batch: int = 0
+    """Digest of the tensors that the script was given; 0: unknown."""
 
     @property
     def by_place(self) -> dict[int, int]:

@@ -11,11 +11,13 @@ processor, another version of torch) the newer one. The others go on. Otherwise 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
+import torch
 from torch import nn
 
 from unisono.core.cursor import seed_of
@@ -49,6 +51,7 @@ __all__ = [
     "Agreement",
     "Digests",
     "check_digests",
+    "compiled_by",
     "digest_of_objects",
     "has_minority",
     "held_by_all",
@@ -78,6 +81,7 @@ class _Details(msgspec.Struct, frozen=True):
     state: dict[str, str] = {}
     """Every value of the state by its path."""
     leaves: list[Fingerprint] = []
+    compiled: str = ""
 
 
 class Agreement:
@@ -305,7 +309,7 @@ class Agreement:
     def _check_alone(self) -> None:
         own, other = self.own, self._other[0] if self._other else None
         if own is not None and other is not None and own.leaf == other.leaf and own.digest != other.digest:
-            facts = _facts_of(own, other, Facts())
+            facts = _facts_of(own, other, Facts(compiled=compiled_by(self._tracked)))
             what = own.difference(other, "the first time", "the second")
             raise DivergenceError(
                 f"micro-batch {own.leaf} of step {self._step} was computed twice, with different gradients: {what}. On "
@@ -378,7 +382,7 @@ class Agreement:
         raise DivergenceError(parting_words(own, what, facts, has_counted=has_counted), goes_on=True)
 
     def _details(self) -> _Details:
-        return _Details(leaves=[*self._own, *self._other])
+        return _Details(leaves=[*self._own, *self._other], compiled=compiled_by(self._tracked))
 
     def _described(self) -> dict[str, str]:
         """Return every value of the state by its path."""
@@ -407,6 +411,7 @@ class Agreement:
             joined=joined.get(newer, -1),
             newer=newer,
             num_skipped=self._phase if ids.index(newer) in self.on_trial(self._step) else 0,
+            compiled=next((one.compiled for one in details if one.compiled), ""),
         )
         pair = [_leaf_of(details, rank, leaf) for rank in ranks]
         return facts if pair[0] is None or pair[1] is None else _facts_of(pair[0], pair[1], facts)
@@ -528,7 +533,22 @@ def _difference_of(details: Sequence[_Details], leaf: int, ranks: tuple[int, int
 
 def _facts_of(mine: Fingerprint, theirs: Fingerprint, facts: Facts) -> Facts:
     """Return facts with what two fingerprints of one micro-batch say."""
-    return replace(facts, is_loss_equal=mine.weighted_loss == theirs.weighted_loss)
+    known = mine.batch and theirs.batch
+    return replace(
+        facts,
+        are_batches_equal=mine.batch == theirs.batch if known else None,
+        is_loss_equal=mine.weighted_loss == theirs.weighted_loss,
+    )
+
+
+def compiled_by(tracked: Tracked) -> str:
+    """Return what compiles a tracked model, a part of it, or what is made of it; "": nothing does."""
+    parts = [part for module in tracked.modules.values() for part in module.modules()]
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+        return "TorchScript"
+    # What a script computes with is often not what it tracks. torch has no public word for what was compiled.
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {}).values()
+    return "torch.compile" if any(one is not None for one in backends) else ""
 
 
 def _odd_ones(states: Mapping[int, int], arithmetics: Sequence[int]) -> tuple[list[int], int] | None:

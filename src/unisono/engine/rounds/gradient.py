@@ -26,7 +26,7 @@ from unisono.engine.exchange import Share
 from unisono.engine.exchange.flat import FlatLayout, Slot
 from unisono.engine.microbatch.data import BatchSource
 from unisono.engine.microbatch.doubts import Doubts
-from unisono.engine.microbatch.folding import GradientFolder
+from unisono.engine.microbatch.folding import Fingerprint, GradientFolder
 from unisono.engine.microbatch.guards import Guards
 from unisono.engine.microbatch.losses import Microbatch, Reduction, check_losses
 from unisono.engine.microbatch.randomness import seed_at
@@ -40,6 +40,7 @@ from unisono.engine.rounds.members import Helping, Members, Summed
 from unisono.engine.rounds.taps import Computed, Place, Tap
 from unisono.engine.rounds.team import LOST
 from unisono.engine.state.carried import Carried
+from unisono.engine.state.packing import digest_of_batch
 from unisono.engine.state.sums import Total, as_sum
 from unisono.engine.state.tracked import Tracked
 from unisono.system import accelerators
@@ -184,6 +185,7 @@ class GradientRound:
         self._clock = context.clock
         self._folder = folder
         self._compared = Twice()
+        self._batches: dict[int, int] = {}  # the digests of those of a rehearsal, by leaf
         self._computed: list[int] = []
         self._is_scaled = False
         self._unread: list[Microbatch] = []  # with losses that nobody has looked at yet
@@ -350,7 +352,7 @@ class GradientRound:
             following = None if is_last or is_compared else todo[index + 1]
             yield from self._compute_leaf(leaf, following, plan if is_last else None)
             if is_compared:
-                self._context.agreement.note_own(self._folder.fingerprint(leaf))
+                self._context.agreement.note_own(self._fingerprint(leaf))
         # A newcomer's loader processes give what it asks for first, which nobody could foresee.
         fetcher, is_new = self._context.fetcher, self._members.rank in self._context.agreement.on_trial(self.number)
         for other in compared.other:
@@ -461,7 +463,10 @@ class GradientRound:
     def _rehearse(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch that another member computes and sums, to compare the two gradients."""
         yield from self._aside(leaf)
-        self._context.agreement.note_other(self._folder.fingerprint(leaf))
+        self._context.agreement.note_other(self._fingerprint(leaf))
+
+    def _fingerprint(self, leaf: int) -> Fingerprint:
+        return msgspec.structs.replace(self._folder.fingerprint(leaf), batch=self._batches.pop(leaf, 0))
 
     def _aside(self, leaf: int) -> Iterator[Any]:
         """Yield a micro-batch of which nothing is summed."""
@@ -554,6 +559,8 @@ class GradientRound:
             return None
         batch = self._context.fetcher.fetch(self.position.number, leaf, self.turn.number)
         self.microbatch.note_batch(batch)
+        if self._context.agreement.rehearses and leaf in (*self._compared.own, *self._compared.other):
+            self._batches[leaf] = digest_of_batch(batch)  # before the script may change it
         return batch
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -299,6 +299,22 @@ def quick_digest(state: Any) -> int:
     packed = pack_held(state)
     skeleton = torch.frombuffer(bytearray(packed.skeleton), dtype=torch.uint8)
     return digest_of_tensor(skeleton) ^ digest_of_tensors([one for one in packed.tensors if not one.is_meta])
+
+
+def digest_of_batch(batch: Any) -> int:
+    """Return a 64-bit fingerprint of the dense tensors in a batch; 0 where there are none, or others as well."""
+    found = list(_tensors_in(batch))
+    if not found or any(one.layout != torch.strided or one.is_meta or one.is_quantized for one in found):
+        return 0
+    return hash_bytes(repr(digest_of_each(found)).encode())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(one)
 
 
 @functools.cache
