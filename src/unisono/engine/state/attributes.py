@@ -17,7 +17,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -288,13 +288,12 @@ def _flatten(value: object, found: list[object]) -> None:
             _flatten(item, found)
 
 
-def _size(value: object, depth: int = 0) -> float:
+def _size(value: Any, depth: int = 0) -> float:
     """Return about how many bytes a plain value takes; infinity: it is not plain, or too large."""
     kind, numpy = type(value), sys.modules.get("numpy")
     if kind in _NUMBERS:
         return 9 + (len(value) if isinstance(value, (str, bytes)) else 0)
     if kind is Tensor:
-        assert isinstance(value, Tensor)
         is_plain = value.layout is torch.strided and not (value.requires_grad or value.is_meta or value.is_inference())
         return value.nbytes if is_plain and (depth == 0 or value.device.type == "cpu") else math.inf
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
@@ -303,7 +302,6 @@ def _size(value: object, depth: int = 0) -> float:
         return value.nbytes if value.dtype.kind in "biufc" else math.inf
     if kind not in _CONTAINERS or depth == DEEPEST:
         return math.inf
-    assert isinstance(value, Collection)
     found = 9.0
     for item in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
         found += _size(item, depth + 1)

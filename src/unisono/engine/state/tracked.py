@@ -623,8 +623,8 @@ class Tracked:
                 for attribute in owner._non_persistent_buffers_set:
                     first, buffer = self._first.get((id(owner), attribute)), buffer_in(owner, attribute)
                     if first is not None:
-                        is_same = buffer is not None and buffer.shape == first.shape
-                        found[".".join(filter(None, (name, path, attribute)))] = buffer if is_same else first
+                        kept = first if buffer is None or buffer.shape != first.shape else buffer
+                        found[".".join(filter(None, (name, path, attribute)))] = kept
         return found
 
 
