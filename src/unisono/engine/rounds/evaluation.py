@@ -252,7 +252,7 @@ class EvaluationRound(Undivided):
         totals = {batch: one for part in parts for batch, one in from_bytes(part.have).items()}
         by_worker = dict(zip(self._members.worker_ids, parts, strict=False))
         found = {worker: part.digests for worker, part in by_worker.items()}
-        odd = odd_in_objects(self._rounds, found, _differing_newcomers(by_worker, self._have, self._trial()))
+        odd = odd_in_objects(self._rounds, found, _differing_newcomers(by_worker, totals, self._trial()))
         by_worker = {worker: part for worker, part in by_worker.items() if worker not in odd}
         found = {worker: part.digests for worker, part in by_worker.items()}
         settles = self._rounds.judge.settles
@@ -492,16 +492,25 @@ def _sum(found: Mapping[int, Any], num_batches: int) -> Any:
     return fold(leaves, num_batches, lambda a, b: a + b)
 
 
+def _differences(parts: Mapping[str, _Part], have: Mapping[int, Totals]) -> Iterator[tuple[str, int, str]]:
+    """Yield the worker, the batch, and what differs, for batches that have other totals or rows on a second worker."""
+    rows = {batch: each for part in parts.values() for batch, each in (part.rows or {}).items()}
+    for worker, part in parts.items():
+        for batch, digest in part.twice.items():
+            if digest != _digest(have[batch], rows.get(batch, {})):
+                names = f"totals or collected rows ({', '.join(rows[batch])})" if batch in rows else "totals"
+                yield worker, batch, names
+
+
 def _differing_newcomers(
     parts: Mapping[str, _Part], have: Mapping[int, Totals], trial: Collection[int]
 ) -> dict[str, str]:
-    """Return in words, by newcomer on trial, which batch has other totals there; those that have none are not in it."""
+    """Return in words, by newcomer on trial, which batch differs there; those that have none are not in it."""
+    workers = [*parts]
     return {
-        worker: f"the totals of batch {batch} of an evaluation are not {have[batch]}, those of the others"
-        for rank, (worker, part) in enumerate(parts.items())
-        if rank in trial
-        for batch, digest in part.twice.items()
-        if digest != digest_of_state(have[batch])
+        worker: f"the {noun} of batch {batch} of an evaluation are not {have[batch] or 'those'}, the {noun} of the others"
+        for worker, batch, noun in _differences(parts, have)
+        if workers.index(worker) in trial
     }
 
 
@@ -509,17 +518,13 @@ def _differing(parts: Mapping[str, _Part], have: Mapping[int, Totals], what: str
     """Return in words which batch has other totals or rows on a second worker; "": none has."""
     if len({part.digests.arithmetic for part in parts.values()}) > 1:
         return ""
-    rows = {batch: each for part in parts.values() for batch, each in (part.rows or {}).items()}
-    for worker, part in parts.items():
-        for batch, digest in part.twice.items():
-            if digest != _digest(have[batch], rows.get(batch, {})):
-                noun = f"totals or collected rows ({', '.join(rows[batch])})" if batch in rows else "totals"
-                return (
-                    f"batch {batch} of {what} was evaluated by two workers, and its {noun} on {worker} are not "
-                    f"{have[batch] or 'those'}, the {noun} of the other one. Either the script computes different "
-                    f"{noun} on different workers, or one of the two machines computes wrong values; three workers and "
-                    f"unisono run --audit find out which. The totals were not used. For the script: {USUAL_CAUSES}"
-                )
+    for worker, batch, noun in _differences(parts, have):
+        return (
+            f"batch {batch} of {what} was evaluated by two workers, and its {noun} on {worker} are not "
+            f"{have[batch] or 'those'}, the {noun} of the other one. Either the script computes different "
+            f"{noun} on different workers, or one of the two machines computes wrong values; three workers and "
+            f"unisono run --audit find out which. The totals were not used. For the script: {USUAL_CAUSES}"
+        )
     return ""
 
 
