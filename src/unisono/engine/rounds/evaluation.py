@@ -508,7 +508,7 @@ def _differing_newcomers(
     """Return in words, by newcomer on trial, which batch differs there; those that have none are not in it."""
     workers = [*parts]
     return {
-        worker: f"the {noun} of batch {batch} of an evaluation are not {have[batch] or 'those'}, the {noun} of the others"
+        worker: f"the {noun} of batch {batch} of an evaluation are not {have[batch] or 'those'}, the others' {noun}"
         for worker, batch, noun in _differences(parts, have)
         if workers.index(worker) in trial
     }
