@@ -27,7 +27,7 @@ from unisono.core.errors import StepError
 from unisono.core.groups import replan_groups
 from unisono.core.plan import Plan, replan
 from unisono.core.plan import plan as even_plan
-from unisono.core.rehearsals import on_trial
+from unisono.core.rehearsals import on_trial, without
 from unisono.core.tree import Node
 from unisono.engine.exchange.flat import FlatLayout
 from unisono.engine.exchange.slots import Slots
@@ -306,10 +306,12 @@ class Rounds:
         in_groups = self.team.num_parts > 1 and kind in IN_GROUPS
         # All members have these reports, and so the same trial; a newcomer may be the only one that is able.
         trial = on_trial([report.joined for report in reports], min(one.total for one in reports), lag=self.lag)
-        if self.team.num_parts == 1 and any(can and rank not in trial for rank, can in enumerate(able)):
-            able = [can and rank not in trial for rank, can in enumerate(able)]
-        if not any(held) and all(able):
-            return self.team.even_plan(num_leaves) if in_groups else even_plan(len(held), num_leaves)
+        if self.team.num_parts > 1 or not any(can and rank not in trial for rank, can in enumerate(able)):
+            trial = frozenset()
+        if not any(held) and all(able):  # as `Balancing.decide`, for members that have met nobody
+            even = self.team.even_plan(num_leaves) if in_groups else even_plan(len(held), num_leaves)
+            return without(even, trial)
+        able = [can and rank not in trial for rank, can in enumerate(able)]
         nodes = [[Node(level, index) for level, index in each] for each in held]
         if in_groups:
             return replan_groups(nodes, able, num_leaves, self.team.complete_groups())
