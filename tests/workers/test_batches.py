@@ -327,7 +327,7 @@ def test_a_worker_killed_within_the_loop_changes_no_total(tmp_path: Path) -> Non
     calm, hurt = tmp_path / "calm", tmp_path / "hurt"
     calm_run = run_workers(SCRIPT, 1, directory=calm)
     assert calm_run.exit_code == 0, calm_run.output
-    faults = Faults().kill("w1", at="in_evaluation", step=5).kill("w2", at="in_collecting", step=8)
+    faults = Faults().kill("w1", at="in_evaluation", step=5).kill("w2", at="evaluation.collecting", step=8)
     faults = faults.kill("w0", at="deliver.staged", step=2)
     outcome = run_workers(SCRIPT, 3, directory=hurt, faults=faults)
     assert outcome.exit_code == 0, outcome.output

@@ -859,8 +859,6 @@ def test_launch_names_what_it_was_given_too_much(monkeypatch: pytest.MonkeyPatch
         launch(main, 1, foo=3)
     with pytest.raises(LaunchError, match=r"^launch has no option heart_beat=; did you mean heartbeat=.$"):
         launch(main, 1, heart_beat=3)
-    with pytest.raises(LaunchError, match=r"^launch has no option hang_s=; write kill_after=$"):
-        launch(main, 1, hang_s=3)
     with pytest.raises(LaunchError, match=r"^--set kill-after is a time above 0 with its unit"):
         launch(main, 1, kill_after="3")
     with pytest.raises(LaunchError, match="no option callable="):

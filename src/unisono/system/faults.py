@@ -42,7 +42,7 @@ POINTS: Final[dict[str, str]] = {
     "in_sums": "it knows the gradient of a step whose sums have new names, and the others lack its part of these sums",
     "after_step": "the step is over for this worker: the optimizer has run",
     "in_evaluation": "a batch of an evaluation is done",
-    "in_collecting": "rows that were collected in an evaluation are about to travel",
+    "evaluation.collecting": "rows that were collected in an evaluation are about to travel",
     "evaluated": "it has all results of an evaluation, others perhaps not",
     "in_talk": "it has come to a call of run.barrier, run.all_gather ... between two steps, and has sent nothing yet",
     "talked": "it has the result of such a call, others perhaps not",

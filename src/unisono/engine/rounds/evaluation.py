@@ -431,7 +431,7 @@ def _bring(members: Members, parts: Sequence[_Part], have: Mapping[int, PackedRo
             if lacking:
                 parcels.append(Parcel(holders[0], lacking, found[batch][name]))
     for group in grouped(parcels, lambda parcel: parcel.tensor.nbytes, TOGETHER_BYTES):
-        point("in_collecting")
+        point("evaluation.collecting")
         members.deliver(group)
     return found
 
