@@ -276,6 +276,27 @@ def test_a_state_has_no_caches() -> None:
     assert mine.table.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_parameters_that_only_an_optimizer_has_are_a_part_of_the_state() -> None:
+    """Layers in a plain list, a bare tensor: no ``state_dict`` has them, that of the optimizer neither."""
+    models, optimizers, trackeds = [], [], [Tracked(), Tracked()]
+    for tracked in trackeds:
+        models.append([nn.Linear(2, 2), nn.Parameter(torch.randn(3)), nn.Linear(2, 1)])
+        head, bare, body = models[-1]
+        optimizers.append(torch.optim.SGD([*head.parameters(), bare, *body.parameters()], lr=0.1, momentum=0.9))
+        tracked.add({"model": head, "optimizer": optimizers[-1]})
+    ours, theirs = trackeds
+    assert theirs.compared()["what no state_dict has"].keys() == {f"optimizer.0.{index}" for index in (2, 3, 4)}
+    ours.load(theirs.state())
+    for mine, yours in zip(*(each.param_groups[0]["params"] for each in optimizers), strict=True):
+        assert bits_of(mine) == bits_of(yours)
+        assert mine is not yours
+        assert mine.requires_grad
+    of_old_version = theirs.whole_state()
+    del of_old_version["hidden"]["optimizer.0.2"]
+    with pytest.raises(UsageError, match=r"^the state lacks optimizer\.0\.2: parameters that no tracked module"):
+        ours.load(of_old_version)
+
+
 def test_a_newcomer_knows_how_often_backward_is_called() -> None:
     """A penalty in every 16th step is no news to a worker that joined after the last one."""
     gone, fresh = Tracked(), Tracked()

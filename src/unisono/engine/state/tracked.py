@@ -1,8 +1,8 @@
 """Tracked objects of a run: their parameters and buffers, and the state that a newcomer receives.
 
 The state is the ``state_dict()`` of every tracked object, and what a ``state_dict()`` leaves out although the next step
-depends on it: buffers that are not persistent, which parameters need a gradient, which modules are in ``eval()``, and
-what the script has set on them.
+depends on it: buffers that are not persistent, parameters that only an optimizer has, which parameters need a gradient,
+which modules are in ``eval()``, and what the script has set on them.
 """
 
 from __future__ import annotations
@@ -419,7 +419,7 @@ class Tracked:
     def _state(self, state_of: Callable[[Any], Any]) -> dict[str, Any]:
         return {
             "objects": {name: state_of(value) for name, value in self._with_state.items()},
-            "hidden": self._hidden_buffers(),
+            "hidden": self._hidden(),
             "trained": [parameter.requires_grad for _, parameter in self.parameters()],
             "in_eval": self._in_eval(),
             "attributes": self.attributes.state(),
@@ -495,7 +495,7 @@ class Tracked:
                 )
                 if same:  # otherwise the script changes the module before the later phase
                     self._with_state[name].load_state_dict(part)
-        hidden = self._hidden_buffers()
+        hidden = self._hidden()
         for name, buffer in state["hidden"].items():
             if name in hidden and hidden[name].shape == buffer.shape:
                 hidden[name].copy_(buffer)
@@ -506,7 +506,7 @@ class Tracked:
         return {
             "objects": {name: value.state_dict() for name, value in self._objects.items() if name not in optimizers},
             "options": {name: [_options(group) for group in one.param_groups] for name, one in optimizers.items()},
-            "hidden": self._hidden_buffers(),
+            "hidden": self._hidden(),
             "in_eval": self._in_eval(),
             "attributes": self.attributes.state(),
         }
@@ -553,7 +553,7 @@ class Tracked:
         """Return everything that must be equal on all workers, by name."""
         return {
             **{name: _known_to_all(value) for name, value in self._with_state.items()},
-            "buffers that are not persistent": self._hidden_buffers(),
+            "what no state_dict has": self._hidden(),
             "modes of modules": dict.fromkeys(self._in_eval(), "eval()"),
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.parameters()},
         }
@@ -609,13 +609,20 @@ class Tracked:
         self.attributes.load(state["attributes"])
 
     def _load_hidden(self, state: dict[str, Any]) -> None:
-        hidden = self._hidden_buffers()
+        hidden = self._hidden()
+        lacking = {name for name, _ in self.parameters()} & (hidden.keys() - state["hidden"].keys())
+        if lacking:
+            raise UsageError(
+                f"the state lacks {', '.join(sorted(lacking))}: parameters that no tracked module has, and that "
+                "checkpoints of version 0.3.0 and older did not keep. Track the modules that have them, and start over"
+            )
         for name, buffer in state["hidden"].items():
             hidden[name].copy_(buffer)
 
-    def _hidden_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that no ``state_dict`` has, by name. A cache that has grown is given as it was when it was
-        tracked, so that states have the same shapes on all workers.
+    def _hidden(self) -> dict[str, Tensor]:
+        """Return the tensors that no ``state_dict`` has, by name: buffers that are not persistent, and parameters that
+        an optimizer has and no tracked module. A cache that has grown is given as it was when it was tracked, so that
+        states have the same shapes on all workers.
         """
         found = {}
         for name, module in self.modules.items():
@@ -625,6 +632,9 @@ class Tracked:
                     if first is not None:
                         kept = first if buffer is None or buffer.shape != first.shape else buffer
                         found[".".join(filter(None, (name, path, attribute)))] = kept
+        walk = self.walk()
+        owned = {id(parameter) for _, parameter in walk.of_modules}
+        found |= {name: one.detach() for name, one in walk.parameters if id(one) not in owned}
         return found
 
 
