@@ -41,8 +41,6 @@ LATE_BYTES = 1 << 20
 """Tensors from this size on are copied while the next step computes."""
 COPY_BYTES = 1 << 24
 """A late copy can be abandoned after each block of this size."""
-NUM_SAMPLES, SAMPLE_BYTES = 4, 64
-"""What is looked at to see whether a tensor has changed while it was copied."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +143,11 @@ def write_whole(
 
 
 class LateCopy:
-    """The copy of one tensor, to be made while the next step computes.
-
-    A write through ``.data`` does not change the tensor's version. So some of its bytes are looked at before and after,
-    and in the copy: what changes the whole tensor changes some of these. (A digest of all bytes costs as much as the
-    copy.)
-    """
+    """The copy of one tensor, to be made while the next step computes."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
         self._target, self._source = target, source
         self._version = source._version
-        self._sample = _sample(source)
 
     def run(self, is_abandoned: Callable[[], bool]) -> None:
         """Copy the tensor, until it is abandoned."""
@@ -168,16 +160,8 @@ class LateCopy:
 
     @property
     def was_changed(self) -> bool:
-        """Whether the tensor has changed since the boundary, so that the copy may be spoiled. When the copy is made."""
-        if self._source._version != self._version:
-            return True
-        return any(_sample(one) != self._sample for one in (self._source, self._target))
-
-
-def _sample(tensor: Tensor) -> list[bytes]:
-    """Return some bytes of a large tensor, spread over its memory."""
-    step = (tensor.nbytes - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
-    return [ctypes.string_at(tensor.data_ptr() + number * step, SAMPLE_BYTES) for number in range(NUM_SAMPLES)]
+        """Whether the tensor has changed since the boundary, so that the copy may be spoiled."""
+        return self._source._version != self._version
 
 
 class Loan(NamedTuple):
