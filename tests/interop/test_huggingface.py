@@ -254,7 +254,7 @@ def test_the_others_wait_for_the_worker_that_writes_and_that_is_no_hang(
     with library.Run(seed=7) as run:
         trainer = UnisonoTrainer(model=Next(), args=arguments(tmp_path), run=run)
         monkeypatch.setattr(Trainer, "_save_checkpoint", lambda *_: run.barrier())
-        with pytest.raises(library.UsageError, match="where the other workers wait"):
+        with pytest.raises(library.UsageError, match="where other workers wait"):
             trainer._save_checkpoint(trainer.model, None)
 
 

@@ -50,6 +50,7 @@ from unisono.core.messages import (
 from unisono.core.policy import Policy
 from unisono.core.spec import RunSpec
 from unisono.membership.roster import Agent, State, WorkerState
+from unisono.record import rundir
 from unisono.record.journal import JOURNAL, compare, read
 from unisono.system.lifetime import end_when_silent
 from unisono.testing import run_workers
@@ -340,9 +341,11 @@ def test_a_head_that_follows_knows_the_directory_that_the_script_has_chosen(tmp_
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
-def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(tmp_path: Path) -> None:
+def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither where a worker names it, nor at the start and at the end of a head that follows."""
-    pipe = tmp_path / "run.json"
+    file = tmp_path / "run.json"
     agent_hello = AgentHello(host="lab", pid=1, num_workers=1, primary=True)
     worker_hello = Hello(info=MemberInfo(worker_id="w0", host="lab", pid=2, device="cpu"), fingerprint={})
 
@@ -351,41 +354,40 @@ def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(tmp_path: 
             agent, worker = await dial(url), await dial(url)
             await agent.send(encode(agent_hello))
             await worker.send(encode(worker_hello))
-            await worker.send(encode(RunDirectoryChosen(path=str(pipe.parent))))
+            await worker.send(encode(RunDirectoryChosen(path=str(tmp_path))))
             await hear(agent, RunDirectoryChosen)
             outside = await dial(url)
             await outside.send(encode(Stop(reason="enough")))
             assert "enough" in (await hear(outside, UserSentence)).text
-        follows = HeadMemory(State(policy=Policy(start=1, maximum=1)), 0.0, "", str(pipe.parent)).encode()
+        follows = HeadMemory(State(policy=Policy(start=1, maximum=1)), 0.0, "", str(tmp_path)).encode()
         async with serving(run_id="first", snapshot=follows) as (_, url):
             agent = await dial(url)
             await agent.send(encode(agent_hello))
             assert not (await hear(agent, Welcome)).may_write, "another side may"
 
-    with standing_still(pipe):
+    with standing_still(file, monkeypatch):
         asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
 @contextlib.contextmanager
-def standing_still(pipe: Path) -> Iterator[None]:
+def standing_still(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A disk on which who reads this file waits; fails where the test waits for it too."""
-    os.mkfifo(pipe)
-    is_over, late = threading.Event(), []
+    is_over, late, read = threading.Event(), [], rundir.read_regular
 
-    def free() -> None:
-        late.append(not is_over.wait(WAIT_S / 2))
-        while not is_over.is_set() or any(thread.name == "unisono-disk" for thread in threading.enumerate()):
-            with contextlib.suppress(OSError):  # nobody reads now
-                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    def wait_and_read(path: Path, *most: int) -> bytes:
+        if path == file:
+            late.append(not is_over.wait(WAIT_S / 2))
+        return read(path, *most)
 
-    thread = threading.Thread(target=free)
-    thread.start()
+    monkeypatch.setattr(rundir, "read_regular", wait_and_read)
     try:
         yield
     finally:
         is_over.set()
-        thread.join()
-    assert late == [False], "the head has waited for the disk"
+        while any(thread.name == "unisono-disk" for thread in threading.enumerate()):
+            pass
+    assert late, "nobody has read it"
+    assert not any(late), "the head has waited for the disk"
 
 
 @contextlib.asynccontextmanager

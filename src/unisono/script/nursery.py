@@ -108,12 +108,16 @@ class _Nursery:
     def serve(self) -> None:
         """Fork workers until the agent ends. In a child, be a worker."""
         while self._agents or self._listener is not None:
-            sources: list[int | socket.socket] = [self._awake, *self._agents]
+            sources: list[int | socket.socket | _Probe] = [self._awake, *self._agents]
+            if self._probe is not None:
+                sources.append(self._probe)
             if self._listener is not None:
                 sources.append(self._listener)
             ready, _, _ = select.select(sources, [], [])
             for source in ready:
-                if source is self._listener and self._listener is not None:
+                if isinstance(source, _Probe):
+                    self._take_results()
+                elif source is self._listener and self._listener is not None:
                     self._agents.append(self._listener.accept()[0])
                 elif isinstance(source, socket.socket):
                     worker = self._receive(source)
@@ -139,8 +143,7 @@ class _Nursery:
             return None
         with open(descriptors.pop(), "rb") as file:
             request = msgspec.msgpack.decode(file.read(), type=ForkRequest)
-        if self._probe is not None:
-            self._results, self._probe = self._probe.results(), None
+        self._take_results()
         try:
             pid = _fork_orphan() if request.adopted else os.fork()
         except OSError as error:
@@ -162,6 +165,11 @@ class _Nursery:
         for descriptor in descriptors:
             os.close(descriptor)
         return None
+
+    def _take_results(self) -> None:
+        """Wait for the results of the probe, before the first worker is forked."""
+        if self._probe is not None:
+            self._results, self._probe = self._probe.results(), None
 
     def _reap(self) -> None:
         while self._children:
@@ -188,6 +196,10 @@ class _Probe:
                 pipe.write(results().encode())
             os._exit(0)
         os.close(sending)
+
+    def fileno(self) -> int:
+        """Return what can be read when the results are there."""
+        return self._receiving
 
     def results(self) -> str:
         """Return the results, as soon as they are there; "" if the child has failed, as each worker then will.

@@ -182,12 +182,9 @@ class Attributes:
             return
         if owners is not self._seen:
             self._watch(owners)
-        try:
-            before, self._before = self._before, self._look()
-            if same_objects(self._before, before):
-                return
-        except KeyError:  # one is gone
-            pass
+        before, self._before = self._before, self._look()
+        if same_objects(self._before, before):
+            return
         renewed = set()
         for owner, watched in self._watched.items():
             if not (changes := watched.changes()):
@@ -215,14 +212,13 @@ class Attributes:
             self._to_tell[owner, name] = f"{owner}.{name} was set between two steps and is {what}"
 
     def _look(self) -> list[object]:
-        """Return objects that are others if something has changed.
-
-        Raises:
-            KeyError: an attribute is gone.
-        """
+        """Return objects that are others if something has changed."""
         found: list[object] = []
-        for get, values in self._gets:
-            found += get(values)
+        try:
+            for get, values in self._gets:
+                found += get(values)
+        except KeyError:  # one is gone
+            return [object()]
         found += map(len, self._dicts)
         for buffers in self._caches:
             found += buffers.values()
