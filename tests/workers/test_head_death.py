@@ -372,6 +372,7 @@ def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(
 @contextlib.contextmanager
 def standing_still(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A disk on which who reads this file waits; fails where the test waits for it too."""
+    file.write_text("{}")
     is_over, late, read = threading.Event(), [], rundir.read_regular
 
     def wait_and_read(path: Path, *most: int) -> bytes:
