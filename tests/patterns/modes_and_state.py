@@ -20,6 +20,8 @@ import unisono
 from tests.patterns.corpus import labelled, num_correct, pattern, perceptron
 
 BOTH = ("resumed", "replaced")
+ALONE_AGAIN = ("resumed",)
+"""Where a newcomer has another state: it is sent away, and the other two of three wait for a third."""
 
 
 def normalised(width: int = 16, dropout: float = 0.0) -> nn.Sequential:

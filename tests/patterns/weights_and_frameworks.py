@@ -585,10 +585,10 @@ def predictions_collected(run: unisono.Run) -> list[Any]:
             optimizer.step()
         for x, y in run.batches(labelled(31), batch_size=10):
             run.collect(preds=model(x).softmax(1), labels=y)
-        preds, labels = run.collected("preds"), run.collected("labels")
-        assert torch.equal(torch.as_tensor(labels), labelled(31).tensors[1])
-        kept["threshold"] = float(torch.as_tensor(preds).amax(1).median())
-    return [kept["threshold"], preds, labels]
+        kept["threshold"] = run.once(lambda: float(run.collected("preds").amax(1).median()))
+    labels = run.collected("labels")
+    assert torch.equal(labels, labelled(31).tensors[1])
+    return [kept["threshold"], run.collected("preds"), labels]
 
 
 @pattern
