@@ -50,9 +50,9 @@ from unisono.core.messages import (
 from unisono.core.policy import Policy
 from unisono.core.spec import RunSpec
 from unisono.membership.roster import Agent, State, WorkerState
-from unisono.record import rundir
 from unisono.record.journal import JOURNAL, compare, read
 from unisono.system.lifetime import end_when_silent
+from unisono.system.owned import read_regular
 from unisono.testing import run_workers
 
 pytestmark = pytest.mark.more
@@ -373,14 +373,14 @@ def test_a_directory_on_a_disk_that_stands_still_holds_up_no_decision(
 def standing_still(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A disk on which who reads this file waits; fails where the test waits for it too."""
     file.write_text("{}")
-    is_over, late, read = threading.Event(), [], rundir.read_regular
+    is_over, late = threading.Event(), []
 
     def wait_and_read(path: Path, *most: int) -> bytes:
         if path == file:
             late.append(not is_over.wait(WAIT_S / 2))
-        return read(path, *most)
+        return read_regular(path, *most)
 
-    monkeypatch.setattr(rundir, "read_regular", wait_and_read)
+    monkeypatch.setattr("unisono.record.rundir.read_regular", wait_and_read)
     try:
         yield
     finally:

@@ -278,10 +278,9 @@ def test_a_state_has_no_caches() -> None:
 
 def test_parameters_that_only_an_optimizer_has_are_a_part_of_the_state() -> None:
     """Layers in a plain list, a bare tensor: no ``state_dict`` has them, that of the optimizer neither."""
-    models, optimizers, trackeds = [], [], [Tracked(), Tracked()]
+    optimizers, trackeds = [], [Tracked(), Tracked()]
     for tracked in trackeds:
-        models.append([nn.Linear(2, 2), nn.Parameter(torch.randn(3)), nn.Linear(2, 1)])
-        head, bare, body = models[-1]
+        head, bare, body = nn.Linear(2, 2), nn.Parameter(torch.randn(3)), nn.Linear(2, 1)
         optimizers.append(torch.optim.SGD([*head.parameters(), bare, *body.parameters()], lr=0.1, momentum=0.9))
         tracked.add({"model": head, "optimizer": optimizers[-1]})
     ours, theirs = trackeds
