@@ -94,7 +94,7 @@ def lines_from(path: Path, number: int) -> list[Line]:
         OSError, ValueError: as `read`.
     """
     found: list[Line] = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for _, text in backwards(file):
             if not text.endswith(b"\n"):
                 continue
