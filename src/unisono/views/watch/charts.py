@@ -23,7 +23,7 @@ import msgspec
 from unisono.core.events import EvaluationFinished, Event, Once, RunEnded, RunStarted, StepFinished
 from unisono.record.journal import JOURNAL, from_line
 from unisono.record.journal.file import BLOCK_BYTES
-from unisono.system.owned import write_whole
+from unisono.system.owned import open_regular, write_whole
 
 __all__ = ["Charts", "ToolBookmark", "scalars", "since"]
 
@@ -95,7 +95,7 @@ def since(directory: Path, step: int) -> Iterator[StepFinished | EvaluationFinis
 
     A line that is broken ends it; a journal that cannot be read has no events.
     """
-    with contextlib.suppress(OSError, *_BROKEN), (directory / JOURNAL).open("rb") as file:
+    with contextlib.suppress(OSError, *_BROKEN), open_regular(directory / JOURNAL) as file:
         file.seek(_offset(file, step))
         began, is_there = time.monotonic(), step <= 0
         for text in file:
