@@ -177,7 +177,7 @@ def centre_in_an_attribute_that_is_a_tensor(run: unisono.Run) -> None:
         model.centre = 0.5 * model.centre + 0.5 * mean
 
 
-@pattern(legs=BOTH)
+@pattern(legs=ALONE_AGAIN)
 def clipping_by_the_median_of_a_deque(run: unisono.Run) -> None:
     """AutoClip: clips to the median of the last norms, which are in a deque."""
     model = perceptron()
@@ -203,7 +203,7 @@ class Balance:
         self.last = loss
 
 
-@pattern(legs=BOTH)
+@pattern(legs=ALONE_AGAIN)
 def factor_of_a_loss_in_an_object(run: unisono.Run) -> None:
     """Adapts the factor of a second loss by the loss of the step; an object of the script remembers both."""
     model, balance = perceptron(), Balance()
@@ -238,7 +238,7 @@ def layers_in_a_plain_list(run: unisono.Run) -> list[Tensor]:
 # -- optimizers --------------------------------------------------------------------------------------
 
 
-@pattern(legs=BOTH)
+@pattern(legs=ALONE_AGAIN)
 def scheduler_made_anew_in_each_epoch(run: unisono.Run) -> None:
     """Makes a cosine schedule at the head of each epoch, which follows the steps of that epoch."""
     model = perceptron()
@@ -283,7 +283,7 @@ class SAM(Optimizer):
         self.base_optimizer.param_groups = self.param_groups
 
 
-@pattern(legs=BOTH)
+@pattern(legs=ALONE_AGAIN)
 def sam_with_a_base_optimizer(run: unisono.Run) -> None:
     """SAM by the class that everybody copies, with momentum in the base optimizer, and two passes a batch."""
     model = perceptron()
@@ -403,7 +403,7 @@ class Average:
         self.module.load_state_dict(state)
 
 
-@pattern(legs=BOTH)
+@pattern(legs=ALONE_AGAIN)
 def average_whose_decay_is_an_attribute(run: unisono.Run) -> dict[str, Any]:
     """An EMA of the weights whose decay grows with each update, outside of its `state_dict`; validates with it."""
     model = perceptron()
