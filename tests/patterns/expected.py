@@ -134,7 +134,8 @@ EXPECTED = {
     "evaluation_by_a_scheduler": "identical",
     "evaluation_with_an_attribute_of_the_model": "identical",
     "evaluation_by_a_tracked_dict": "identical",
-    "evaluation_with_an_untracked_dict": "refused",
+    # An evaluator has variables of the script as they are at its beginning; the page says to read none of earlier steps.
+    "evaluation_with_an_untracked_dict": "different",
     "rate_decided_by_an_evaluation_of_the_step_before": "identical",
     # weights and frameworks
     "class_weights_without_a_weight": "warned",
@@ -170,7 +171,8 @@ EXPECTED = {
     "totals_of_the_training_as_numbers": "identical",
     "predictions_gathered_by_hand": "identical",
     "predictions_collected": "identical",
-    "scores_of_all_samples_in_numpy": "identical",
+    # Collected within a step, and read after the loop.
+    "scores_of_all_samples_in_numpy": "refused",
     "sparse_embeddings": "refused",
     "compiled_model_on_lengths_that_vary": "identical",
     "closure_for_every_optimizer": "identical",
