@@ -134,7 +134,7 @@ EXPECTED = {
     "evaluation_by_a_scheduler": "identical",
     "evaluation_with_an_attribute_of_the_model": "identical",
     "evaluation_by_a_tracked_dict": "identical",
-    # An evaluator has variables of the script as they are at its beginning; the page says to read none of earlier steps.
+    # An evaluator has the variables of the beginning of the script; the page says to read none of earlier steps.
     "evaluation_with_an_untracked_dict": "different",
     "rate_decided_by_an_evaluation_of_the_step_before": "identical",
     # weights and frameworks
